@@ -1,0 +1,182 @@
+"""What phalanx raises.
+
+::
+
+    PhalanxError
+    ├── GroupError (RuntimeError)            a group cannot go on
+    │   ├── CollectiveTimeout (TimeoutError) a deadline passed; says who is missing
+    │   ├── PeerLost                         a rank is dead; says which
+    │   ├── RankMismatch                     ranks disagree on what to do; names both sides
+    │   └── GroupAborted                     somebody called abort or shutdown
+    ├── RendezvousError (RuntimeError)       ranks could not meet to form a group
+    │   └── RendezvousTimeout (TimeoutError) some never came; says who
+    ├── MisuseError                          the caller's mistake; says what to do instead
+    │   ├── InvalidArgument (ValueError)
+    │   ├── InvalidType (TypeError)
+    │   ├── InvalidState (RuntimeError)
+    │   └── UnknownOption (KeyError, AssertionError)
+    ├── RanksFailed (RuntimeError)           ranks that we started ended badly
+    └── InternalError (RuntimeError)         our own bug; please report it
+
+The built-in in parentheses is what upstream raises for the same mistake, so an ``except`` clause
+written for torch still catches it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "CollectiveTimeout",
+    "GroupAborted",
+    "GroupError",
+    "InternalError",
+    "InvalidArgument",
+    "InvalidState",
+    "InvalidType",
+    "MisuseError",
+    "PeerLost",
+    "PhalanxError",
+    "RankMismatch",
+    "RankReport",
+    "RanksFailed",
+    "RendezvousError",
+    "RendezvousTimeout",
+    "UnknownOption",
+]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What is known of one rank when a group fails."""
+
+    rank: int
+    """Its rank in the group that failed."""
+    state: str
+    """One of ``waiting``, ``idle``, ``silent``, ``dead``, ``failed``, ``left``."""
+    operation: str | None = None
+    """Its last call with its tensors: ``allreduce float32[10]``."""
+    sequence: int | None = None
+    """The number of that call."""
+    site: str | None = None
+    """Where the user's code made that call: ``train.py:12``."""
+    stack: str | None = None
+    """Where its main thread is right now, innermost frame last."""
+
+    def __str__(self) -> str:
+        parts = [f"rank {self.rank}: {_STATES[self.state]}"]
+        if self.operation is not None:
+            number = "" if self.sequence is None else f" #{self.sequence}"
+            verb = "in" if self.state == "waiting" else "last call was"
+            parts.append(f"{verb} {self.operation}{number}")
+            if self.site is not None:
+                parts.append(f"at {self.site}")
+        if self.stack is not None and self.state != "waiting":
+            parts.append(f"now at {self.stack}")
+        return ", ".join(parts)
+
+
+_STATES = {
+    "waiting": "waiting",
+    "idle": "alive, in user code",
+    "silent": "does not answer (stopped, or its interpreter is blocked)",
+    "dead": "dead",
+    "failed": "gave up",
+    "left": "shut the group down",
+}
+
+
+class PhalanxError(Exception):
+    """Base of everything that phalanx raises on purpose."""
+
+
+class GroupError(PhalanxError, RuntimeError):
+    """A group cannot go on: the same cause is raised on every rank."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        group: str = "",
+        operation: str = "",
+        sequence: int | None = None,
+        ranks: Sequence[int] = (),
+        reports: Mapping[int, RankReport] | None = None,
+    ) -> None:
+        self.group = group
+        """Name of the group."""
+        self.operation = operation
+        """The call that failed, with its tensors."""
+        self.sequence = sequence
+        """The number of that call in its group."""
+        self.ranks = tuple(ranks)
+        """The ranks at fault, group-local: missing, lost or disagreeing."""
+        self.reports = dict(reports or {})
+        """What each rank last did."""
+        lines = [message, *(f"  {report}" for _, report in sorted(self.reports.items()))]
+        super().__init__("\n".join(lines))
+
+
+class CollectiveTimeout(GroupError, TimeoutError):
+    """A call's deadline passed before every rank took part."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that did not take part, group-local."""
+        return self.ranks
+
+
+class PeerLost(GroupError):
+    """A rank of the group is dead."""
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """Ranks that are dead, group-local."""
+        return self.ranks
+
+
+class RankMismatch(GroupError):
+    """Ranks disagree on the operation, its tensors, or the group itself."""
+
+
+class GroupAborted(GroupError):
+    """The group was aborted or shut down, here or by a peer."""
+
+
+class RendezvousError(PhalanxError, RuntimeError):
+    """Ranks could not meet to form a group."""
+
+
+class RendezvousTimeout(RendezvousError, TimeoutError):
+    """Some ranks, or the store, did not appear before the deadline."""
+
+
+class MisuseError(PhalanxError):
+    """The caller asked for something that cannot be done."""
+
+
+class InvalidArgument(MisuseError, ValueError):
+    """An argument's value is not usable."""
+
+
+class InvalidType(MisuseError, TypeError):
+    """An argument's type is not usable."""
+
+
+class InvalidState(MisuseError, RuntimeError):
+    """A call that does not fit the state of things."""
+
+
+class UnknownOption(MisuseError, KeyError, AssertionError):
+    """A backend was given an option that it does not have."""
+
+    __str__ = Exception.__str__  # KeyError would print the message's repr
+
+
+class RanksFailed(PhalanxError, RuntimeError):
+    """Ranks that were started here ended badly."""
+
+
+class InternalError(PhalanxError, RuntimeError):
+    """A bug in phalanx itself."""

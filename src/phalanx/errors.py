@@ -54,15 +54,17 @@ class RankReport:
     rank: int
     """Its rank in the group that failed."""
     state: str
-    """One of ``waiting``, ``idle``, ``silent``, ``dead``, ``failed``, ``left``."""
+    """One of ``waiting``, ``idle``, ``failed``, ``silent``, ``stopped``, ``left``, ``dead``."""
     operation: str | None = None
     """Its last call with its tensors: ``allreduce float32[10]``."""
     sequence: int | None = None
     """The number of that call."""
     site: str | None = None
     """Where the user's code made that call: ``train.py:12``."""
-    stack: str | None = None
-    """Where its main thread is right now, innermost frame last."""
+    here: str | None = None
+    """The line of user code that it is at right now."""
+    collectives: int | None = None
+    """How many collectives of the group it has begun."""
 
     def __str__(self) -> str:
         parts = [f"rank {self.rank}: {_STATES[self.state]}"]
@@ -72,18 +74,19 @@ class RankReport:
             parts.append(f"{verb} {self.operation}{number}")
             if self.site is not None:
                 parts.append(f"at {self.site}")
-        if self.stack is not None and self.state != "waiting":
-            parts.append(f"now at {self.stack}")
+        if self.here is not None and self.state != "waiting":
+            parts.append(f"at {self.here}" if self.state == "left" else f"now at {self.here}")
         return ", ".join(parts)
 
 
 _STATES = {
     "waiting": "waiting",
     "idle": "alive, in user code",
-    "silent": "does not answer (stopped, or its interpreter is blocked)",
-    "dead": "dead",
     "failed": "gave up",
+    "silent": "does not answer (its interpreter is blocked, or its machine is out of reach)",
+    "stopped": "stopped by a signal",
     "left": "shut the group down",
+    "dead": "dead",
 }
 
 

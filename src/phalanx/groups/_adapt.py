@@ -1,0 +1,102 @@
+"""Makes up for what an engine lacks: reduce operations and element types.
+
+Each function takes the call as the user made it and returns it as the engine can do it, with a
+function that finishes the result, if one is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from ..errors import InvalidArgument
+from ._engine import Traits
+from ._record import describe
+
+__all__ = ["Reduction", "adapt_reduction", "as_bytes", "plain_op"]
+
+SUM = ReduceOp.SUM
+AVG = ReduceOp.AVG
+PREMUL_SUM = ReduceOp.PREMUL_SUM
+_LINEAR = frozenset({SUM, AVG, PREMUL_SUM})
+
+
+@dataclass
+class Reduction:
+    """A reduction in the engine's own terms."""
+
+    op: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    finish: Callable[[], None] | None = None
+
+
+def plain_op(op: Any) -> Any:
+    """Strip a `ReduceOp` to the enumeration inside, which can be compared and hashed."""
+    return getattr(op, "op", op)
+
+
+def adapt_reduction(
+    traits: Traits,
+    operation: str,
+    op: Any,
+    *,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    size: int,
+) -> Reduction:
+    """Turn a reduction into one that the engine has; `inputs` may be the `outputs` themselves."""
+    done = Reduction(op, inputs, outputs)
+    kind = plain_op(op)
+    dtype = inputs[0].dtype
+    if traits.dtypes is not None and dtype not in traits.dtypes:
+        _view_complex(done, operation, kind, dtype)
+    if kind == PREMUL_SUM and not traits.premultiplies:
+        _premultiply(done, op.factor)
+    elif kind == AVG and not (dtype.is_floating_point and operation in traits.averages):
+        done.op = SUM
+        done.finish = lambda: average(outputs, size)
+    return done
+
+
+def average(tensors: Sequence[Tensor], count: int) -> None:
+    """Divide sums by how many were added; integers lose their fraction."""
+    for tensor in tensors:
+        flat = tensor.detach()
+        if flat.is_floating_point() or flat.is_complex():
+            flat.div_(count)
+        else:
+            flat.div_(count, rounding_mode="trunc")
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes, so that any engine can move it."""
+    flat = tensor.detach().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _view_complex(call: Reduction, operation: str, kind: Any, dtype: torch.dtype) -> None:
+    """See complex numbers as pairs where that gives the same answer; refuse other types."""
+    if not (dtype.is_complex and kind in _LINEAR):
+        name = str(kind).rpartition(".")[2]
+        raise InvalidArgument(
+            f"this backend cannot {operation} ({name}) {describe(dtype, ())[:-2]}: "
+            "convert the tensor to a type that it knows, such as float32 or int64"
+        )
+    same = call.inputs is call.outputs
+    call.inputs = [torch.view_as_real(t.detach()) for t in call.inputs]
+    call.outputs = call.inputs if same else [torch.view_as_real(t.detach()) for t in call.outputs]
+
+
+def _premultiply(call: Reduction, factor: float | Tensor) -> None:
+    call.op = SUM
+    if call.inputs is call.outputs:
+        for tensor in call.inputs:
+            tensor.detach().mul_(factor)
+    else:
+        call.inputs = [tensor.detach() * factor for tensor in call.inputs]

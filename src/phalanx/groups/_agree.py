@@ -1,0 +1,94 @@
+"""Checks that ranks agree on what they call, before they call it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch._C import _distributed_c10d as c10d
+
+from ._engine import Engine
+from ._health import Health, Pending, mismatch
+from ._record import Call
+from ._work import Work
+
+__all__ = ["Agreement", "agreement_for"]
+
+CARD = 256  # bytes that a rank's description travels in; a longer one is cut
+
+
+class Agreement(Protocol):
+    """Compares a call with the peers' calls of the same number."""
+
+    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
+        """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
+
+
+def agreement_for(engine: Engine, checks: bool | None, health: Health) -> Agreement | None:
+    """Choose how to check: for free where the engine can, by exchange where the user asks."""
+    if health.size == 1 or checks is False:
+        return None
+    if hasattr(engine, "agree"):
+        return _Free(engine, health)
+    return _Exchange(engine, health) if checks else None
+
+
+class _Free:
+    """Leaves the comparison to an engine whose ranks see each other's calls."""
+
+    def __init__(self, engine: Engine, health: Health) -> None:
+        self._engine = engine
+        self._health = health
+
+    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
+        call = pending.call
+        said = _say(call, terms, uneven=uneven)
+        other = self._engine.agree(call.sequence, said, (call.what, call.site))
+        if other is not None:
+            rank, what, site = other
+            _refuse(self._health, call, (rank, what, site))
+
+
+class _Exchange:
+    """Gathers a description of the call from every rank first: a round trip for every call."""
+
+    def __init__(self, engine: Engine, health: Health) -> None:
+        self._engine = engine
+        self._health = health
+
+    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
+        call, size = pending.call, self._health.size
+        card = _card(_say(call, terms, uneven=uneven), call)
+        cards = torch.empty(size * CARD, dtype=torch.uint8)
+        options = c10d.AllgatherOptions()
+        raw = self._engine._allgather_base(cards, card, options)
+        Work(self._health, pending, raw, [cards]).wait()
+        call.ended = None
+        mine = _read(card)
+        for rank, row in enumerate(cards.view(size, CARD)):
+            said, what, site = _read(row)
+            if said != mine[0]:
+                _refuse(self._health, call, (rank, what, site))
+
+
+def _say(call: Call, terms: tuple[Any, ...], *, uneven: bool) -> str:
+    """Put into words what all ranks must say alike."""
+    told = f"{call.operation} {call.dtype}" if uneven else call.what
+    return " ".join([told, *(str(term) for term in terms)])
+
+
+def _refuse(health: Health, call: Call, theirs: tuple[int, str, str]) -> None:
+    mine = (health.rank, call.what, call.site)
+    failure = health.fail(mismatch(mine, theirs, call))
+    raise health.error(failure, None, call)
+
+
+def _card(said: str, call: Call) -> torch.Tensor:
+    text = "\n".join([said, call.what, call.site]).encode()[:CARD].ljust(CARD, b"\0")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _read(card: torch.Tensor) -> tuple[str, str, str]:
+    text = bytes(card.tolist()).rstrip(b"\0").decode(errors="replace")
+    said, what, site = [*text.split("\n"), "", ""][:3]
+    return said, what, site

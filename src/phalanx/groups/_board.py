@@ -1,0 +1,107 @@
+"""The notice board: what ranks tell each other when something is overdue.
+
+It hangs in the group's store and nobody writes on it while all is well. Who waits too long *rings*
+(adds to a counter); every rank's watcher looks at that counter a few times a second and, when it
+has moved, pins up what its rank is doing. The first cause of a failure is pinned up once, for all.
+
+Every method comes back soon: a store that does not answer reads like an empty board.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from ..errors import RankReport
+from ._failure import Failure
+
+__all__ = ["Board"]
+
+T = TypeVar("T")
+
+
+class Board:
+    """One rank's view of its group's notice board."""
+
+    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._heard = 0  # the ring that this rank answered last
+        self.reachable = True
+        """Whether the store answered the last time it was asked."""
+
+    def ring(self) -> int:
+        """Ask every rank to report; returns the number of this ring."""
+        return self._ask(lambda: self._store.add("alarm", 1), 0)
+
+    def answer(self, report: Callable[[], RankReport]) -> bool:
+        """Pin up this rank's report if somebody rang since the last answer."""
+        rings = self._rings()
+        if rings == self._heard:
+            return False
+        self._heard = rings
+        self._write(f"report/{self._rank}", {"ring": rings, **asdict(report())})
+        return True
+
+    def reports(self, *, since: int) -> dict[int, RankReport]:
+        """Collect the reports that answer ring `since` or a later one."""
+        found = {}
+        for rank in range(self._size):
+            data = self._read(f"report/{rank}")
+            if data is not None and data.pop("ring") >= since:
+                found[rank] = RankReport(**data)
+        return found
+
+    def fail(self, failure: Failure) -> Failure:
+        """Pin up the cause of a failure; returns the first one, which may be another rank's."""
+        if self._ask(lambda: self._store.add("failures", 1), 1) == 1:
+            self._write("failure", failure.to_json())
+            self.ring()
+            return failure
+        return self.failure() or failure
+
+    def failure(self) -> Failure | None:
+        """Read the cause of the group's failure, if there is one."""
+        data = self._read("failure")
+        return None if data is None else Failure.from_json(data)
+
+    def leave(self, *, sequence: int, site: str) -> None:
+        """Say that this rank shut the group down after its call number `sequence`."""
+        self._write(f"left/{self._rank}", {"sequence": sequence, "site": site})
+
+    def left(self) -> dict[int, tuple[int, str]]:
+        """Tell who shut the group down: rank -> (number of its last call, call site)."""
+        found = {}
+        for rank in range(self._size):
+            data = self._read(f"left/{rank}")
+            if data is not None:
+                found[rank] = (int(data["sequence"]), str(data["site"]))
+        return found
+
+    def _rings(self) -> int:
+        if self._heard == 0 and not self._ask(lambda: self._store.check(["alarm"]), False):
+            return 0
+        return self._ask(lambda: int(self._store.get("alarm")), self._heard)
+
+    def _write(self, key: str, data: dict[str, Any]) -> None:
+        self._ask(lambda: self._store.set(key, json.dumps(data)), None)
+
+    def _read(self, key: str) -> dict[str, Any] | None:
+        def read() -> dict[str, Any] | None:
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+        return self._ask(read, None)
+
+    def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        try:
+            answer = question()
+        except RuntimeError:  # DistError and its kin: the store's host is gone or frozen
+            self.reachable = False
+            return otherwise
+        self.reachable = True
+        return answer

@@ -1,0 +1,229 @@
+"""Makes groups: from a store, out of a group, of several groups."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import cast
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from ..errors import InvalidArgument, RendezvousTimeout
+from . import _validate as validate
+from ._board import Board
+from ._forming import Terms, form, unnamed
+from ._group import ProcessGroup, Recipe
+from ._record import user_site
+from ._registry import Backend, find
+from ._roster import Member, Roster
+from ._stores import Meeting, meet, place
+
+__all__ = ["DEFAULT_TIMEOUT", "merge", "new_group", "split"]
+
+DEFAULT_TIMEOUT = timedelta(minutes=5)
+
+
+def new_group(
+    backend: str,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    device: str | torch.device = "cpu",
+    *,
+    store: Store | str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    name: str | None = None,
+    checks: bool | None = None,
+    **kwargs: object,
+) -> ProcessGroup:
+    """Make a group of all ranks that call this alike.
+
+    Ranks meet in `store`: an open one (with `rank` and `world_size`), a URL (``tcp://host:port``,
+    ``file:///path``), or, by default, what the launcher put into the environment (``env://``).
+    `timeout` is the default deadline of every call. `checks` compares operation, shape and dtype
+    of every call across ranks: by default where that is free, with True everywhere, at the price
+    of a round trip. Other arguments go to the backend.
+    """
+    found = find(backend)
+    validate.seconds(timeout)
+    if found.traits.check_options is not None:
+        found.traits.check_options(kwargs)
+    recipe = Recipe(backend, torch.device(device), timeout, checks, kwargs)
+    if not found.traits.meets:
+        rank, world_size = place(rank, world_size)
+        return _build_alone(found, recipe, name or backend, rank, range(world_size))
+    meeting = meet(store, rank=rank, size=world_size, timeout=timeout)
+    seats = range(meeting.size)
+    label = name or unnamed(meeting.store, meeting.rank)
+    return _build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
+
+
+def split(
+    parent: ProcessGroup, ranks: list[int], *, timeout: timedelta | None, name: str | None
+) -> ProcessGroup | None:
+    """Make a group of some ranks of another; None for the ranks that are not among them."""
+    if not ranks or len(set(ranks)) != len(ranks):
+        raise InvalidArgument(f"split_group takes different ranks, at least one, not {ranks}")
+    for rank in ranks:
+        validate.root_rank("split_group", rank, parent.size(), word="rank")
+    if parent.rank() not in ranks:
+        return None
+    recipe = parent.recipe if timeout is None else replace(parent.recipe, timeout=timeout)
+    label = f"{parent.label}/{name or parent.name_split(ranks)}"
+    global_ranks = [parent.global_ranks[rank] for rank in ranks]
+    found = find(recipe.backend)
+    store = parent.get_group_store()
+    mine = ranks.index(parent.rank())
+    if store is None:
+        return _build_alone(found, recipe, label, mine, global_ranks)
+    meeting = Meeting(store, mine, len(ranks))
+    return _build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
+
+
+def merge(
+    group: ProcessGroup, store: Store, size: int, *, timeout: timedelta | None, name: str | None
+) -> ProcessGroup:
+    """Make one group of several that meet in `store`."""
+    recipe = group.recipe if timeout is None else replace(group.recipe, timeout=timeout)
+    label = name or "merged"
+    lobby = PrefixStore(f"phalanx/merge/{label}", store)
+    blocks = _line_up(group, lobby, size, recipe.timeout)
+    first = 0
+    global_ranks: list[int] = []
+    for block in blocks:
+        if block.token == group.token:
+            first = len(global_ranks)
+        global_ranks += block.global_ranks
+    if len(set(global_ranks)) < size:  # the groups come from different launchers
+        global_ranks = list(range(size))
+    meeting = Meeting(lobby, first + group.rank(), size)
+    found = find(recipe.backend)
+    return _build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """One of the groups that merge."""
+
+    token: str
+    name: str
+    global_ranks: list[int]
+
+
+def _line_up(group: ProcessGroup, lobby: Store, size: int, timeout: timedelta) -> list[_Block]:
+    """Announce this group and wait for the others; every rank returns the same list."""
+    if group.rank() == 0:
+        block = {"token": group.token, "name": group.label, "global_ranks": group.global_ranks}
+        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(block))
+    until = time.monotonic() + timeout.total_seconds()
+    blocks: list[_Block] = []
+    while (present := sum(len(block.global_ranks) for block in blocks)) < size:
+        if time.monotonic() >= until:
+            names = ", ".join(f"{block.name!r} ({len(block.global_ranks)})" for block in blocks)
+            raise RendezvousTimeout(
+                f"merge_remote_group waits for {size} ranks, {present} came within "
+                f"{timeout.total_seconds():g} s: {names or 'nobody'}"
+            )
+        key = f"block/{len(blocks)}"
+        if lobby.check([key]):
+            blocks.append(_Block(**json.loads(lobby.get(key))))
+        else:
+            time.sleep(0.005)
+    if present > size:
+        raise InvalidArgument(f"merge_remote_group: size is {size}, but the groups have {present}")
+    return sorted(blocks, key=lambda block: (block.global_ranks[0], block.name, block.token))
+
+
+def _build(
+    backend: Backend,
+    recipe: Recipe,
+    meeting: Meeting,
+    label: str,
+    *,
+    seats: Sequence[int],
+    global_ranks: Sequence[int],
+) -> ProcessGroup:
+    terms = Terms(
+        name=label,
+        size=meeting.size,
+        backend=backend.name,
+        options=_options_text(recipe),
+        site=user_site(3),
+    )
+    roster, room = form(
+        meeting.store,
+        rank=meeting.rank,
+        seats=seats,
+        terms=terms,
+        member=Member.here(global_rank=global_ranks[meeting.rank]),
+        timeout=recipe.timeout,
+    )
+    # The watcher and a waiting thread talk to the store at any time; on a connection of their own
+    # they never queue behind a long wait of somebody else's.
+    board = Board(PrefixStore("board", _own_connection(room)), rank=meeting.rank, size=meeting.size)
+    engine = backend.factory(
+        PrefixStore("engine", room),
+        meeting.rank,
+        meeting.size,
+        recipe.timeout,
+        recipe.device,
+        **recipe.options,
+    )
+    return ProcessGroup(
+        name=label,
+        rank=meeting.rank,
+        size=meeting.size,
+        recipe=recipe,
+        engine=engine,
+        traits=backend.traits,
+        devices=backend.traits.devices | {recipe.device.type},
+        store=room,
+        board=board,
+        roster=roster,
+        global_ranks=global_ranks,
+    )
+
+
+def _build_alone(
+    backend: Backend, recipe: Recipe, label: str, rank: int, global_ranks: Sequence[int]
+) -> ProcessGroup:
+    """Make a group whose ranks need not meet, for they never talk."""
+    size = len(global_ranks)
+    engine = backend.factory(
+        cast(Store, None),  # there is nothing to say
+        rank,
+        size,
+        recipe.timeout,
+        recipe.device,
+        **recipe.options,
+    )
+    return ProcessGroup(
+        name=label,
+        rank=rank,
+        size=size,
+        recipe=recipe,
+        engine=engine,
+        traits=backend.traits,
+        devices=backend.traits.devices | {recipe.device.type},
+        store=None,
+        board=None,
+        roster=Roster(token=uuid.uuid4().hex),
+        global_ranks=global_ranks,
+    )
+
+
+def _own_connection(store: Store) -> Store:
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
+
+
+def _options_text(recipe: Recipe) -> str:
+    """Tell what ranks must agree on beyond the backend's name."""
+    told = {"device": recipe.device.type, **recipe.options}
+    if recipe.checks is not None:
+        told["checks"] = recipe.checks
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(told.items()))

@@ -1,0 +1,80 @@
+"""What a group asks of the engine that moves its bytes.
+
+torch's own engines (`ProcessGroupGloo`, `ProcessGroupNCCL`, or a whole `ProcessGroup`) have this
+shape already, so a backend may hand one out as it is. An engine written in Python has the same
+methods in torch's list-and-options form, and may have the optional ones below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from ..errors import InternalError
+
+__all__ = ["ClosedEngine", "Engine", "RawWork", "Traits"]
+
+
+class RawWork(Protocol):
+    """An engine's own handle of one call."""
+
+    def wait(self, timeout: timedelta = ...) -> bool:
+        """Block until done; raises ``RuntimeError`` when `timeout` passes or the call failed."""
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the output tensors."""
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors."""
+
+    def _source_rank(self) -> int: ...
+
+
+Engine = Any
+"""An object with torch's collectives in list-and-options form.
+
+Optional, for engines of our own: ``agree(sequence, terms, site)`` compares calls for free,
+``lost_ranks()`` lists ranks known to be dead, ``wake()`` ends calls under way, on all ranks if it
+can, because the group has failed.
+"""
+
+
+class ClosedEngine:
+    """Stands where the engine of a closed group was; the group refuses before it is used."""
+
+    def __getattr__(self, name: str) -> Callable[..., RawWork]:
+        def refused(*_: object) -> RawWork:
+            raise InternalError(f"{name} reached the engine of a closed group")
+
+        return refused
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What an engine can do by itself; the group makes up for the rest."""
+
+    devices: frozenset[str] = frozenset()
+    """Types of devices that it serves beside the one that the group was made for."""
+    dtypes: frozenset[torch.dtype] | None = None
+    """The element types it knows; None means all."""
+    averages: frozenset[str] = frozenset()
+    """The operations in which it knows ``ReduceOp.AVG`` of floating-point numbers."""
+    premultiplies: bool = False
+    """Whether it knows ``ReduceOp.PREMUL_SUM``."""
+    streams: bool = False
+    """Whether waiting orders a device's stream instead of blocking the caller."""
+    wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
+    """Makes a send or receive that may be waited for in short turns, given its timeout."""
+    meets: bool = True
+    """Whether its ranks have to meet in a store before there is a group."""
+    check_options: Callable[[dict[str, object]], None] | None = None
+    """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""

@@ -1,0 +1,354 @@
+"""The group itself: an object that numbers, checks, records and starts every call."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from .. import _faultpoints as faultpoints
+from ..errors import GroupAborted, InvalidArgument, PhalanxError
+from . import _torch as torch_tables
+from . import _validate as validate
+from ._agree import Agreement, agreement_for
+from ._collectives import Collectives
+from ._engine import ClosedEngine, Engine, RawWork, Traits
+from ._failure import Failure
+from ._health import Health, Pending
+from ._record import Call, Record, Recorder, user_site
+from ._retired import retire
+from ._watch import watch
+from ._work import Work
+
+if TYPE_CHECKING:
+    from ._board import Board
+    from ._roster import Roster
+
+__all__ = ["ProcessGroup", "Recipe"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a group was made, so that another like it can be made of some of its ranks."""
+
+    backend: str
+    device: torch.device
+    timeout: timedelta
+    checks: bool | None
+    options: dict[str, object]
+
+
+class ProcessGroup(Collectives):
+    """A group of ranks that communicate; any torch API takes it for a process group.
+
+    Made by `new_group`, `split_group` and `merge_remote_group`, not by its constructor.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        recipe: Recipe,
+        engine: Engine,
+        traits: Traits,
+        devices: frozenset[str],
+        store: Store | None,
+        board: Board | None,
+        roster: Roster,
+        global_ranks: Sequence[int],
+    ) -> None:
+        # Without a store: with one, pybind11 would not make the object that calls back into Python.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._name = name
+        self._rank = rank
+        self._size = size
+        self._recipe = recipe
+        self._backend = recipe.backend
+        self._timeout = validate.seconds(recipe.timeout)
+        self._engine = engine
+        self._traits = traits
+        self._devices = devices
+        self._store = store
+        self._roster = roster
+        self._global_ranks = tuple(global_ranks)
+        self._torch_name = name
+        self._recorder = Recorder()
+        self._known_options = {}
+        self._splits: dict[tuple[int, ...], int] = {}
+        self._closed = ""  # why nothing can be called any more, where it was closed on purpose
+        # Keeps the order in which calls are numbered the order in which the engine gets them.
+        # Taken by `_issue` alone; the engine's own locks come after it.
+        self._order = threading.Lock()
+        self._health = Health(
+            name=name,
+            rank=rank,
+            size=size,
+            roster=roster,
+            board=board,
+            recorder=self._recorder,
+            lost_ranks=getattr(engine, "lost_ranks", None),
+            wake=getattr(engine, "wake", None),
+        )
+        self._board = board
+        self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
+        self._torch_name = torch_tables.enlist(self, engine)
+        if board is not None:
+            watch(self)
+
+    # -- what it is ------------------------------------------------------------------------
+
+    @property
+    def group_name(self) -> str:
+        """Tell the name under which torch finds the group in this process."""
+        return self._torch_name
+
+    @property
+    def label(self) -> str:
+        """Tell the name that the group was given; it is the same on every rank."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """Tell the group's description: its backend and size."""
+        return f"{self._backend} group of {self._size}"
+
+    @property
+    def backend(self) -> str:
+        """Tell the name of the backend."""
+        return self._backend
+
+    @property
+    def devices(self) -> frozenset[str]:
+        """Tell the types of devices whose tensors it takes."""
+        return self._devices
+
+    @property
+    def timeout(self) -> timedelta:
+        """Tell how long a call may take where it does not say itself."""
+        return timedelta(seconds=self._timeout)
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Tell the launcher's number of every rank, in the order of this group's ranks."""
+        return self._global_ranks
+
+    @property
+    def recipe(self) -> Recipe:
+        """Tell how the group was made."""
+        return self._recipe
+
+    @property
+    def token(self) -> str:
+        """Tell the group's unique mark, the same on every rank."""
+        return self._roster.token
+
+    def name_split(self, ranks: Sequence[int]) -> str:
+        """Name the next group that is split off with these ranks."""
+        key = tuple(ranks)
+        with self._order:
+            turn = self._splits[key] = self._splits.get(key, 0) + 1
+        return f"{runs(ranks)}#{turn}" if turn > 1 else runs(ranks)
+
+    def records(self) -> list[Record]:
+        """List the last calls of this rank, oldest first."""
+        return self._recorder.records()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long a call may take where it does not say itself."""
+        self._timeout = validate.seconds(timeout)
+        if hasattr(self._engine, "set_timeout"):
+            self._engine.set_timeout(timeout)
+
+    def get_group_store(self) -> Store | None:
+        """Return the store that the group keeps its own keys in."""
+        return self._store
+
+    def __repr__(self) -> str:
+        state = self._closed or ("failed" if self._health.failure else "")
+        return (
+            f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size} on {self._backend}"
+            f"{', ' + state if state else ''}>"
+        )
+
+    # torch's C++ asks for these by their C++ names.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Tell the name under which torch finds the group."""
+        return self._torch_name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Tell the name of the backend."""
+        return self._backend
+
+    # -- making groups of groups -----------------------------------------------------------
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Sequence[torch.device] | None = None,
+    ) -> ProcessGroup | None:
+        """Make a group of some of this group's ranks, in the order given; None for the others.
+
+        Only the members need to call it. It goes through the store, not through this group's
+        engine, so the survivors of a group that failed or was aborted can use it to go on.
+        """
+        del opts, group_desc, device_types  # the new group has this one's backend and devices
+        from ._create import split
+
+        return split(self, list(ranks), timeout=timeout, name=group_name)
+
+    def merge_remote_group(
+        self,
+        store: Store,
+        size: int,
+        timeout: timedelta | None = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+    ) -> ProcessGroup:
+        """Make one group of this group and others that meet in `store`, `size` ranks in all.
+
+        Every rank of each group calls it. Groups are lined up by the global rank of their first
+        member, then by name, so that the new ranks do not depend on who came first.
+        """
+        del group_desc
+        from ._create import merge
+
+        return merge(self, store, size, timeout=timeout, name=group_name)
+
+    # -- ending ----------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End this rank's part in the group; peers that still wait for it are told."""
+        if not self._close("was shut down"):
+            return
+        self._health.leave(user_site())
+        self._retire()
+
+    def abort(self) -> None:
+        """Break the group on every rank: calls under way raise `GroupAborted`, at once."""
+        site = user_site()
+        if not self._close("was aborted"):
+            return
+        self._health.fail(Failure("aborted", self._rank, f"aborted the group at {site}"))
+        if hasattr(self._engine, "abort"):
+            self._engine.abort()
+        self._retire()
+
+    def _close(self, how: str) -> bool:
+        with self._order:
+            if self._closed:
+                return False
+            self._closed = how
+        torch_tables.strike(self)
+        return True
+
+    def _retire(self) -> None:
+        """Let go of the engine; one with calls under way outlives the group until they end."""
+        engine, self._engine = self._engine, ClosedEngine()
+        retire(engine, list(self._health.in_flight.values()))
+
+    def attend(self) -> None:
+        """Do what is due; the watcher calls this a few times a second."""
+        if not self._closed:
+            self._health.attend()
+
+    # -- a call ----------------------------------------------------------------------------
+
+    def _issue(
+        self,
+        operation: str,
+        tensors: list[Tensor],
+        method: Callable[..., RawWork],
+        args: tuple[Any, ...],
+        *,
+        timeout: timedelta | None = None,
+        outputs: list[Tensor] | None = None,
+        terms: tuple[Any, ...] = (),
+        uneven: bool = False,
+        finish: Callable[[], None] | None = None,
+        transfer: bool = False,
+        peer: int | None = None,
+    ) -> Work:
+        seconds = self._timeout
+        if timeout is not None and timeout.days >= 0:  # torch's way to leave it out is -1 ms
+            seconds = validate.seconds(timeout)
+        if faultpoints.armed:
+            faultpoints.reach(f"{operation}:before")
+        with self._order:
+            if self._closed or self._health.failure is not None:
+                self._refuse(operation)
+            call = self._recorder.begin(operation, tensors, transfer=transfer)
+            pending = Pending(call, call.started + seconds, seconds, peer)
+            try:
+                if self._agreement is not None and not transfer:
+                    self._agreement.check(pending, terms, uneven=uneven)
+                raw = method(*args)
+                if transfer and self._traits.wrap_transfer is not None:
+                    raw = self._traits.wrap_transfer(raw, seconds)
+            except PhalanxError:
+                raise
+            except (RuntimeError, ValueError, TypeError) as error:
+                self._recorder.undo(call)
+                self._refuse_arguments(call, error)
+        work = Work(
+            self._health,
+            pending,
+            raw,
+            tensors if outputs is None else outputs,
+            finish=finish,
+            streams=self._traits.streams,
+        )
+        if not transfer:
+            self._health.begun(call, work)
+        if faultpoints.armed:
+            faultpoints.reach(f"{operation}:issued")
+        return work
+
+    def _refuse(self, operation: str) -> NoReturn:
+        failure = self._health.failure
+        if self._closed and (failure is None or failure.kind == "aborted"):
+            raise GroupAborted(
+                f"{operation} at {user_site(4)}: group {self._name!r} {self._closed} here; "
+                "make a new one with new_group or split_group",
+                group=self._name,
+                operation=operation,
+            )
+        assert failure is not None
+        error = self._health.error(failure, None, None)
+        error.add_note(
+            f"{operation} at {user_site(4)} was refused: the group has failed before. "
+            "Make a new one of the ranks that are left, with split_group or new_group."
+        )
+        raise error
+
+    def _refuse_arguments(self, call: Call, error: Exception) -> NoReturn:
+        """The engine refused the call before it started: the arguments are at fault."""
+        if self._health.failure is not None:
+            raise self._health.error(self._health.failure, None, call) from error
+        raise InvalidArgument(
+            f"{call.what} at {call.site}: {self._backend} cannot do this: "
+            f"{str(error).partition(chr(10))[0]}"
+        ) from error
+
+
+def runs(ranks: Sequence[int]) -> str:
+    """Write ranks in short: ``0-3,7``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,0 +1,315 @@
+"""Who is missing, who is dead, and what to tell the user.
+
+The waiting itself is `_work`'s. This is what a waiter does once a call is overdue, and what the
+watcher does on behalf of a rank that nobody can ask.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ..errors import GroupError, RankReport
+from ._board import Board
+from ._failure import Failure, Kind
+from ._record import Call, Recorder, describe_frame
+from ._roster import Roster
+from ._watch import INTERVAL
+
+__all__ = ["Health", "Pending"]
+
+ANSWER_TIME = 4 * INTERVAL
+"""Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
+
+DIAGNOSIS_TIME = 3.0
+"""Seconds to find out why an engine's connection broke before saying only that it did."""
+
+MANY_IN_FLIGHT = 256
+"""Calls that nobody waited for, before the finished ones among them are looked for."""
+
+_MYSTERIES = frozenset({"timeout", "lost", "engine"})
+"""Failures whose story the others' reports help to tell."""
+
+_SYMMETRIC = frozenset({"allreduce", "broadcast", "reduce", "barrier", "allgather"})
+
+
+class Watchable(Protocol):
+    """What a `Work` is to those who look after it."""
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+
+    def attend_future(self, failure: Failure | None = None) -> bool:
+        """End the future if the call cannot succeed any more; returns whether it has ended."""
+
+
+@dataclass
+class Pending:
+    """A call that is being waited for."""
+
+    call: Call
+    deadline: float
+    timeout: float
+    peer: int | None = None
+    """The one rank that a send or receive depends on; None where it is everybody."""
+    ring: int = 0
+    dead_since: float | None = None
+    reports: dict[int, RankReport] | None = None
+
+
+class Health:
+    """The state of one rank's membership in one group."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        rank: int,
+        size: int,
+        roster: Roster,
+        board: Board | None,
+        recorder: Recorder,
+        lost_ranks: Callable[[], list[int]] | None = None,
+        wake: Callable[[], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.rank = rank
+        self.size = size
+        self.failure: Failure | None = None
+        self.waiting: Call | None = None
+        self._roster = roster
+        self._board = board
+        self._recorder = recorder
+        self._lost_ranks = lost_ranks
+        self._wake = wake
+        self._owner = threading.get_ident()
+        self._futures: list[Watchable] = []
+        self.in_flight: dict[Call, Watchable] = {}
+        """Works whose end nobody has seen yet; an engine must not be destroyed under them."""
+
+    # -- a call is overdue -----------------------------------------------------------------
+
+    def look(self, pending: Pending) -> Failure | None:
+        """Find out whether an overdue call can still succeed; None means wait on."""
+        board = self._board
+        if self.failure is not None or board is None:
+            return self.failure
+        ring = board.ring()
+        pending.ring = pending.ring or ring
+        known = board.failure()
+        if known is not None:
+            return self.fail(known, publish=False)
+        return self._look_for_dead(pending) or self._look_for_gone(pending)
+
+    def timed_out(self, pending: Pending) -> Failure:
+        """Say who kept the call from ending before its deadline."""
+        call, peer = pending.call, pending.peer
+        reports = self._gather_reports(pending)
+        missing = [peer] if peer is not None else self._missing(call, reports)
+        told = f"timed out after {pending.timeout:g} s"
+        clash = self._clash(call, reports)
+        if clash is not None:
+            return replace(clash, by=self.rank)
+        if missing:
+            told += f": {ranks_text(missing)} did not take part"
+        elif self.size > 1:
+            told += " although every rank took part"
+        if self._board is not None and not self._board.reachable:
+            told += " (and the store does not answer: is its host alive?)"
+        return self._failure("timeout", told, tuple(missing), call)
+
+    def diagnose(self, pending: Pending, error: Exception) -> Failure:
+        """Find the reason behind an engine's error."""
+        until = time.monotonic() + (DIAGNOSIS_TIME if _is_about_connections(error) else 0)
+        while True:
+            failure = self.look(pending)
+            if failure is not None:
+                return failure
+            if time.monotonic() >= pending.deadline:
+                return self.timed_out(pending)
+            if time.monotonic() >= until:
+                first_line = str(error).partition("\n")[0]
+                return self._failure("engine", f"the engine failed: {first_line}", (), pending.call)
+            time.sleep(0.02)
+
+    # -- the group fails -------------------------------------------------------------------
+
+    def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
+        """Make `failure` the group's, unless it has failed already; returns what holds."""
+        if self.failure is None:
+            if publish and self._board is not None:
+                failure = self._board.fail(failure)
+            self.failure = failure
+            if self._wake is not None:
+                self._wake()
+        return self.failure
+
+    def error(self, failure: Failure, pending: Pending | None, call: Call | None) -> GroupError:
+        """Make the error that this rank raises for `failure`."""
+        reports: dict[int, RankReport] = {}
+        if pending is not None and failure.kind in _MYSTERIES:
+            reports |= self._gather_reports(pending)
+            reports.pop(self.rank, None)  # this rank's own part is told by the error itself
+        return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
+
+    def leave(self, site: str) -> None:
+        """Tell the others that this rank takes part in nothing after its last call."""
+        if self._board is not None and self.failure is None:
+            self._board.leave(sequence=self._recorder.collectives, site=site)
+
+    def begun(self, call: Call, work: Watchable) -> None:
+        """Remember a call whose end nobody has seen yet."""
+        self.in_flight[call] = work
+        if len(self.in_flight) > MANY_IN_FLIGHT:
+            for known in list(self.in_flight.values()):
+                known.is_completed()  # which forgets those that are
+
+    def ended(self, call: Call) -> None:
+        """Forget a call whose end was seen."""
+        self.in_flight.pop(call, None)
+
+    def look_after(self, work: Watchable) -> None:
+        """Let the watcher see to it that the work's future ends."""
+        self._futures.append(work)
+
+    # -- the watcher calls -----------------------------------------------------------------
+
+    def attend(self) -> None:
+        """Answer whoever asks what this rank is doing."""
+        board = self._board
+        if board is not None and board.answer(self.report) and self.failure is None:
+            known = board.failure()
+            if known is not None:
+                self.fail(known, publish=False)
+        futures, self._futures = self._futures, []
+        self._futures += [work for work in futures if not work.attend_future(self.failure)]
+
+    def report(self) -> RankReport:
+        """Tell what this rank is doing."""
+        waiting = self.waiting
+        call = waiting or self._recorder.last
+        state = "failed" if self.failure else "waiting" if waiting else "idle"
+        return RankReport(
+            rank=self.rank,
+            state=state,
+            operation=None if call is None else call.what,
+            sequence=None if call is None else call.sequence,
+            site=None if call is None else call.site,
+            here=describe_frame(sys._current_frames().get(self._owner)),
+            collectives=self._recorder.collectives,
+        )
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _failure(self, kind: Kind, cause: str, ranks: tuple[int, ...], call: Call) -> Failure:
+        return Failure(
+            kind=kind,
+            by=self.rank,
+            cause=cause,
+            ranks=ranks,
+            operation=call.what,
+            sequence=call.sequence,
+        )
+
+    def _look_for_dead(self, pending: Pending) -> Failure | None:
+        dead = self._dead()
+        if pending.peer is not None:
+            dead &= {pending.peer}
+        if not dead:
+            pending.dead_since = None
+            return None
+        # What a rank sent before it ended may still be on its way: look once more.
+        now = time.monotonic()
+        pending.dead_since = pending.dead_since or now
+        if now - pending.dead_since < INTERVAL / 2:
+            return None
+        lost = sorted(dead)
+        who = " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in lost)
+        verb = "is" if len(lost) == 1 else "are"
+        return self._failure("lost", f"{who} {verb} dead", tuple(lost), pending.call)
+
+    def _dead(self) -> set[int]:
+        """List the other ranks that are provably dead."""
+        dead = set(self._roster.dead())
+        if self._lost_ranks is not None:
+            dead.update(self._lost_ranks())
+        return dead - {self.rank}
+
+    def _whereabouts(self, rank: int) -> str:
+        member = self._roster.members[rank]
+        return str(member) if member.is_dead else f"a thread of {member}"
+
+    def _look_for_gone(self, pending: Pending) -> Failure | None:
+        assert self._board is not None
+        for rank, (sequence, site) in self._board.left().items():
+            relevant = rank != self.rank and pending.peer in (None, rank)
+            if relevant and (pending.peer is not None or sequence < pending.call.sequence):
+                cause = f"rank {rank} shut the group down at {site}"
+                return self._failure("aborted", cause, (rank,), pending.call)
+        return None
+
+    def _gather_reports(self, pending: Pending) -> dict[int, RankReport]:
+        """Collect what every rank is doing, allowing the watchers time to answer."""
+        if self._board is None:
+            return {}
+        if pending.reports is None:
+            pending.ring = pending.ring or self._board.ring()
+            pending.reports = self._await_reports(self._board, pending.ring)
+        return pending.reports
+
+    def _await_reports(self, board: Board, ring: int) -> dict[int, RankReport]:
+        mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
+        mute |= {rank: RankReport(rank, "dead") for rank in self._dead()}
+        mute |= {rank: RankReport(rank, "left", here=at) for rank, (_, at) in board.left().items()}
+        until = time.monotonic() + ANSWER_TIME
+        while True:
+            reports = board.reports(since=ring) | mute
+            silent = [rank for rank in range(self.size) if rank not in reports]
+            if silent in ([], [self.rank]) or time.monotonic() >= until:
+                break
+            time.sleep(0.02)
+        return reports | {rank: RankReport(rank, "silent") for rank in silent}
+
+    def _missing(self, call: Call, reports: dict[int, RankReport]) -> list[int]:
+        others = (report for rank, report in sorted(reports.items()) if rank != self.rank)
+        return [r.rank for r in others if r.collectives is None or r.collectives < call.sequence]
+
+    def _clash(self, call: Call, reports: dict[int, RankReport]) -> Failure | None:
+        """See whether a peer is stuck in a different operation under the same number."""
+        for rank, report in sorted(reports.items()):
+            same_number = report.state == "waiting" and report.sequence == call.sequence
+            if rank == self.rank or not same_number or report.operation == call.what:
+                continue
+            name = (report.operation or "").partition(" ")[0]
+            if name != call.operation or name in _SYMMETRIC:
+                mine = (self.rank, call.what, call.site)
+                return mismatch(mine, (rank, str(report.operation), str(report.site)), call)
+        return None
+
+
+def mismatch(mine: tuple[int, str, str], theirs: tuple[int, str, str], call: Call) -> Failure:
+    """Say that two ranks called different things: (rank, what, where) each."""
+    sides = sorted((mine, theirs))
+    told = ", ".join(f"rank {rank} called {what} at {site}" for rank, what, site in sides)
+    return Failure(
+        kind="mismatch",
+        by=mine[0],
+        cause=f"ranks disagree: {told}",
+        ranks=tuple(side[0] for side in sides),
+        operation=call.what,
+        sequence=call.sequence,
+    )
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Name ranks in a sentence: ``rank 2`` or ``ranks 1, 2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _is_about_connections(error: Exception) -> bool:
+    text = str(error).lower()
+    return any(word in text for word in ("connection", "socket", "pair", "timed out", "transport"))

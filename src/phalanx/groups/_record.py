@@ -1,0 +1,216 @@
+"""The flight recorder: the last calls of one group, always on.
+
+A call is recorded on the calling thread before the engine sees it, so what is written here is kept
+to a minimum: no strings are made and no frame is kept alive. Text appears when somebody reads.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+import torch
+
+__all__ = ["Call", "Record", "Recorder", "describe", "describe_frame", "user_site"]
+
+_OURS = tuple(
+    os.path.join(os.path.dirname(path), "")
+    for path in (os.path.dirname(os.path.abspath(__file__)), os.path.abspath(torch.__file__))
+)
+_internal_files: dict[str, bool] = {}
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a group, as its flight recorder tells it."""
+
+    sequence: int
+    """Its number among the collectives, or among the sends and receives, of this rank."""
+    operation: str
+    """What was called: ``allreduce``."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the first tensor; empty for a call without tensors."""
+    tensors: int
+    """How many tensors it was given."""
+    started: float
+    """Seconds since the epoch."""
+    ended: float | None
+    """When completion was observed by ``wait`` or ``is_completed``; None until then."""
+    site: str
+    """The line of the user's code that made the call: ``train.py:12``."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.dtype}{list(self.shape)} #{self.sequence} at {self.site}"
+
+
+class Call:
+    """One call while it is under way; the recorder keeps it, its `Work` ends it."""
+
+    __slots__ = (
+        "code",
+        "dtype",
+        "ended",
+        "line",
+        "operation",
+        "sequence",
+        "shape",
+        "started",
+        "tensors",
+        "transfer",
+    )
+
+    sequence: int
+    operation: str
+    dtype: torch.dtype | None
+    shape: Sequence[int]
+    tensors: int
+    started: float
+    ended: float | None
+    code: CodeType | None
+    line: int
+    transfer: bool
+    """A send or receive: numbered apart, for ranks need not make the same ones."""
+
+    @property
+    def what(self) -> str:
+        """Tell the operation and its tensors: ``allreduce float32[10]``."""
+        if self.dtype is None:
+            return self.operation
+        more = f" and {self.tensors - 1} more" if self.tensors > 1 else ""
+        return f"{self.operation} {describe(self.dtype, self.shape)}{more}"
+
+    @property
+    def site(self) -> str:
+        """Tell the line of the user's code that made the call."""
+        return "?" if self.code is None else f"{_short(self.code.co_filename)}:{self.line}"
+
+    @property
+    def age(self) -> float:
+        """Tell the seconds since the call was made."""
+        return time.monotonic() - self.started
+
+
+class Recorder:
+    """Numbers calls and keeps the last of them."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self._calls: deque[Call] = deque(maxlen=capacity)
+        self.collectives = 0
+        """How many collectives have begun."""
+        self._transfers = 0
+        self._epoch = time.time() - time.monotonic()
+
+    def begin(
+        self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
+    ) -> Call:
+        """Record that the caller's caller's caller is about to start an operation."""
+        call = Call()
+        call.transfer = transfer
+        if transfer:
+            self._transfers = call.sequence = self._transfers + 1
+        else:
+            self.collectives = call.sequence = self.collectives + 1
+        call.operation = operation
+        call.tensors = len(tensors)
+        if tensors:
+            first = tensors[0]
+            call.dtype = first.dtype
+            call.shape = first.shape
+        else:
+            call.dtype = None
+            call.shape = ()
+        call.code, call.line = _user_line(3)
+        call.started = time.monotonic()
+        call.ended = None
+        self._calls.append(call)
+        return call
+
+    def undo(self, call: Call) -> None:
+        """Take back the number of a call that never started; its record stays."""
+        if call.transfer:
+            self._transfers -= 1
+        else:
+            self.collectives -= 1
+        call.ended = time.monotonic()
+
+    @property
+    def last(self) -> Call | None:
+        """Tell the newest call."""
+        try:
+            return self._calls[-1]
+        except IndexError:
+            return None
+
+    def records(self) -> list[Record]:
+        """List the last calls, oldest first."""
+        return [self._record(call) for call in tuple(self._calls)]
+
+    def _record(self, call: Call) -> Record:
+        return Record(
+            sequence=call.sequence,
+            operation=call.operation,
+            shape=tuple(call.shape),
+            dtype="" if call.dtype is None else _dtype_name(call.dtype),
+            tensors=call.tensors,
+            started=self._epoch + call.started,
+            ended=None if call.ended is None else self._epoch + call.ended,
+            site=call.site,
+        )
+
+
+def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Tell a tensor in short: ``float32[10, 3]``."""
+    return f"{_dtype_name(dtype)}{list(shape)}"
+
+
+def user_site(depth: int = 2) -> str:
+    """Tell the line of the user's code that is calling, seen `depth` frames up."""
+    code, line = _user_line(depth)
+    return "?" if code is None else f"{_short(code.co_filename)}:{line}"
+
+
+def is_internal(filename: str) -> bool:
+    """Tell whether a file belongs to phalanx or torch rather than to the user."""
+    known = _internal_files.get(filename)
+    if known is None:
+        known = _internal_files[filename] = filename.startswith(_OURS)
+    return known
+
+
+def describe_frame(frame: FrameType | None) -> str | None:
+    """Tell where in the user's code a running thread is: ``train.py:44 in load``."""
+    while frame is not None and is_internal(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None:
+        return None
+    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _user_line(depth: int) -> tuple[CodeType | None, int]:
+    frame: FrameType | None = sys._getframe(depth)
+    outermost = frame
+    known = _internal_files
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        internal = known.get(filename)
+        if internal is None:
+            internal = is_internal(filename)
+        if not internal:
+            return frame.f_code, frame.f_lineno
+        outermost, frame = frame, frame.f_back
+    return (outermost.f_code, outermost.f_lineno) if outermost is not None else (None, 0)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _short(filename: str) -> str:
+    """Shorten a path to what tells files apart: its last two parts."""
+    return os.sep.join(filename.rsplit(os.sep, 2)[-2:]) if os.sep in filename else filename

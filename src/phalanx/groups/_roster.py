@@ -1,0 +1,116 @@
+"""Who is in a group, and how each one's life can be known.
+
+A rank writes down which process it is when the group forms. On the same machine that is enough to
+see, at any later time and without asking it, whether the process still exists: a pid together with
+its start time is never reused.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Member", "Roster"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """The process behind one rank."""
+
+    host: str
+    machine: str
+    """Tells machines (and pid namespaces) apart; pids mean something only within one."""
+    pid: int
+    started: str
+    """When the process started, in the kernel's own clock."""
+    global_rank: int
+
+    @classmethod
+    def here(cls, *, global_rank: int) -> Member:
+        """Describe the calling process."""
+        pid = os.getpid()
+        return cls(
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=_look_up(pid)[0],
+            global_rank=global_rank,
+        )
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Member:
+        """Read what `to_json` wrote."""
+        return cls(**data)
+
+    def to_json(self) -> dict[str, Any]:
+        """Write it down as plain data."""
+        return asdict(self)
+
+    @property
+    def is_dead(self) -> bool:
+        """Tell whether the process is provably gone; False where nobody here can know."""
+        if self.machine != _machine():
+            return False
+        return _look_up(self.pid)[0] != self.started
+
+    @property
+    def is_stopped(self) -> bool:
+        """Tell whether the process is stopped by a signal; False where nobody here can know."""
+        return self.machine == _machine() and _look_up(self.pid) == (self.started, "T")
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.host}"
+
+
+@dataclass(frozen=True)
+class Roster:
+    """The members of a group, by rank."""
+
+    token: str
+    """Unique to this group, for ever."""
+    members: tuple[Member, ...] = field(default_factory=tuple)
+
+    def dead(self) -> list[int]:
+        """List the ranks whose process is provably gone."""
+        return [rank for rank, member in enumerate(self.members) if member.is_dead]
+
+    def stopped(self) -> list[int]:
+        """List the ranks whose process is stopped by a signal."""
+        return [rank for rank, member in enumerate(self.members) if member.is_stopped]
+
+
+@lru_cache(maxsize=1)
+def _machine() -> str:
+    """Name this boot of this machine and this pid namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _look_up(pid: int) -> tuple[str, str]:
+    """Tell when a process started and its state; two empty strings if there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ("", "") if Path("/proc/self").exists() else _look_up_elsewhere(pid)
+    # The command's name stands in parentheses and may hold anything; what follows it does not.
+    fields = stat.rpartition(")")[2].split()
+    state, started = fields[0], fields[19]
+    return ("", "") if state in "ZX" else (started, state)  # a zombie has ended
+
+
+def _look_up_elsewhere(pid: int) -> tuple[str, str]:
+    """Do without /proc: a pid that answers is taken for the same process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return "", ""
+    except PermissionError:
+        pass
+    return "unknown", ""

@@ -1,0 +1,69 @@
+"""Makes torch's own API accept a group: its tables of names and ranks.
+
+torch finds a group by name in C++ (functional collectives) and by object in Python (the rank
+translation of ``dist.broadcast(src=...)``). Both tables are torch's, not ours; a group enters when
+it is made and is taken out when it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d as native
+
+from ._engine import Engine
+
+if TYPE_CHECKING:
+    from ._group import ProcessGroup
+
+__all__ = ["enlist", "strike"]
+
+_naming = threading.Lock()
+
+
+def enlist(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
+    """Enter a group into torch's tables; returns its name there, unique in this process."""
+    if isinstance(engine, native.Backend):
+        _lend_engine(group, engine)
+    name = _register(group)
+    c10d._world.pg_names[group] = name
+    c10d._world.pg_map[group] = (group.backend, cast(native.Store, group.get_group_store()))
+    c10d._world.pg_group_ranks[group] = {
+        global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
+    }
+    return name
+
+
+def _register(group: ProcessGroup) -> c10d.GroupName:
+    """Register under the group's name, or one like it: thread ranks share a process."""
+    with _naming:
+        for number in count():
+            name = c10d.GroupName(f"{group.label}~{number}" if number else group.label)
+            try:
+                native._resolve_process_group(name)
+            except RuntimeError:
+                native._register_process_group(name, group)
+                return name
+    raise AssertionError("count() has no end")
+
+
+def _lend_engine(group: ProcessGroup, engine: Engine) -> None:
+    """Let torch's C++ reach the engine for what it does not ask the Python object for."""
+    types = native.ProcessGroup.BackendType
+    kind = getattr(types, group.backend.upper(), types.CUSTOM)
+    group._set_default_backend(kind)
+    for device in sorted(group.devices):
+        group._register_backend(torch.device(device), kind, engine)
+
+
+def strike(group: ProcessGroup) -> None:
+    """Take a group out of torch's tables."""
+    if group not in c10d._world.pg_names:
+        return
+    native._unregister_process_group(c10d.GroupName(group.group_name))
+    for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
+        table.pop(group, None)

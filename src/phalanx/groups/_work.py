@@ -1,0 +1,230 @@
+"""The handle of a call: waits with a deadline, and explains itself when it cannot go on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from ..errors import GroupError
+from ._engine import RawWork
+from ._failure import Failure
+from ._health import Health, Pending
+
+__all__ = ["Work"]
+
+FIRST_LOOK = 0.25  # seconds that a call may take before anybody wonders
+NEXT_LOOK = 0.1
+
+_FIRST_LOOK = timedelta(seconds=FIRST_LOOK)
+_NO_TIMEOUT = timedelta(0)
+
+
+class Work(dist.Work):
+    """One call of a group, under way or done."""
+
+    def __init__(
+        self,
+        health: Health,
+        pending: Pending,
+        raw: RawWork,
+        outputs: list[Tensor],
+        *,
+        finish: Callable[[], None] | None = None,
+        streams: bool = False,
+    ) -> None:
+        super().__init__()
+        self._health = health
+        self._pending = pending
+        self._raw = raw
+        self._outputs = outputs
+        self._finish = finish
+        self._streams = streams
+        self._settled = False
+        self._error: GroupError | None = None
+        self._future: Future[Any] | None = None
+        # Guards the two things that must happen once although several threads may wait: `_finish`
+        # and the completion of the future. Nothing else is locked while it is held.
+        self._once = threading.Lock()
+
+    # -- torch's interface -----------------------------------------------------------------
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Block until the call is done or its deadline has passed.
+
+        A `timeout` that ends before the call's own deadline raises too, but leaves the call going.
+        """
+        if self._settled:
+            return True
+        if self._error is not None:
+            raise self._error
+        if self._streams:
+            self._wait_on_stream(timeout)
+        else:
+            self._health.waiting = self._pending.call
+            try:
+                self._raw.wait(self._first_look(timeout))
+            except RuntimeError:
+                self._wait_long(timeout)
+            finally:
+                self._health.waiting = None
+        self._settle()
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+        if self._settled or self._error is not None or self._health.failure is not None:
+            return True
+        if not self._raw.is_completed():
+            return False
+        with suppress(GroupError):  # `wait` and `exception` tell how it ended
+            self.wait()
+        return True
+
+    def is_success(self) -> bool:
+        """Tell whether the call has ended well."""
+        return self.is_completed() and self._error is None and self._settled
+
+    def exception(self) -> GroupError | None:
+        """Return what the call failed with, if it has."""
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        """Return the tensors that the call filled."""
+        return self._outputs
+
+    def synchronize(self) -> None:
+        """Order what follows on the current stream after the call."""
+        if self._streams:
+            self.wait()
+
+    def block_current_stream(self) -> None:
+        """Make the current stream, or the caller where there is none, wait for the call."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Tell whom a receive from any source received from."""
+        return self._raw._source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the tensors that the call fills."""
+        if self._streams and self._finish is None:
+            return self._raw.get_future()
+        with self._once:
+            if self._future is not None:
+                return self._future
+            self._future = Future()
+        self._health.look_after(self)
+        self._raw.get_future().add_done_callback(self._complete_future)
+        return self._future
+
+    # -- waiting ---------------------------------------------------------------------------
+
+    def _first_look(self, timeout: timedelta) -> timedelta:
+        left = self._limit(timeout) - time.monotonic()
+        return _FIRST_LOOK if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))
+
+    def _limit(self, timeout: timedelta) -> float:
+        """Tell when this wait ends: at the call's deadline or its own."""
+        if timeout <= _NO_TIMEOUT:
+            return self._pending.deadline
+        return min(self._pending.deadline, time.monotonic() + timeout.total_seconds())
+
+    def _wait_long(self, timeout: timedelta) -> None:
+        limit = self._limit(timeout)
+        health, pending = self._health, self._pending
+        while not self._try():
+            failure = health.look(pending)
+            if failure is not None:
+                self._raise(failure)
+            if time.monotonic() >= limit:
+                self._raise_timeout(final=limit >= pending.deadline)
+            self._sleep(min(NEXT_LOOK, limit - time.monotonic()))
+
+    def _try(self) -> bool:
+        """Tell whether the engine is done; raises the reason if it is done badly."""
+        if not self._raw.is_completed():
+            return False
+        try:
+            self._raw.wait()
+        except RuntimeError as error:
+            self._raise(self._health.diagnose(self._pending, error), error)
+        return True
+
+    def _sleep(self, seconds: float) -> None:
+        try:
+            self._raw.wait(timedelta(seconds=max(seconds, 0.001)))
+        except RuntimeError:
+            return  # not yet, or failed: `_try` knows
+
+    def _wait_on_stream(self, timeout: timedelta) -> None:
+        try:
+            self._raw.wait(timeout) if timeout > _NO_TIMEOUT else self._raw.wait()
+        except RuntimeError as error:
+            self._raise(self._health.diagnose(self._pending, error), error)
+
+    # -- ending ----------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        with self._once:
+            if self._settled:
+                return
+            if self._finish is not None:
+                self._finish()
+            self._pending.call.ended = time.monotonic()
+            self._settled = True
+        self._health.ended(self._pending.call)
+
+    def _raise(self, failure: Failure, cause: Exception | None = None) -> None:
+        failure = self._health.fail(failure)
+        self._error = self._health.error(failure, self._pending, self._pending.call)
+        raise self._error from cause
+
+    def _raise_timeout(self, *, final: bool) -> None:
+        failure = self._health.timed_out(self._pending)
+        if final:
+            self._raise(failure)
+        raise self._health.error(failure, self._pending, self._pending.call)
+
+    # -- futures: somebody waits where we have no hand in ----------------------------------
+
+    def _complete_future(self, raw: Future[Any]) -> None:
+        """Pass on the engine's result; runs on the engine's thread."""
+        assert self._future is not None
+        try:
+            raw.wait()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
+            self.attend_future(self._health.diagnose(self._pending, error))
+            return
+        self._settle()
+        with self._once:
+            if not self._future.done():
+                self._future.set_result(self._outputs)
+
+    def attend_future(self, failure: Failure | None = None) -> bool:
+        """End the future if the call cannot succeed any more; returns whether it has ended."""
+        assert self._future is not None
+        if self._future.done():
+            return True
+        now = time.monotonic()
+        if failure is None and now - self._pending.call.started > FIRST_LOOK:
+            failure = self._health.look(self._pending)
+            if failure is None and now > self._pending.deadline:
+                failure = self._health.timed_out(self._pending)
+        if failure is None:
+            return False
+        failure = self._health.fail(failure)
+        self._error = self._health.error(failure, self._pending, self._pending.call)
+        with self._once:
+            if not self._future.done():
+                self._future.set_exception(self._error)
+        return True

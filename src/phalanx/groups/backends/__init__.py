@@ -1,0 +1,1 @@
+"""One file per backend; `groups._registry` names them."""

@@ -1,0 +1,71 @@
+"""The work handle of engines written in Python."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.futures import Future
+
+__all__ = ["PythonWork"]
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class PythonWork:
+    """A call that some thread ends with `finish`."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._source = -1
+        self._future: Future[Any] | None = None
+        self._lock = threading.Lock()  # over the future: made once, filled once
+
+    def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
+        """End the call, well or badly; only the first end counts."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._source = source
+            self._ended.set()
+            if self._future is not None:
+                self._fill(self._future)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Block until the call has ended; raises ``RuntimeError`` if it has not, or badly."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise RuntimeError("not yet")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+        return self._ended.is_set()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the output tensors."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if self._ended.is_set():
+                    self._fill(self._future)
+            return self._future
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors."""
+        return self._outputs
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _fill(self, future: Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)

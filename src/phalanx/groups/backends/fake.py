@@ -1,0 +1,123 @@
+"""Fake: no communication, any number of ranks.
+
+For planning: a mesh of 100,000 ranks fits a laptop when only one of them exists. Every call ends
+at once, as if all ranks held what this one holds; reductions leave their input as it is.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ...errors import UnknownOption
+from .._engine import Engine, Traits
+from ._done import PythonWork
+
+__all__ = ["TRAITS", "make"]
+
+Tensors = list[Tensor]
+
+
+class FakeEngine:
+    """One rank of a group of which the others do not exist."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
+        """Leave the tensors as they are."""
+        return _done(tensors)
+
+    allreduce_coalesced = reduce = broadcast = allreduce
+
+    def barrier(self, opts: Any) -> PythonWork:
+        """Pass."""
+        return _done([])
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
+        """Keep this rank's own part."""
+        return _done(outputs, [inputs[0][self._rank]])
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> PythonWork:
+        part = whole.reshape(self._size, -1)[self._rank]
+        return _done([output], [part.view(output.shape)])
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
+        """Receive this rank's tensor from everybody."""
+        return _done(outputs[0], inputs * self._size)
+
+    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> PythonWork:
+        rows = output.view(self._size, -1)
+        return _done([rows], [part.reshape(1, -1).expand_as(rows)])
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
+        """Receive this rank's tensor from everybody, on the root."""
+        return _done(outputs[0], inputs * self._size) if outputs else _done([])
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
+        """Keep this rank's own part, on the root."""
+        return _done(outputs, [inputs[0][self._rank]]) if inputs else _done(outputs)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
+    ) -> PythonWork:
+        """Receive this rank's own part from everybody, as far as it reaches."""
+        own = torch.split(source, out_of)[self._rank]
+        for piece in torch.split(output.detach(), into):
+            rows = min(len(piece), len(own))
+            piece[:rows].copy_(own[:rows])
+        return _done([output])
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
+        """Receive this rank's own tensor from itself."""
+        return _done([outputs[self._rank]], [inputs[self._rank]])
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
+        """Send to nobody."""
+        return _done([])
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
+        """Receive nothing."""
+        return _done(tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
+        """Receive nothing."""
+        return _done(tensors)
+
+
+def _done(outputs: Tensors, values: Tensors | None = None) -> PythonWork:
+    for output, value in zip(outputs, values or (), strict=values is not None):
+        output.detach().copy_(value)
+    work = PythonWork(outputs)
+    work.finish()
+    return work
+
+
+def make(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+    **kwargs: object,
+) -> Engine:
+    """Make one rank of a group that is not there."""
+    del store, timeout, device
+    if kwargs:
+        raise UnknownOption(f"fake takes no options, but was given {', '.join(sorted(kwargs))}")
+    return FakeEngine(rank, world_size)
+
+
+TRAITS = Traits(
+    devices=frozenset({"cpu", "cuda", "meta"}),
+    averages=frozenset(
+        {"allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single"}
+    ),
+    premultiplies=True,
+    meets=False,
+)

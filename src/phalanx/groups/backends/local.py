@@ -1,0 +1,312 @@
+"""Local: ranks are threads of one process.
+
+The last rank to arrive does the work for all (`_reference` has the arithmetic), so no thread waits
+inside a call and nothing depends on the order of arrival. Slow, exact and easy to reason about:
+what the other backends are tested against.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from ...errors import InvalidState, UnknownOption
+from .._engine import Engine, Traits
+from . import _reference as reference
+from ._done import PythonWork
+
+__all__ = ["TRAITS", "make"]
+
+Tensors = list[Tensor]
+Function = Callable[[reference.Arguments], None]
+
+
+class _Slot:
+    """One collective: the arguments of the ranks that have arrived."""
+
+    def __init__(self) -> None:
+        self.arrived: dict[int, tuple[Function, tuple[Any, ...], PythonWork]] = {}
+
+    def run(self) -> None:
+        """Do the work for all ranks."""
+        calls = [self.arrived[rank] for rank in sorted(self.arrived)]
+        error: Exception | None = None
+        try:
+            if len({function for function, _, _ in calls}) > 1:
+                raise RuntimeError("ranks called different operations")
+            with torch.no_grad():
+                calls[0][0]([arguments for _, arguments, _ in calls])
+        except (RuntimeError, ValueError, IndexError) as caught:
+            error = RuntimeError(str(caught))
+        for _, _, work in calls:
+            work.finish(error)
+
+
+@dataclass(frozen=True)
+class _Post:
+    """One side of a transfer that waits for the other."""
+
+    source: int | None
+    """None for a receive from anybody."""
+    target: int
+    tag: int
+    tensor: Tensor
+    work: PythonWork
+
+    def matches(self, other: _Post) -> bool:
+        """Tell whether a send and a receive belong together."""
+        same = (self.target, self.tag) == (other.target, other.tag)
+        return same and (None in (self.source, other.source) or self.source == other.source)
+
+
+@dataclass(frozen=True)
+class _Statement:
+    """What the first rank to arrive said that it calls."""
+
+    rank: int
+    said: str
+    where: tuple[str, str]
+    heard: set[int] = field(default_factory=set)
+
+
+class _Hub:
+    """Where the threads of one group meet."""
+
+    def __init__(self, size: int) -> None:
+        self.threads: dict[int, threading.Thread] = {}
+        self._size = size
+        # Over everything below. Held for bookkeeping only; tensors are touched outside of it.
+        self._lock = threading.Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._statements: dict[int, _Statement] = {}
+        self._sends: list[_Post] = []
+        self._receives: list[_Post] = []
+        self._aborted = False
+
+    def join(
+        self, sequence: int, rank: int, function: Function, arguments: tuple[Any, ...]
+    ) -> PythonWork:
+        """Arrive at a collective; the last to do so carries it out."""
+        work = PythonWork([])
+        with self._lock:
+            if self._aborted:
+                return _refused(work)
+            slot = self._slots.setdefault(sequence, _Slot())
+            slot.arrived[rank] = (function, arguments, work)
+            if len(slot.arrived) < self._size:
+                return work
+            del self._slots[sequence]
+        slot.run()
+        return work
+
+    def agree(
+        self, sequence: int, rank: int, said: str, where: tuple[str, str]
+    ) -> tuple[int, str, str] | None:
+        """Compare with the first rank to arrive; returns it if it says something else."""
+        with self._lock:
+            mine = _Statement(rank, said, where)
+            first = self._statements.setdefault(sequence, mine)
+            first.heard.add(rank)
+            if len(first.heard) == self._size:
+                del self._statements[sequence]
+        return None if first.said == said else (first.rank, *first.where)
+
+    def send(self, post: _Post) -> PythonWork:
+        """Hand a tensor to a receive that waits for it, or wait for one."""
+        return self._match(post, self._receives, self._sends, lambda other: _deliver(post, other))
+
+    def receive(self, post: _Post) -> PythonWork:
+        """Take a tensor from a send that waits, or wait for one."""
+        return self._match(post, self._sends, self._receives, lambda other: _deliver(other, post))
+
+    def abort(self) -> None:
+        """End every call under way, on all ranks."""
+        with self._lock:
+            self._aborted = True
+            works = [work for slot in self._slots.values() for _, _, work in slot.arrived.values()]
+            works += [post.work for post in self._sends + self._receives]
+            self._slots.clear()
+            self._sends.clear()
+            self._receives.clear()
+        for work in works:
+            _refused(work)
+
+    def _match(
+        self,
+        post: _Post,
+        waiting: list[_Post],
+        queue: list[_Post],
+        deliver: Callable[[_Post], None],
+    ) -> PythonWork:
+        with self._lock:
+            if self._aborted:
+                return _refused(post.work)
+            other = next((other for other in waiting if other.matches(post)), None)
+            if other is None:
+                queue.append(post)
+                return post.work
+            waiting.remove(other)
+        deliver(other)
+        return post.work
+
+
+_hubs: weakref.WeakValueDictionary[str, _Hub] = weakref.WeakValueDictionary()
+"""Hubs by a name that rank 0 makes up and passes on through the store."""
+
+
+class LocalEngine:
+    """One thread's rank in a hub."""
+
+    def __init__(self, hub: _Hub, rank: int) -> None:
+        self._hub = hub
+        self._rank = rank
+        self._sequence = 0
+
+    def _join(self, function: Function, *arguments: Any) -> PythonWork:
+        self._sequence += 1
+        return self._hub.join(self._sequence, self._rank, function, arguments)
+
+    def agree(
+        self, sequence: int, said: str, where: tuple[str, str]
+    ) -> tuple[int, str, str] | None:
+        """Compare a call with that of the first rank to make it: (rank, what, where) if unlike."""
+        return self._hub.agree(sequence, self._rank, said, where)
+
+    def lost_ranks(self) -> list[int]:
+        """List the ranks whose thread has ended."""
+        return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
+
+    def wake(self) -> None:
+        """End every call under way, on all ranks."""
+        self._hub.abort()
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
+        """See `_reference`, as for all of these."""
+        return self._join(reference.allreduce, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Tensors, opts: Any) -> PythonWork:
+        """Reduce to the root."""
+        return self._join(reference.reduce, tensors, opts)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> PythonWork:
+        """Copy from the root."""
+        return self._join(reference.broadcast, tensors, opts)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
+        """Collect in lists."""
+        return self._join(reference.allgather, outputs, inputs, opts)
+
+    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> PythonWork:
+        return self._join(reference.allgather_base, output, part, opts)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
+        """Collect on the root."""
+        return self._join(reference.gather, outputs, inputs, opts)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
+        """Hand out from the root."""
+        return self._join(reference.scatter, outputs, inputs, opts)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
+        """Reduce lists and keep one tensor."""
+        return self._join(reference.reduce_scatter, outputs, inputs, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> PythonWork:
+        return self._join(reference.reduce_scatter_base, output, whole, opts)
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
+    ) -> PythonWork:
+        """Exchange rows."""
+        return self._join(reference.alltoall_base, output, source, into, out_of, opts)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
+        """Exchange tensors."""
+        return self._join(reference.alltoall, outputs, inputs, opts)
+
+    def barrier(self, opts: Any) -> PythonWork:
+        """Meet."""
+        return self._join(reference.barrier, opts)
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
+        """Send to one rank."""
+        return self._hub.send(_Post(self._rank, peer, tag, tensors[0], PythonWork([])))
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
+        """Receive from one rank."""
+        return self._hub.receive(_Post(peer, self._rank, tag, tensors[0], PythonWork(tensors)))
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
+        """Receive from anybody."""
+        return self._hub.receive(_Post(None, self._rank, tag, tensors[0], PythonWork(tensors)))
+
+
+def _deliver(send: _Post, receive: _Post) -> None:
+    error: Exception | None = None
+    try:
+        reference.put(receive.tensor, send.tensor)
+    except (RuntimeError, ValueError) as caught:
+        error = RuntimeError(str(caught))
+    receive.work.finish(error, source=-1 if send.source is None else send.source)
+    send.work.finish(error)
+
+
+def _refused(work: PythonWork) -> PythonWork:
+    work.finish(RuntimeError("the group was aborted"))
+    return work
+
+
+def make(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+    **kwargs: object,
+) -> Engine:
+    """Meet the other threads of this process."""
+    del timeout, device
+    if kwargs:
+        raise UnknownOption(f"local takes no options, but was given {', '.join(sorted(kwargs))}")
+    hub = _found(store, world_size) if rank == 0 else _hubs.get(store.get("hub").decode())
+    if hub is None:
+        raise InvalidState(
+            "ranks of a 'local' group are threads of one process: use 'gloo' instead"
+        )
+    hub.threads[rank] = threading.current_thread()
+    return LocalEngine(hub, rank)
+
+
+def _found(store: Store, size: int) -> _Hub:
+    hub = _Hub(size)
+    name = uuid.uuid4().hex
+    _hubs[name] = hub
+    store.set("hub", name)
+    return hub
+
+
+TRAITS = Traits(
+    devices=frozenset({"cpu", "cuda", "meta"}),
+    averages=frozenset(
+        {
+            "allreduce",
+            "allreduce_coalesced",
+            "reduce",
+            "reduce_scatter",
+            "reduce_scatter_single",
+            "reduce_scatter_single_coalesced",
+        }
+    ),
+    premultiplies=True,
+)

@@ -8,7 +8,7 @@ import torch
 from torch._C import _distributed_c10d as c10d
 
 from ._engine import Engine
-from ._health import Health, Pending, mismatch
+from ._health import Health, mismatch
 from ._record import Call
 from ._work import Work
 
@@ -20,7 +20,7 @@ CARD = 256  # bytes that a rank's description travels in; a longer one is cut
 class Agreement(Protocol):
     """Compares a call with the peers' calls of the same number."""
 
-    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
+    def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
         """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
 
 
@@ -40,8 +40,8 @@ class _Free:
         self._engine = engine
         self._health = health
 
-    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
-        call = pending.call
+    def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
+        del timeout  # nobody waits
         said = _say(call, terms, uneven=uneven)
         other = self._engine.agree(call.sequence, said, (call.what, call.site))
         if other is not None:
@@ -56,13 +56,13 @@ class _Exchange:
         self._engine = engine
         self._health = health
 
-    def check(self, pending: Pending, terms: tuple[Any, ...], *, uneven: bool) -> None:
-        call, size = pending.call, self._health.size
+    def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
+        size = self._health.size
         card = _card(_say(call, terms, uneven=uneven), call)
         cards = torch.empty(size * CARD, dtype=torch.uint8)
         options = c10d.AllgatherOptions()
         raw = self._engine._allgather_base(cards, card, options)
-        Work(self._health, pending, raw, [cards]).wait()
+        Work(self._health, call, timeout, raw, [cards]).wait()
         call.ended = None
         mine = _read(card)
         for rank, row in enumerate(cards.view(size, CARD)):

@@ -20,7 +20,7 @@ from ._agree import Agreement, agreement_for
 from ._collectives import Collectives
 from ._engine import ClosedEngine, Engine, RawWork, Traits
 from ._failure import Failure
-from ._health import Health, Pending
+from ._health import Health
 from ._record import Call, Record, Recorder, user_site
 from ._retired import retire
 from ._watch import watch
@@ -290,10 +290,9 @@ class ProcessGroup(Collectives):
             if self._closed or self._health.failure is not None:
                 self._refuse(operation)
             call = self._recorder.begin(operation, tensors, transfer=transfer)
-            pending = Pending(call, call.started + seconds, seconds, peer)
             try:
                 if self._agreement is not None and not transfer:
-                    self._agreement.check(pending, terms, uneven=uneven)
+                    self._agreement.check(call, seconds, terms, uneven=uneven)
                 raw = method(*args)
                 if transfer and self._traits.wrap_transfer is not None:
                     raw = self._traits.wrap_transfer(raw, seconds)
@@ -304,11 +303,13 @@ class ProcessGroup(Collectives):
                 self._refuse_arguments(call, error)
         work = Work(
             self._health,
-            pending,
+            call,
+            seconds,
             raw,
             tensors if outputs is None else outputs,
             finish=finish,
             streams=self._traits.streams,
+            peer=peer,
         )
         if not transfer:
             self._health.begun(call, work)

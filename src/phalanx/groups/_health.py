@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from ..errors import GroupError, RankReport
@@ -43,22 +43,28 @@ class Watchable(Protocol):
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
 
-    def attend_future(self, failure: Failure | None = None) -> bool:
+    def attend_future(self) -> bool:
         """End the future if the call cannot succeed any more; returns whether it has ended."""
 
 
-@dataclass
 class Pending:
-    """A call that is being waited for."""
+    """What is known of a call that is being waited for; a `Work` is one."""
 
     call: Call
-    deadline: float
     timeout: float
+    """Seconds that the call may take."""
     peer: int | None = None
     """The one rank that a send or receive depends on; None where it is everybody."""
+
+    # Filled in once the call is overdue; most never are, so these cost an ordinary call nothing.
     ring: int = 0
     dead_since: float | None = None
     reports: dict[int, RankReport] | None = None
+
+    @property
+    def deadline(self) -> float:
+        """Tell when the call must have ended."""
+        return self.call.started + self.timeout
 
 
 class Health:
@@ -186,7 +192,7 @@ class Health:
             if known is not None:
                 self.fail(known, publish=False)
         futures, self._futures = self._futures, []
-        self._futures += [work for work in futures if not work.attend_future(self.failure)]
+        self._futures += [work for work in futures if not work.attend_future()]
 
     def report(self) -> RankReport:
         """Tell what this rank is doing."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..errors import GroupError
 from ._engine import RawWork
 from ._failure import Failure
 from ._health import Health, Pending
+from ._record import Call
 
 __all__ = ["Work"]
 
@@ -27,31 +28,37 @@ _FIRST_LOOK = timedelta(seconds=FIRST_LOOK)
 _NO_TIMEOUT = timedelta(0)
 
 
-class Work(dist.Work):
+class Work(dist.Work, Pending):
     """One call of a group, under way or done."""
+
+    _settled = False
+    _error: GroupError | None = None
+    _future: Future[Any] | None = None
+    _future_ended = False
 
     def __init__(
         self,
         health: Health,
-        pending: Pending,
+        call: Call,
+        timeout: float,
         raw: RawWork,
         outputs: list[Tensor],
         *,
         finish: Callable[[], None] | None = None,
         streams: bool = False,
+        peer: int | None = None,
     ) -> None:
         super().__init__()
+        self.call = call
+        self.timeout = timeout
+        self.peer = peer
         self._health = health
-        self._pending = pending
         self._raw = raw
         self._outputs = outputs
         self._finish = finish
         self._streams = streams
-        self._settled = False
-        self._error: GroupError | None = None
-        self._future: Future[Any] | None = None
-        # Guards the two things that must happen once although several threads may wait: `_finish`
-        # and the completion of the future. Nothing else is locked while it is held.
+        # For the things that must happen once although several threads may wait. Nothing else is
+        # locked, and nothing of the user's is called, while it is held.
         self._once = threading.Lock()
 
     # -- torch's interface -----------------------------------------------------------------
@@ -68,7 +75,7 @@ class Work(dist.Work):
         if self._streams:
             self._wait_on_stream(timeout)
         else:
-            self._health.waiting = self._pending.call
+            self._health.waiting = self.call
             try:
                 self._raw.wait(self._first_look(timeout))
             except RuntimeError:
@@ -136,18 +143,17 @@ class Work(dist.Work):
     def _limit(self, timeout: timedelta) -> float:
         """Tell when this wait ends: at the call's deadline or its own."""
         if timeout <= _NO_TIMEOUT:
-            return self._pending.deadline
-        return min(self._pending.deadline, time.monotonic() + timeout.total_seconds())
+            return self.deadline
+        return min(self.deadline, time.monotonic() + timeout.total_seconds())
 
     def _wait_long(self, timeout: timedelta) -> None:
         limit = self._limit(timeout)
-        health, pending = self._health, self._pending
         while not self._try():
-            failure = health.look(pending)
+            failure = self._health.look(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
-                self._raise_timeout(final=limit >= pending.deadline)
+                self._raise_timeout(final=limit >= self.deadline)
             self._sleep(min(NEXT_LOOK, limit - time.monotonic()))
 
     def _try(self) -> bool:
@@ -157,7 +163,7 @@ class Work(dist.Work):
         try:
             self._raw.wait()
         except RuntimeError as error:
-            self._raise(self._health.diagnose(self._pending, error), error)
+            self._raise(self._health.diagnose(self, error), error)
         return True
 
     def _sleep(self, seconds: float) -> None:
@@ -170,7 +176,7 @@ class Work(dist.Work):
         try:
             self._raw.wait(timeout) if timeout > _NO_TIMEOUT else self._raw.wait()
         except RuntimeError as error:
-            self._raise(self._health.diagnose(self._pending, error), error)
+            self._raise(self._health.diagnose(self, error), error)
 
     # -- ending ----------------------------------------------------------------------------
 
@@ -180,51 +186,58 @@ class Work(dist.Work):
                 return
             if self._finish is not None:
                 self._finish()
-            self._pending.call.ended = time.monotonic()
+            self.call.ended = time.monotonic()
             self._settled = True
-        self._health.ended(self._pending.call)
+        self._health.ended(self.call)
 
-    def _raise(self, failure: Failure, cause: Exception | None = None) -> None:
+    def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
         failure = self._health.fail(failure)
-        self._error = self._health.error(failure, self._pending, self._pending.call)
+        self._error = self._health.error(failure, self, self.call)
         raise self._error from cause
 
-    def _raise_timeout(self, *, final: bool) -> None:
-        failure = self._health.timed_out(self._pending)
+    def _raise_timeout(self, *, final: bool) -> NoReturn:
+        failure = self._health.timed_out(self)
         if final:
             self._raise(failure)
-        raise self._health.error(failure, self._pending, self._pending.call)
+        raise self._health.error(failure, self, self.call)
 
     # -- futures: somebody waits where we have no hand in ----------------------------------
 
     def _complete_future(self, raw: Future[Any]) -> None:
         """Pass on the engine's result; runs on the engine's thread."""
-        assert self._future is not None
         try:
             raw.wait()
         except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
-            self.attend_future(self._health.diagnose(self._pending, error))
+            self._fail_future(self._health.diagnose(self, error))
             return
         self._settle()
-        with self._once:
-            if not self._future.done():
-                self._future.set_result(self._outputs)
+        if self._claim_future():
+            assert self._future is not None
+            self._future.set_result(self._outputs)
 
-    def attend_future(self, failure: Failure | None = None) -> bool:
+    def attend_future(self) -> bool:
         """End the future if the call cannot succeed any more; returns whether it has ended."""
-        assert self._future is not None
-        if self._future.done():
+        if self._future_ended:
             return True
-        now = time.monotonic()
-        if failure is None and now - self._pending.call.started > FIRST_LOOK:
-            failure = self._health.look(self._pending)
-            if failure is None and now > self._pending.deadline:
-                failure = self._health.timed_out(self._pending)
-        if failure is None:
-            return False
-        failure = self._health.fail(failure)
-        self._error = self._health.error(failure, self._pending, self._pending.call)
+        failure = self._health.failure
+        if failure is None and self.call.age > FIRST_LOOK:
+            failure = self._health.look(self)
+            if failure is None and self.call.age > self.timeout:
+                failure = self._health.timed_out(self)
+        if failure is not None:
+            self._fail_future(failure)
+        return self._future_ended
+
+    def _fail_future(self, failure: Failure) -> None:
+        if self._claim_future():
+            failure = self._health.fail(failure)
+            self._error = self._health.error(failure, self, self.call)
+            assert self._future is not None
+            self._future.set_exception(self._error)
+
+    def _claim_future(self) -> bool:
+        """Tell whether the caller is the first who ends the future."""
         with self._once:
-            if not self._future.done():
-                self._future.set_exception(self._error)
-        return True
+            first = not self._future_ended
+            self._future_ended = True
+            return first

@@ -166,7 +166,7 @@ def barrier(calls: Arguments) -> None:
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor of as many elements."""
     if target.is_sparse:
-        target.detach().zero_().add_(value)
+        target.zero_().add_(value)  # a detached view would not see the new entries
         return
     if target.numel() != value.numel():
         raise ValueError(

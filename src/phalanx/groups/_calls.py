@@ -35,7 +35,7 @@ class Calls(dist.ProcessGroup):
     _backend: str
     _size: int
     _rank: int
-    _known_options: dict[Any, Any]
+    _sum_options: dict[Any, Any]
 
     def _issue(
         self,
@@ -66,23 +66,19 @@ class Calls(dist.ProcessGroup):
 
         The operation is a plain enumeration, which compares fast, unless it carries a factor.
         """
+        if opts is None and timeout is None and (op is None or op is SUM):
+            # By far the most frequent case; making and filling options costs microseconds.
+            known = self._sum_options.get(kind)
+            if known is None:
+                known = self._sum_options[kind] = kind()
+            return known, SUM
         if isinstance(op, kind):
             opts = op
-        if opts is not None:
-            op = opts.reduceOp
-            return opts, op if op == PREMUL_SUM else plain_op(op)
-        if op is None:
-            op = SUM
-        key = (kind, op, timeout)
-        if type(op) is not ReduceOp:  # one without a factor: the same options serve every time
-            known = self._known_options.get(key)
-            if known is not None:
-                return known, op
-        opts = self._options(kind, kind.__name__, None, timeout)
-        opts.reduceOp = op
-        if type(op) is not ReduceOp:
-            self._known_options[key] = opts
-        return opts, op
+        if opts is None:
+            opts = self._options(kind, kind.__name__, None, timeout)
+            opts.reduceOp = SUM if op is None else op
+        op = opts.reduceOp
+        return opts, op if op == PREMUL_SUM else plain_op(op)
 
     def _options(self, kind: Any, operation: str, opts: Any, timeout: Any, root: Any = None) -> Any:
         """Read a call's options, whichever argument they came in."""
@@ -103,7 +99,7 @@ class Calls(dist.ProcessGroup):
     def _check_tensors(self, operation: str, tensors: Tensors, op: Any = SUM) -> None:
         for tensor in tensors:
             validate.usable(operation, tensor, self._devices, self._backend)
-        if op != SUM and tensors:
+        if op is not SUM and op != SUM and tensors:
             validate.reduction(operation, plain_op(op), tensors[0].dtype)
 
     def _movable(self, operation: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -147,7 +143,8 @@ class Calls(dist.ProcessGroup):
         known = self._traits.dtypes
         finish = None
         mine = tensors
-        if op != SUM or not (known is None or tensors[0].dtype in known):
+        plain = op is SUM or op == SUM
+        if not plain or not (known is None or tensors[0].dtype in known):
             plan = adapt_reduction(
                 self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._size
             )

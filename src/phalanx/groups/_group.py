@@ -81,7 +81,7 @@ class ProcessGroup(Collectives):
         self._global_ranks = tuple(global_ranks)
         self._torch_name = name
         self._recorder = Recorder()
-        self._known_options = {}
+        self._sum_options = {}
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         # Keeps the order in which calls are numbered the order in which the engine gets them.
@@ -94,6 +94,7 @@ class ProcessGroup(Collectives):
             roster=roster,
             board=board,
             recorder=self._recorder,
+            streams=traits.streams,
             lost_ranks=getattr(engine, "lost_ranks", None),
             wake=getattr(engine, "wake", None),
         )
@@ -301,16 +302,11 @@ class ProcessGroup(Collectives):
             except (RuntimeError, ValueError, TypeError) as error:
                 self._recorder.undo(call)
                 self._refuse_arguments(call, error)
-        work = Work(
-            self._health,
-            call,
-            seconds,
-            raw,
-            tensors if outputs is None else outputs,
-            finish=finish,
-            streams=self._traits.streams,
-            peer=peer,
-        )
+        work = Work(self._health, call, seconds, raw, tensors if outputs is None else outputs)
+        if finish is not None:
+            work.ends_with(finish)
+        if peer is not None:
+            work.peer = peer
         if not transfer:
             self._health.begun(call, work)
         if faultpoints.armed:

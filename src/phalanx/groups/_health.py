@@ -79,12 +79,15 @@ class Health:
         roster: Roster,
         board: Board | None,
         recorder: Recorder,
+        streams: bool = False,
         lost_ranks: Callable[[], list[int]] | None = None,
         wake: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
+        self.streams = streams
+        """Whether waiting orders a device's stream instead of blocking the caller."""
         self.failure: Failure | None = None
         self.waiting: Call | None = None
         self._roster = roster

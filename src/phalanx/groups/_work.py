@@ -31,35 +31,29 @@ _NO_TIMEOUT = timedelta(0)
 class Work(dist.Work, Pending):
     """One call of a group, under way or done."""
 
+    # What most works leave as it is belongs to the class: setting it would cost every call.
+    _finish: Callable[[], None] | None = None
     _settled = False
     _error: GroupError | None = None
     _future: Future[Any] | None = None
     _future_ended = False
 
     def __init__(
-        self,
-        health: Health,
-        call: Call,
-        timeout: float,
-        raw: RawWork,
-        outputs: list[Tensor],
-        *,
-        finish: Callable[[], None] | None = None,
-        streams: bool = False,
-        peer: int | None = None,
+        self, health: Health, call: Call, timeout: float, raw: RawWork, outputs: list[Tensor]
     ) -> None:
-        super().__init__()
+        dist.Work.__init__(self)
         self.call = call
         self.timeout = timeout
-        self.peer = peer
         self._health = health
         self._raw = raw
         self._outputs = outputs
-        self._finish = finish
-        self._streams = streams
         # For the things that must happen once although several threads may wait. Nothing else is
         # locked, and nothing of the user's is called, while it is held.
         self._once = threading.Lock()
+
+    def ends_with(self, finish: Callable[[], None]) -> None:
+        """Have the result finished by a function, once, before anybody sees it."""
+        self._finish = finish
 
     # -- torch's interface -----------------------------------------------------------------
 
@@ -72,7 +66,7 @@ class Work(dist.Work, Pending):
             return True
         if self._error is not None:
             raise self._error
-        if self._streams:
+        if self._health.streams:
             self._wait_on_stream(timeout)
         else:
             self._health.waiting = self.call
@@ -109,7 +103,7 @@ class Work(dist.Work, Pending):
 
     def synchronize(self) -> None:
         """Order what follows on the current stream after the call."""
-        if self._streams:
+        if self._health.streams:
             self.wait()
 
     def block_current_stream(self) -> None:
@@ -124,7 +118,7 @@ class Work(dist.Work, Pending):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors that the call fills."""
-        if self._streams and self._finish is None:
+        if self._health.streams and self._finish is None:
             return self._raw.get_future()
         with self._once:
             if self._future is not None:

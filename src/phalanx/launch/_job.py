@@ -1,0 +1,95 @@
+"""What is to be run, and the environment that tells each rank its place."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from phalanx.env import usable_cores
+from phalanx.errors import InvalidArgument
+
+__all__ = ["GRACE", "LINGER", "Job", "Ranks", "count_ranks", "python_command", "thread_env"]
+
+GRACE = 10.0
+LINGER = 2.0
+
+Ranks = int | Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One command, to be run by several ranks at once."""
+
+    command: tuple[str, ...]
+    ranks: int
+    max_restarts: int
+    grace: float
+    linger: float
+    prefix: bool
+    environ: Mapping[str, str]
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def __post_init__(self) -> None:
+        for name in ("max_restarts", "grace", "linger"):
+            if getattr(self, name) < 0:
+                raise InvalidArgument(f"{name} is {getattr(self, name)}; it cannot be negative")
+
+    def rank_env(self, rank: int, *, attempt: int, port: int) -> dict[str, str]:
+        """Return the environment of one rank: what `torchrun` would set for one machine."""
+        place: dict[str, object] = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "ROLE_RANK": rank,
+            "WORLD_SIZE": self.ranks,
+            "LOCAL_WORLD_SIZE": self.ranks,
+            "ROLE_WORLD_SIZE": self.ranks,
+            "ROLE_NAME": "default",
+            "GROUP_RANK": 0,
+            "GROUP_WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RESTART_COUNT": attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
+            "TORCHELASTIC_RUN_ID": self.id,
+            # The store is ours, so torch makes every rank a client of it and none its host.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+            # A rank's stdout is a pipe here; nobody wants to see its lines minutes later.
+            "PYTHONUNBUFFERED": 1,
+        }
+        own = {name: str(value) for name, value in place.items()}
+        return {**thread_env(self.ranks), **self.environ, **own}
+
+
+def count_ranks(ranks: Ranks) -> int:
+    """Return how many ranks are meant; raise `InvalidArgument` if that makes no sense."""
+    if ranks == "auto":
+        return usable_cores()
+    if ranks < 1:
+        raise InvalidArgument(
+            f"{ranks} ranks cannot run anything; ask for 1 or more, or for 'auto'"
+        )
+    return ranks
+
+
+def thread_env(ranks: int) -> dict[str, str]:
+    """Return what keeps ranks from using each other's cores, for a user who has not decided."""
+    return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
+
+
+def python_command(
+    script: str | os.PathLike[str], args: Sequence[str], *, module: bool
+) -> tuple[str, ...]:
+    """Return the command that runs a script or a module; raise `InvalidArgument` if it cannot."""
+    target = os.fspath(script)
+    if module:
+        return (sys.executable, "-m", target, *args)
+    if Path(target).is_dir():
+        raise InvalidArgument(f"{target!r} is a directory; name the script in it, or use -m")
+    if not Path(target).is_file():
+        raise InvalidArgument(f"there is no script {target!r}")
+    return (sys.executable, target, *args)

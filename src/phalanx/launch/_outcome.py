@@ -1,0 +1,137 @@
+"""How a run ended, for programs (`Outcome`) and in words (`describe`)."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Outcome", "RankExit", "describe", "describe_code", "signal_name"]
+
+_SHOWN = 8
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "often the kernel's, for lack of memory: see dmesg",
+    signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
+    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where",
+    signal.SIGABRT: "C++ code gave up: see its message above",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankExit:
+    """How one rank ended."""
+
+    rank: int | None
+    """Its global rank, or None for the store that the launcher hosts."""
+    code: int
+    """Exit code; negative for the number of the signal that ended it."""
+    at: float
+    """Seconds after the ranks were started."""
+    was_stopped: bool = False
+    """Whether it ended because the launcher told it to."""
+    last_words: Sequence[str] = ()
+    """Its traceback, or its last lines on stderr."""
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return "the store" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly, and by itself."""
+        return self.code != 0 and not self.was_stopped
+
+    @property
+    def error(self) -> str:
+        """The line of its traceback that names the exception, if it had one."""
+        if not any(line.startswith("Traceback") for line in self.last_words):
+            return ""
+        # Frames are indented, and so may be what a message says on further lines.
+        return next((line for line in reversed(self.last_words) if line[:1].strip()), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended."""
+
+    exits: Sequence[RankExit]
+    """How each rank ended in the last attempt, in order of time."""
+    signal: int | None = None
+    """The signal that asked the launcher to stop."""
+    attempts: int = 1
+    """How often the ranks were started."""
+
+    @property
+    def first(self) -> RankExit | None:
+        """The rank that failed first, if any did."""
+        return next((each for each in self.exits if each.failed), None)
+
+    @property
+    def exit_code(self) -> int:
+        """What a shell should see: the first failure's code, 128 + number for a signal."""
+        if self.first is not None:
+            return _shell_code(self.first.code)
+        # Ranks that heard the signal, saved their work and ended well make a run that ended well.
+        if self.signal is not None and any(each.code for each in self.exits):
+            return 128 + self.signal
+        return 0
+
+
+def describe(outcome: Outcome) -> str:
+    """Say what went wrong: who failed first and why, who followed, who was stopped."""
+    first = outcome.first
+    if first is None:
+        return (
+            f"stopped by {signal_name(outcome.signal)}"
+            if outcome.signal
+            else "all ranks ended well"
+        )
+    lines = [f"{first.name} failed first: {describe_code(first.code)}"]
+    lines += [f"    {line}" for line in first.last_words]
+    others = [each for each in outcome.exits if each is not first]
+    told = [_consequence(each, first) for each in others if each.failed or each.error]
+    lines += told[:_SHOWN]
+    if len(told) > _SHOWN:
+        lines.append(f"and so did {len(told) - _SHOWN} more")
+    silent = [each for each in others if each.was_stopped and not each.error]
+    if silent:
+        lines.append(f"{_enumerate(silent)} stopped")
+    if outcome.attempts > 1:
+        lines.append(f"gave up after {outcome.attempts} attempts")
+    return "\n".join(lines)
+
+
+def describe_code(code: int) -> str:
+    """Say what an exit code means."""
+    if code >= 0:
+        return f"exit code {code}"
+    hint = _HINTS.get(-code)
+    return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
+
+
+def signal_name(number: int) -> str:
+    """Return what people call a signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def _consequence(each: RankExit, first: RankExit) -> str:
+    if each.was_stopped:
+        return f"{each.name} was stopped after {each.error}"
+    why = each.error or next(iter(each.last_words[-1:]), "")
+    end = f"{each.name} failed {each.at - first.at:.2f} s later: {describe_code(each.code)}"
+    return f"{end}: {why.strip()}" if why else end
+
+
+def _enumerate(exits: Sequence[RankExit]) -> str:
+    ranks = sorted(each.rank for each in exits if each.rank is not None)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} was"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} were"
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,98 @@
+"""What the two ranks of `phalanx doctor` do: agree on a sum, and measure how long that takes.
+
+Each measurement is one line of JSON on the stdout of rank 0. Run by the launcher, which is thereby
+tested too.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from phalanx.env import read_rank_env
+
+if TYPE_CHECKING:
+    from phalanx.groups import ProcessGroup
+
+__all__ = ["main"]
+
+_LARGE = 4 << 20  # bytes
+_WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10
+
+
+def main() -> None:
+    """Test and measure the backends that need nothing but this machine."""
+    # However it hangs: say where, and end.
+    faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
+    figures = _between_processes("gloo")
+    # From here on one process has the machine for itself.
+    if read_rank_env().rank == 0:
+        _report("gloo", "2 processes", figures)
+        _report("local", "2 threads", _between_threads("local"))
+
+
+def _between_processes(backend: str) -> tuple[float, float]:
+    from phalanx.groups import new_group
+
+    group = new_group(backend)
+    figures = _measure(group)
+    group.shutdown()
+    return figures
+
+
+def _between_threads(backend: str) -> tuple[float, float]:
+    from torch._C._distributed_c10d import HashStore
+
+    from phalanx.groups import new_group
+
+    store = HashStore()
+
+    def rank(number: int) -> tuple[float, float]:
+        return _measure(new_group(backend, store=store, rank=number, world_size=2))
+
+    with ThreadPoolExecutor(2) as pool:
+        return next(pool.map(rank, range(2)))
+
+
+def _measure(group: ProcessGroup) -> tuple[float, float]:
+    """Return the seconds that a tiny and a large allreduce take."""
+    import torch
+
+    total = torch.ones(1)
+    group.allreduce(total).wait()
+    assert total.item() == 2, f"1 + 1 came out as {total.item()}"
+    small, large = torch.zeros(1), torch.zeros(_LARGE // 4)
+    return (
+        _typical(lambda: group.allreduce(small).wait(), rounds=_LATENCY_ROUNDS),
+        _typical(lambda: group.allreduce(large).wait(), rounds=_BANDWIDTH_ROUNDS),
+    )
+
+
+def _typical(action: Callable[[], object], *, rounds: int) -> float:
+    times = []
+    for _ in range(_WARM_UP + rounds):
+        began = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[_WARM_UP:])
+
+
+def _report(backend: str, ranks: str, figures: tuple[float, float]) -> None:
+    small, large = figures
+    measured = {
+        "backend": backend,
+        "ranks": ranks,
+        "latency_us": round(small * 1e6, 1),
+        "bandwidth_gb_per_s": round(_LARGE / large / 1e9, 2),
+    }
+    print(json.dumps(measured), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The command line: `phalanx run` and `phalanx doctor`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypedDict
+
+import click
+
+from phalanx.errors import MisuseError, RanksFailed
+from phalanx.launch import run as run_ranks
+from phalanx.launch._handover import Machines, hand_over
+from phalanx.launch._job import GRACE, LINGER, Ranks
+from phalanx.launch._outcome import describe
+
+__all__ = ["main"]
+
+_EXAMPLES = """\b
+Examples:
+  phalanx run -n 4 train.py --lr 0.1
+  phalanx run -n auto -m package.train
+  phalanx run -n 4 --max-restarts 3 train.py
+  phalanx run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
+"""
+
+
+class _Common(TypedDict):
+    module: bool
+    max_restarts: int
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="phalanx", message="phalanx %(version)s")
+def main() -> None:
+    """Train on several processes at once, and know why when it fails.
+
+    \b
+    phalanx run -n 4 train.py       start four ranks of a script
+    phalanx doctor                  check this machine and measure it
+    """
+
+
+def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
+    if value == "auto":
+        return "auto"
+    if not value.isdecimal() or int(value) < 1:
+        raise click.BadParameter(f"{value!r} is neither 'auto' nor a number of at least 1.")
+    return int(value)
+
+
+def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `Machines`, which mean what they mean to torchrun."""
+    options = [
+        click.option("--nnodes", metavar="N[:MAX]", help="How many machines."),
+        click.option("--node-rank", type=int, metavar="K", help="Which of them this is."),
+        click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet."),
+        click.option("--rdzv-backend", metavar="NAME", help="How they meet: c10d, static."),
+        click.option("--rdzv-id", metavar="ID", help="A name that they share."),
+        click.option("--master-addr", metavar="HOST", help="Machine 0, with --node-rank."),
+        click.option("--master-port", type=int, metavar="PORT", help="A free port there."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+# Options end at the script's name: what follows is the script's own, whatever it looks like.
+@main.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--nproc-per-node",
+    "ranks",
+    required=True,
+    callback=_ranks,
+    metavar="N",
+    help="How many ranks; 'auto' for one per usable core.",
+)
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    metavar="N",
+    help="Start all ranks again, up to N times, when one has failed.",
+)
+@click.option(
+    "--prefix/--no-prefix", default=True, help="Put the rank before each line (the default)."
+)
+@click.option(
+    "--grace",
+    type=click.FloatRange(min=0),
+    show_default=f"{GRACE:g}",
+    metavar="SECONDS",
+    help="Time between asking a rank to end and killing it.",
+)
+@click.option(
+    "--linger",
+    type=click.FloatRange(min=0),
+    default=LINGER,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time that ranks get to report when another one has failed.",
+)
+@_machine_options
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(
+    *,
+    script: str,
+    args: tuple[str, ...],
+    ranks: Ranks,
+    module: bool,
+    max_restarts: int,
+    grace: float | None,
+    linger: float,
+    prefix: bool,
+    **machines: Any,
+) -> None:
+    """Start N ranks of SCRIPT on this machine and see that they end together.
+
+    Each rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on, as under
+    torchrun. The cores are divided between the ranks (OMP_NUM_THREADS, unless it is set). When a
+    rank fails, its traceback is shown, the others are stopped, and the exit code is its own.
+
+    With any of the options from --nnodes to --master-port, torchrun takes over.
+    """
+    common: _Common = {"module": module, "max_restarts": max_restarts}
+    with _errors_as_usage():
+        if others := Machines(**machines):
+            hand_over(script, args, machines=others, ranks=ranks, grace=grace, **common)
+        outcome = run_ranks(
+            script,
+            args,
+            ranks=ranks,
+            grace=GRACE if grace is None else grace,
+            linger=linger,
+            prefix=prefix,
+            check=False,
+            **common,
+        )
+    if outcome.exit_code:
+        _complain(describe(outcome))
+    click.get_current_context().exit(outcome.exit_code)
+
+
+def _colour() -> bool | None:
+    """Return False where the user wants no colour, else None: then it takes a terminal."""
+    return False if os.environ.get("NO_COLOR") else None
+
+
+@contextmanager
+def _errors_as_usage() -> Iterator[None]:
+    try:
+        yield
+    except MisuseError as error:
+        raise click.UsageError(str(error)) from error
+    except RanksFailed as error:
+        _complain(str(error))
+        raise click.exceptions.Exit(1) from error
+
+
+def _complain(report: str) -> None:
+    head, *rest = [line if line[:1] == " " else f"phalanx: {line}" for line in report.splitlines()]
+    click.secho(head, err=True, fg="red", bold=True, color=_colour())
+    for line in rest:
+        click.echo(line, err=True)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Write it for a program to read.")
+def doctor(*, as_json: bool) -> None:
+    """Check this machine, test two ranks on it, and measure them.
+
+    The exit code is 1 if anything is wrong; each such line says what to do about it.
+    """
+    # Not needed to start ranks, so not loaded for it.
+    from phalanx.launch._doctor import examine, render, render_json
+
+    examination = examine()
+    click.echo(render_json(examination) if as_json else render(examination), color=_colour())
+    click.get_current_context().exit(0 if examination.ok else 1)

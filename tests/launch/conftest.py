@@ -1,0 +1,112 @@
+"""Real launchers on small scripts. Nothing here sleeps to be lucky: it polls, with a deadline."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+DEADLINE = 20.0
+
+
+def eventually(condition, *, what="it"):
+    """Return the first true value of `condition`; fail after the deadline."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.005)
+    raise AssertionError(f"no {what() if callable(what) else what} in {DEADLINE} s")
+
+
+def is_alive(pid):
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def read_pid(path):
+    """Wait until a rank has written its pid (or a child's) and return it."""
+    return int(eventually(lambda: path.exists() and path.read_text(), what=path.name))
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a script and return its path."""
+
+    def write(body, *, name="script.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(body))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def phalanx(tmp_path):
+    """Run `phalanx` to its end and return what it did."""
+
+    def call(*args, env=None, stdin=subprocess.DEVNULL):
+        # -P, as the installed command has it: the current directory is not a place for imports.
+        command = [sys.executable, "-P", "-m", "phalanx", *map(str, args)]
+        return subprocess.run(
+            command,
+            stdin=stdin,
+            capture_output=True,
+            text=True,
+            timeout=3 * DEADLINE,
+            cwd=tmp_path,
+            env=clean_env(env),
+            check=False,
+        )
+
+    return call
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """Start `phalanx` and return the process; it is killed at the end of the test."""
+    started = []
+
+    def start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None, before=()):
+        command = [*before, sys.executable, "-m", "phalanx", *map(str, args)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            text=True,
+            cwd=tmp_path,
+            env=clean_env(env),
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+def clean_env(extra=None):
+    """Return an environment in which nobody has launched us, or decided about threads or colour."""
+    decided = ("OMP_NUM_THREADS", "NO_COLOR", "TERM", "PYTHONPATH", "PYTHONUNBUFFERED")
+    own = {name: value for name, value in os.environ.items() if name not in decided}
+    return {**own, **(extra or {})}
+
+
+def unlabelled(text, rank):
+    """Return the lines of one rank, without their label."""
+    label = f"[rank {rank}] "
+    return [line.removeprefix(label) for line in text.splitlines() if line.startswith(label)]

@@ -1,0 +1,58 @@
+import resource
+import subprocess
+import sys
+from importlib import metadata
+
+import pytest
+
+from .conftest import clean_env
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--help"], ["phalanx run -n 4 train.py", "doctor", "--version"]),
+        (["run", "--help"], ["phalanx run -n auto -m package.train", "--max-restarts", "--nnodes"]),
+        (["doctor", "-h"], ["--json"]),
+    ],
+)
+def test_help(phalanx, args, words):
+    done = phalanx(*args)
+    assert done.returncode == 0
+    for word in words:
+        assert word in done.stdout
+
+
+def test_version(phalanx):
+    assert phalanx("--version").stdout == f"phalanx {metadata.version('phalanx')}\n"
+
+
+def test_help_comes_at_once():
+    def seconds():
+        # The processor's time, not the clock's: the machine may be busy with something else.
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, "-m", "phalanx", "run", "--help"]
+        subprocess.run(command, capture_output=True, env=clean_env(), check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.2
+
+
+def test_the_launcher_does_not_load_torch(script):
+    code = """
+        import sys
+        from phalanx.launch.cli import main
+        main(["run", "-n", "1", __file__ + "x"], standalone_mode=False)
+        print("torch" in sys.modules)
+    """
+    script("", name="script.pyx")
+    command = [sys.executable, script(code)]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_env(), check=True)
+    assert done.stdout == "False\n"
+
+
+def test_no_command_is_a_mistake(phalanx):
+    done = phalanx()
+    assert done.returncode == 2
+    assert "Usage:" in done.stdout + done.stderr

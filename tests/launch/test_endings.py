@@ -1,0 +1,191 @@
+"""Whatever happens, no process that a launcher started is left."""
+
+import fcntl
+import os
+import signal
+import struct
+import termios
+from pathlib import Path
+
+import pytest
+
+from .conftest import eventually, is_alive, read_pid
+
+# Says its pid and waits; what it does about signals and children is filled in.
+WAITING = """
+    import os, pathlib, signal, subprocess, sys, time
+    {setup}
+    pathlib.Path("pid" + os.environ["RANK"]).write_text(str(os.getpid()))
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+"""
+STUBBORN = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)"
+)
+CHILD = """
+    child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
+    assert child.stdout.readline() == b"ready\\n"
+    pathlib.Path("child" + os.environ["RANK"]).write_text(str(child.pid))
+"""
+LAZY_CHILD = CHILD.format(code="print('ready', flush=True); import time; time.sleep(60)")
+STUBBORN_CHILD = CHILD.format(
+    code="import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+    "print('ready', flush=True); time.sleep(60)"
+)
+
+
+def waiting(setup="", end=""):
+    return WAITING.format(setup=setup) + end
+
+
+def all_gone(pids):
+    return not any(map(is_alive, pids))
+
+
+@pytest.fixture
+def pids(tmp_path):
+    def read(*names):
+        return [read_pid(tmp_path / name) for name in names]
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_a_signal_reaches_every_rank(script, launcher, pids, number, code):
+    process = launcher("run", "-n", 2, script(waiting()))
+    ranks = pids("pid0", "pid1")
+    process.send_signal(number)
+    _, err = process.communicate()
+    assert process.returncode == code
+    assert f"phalanx: {number.name}: passed on to the ranks" in err
+    assert f"phalanx: stopped by {number.name}" in err
+    assert "failed" not in err
+    assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
+    assert all_gone(ranks)
+
+
+def test_ranks_that_end_well_on_a_signal_make_a_good_end(script, launcher, pids):
+    setup = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved') or 0))"
+    process = launcher("run", "-n", 2, script(waiting(setup)))
+    pids("pid0", "pid1")
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
+
+
+def test_grace_ends(script, launcher, pids):
+    process = launcher("run", "-n", 2, "--grace", 0.2, script(waiting(STUBBORN)))
+    ranks = pids("pid0", "pid1")
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    assert all_gone(ranks)
+
+
+def test_a_second_signal_kills(script, launcher, pids):
+    process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(STUBBORN)))
+    ranks = pids("pid0", "pid1")
+    process.send_signal(signal.SIGINT)
+    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+    process.send_signal(signal.SIGINT)
+    process.communicate()
+    assert process.returncode == 130
+    assert all_gone(ranks)
+
+
+def test_a_signal_that_is_ignored_stays_ignored(script, launcher, pids):
+    # As a shell starts what stands before `&`.
+    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
+    process = launcher("run", "-n", 1, script(waiting()), before=background)
+    pids("pid0")
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 143
+    assert "SIGINT" not in err
+
+
+def test_a_failure_stops_even_those_that_will_not(script, phalanx, pids):
+    setup = f"os.environ['RANK'] == '1' and sys.exit(4)\n    {STUBBORN}"
+    done = phalanx("run", "-n", 3, "--linger", 0.3, "--grace", 0.2, script(waiting(setup)))
+    assert done.returncode == 4
+    assert "phalanx: ranks 0 and 2 were stopped" in done.stderr
+    assert all_gone(pids("pid0", "pid2"))
+
+
+@pytest.mark.parametrize("child", [LAZY_CHILD, STUBBORN_CHILD])
+def test_grandchildren_end_with_a_failure(script, phalanx, pids, child):
+    path = script(waiting(child).replace("while time", "os._exit(4)\n    while time"))
+    done = phalanx("run", "-n", 2, "--grace", 0.3, path)
+    assert done.returncode == 4
+    assert all_gone(pids("child0", "child1"))
+
+
+@pytest.mark.parametrize("child", [LAZY_CHILD, STUBBORN_CHILD])
+def test_grandchildren_end_with_a_signal(script, launcher, pids, child):
+    process = launcher("run", "-n", 2, "--grace", 0.3, script(waiting(child)))
+    family = pids("child0", "child1", "pid0", "pid1")
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    assert process.returncode == 143
+    assert all_gone(family)
+
+
+def test_grandchildren_end_when_all_is_well(script, phalanx, pids):
+    path = script(waiting(LAZY_CHILD).replace("while time", "os._exit(0)\n    while time"))
+    done = phalanx("run", "-n", 2, path)
+    assert done.returncode == 0
+    assert all_gone(pids("child0", "child1"))
+
+
+def test_a_process_out_of_reach_does_not_hold_us_up(script, phalanx, pids):
+    # In a session of its own, with our pipes in its hands.
+    path = script(
+        """
+        import pathlib, subprocess, sys
+        code = "import time; time.sleep(60)"
+        child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        pathlib.Path("child").write_text(str(child.pid))
+        """
+    )
+    try:
+        done = phalanx("run", "-n", 1, path)
+    finally:
+        os.kill(pids("child")[0], signal.SIGKILL)
+    assert done.returncode == 0
+
+
+def test_a_reader_that_takes_nothing_cannot_keep_ranks_alive(script, launcher, pids):
+    setup = "pathlib.Path('pid0').write_text(str(os.getpid()))\n    while True: print('x' * 1000)"
+    process = launcher("run", "-n", 1, script(waiting(setup)))
+    (rank,) = pids("pid0")
+    capacity = fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ)
+    # A pipe may be full at less than its size: a write that does not fit a page begins a new one.
+    eventually(lambda: _unread(process.stdout) > capacity // 2, what="full pipe")
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: not is_alive(rank), what="end of the rank")
+
+
+@pytest.mark.parametrize("setup", [LAZY_CHILD, STUBBORN + "\n" + STUBBORN_CHILD])
+def test_nothing_outlives_a_launcher_that_is_killed(script, launcher, pids, setup):
+    process = launcher("run", "-n", 2, "--grace", 0.3, script(waiting(setup)))
+    family = pids("child0", "child1", "pid0", "pid1")
+    helpers = _children_of(process.pid)
+    assert len(helpers) == 4, "two ranks, the store and the guard"
+    process.kill()
+    process.communicate()
+    eventually(lambda: all_gone([*family, *helpers]), what="end of the ranks")
+
+
+def _children_of(pid):
+    # The parent of a process is a thread, in the eyes of the kernel.
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def _unread(pipe):
+    return struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"1234"))[0]

@@ -1,0 +1,99 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from phalanx.env import RankEnv, _quotas, read_rank_env, usable_cores
+from phalanx.errors import InvalidArgument
+
+FULL = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+}
+
+
+def test_reads_what_a_launcher_writes():
+    assert read_rank_env(FULL) == RankEnv(
+        rank=5,
+        world_size=8,
+        local_rank=1,
+        local_world_size=4,
+        node_rank=1,
+        master_addr="127.0.0.1",
+        master_port=29500,
+        restart_count=2,
+        agent_store=True,
+    )
+
+
+def test_rank_and_world_size_are_enough():
+    assert read_rank_env({"RANK": "0", "WORLD_SIZE": "1"}) == RankEnv(rank=0, world_size=1)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
+def test_says_which_variable_is_missing_and_who_sets_it(name):
+    with pytest.raises(InvalidArgument, match=rf"{name} is not in the environment.*phalanx run"):
+        read_rank_env({**FULL, name: ""})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [
+        ("RANK", "one", "from 0 to 7"),
+        ("RANK", "8", "from 0 to 7"),
+        ("RANK", "-1", "from 0 to 7"),
+        ("WORLD_SIZE", "0", "of at least 1"),
+        ("WORLD_SIZE", "1_0", "of at least 1"),
+        ("LOCAL_RANK", "4", "from 0 to 3"),
+        ("LOCAL_WORLD_SIZE", "9", "from 1 to 8"),
+        ("MASTER_PORT", "70000", "from 0 to 65535"),
+    ],
+)
+def test_names_the_variable_its_value_and_what_would_do(name, value, bounds):
+    with pytest.raises(InvalidArgument) as caught:
+        read_rank_env({**FULL, name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+    assert bounds in str(caught.value)
+
+
+def test_cores_follow_affinity():
+    one = min(os.sched_getaffinity(0))
+    code = (
+        f"import os; os.sched_setaffinity(0, [{one}]); "
+        "from phalanx.env import usable_cores; print(usable_cores())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "1"
+    assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
+
+
+def test_quota_of_any_enclosing_cgroup_counts(tmp_path):
+    membership = tmp_path / "membership"
+    membership.write_text("1:cpu:/\n0::/jobs/mine\n")
+    (tmp_path / "jobs/mine").mkdir(parents=True)
+    (tmp_path / "jobs/mine/cpu.max").write_text("max 100000\n")
+    (tmp_path / "jobs/cpu.max").write_text("250000 100000\n")
+    assert list(_quotas(tmp_path, membership)) == [3]
+
+
+def test_quota_of_the_first_cgroup_version(tmp_path):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000\n")
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert list(_quotas(tmp_path, tmp_path / "missing")) == [4]
+
+
+@pytest.mark.parametrize("text", ["-1\n", "", "garbage"])
+def test_no_quota(tmp_path, text):
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text)
+    (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert list(_quotas(tmp_path, tmp_path / "missing")) == []

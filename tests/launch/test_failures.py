@@ -1,0 +1,181 @@
+"""A rank fails: who is named, what is shown, what the shell sees, and when it starts over."""
+
+import re
+
+import pytest
+
+# Waits, with the patience of a test, until a file is there.
+AWAIT = """
+    import os, pathlib, sys, time
+
+    def wait_for(name):
+        deadline = time.monotonic() + 20
+        while not pathlib.Path(name).exists():
+            assert time.monotonic() < deadline, name
+            time.sleep(0.005)
+
+    rank = int(os.environ["RANK"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("death", "words", "code"),
+    [
+        ("sys.exit(3)", "exit code 3", 3),
+        ("raise ValueError('no')", "exit code 1", 1),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", 137),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "SIGSEGV", 139),
+        ("os.abort()", "SIGABRT", 134),
+        # It was not the launcher that sent this one.
+        ("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM", 143),
+        ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", "signal 35", 163),
+    ],
+)
+def test_the_exit_code_is_the_ranks_own(phalanx, script, death, words, code):
+    done = phalanx("run", "-n", 1, script(f"import os, signal, sys\n{death}"))
+    assert done.returncode == code
+    assert f"phalanx: rank 0 failed first: {words}" in done.stderr
+
+
+def test_the_first_is_named_the_rest_follow(phalanx, script):
+    path = script(
+        AWAIT
+        + """
+    if rank == 1:
+        # Rank 2 fails when this process is gone.
+        pathlib.Path("pid").write_text(str(os.getpid()))
+        pathlib.Path("written").touch()
+        sys.exit(7)
+    if rank == 2:
+        wait_for("written")
+        while pathlib.Path("/proc", pathlib.Path("pid").read_text()).exists():
+            time.sleep(0.005)
+        sys.exit("lost rank 1")
+    wait_for("never")
+    """
+    )
+    done = phalanx("run", "-n", 4, "--linger", 2, path)
+    assert done.returncode == 7
+    assert "phalanx: rank 1 failed: exit code 7; stopping the others" in done.stderr
+    report = done.stderr[done.stderr.index("phalanx: rank 1 failed first") :].splitlines()
+    assert report[0] == "phalanx: rank 1 failed first: exit code 7"
+    assert re.fullmatch(
+        r"phalanx: rank 2 failed \d\.\d\d s later: exit code 1: lost rank 1", report[1]
+    )
+    assert report[2:] == ["phalanx: ranks 0 and 3 were stopped"]
+
+
+def test_its_traceback_is_shown_again_at_the_end(phalanx, script):
+    path = script(
+        AWAIT
+        + """
+    if rank == 1:
+        print("a warning that nobody needs", file=sys.stderr)
+        raise RuntimeError("the cause")
+    wait_for("never")
+    """
+    )
+    done = phalanx("run", "-n", 2, path)
+    report = done.stderr[done.stderr.index("failed first") :].splitlines()
+    assert report[1] == "    Traceback (most recent call last):"
+    assert "    RuntimeError: the cause" in report
+    assert not any("warning" in line for line in report)
+
+
+def test_a_long_traceback_is_cut_at_its_head(phalanx, script):
+    path = script(
+        """
+        import sys
+        print("Traceback (most recent call last):", file=sys.stderr)
+        for i in range(100):
+            print(f"  frame {i}", file=sys.stderr)
+        sys.exit("the end")
+        """
+    )
+    report = phalanx("run", "-n", 1, path).stderr.split("failed first")[1].splitlines()
+    assert report[1:] == [*(f"      frame {i}" for i in range(71, 100)), "    the end"]
+
+
+def test_ranks_have_no_time_to_linger_if_told_so(phalanx, script):
+    path = script(AWAIT + "    sys.exit(3) if rank == 0 else wait_for('never')")
+    done = phalanx("run", "-n", 2, "--linger", 0, path)
+    assert done.returncode == 3
+    assert "phalanx: rank 1 was stopped" in done.stderr
+
+
+def test_a_rank_that_ends_well_early_is_waited_for(phalanx, script):
+    path = script(
+        AWAIT
+        + """
+    if rank == 0:
+        pathlib.Path("pid").write_text(str(os.getpid()))
+        pathlib.Path("written").touch()
+    else:
+        wait_for("written")
+        while pathlib.Path("/proc", pathlib.Path("pid").read_text()).exists():
+            time.sleep(0.005)
+        print("still here")
+    """
+    )
+    done = phalanx("run", "-n", 2, path)
+    assert (done.returncode, done.stdout) == (0, "[rank 1] still here\n")
+
+
+ATTEMPTS = """
+    import os, pathlib, sys
+    count = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    rank, port = os.environ["RANK"], os.environ["MASTER_PORT"]
+    print(count, os.environ["TORCHELASTIC_MAX_RESTARTS"], os.environ["TORCHELASTIC_RUN_ID"])
+    if rank == "1" and count in sys.argv[1:]:
+        sys.exit(5)
+"""
+
+
+def test_it_starts_over(phalanx, script):
+    done = phalanx("run", "-n", 2, "--max-restarts", 3, script(ATTEMPTS), "0", "1")
+    assert done.returncode == 0
+    assert "starting all ranks again: attempt 2 of 4" in done.stderr
+    assert "starting all ranks again: attempt 3 of 4" in done.stderr
+    lines = [line.split(maxsplit=2)[2] for line in done.stdout.splitlines()]
+    counts, limits, runs = zip(*(line.split() for line in lines), strict=True)
+    assert sorted(set(counts)) == ["0", "1", "2"]
+    assert (set(limits), len(set(runs))) == ({"3"}, 1)
+
+
+def test_it_gives_up(phalanx, script):
+    done = phalanx("run", "-n", 2, "--max-restarts", 1, script(ATTEMPTS), "0", "1")
+    assert done.returncode == 5
+    assert done.stderr.count("starting all ranks again") == 1
+    assert "phalanx: gave up after 2 attempts" in done.stderr
+
+
+# Finds the launcher's other child.
+STORE = """
+    import signal
+
+    def command(pid):
+        return pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+
+    launcher = os.getppid()
+    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    (store,) = [int(pid) for pid in children if b"phalanx.launch._store" in command(pid)]
+"""
+
+
+def test_a_store_that_dies_is_a_failure(phalanx, script):
+    path = script(AWAIT + STORE + "    os.kill(store, signal.SIGKILL); wait_for('never')")
+    done = phalanx("run", "-n", 1, path)
+    assert done.returncode == 137
+    assert "phalanx: the store failed first: SIGKILL" in done.stderr
+    assert "phalanx: rank 0 was stopped" in done.stderr
+
+
+def test_what_lies_around_is_not_loaded_into_the_store(phalanx, script):
+    script("raise SystemExit('loaded by mistake')", name="socket.py")
+    has_torch = """
+    while b"libtorch" not in pathlib.Path(f"/proc/{store}/maps").read_bytes():
+        time.sleep(0.005)
+    """
+    path = script(AWAIT + STORE + has_torch, name="elsewhere/train.py")
+    done = phalanx("run", "-n", 1, path)
+    assert done.returncode == 0, done.stderr

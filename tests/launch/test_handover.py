@@ -1,0 +1,102 @@
+import sys
+
+import pytest
+
+from phalanx.env import usable_cores
+from phalanx.errors import InvalidArgument
+from phalanx.launch._handover import Machines, torchrun_command
+
+
+def options(**given):
+    """Return what torchrun is told of the machines."""
+    return Machines(**given).options()
+
+
+@pytest.fixture
+def command(script):
+    path = str(script("", name="train.py"))
+
+    def build(*args, **given):
+        python, *line = torchrun_command(path, args, **given)
+        assert python == sys.executable
+        assert line[:2] == ["-m", "torch.distributed.run"]
+        return [word if word != path else "train.py" for word in line[2:]]
+
+    return build
+
+
+def test_everything_is_passed_on(command):
+    machines = Machines(
+        nnodes="1:4",
+        node_rank=1,
+        rdzv_endpoint="host0:29400",
+        rdzv_backend="etcd",
+        rdzv_id="job",
+        master_addr="host0",
+        master_port=29500,
+    )
+    assert command("--lr", "1", machines=machines, ranks=8, max_restarts=3, grace=5.0) == [
+        "--nnodes=1:4",
+        "--node-rank=1",
+        "--rdzv-endpoint=host0:29400",
+        "--rdzv-backend=etcd",
+        "--rdzv-id=job",
+        "--master-addr=host0",
+        "--master-port=29500",
+        "--nproc-per-node=8",
+        "--max-restarts=3",
+        "--shutdown-timeout=5",
+        "train.py",
+        "--lr",
+        "1",
+    ]
+
+
+def test_what_was_not_said_is_left_to_torchrun(command):
+    machines = Machines(nnodes="2", node_rank=0)
+    assert command(machines=machines, ranks=1) == [
+        "--nnodes=2",
+        "--node-rank=0",
+        "--nproc-per-node=1",
+        "--max-restarts=0",
+        "train.py",
+    ]
+
+
+def test_module():
+    command = torchrun_command("pkg.mod", ["-x"], machines=Machines(), ranks=1, module=True)
+    assert command[-3:] == ["-m", "pkg.mod", "-x"]
+
+
+def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
+    assert options(rdzv_endpoint="h:1") == ["--rdzv-endpoint=h:1", "--rdzv-backend=c10d"]
+    assert options(rdzv_endpoint="h:1", node_rank=0) == ["--node-rank=0", "--rdzv-endpoint=h:1"]
+
+
+def test_a_missing_script_is_noticed_before(tmp_path):
+    with pytest.raises(InvalidArgument, match="no script"):
+        torchrun_command(tmp_path / "missing.py", machines=Machines(nnodes="2"), ranks=1)
+
+
+def test_no_option_no_machines():
+    assert not Machines()
+    assert Machines(node_rank=0)
+
+
+def test_torchrun_takes_over(phalanx, script):
+    path = script(
+        """
+        import os, sys
+        names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
+        words = [*(os.environ[name] for name in names), *sys.argv[1:]]
+        # In one piece: torchrun lets the lines of two ranks mix.
+        os.write(1, (" ".join(words) + "\\n").encode())
+        """
+    )
+    place = ["--nnodes", 1, "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "job"]
+    done = phalanx("run", "-n", 2, *place, path, "--help")
+    assert done.returncode == 0, done.stderr
+    threads = max(1, usable_cores() // 2)
+    assert sorted(done.stdout.splitlines()) == [
+        f"{rank} 2 0 {threads} job --help" for rank in range(2)
+    ]

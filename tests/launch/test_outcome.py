@@ -1,0 +1,57 @@
+from phalanx.launch import Outcome, RankExit
+from phalanx.launch._outcome import describe
+
+LOST = (
+    "Traceback (most recent call last):",
+    '  File "train.py", line 3, in <module>',
+    "phalanx.errors.PeerLost: rank 1 is dead",
+    "  rank 1: dead",
+)
+FIRST = RankExit(rank=1, code=-9, at=1.0)
+
+
+def followers(*exits):
+    """Return what is said of those who came after the first."""
+    return describe(Outcome(exits=[FIRST, *exits])).splitlines()[1:]
+
+
+def test_a_follower_is_quoted_by_its_exception():
+    failed = RankExit(rank=0, code=1, at=1.5, last_words=LOST)
+    assert followers(failed) == [
+        "rank 0 failed 0.50 s later: exit code 1: phalanx.errors.PeerLost: rank 1 is dead"
+    ]
+
+
+def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
+    stopped = RankExit(rank=0, code=-15, at=3.0, was_stopped=True, last_words=LOST)
+    silent = RankExit(rank=2, code=-15, at=3.0, was_stopped=True, last_words=["a warning"])
+    assert followers(stopped, silent) == [
+        "rank 0 was stopped after phalanx.errors.PeerLost: rank 1 is dead",
+        "rank 2 was stopped",
+    ]
+
+
+def test_a_crowd_is_counted():
+    crowd = [RankExit(rank=rank, code=1, at=2.0, last_words=LOST) for rank in range(2, 102)]
+    said = followers(*crowd)
+    assert len(said) == 9
+    assert said[-1] == "and so did 92 more"
+
+
+def test_no_words_no_quote():
+    assert followers(RankExit(rank=0, code=3, at=1.25)) == [
+        "rank 0 failed 0.25 s later: exit code 3"
+    ]
+
+
+def test_the_shell_sees_the_first_failure():
+    late = RankExit(rank=0, code=1, at=2.0)
+    assert Outcome(exits=[FIRST, late]).exit_code == 137
+    assert Outcome(exits=[late], signal=15).exit_code == 1
+
+
+def test_the_shell_sees_a_signal_unless_all_ended_well():
+    stopped = RankExit(rank=0, code=-15, at=1.0, was_stopped=True)
+    well = RankExit(rank=0, code=0, at=1.0, was_stopped=True)
+    assert Outcome(exits=[stopped], signal=15).exit_code == 143
+    assert Outcome(exits=[well], signal=15).exit_code == 0

@@ -1,0 +1,224 @@
+import io
+import os
+import pty
+import re
+from contextlib import suppress
+
+import pytest
+
+from phalanx.launch._output import LONGEST_LINE, Lines, last_words
+from phalanx.launch._screen import Screen, Source
+
+from .conftest import eventually, unlabelled
+
+
+def cut(*chunks):
+    lines = Lines()
+    return [line for chunk in chunks for line in lines.feed(chunk)] + lines.finish()
+
+
+@pytest.mark.parametrize(
+    ("chunks", "expected"),
+    [
+        ([b"a\nb\n"], [b"a", b"b"]),
+        ([b"a", b"b", b"\nc"], [b"ab", b"c"]),
+        ([b"no end"], [b"no end"]),
+        ([b"\n\n"], [b"", b""]),
+        ([b"windows\r\n", b"split\r", b"\n"], [b"windows", b"split"]),
+        ([b"\r10%", b"\r50%\r", b"100%\n"], [b"100%"]),
+        ([b"10%\r", b"20%\r"], [b"20%"]),
+        ([b"\r10%\r   \r", b"next\n"], [b"next"]),
+        ([b"\r10%\r   \r"], []),
+        ([b"\x1b[31mred\x1b[0m \x1b[A\x1b[2Kmoved\n"], [b"\x1b[31mred\x1b[0m moved"]),
+    ],
+)
+def test_lines_are_what_a_terminal_would_show(chunks, expected):
+    assert cut(*chunks) == expected
+
+
+def test_a_line_that_never_ends_is_cut():
+    lines = Lines()
+    cut_off = [line for _ in range(100) for line in lines.feed(b"x" * 4096)]
+    assert {len(line) for line in cut_off} <= {LONGEST_LINE + 4096}
+    assert len(b"".join(cut_off) + lines.unfinished) == 100 * 4096
+
+
+def test_last_words_begin_with_the_last_traceback():
+    words = (
+        b"Traceback (most recent call last)\nold\nnoise\nTraceback (most recent call last):\n new"
+    )
+    assert last_words(words.split(b"\n")) == ["Traceback (most recent call last):", " new"]
+    assert last_words([b"\xff warned"]) == ["\ufffd warned"]
+
+
+def test_progress_without_a_terminal_leaves_a_line_now_and_then():
+    err = io.BytesIO()
+    screen = Screen(io.BytesIO(), err, environ={}, progress_interval=0.0)
+    bar = Source("[rank 0] ", is_error=True)
+    for text in (b"10%", b"20%", b"   "):
+        screen.unfinished(bar, text, is_progress=True)
+    screen.unfinished(bar, b"half a line", is_progress=False)
+    screen.flush()
+    assert err.getvalue() == b"[rank 0] 10%\n[rank 0] 20%\n"
+
+
+def test_stdout_and_stderr_stay_apart(phalanx, script):
+    path = script("import sys; print('to out'); print('to err', file=sys.stderr)")
+    done = phalanx("run", "-n", 2, path)
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] to out", "[rank 1] to out"]
+    assert sorted(done.stderr.splitlines()) == ["[rank 0] to err", "[rank 1] to err"]
+
+
+def test_no_prefix(phalanx, script):
+    done = phalanx("run", "-n", 2, "--no-prefix", script("print('plain')"))
+    assert done.stdout == "plain\nplain\n"
+
+
+def test_what_is_not_utf_8_comes_through(script, launcher):
+    path = script("import os; os.write(1, b'\\xff\\xfe\\n')")
+    reader, writer = os.pipe()
+    process = launcher("run", "-n", 1, path, stdout=writer)
+    os.close(writer)
+    assert os.read(reader, 100) == b"[rank 0] \xff\xfe\n"
+    process.communicate()
+    os.close(reader)
+
+
+def test_a_progress_bar_in_a_file_is_its_last_state(phalanx, script):
+    path = script(
+        """
+        import sys
+        for percent in range(0, 101, 10):
+            sys.stderr.write(f"\\r{percent}%")
+            sys.stderr.flush()
+        print("not ended", end="")
+        """
+    )
+    done = phalanx("run", "-n", 2, path)
+    for rank in range(2):
+        assert unlabelled(done.stderr, rank) == ["100%"]
+        assert unlabelled(done.stdout, rank) == ["not ended"]
+
+
+def test_a_flood_from_all_ranks_is_neither_lost_nor_mixed(phalanx, script):
+    path = script(
+        """
+        import os, sys
+        rank, lines = os.environ["RANK"], 20_000
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=False, write_through=False)
+        for i in range(lines):
+            sys.stdout.write(f"{rank} out {i} {'x' * (i % 200)}\\n")
+            sys.stderr.write(f"{rank} err {i}\\n")
+        """
+    )
+    done = phalanx("run", "-n", 4, path)
+    assert done.returncode == 0
+    for name, text in (("out", done.stdout), ("err", done.stderr)):
+        assert len(text.splitlines()) == 80_000
+        for rank in range(4):
+            numbers = [line.split()[:3] for line in unlabelled(text, rank)]
+            assert numbers == [[str(rank), name, str(i)] for i in range(20_000)]
+
+
+def test_ranks_go_on_when_nobody_reads(script, launcher, tmp_path):
+    path = script(
+        """
+        import pathlib
+        for i in range(100_000): print("x" * 20)
+        pathlib.Path("finished").touch()
+        """
+    )
+    reader, writer = os.pipe()
+    process = launcher("run", "-n", 1, path, stdout=writer)
+    os.close(writer)
+    os.read(reader, 10)
+    os.close(reader)
+    assert process.wait(20) == 0
+    assert (tmp_path / "finished").exists()
+
+
+def test_a_sink_that_others_made_non_blocking_loses_nothing(script, launcher):
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    path = script("for i in range(50_000): print(i)")
+    process = launcher("run", "-n", 1, "--no-prefix", path, stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read().split() == [str(i) for i in range(50_000)]
+    assert process.wait(20) == 0
+
+
+class Terminal:
+    """A launcher's terminal, as seen by the person in front of it."""
+
+    def __init__(self):
+        self.master, self.slave = pty.openpty()
+        os.set_blocking(self.master, False)
+        self.seen = ""
+
+    def shows(self, pattern):
+        with suppress(OSError):  # nothing there yet, or everybody has left
+            self.seen += os.read(self.master, 1 << 16).decode()
+        return re.search(pattern, self.seen)
+
+    def wait_for(self, pattern):
+        return eventually(lambda: self.shows(pattern), what=lambda: f"{pattern!r} in {self.seen!r}")
+
+
+@pytest.fixture
+def terminal():
+    terminal = Terminal()
+    yield terminal
+    os.close(terminal.master)
+    os.close(terminal.slave)
+
+
+# Draws a bar, and goes on when the test has seen it.
+BAR = """
+    import os, pathlib, sys, time
+    rank = os.environ["RANK"]
+    sys.stderr.write("\\r 10%|#   |")
+    while not pathlib.Path("seen").exists():
+        time.sleep(0.005)
+    sys.stderr.write("\\r100%|####|\\n")
+"""
+
+
+def test_a_terminal_shows_progress_live(script, launcher, terminal, tmp_path):
+    env = {"TERM": "xterm", "NO_COLOR": "1"}
+    process = launcher(
+        "run", "-n", 2, script(BAR), stdout=terminal.slave, stderr=terminal.slave, env=env
+    )
+    # Both bars at once, each in a row of its own, and the cursor goes back to draw them again.
+    terminal.wait_for(r"\[rank \d\]  10%\|#   \|\r\n\[rank \d\]  10%\|#   \|")
+    (tmp_path / "seen").touch()
+    assert process.wait(20) == 0
+    terminal.wait_for(r"\x1b\[J")
+    for rank in range(2):
+        terminal.wait_for(rf"\[rank {rank}\] 100%\|####\|\r\n")
+    assert "\x1b[3" not in terminal.seen
+
+
+def test_a_terminal_shows_a_prompt_before_its_line_ends(script, launcher, terminal, tmp_path):
+    path = script(BAR.replace("\\r 10%|#   |", "name? "))
+    process = launcher("run", "-n", 1, path, stdout=terminal.slave, stderr=terminal.slave)
+    terminal.wait_for(r"name\? ")
+    (tmp_path / "seen").touch()
+    assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize(("setting", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colour_per_rank_on_a_terminal(script, launcher, terminal, setting, coloured):
+    env = {"TERM": "xterm", **setting}
+    launcher(
+        "run", "-n", 2, script("print('hi')"), stdout=terminal.slave, stderr=terminal.slave, env=env
+    )
+    for rank in range(2):
+        before, after = (r"\x1b\[\d+m", r"\x1b\[0m") if coloured else ("", "")
+        terminal.wait_for(rf"{before}\[rank {rank}\] {after}hi")
+
+
+def test_no_colour_in_a_file(phalanx, script):
+    done = phalanx("run", "-n", 2, script("import sys; sys.exit(3)"), env={"TERM": "xterm"})
+    assert "\x1b" not in done.stdout + done.stderr

@@ -1,0 +1,171 @@
+import io
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+import phalanx.launch
+from phalanx.env import usable_cores
+from phalanx.errors import InvalidArgument, RanksFailed
+
+from .conftest import unlabelled
+
+PRINT_ENV = "import json, os; print(json.dumps(dict(os.environ)))"
+PRINT_ARGS = "import sys; print(sys.argv[1:])"
+
+
+def envs(done, ranks):
+    assert done.returncode == 0, done.stderr
+    return [json.loads(unlabelled(done.stdout, rank)[0]) for rank in range(ranks)]
+
+
+def test_each_rank_finds_its_place(phalanx, script):
+    found = envs(phalanx("run", "-n", 3, script(PRINT_ENV)), 3)
+    for rank, env in enumerate(found):
+        expected = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "ROLE_RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        assert expected.items() <= env.items()
+        assert 0 < int(env["MASTER_PORT"]) < 65536
+    for shared in ("MASTER_PORT", "TORCHELASTIC_RUN_ID"):
+        assert len({env[shared] for env in found}) == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 50])
+def test_cores_are_divided(ranks):
+    expected = str(max(1, usable_cores() // ranks))
+    assert phalanx.launch._job.thread_env(ranks) == {"OMP_NUM_THREADS": expected}
+
+
+def test_the_user_decides_about_threads(phalanx, script):
+    divided = envs(phalanx("run", "-n", 1, script(PRINT_ENV)), 1)
+    assert divided[0]["OMP_NUM_THREADS"] == str(usable_cores())
+    chosen = envs(phalanx("run", "-n", 2, script(PRINT_ENV), env={"OMP_NUM_THREADS": "7"}), 2)
+    assert [env["OMP_NUM_THREADS"] for env in chosen] == ["7", "7"]
+
+
+def test_stale_places_in_the_environment_do_not_count(phalanx, script):
+    stale = {"RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "elsewhere", "GROUP_RANK": "3"}
+    found = envs(phalanx("run", "-n", 1, script(PRINT_ENV), env=stale), 1)
+    assert (found[0]["RANK"], found[0]["WORLD_SIZE"]) == ("0", "1")
+    assert (found[0]["MASTER_ADDR"], found[0]["GROUP_RANK"]) == ("127.0.0.1", "0")
+
+
+def test_auto_is_one_rank_per_core(phalanx, script):
+    found = envs(phalanx("run", "-n", "auto", script(PRINT_ENV)), usable_cores())
+    assert found[0]["WORLD_SIZE"] == str(usable_cores())
+
+
+def test_what_follows_the_script_is_its_own(phalanx, script):
+    path = script(PRINT_ARGS)
+    done = phalanx("run", "-n", 1, path, "--lr", "0.1", "-n", "x", "--help", "--", "-m")
+    assert unlabelled(done.stdout, 0) == ["['--lr', '0.1', '-n', 'x', '--help', '--', '-m']"]
+
+
+def test_module(phalanx, script):
+    script("", name="package/__init__.py")
+    script(PRINT_ARGS, name="package/train.py")
+    done = phalanx("run", "-n", 2, "-m", "package.train", "--lr", "1")
+    assert unlabelled(done.stdout, 1) == ["['--lr', '1']"]
+
+
+def test_rank_0_has_the_keyboard(phalanx, script, tmp_path):
+    path = script("import os, sys; print(repr(sys.stdin.read()))")
+    typed = tmp_path / "typed"
+    typed.write_text("hello")
+    with typed.open() as stdin:
+        done = phalanx("run", "-n", 2, path, stdin=stdin)
+    assert unlabelled(done.stdout, 0) == ["'hello'"]
+    assert unlabelled(done.stdout, 1) == ["''"]
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["-n", "0", "here.py"], "'0' is neither 'auto' nor a number of at least 1"),
+        (["-n", "x", "here.py"], "'x' is neither 'auto' nor a number of at least 1"),
+        (["-n", "-1", "here.py"], "'-1' is neither 'auto' nor a number of at least 1"),
+        (["here.py"], "Missing option '-n'"),
+        (["-n", "2"], "Missing argument 'SCRIPT'"),
+        (["-n", "2", "missing.py"], "there is no script 'missing.py'"),
+        (["-n", "2", "."], "'.' is a directory"),
+        (["-n", "2", "--nnodes", "2", "missing.py"], "there is no script 'missing.py'"),
+        (["-n", "2", "--grace", "-1", "here.py"], "-1.0 is not in the range x>=0"),
+        (["-n", "2", "--max-restarts", "x", "here.py"], "'x' is not a valid integer range"),
+        (["-n", "2", "--unknown", "here.py"], "No such option"),
+    ],
+)
+def test_a_mistake_is_explained(phalanx, script, args, complaint):
+    script("", name="here.py")
+    done = phalanx("run", *args)
+    assert done.returncode == 2
+    assert complaint in done.stderr
+    assert done.stdout == ""
+
+
+def test_api_returns_how_it_went(script):
+    out = io.BytesIO()
+    path = script("import os, sys; print(os.environ['RANK'], sys.argv[1], os.environ['MINE'])")
+    env = {**os.environ, "MINE": "yes"}
+    outcome = phalanx.launch.run(path, ["arg"], ranks=2, env=env, stdout=out, prefix=False)
+    assert sorted(out.getvalue().splitlines()) == [b"0 arg yes", b"1 arg yes"]
+    assert outcome.exit_code == 0
+    assert outcome.first is None
+    assert sorted((each.rank, each.code) for each in outcome.exits) == [(0, 0), (1, 0)]
+
+
+def test_api_raises_what_happened(script):
+    path = script("import os, sys; sys.exit('out of luck')")
+    with pytest.raises(RanksFailed, match=r"rank 0 failed first: exit code 1\n\s+out of luck"):
+        phalanx.launch.run(path, ranks=1, stderr=io.BytesIO())
+
+
+def test_api_returns_failures_to_those_who_look(script):
+    path = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
+    outcome = phalanx.launch.run(path, ranks=1, stderr=io.BytesIO(), check=False)
+    assert outcome.first is not None
+    assert (outcome.first.rank, outcome.first.code, outcome.exit_code) == (0, -9, 137)
+
+
+def test_api_is_interrupted_like_any_call(script):
+    path = script(
+        """
+        import os, signal, time
+        os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(60)
+        """
+    )
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        phalanx.launch.run(path, ranks=1, stderr=io.BytesIO())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_api_works_off_the_main_thread(script):
+    out = io.BytesIO()
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(phalanx.launch.run, script("print('hi')"), ranks=1, stdout=out)
+        assert job.result().exit_code == 0
+    assert out.getvalue() == b"[rank 0] hi\n"
+
+
+@pytest.mark.parametrize("options", [{"ranks": 0}, {"ranks": 1, "grace": -1}])
+def test_api_explains_a_mistake(script, options):
+    with pytest.raises(InvalidArgument):
+        phalanx.launch.run(script(""), **options)
+
+
+def test_public_names():
+    assert phalanx.launch.__all__ == ["Outcome", "RankExit", "run"]

@@ -24,6 +24,8 @@ SUM = ReduceOp.SUM
 AVG = ReduceOp.AVG
 PREMUL_SUM = ReduceOp.PREMUL_SUM
 _LINEAR = frozenset({SUM, AVG, PREMUL_SUM})
+_TRUTH = {SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+"""What adding and multiplying mean for bool; engines that see bytes would store a 2."""
 
 
 @dataclass
@@ -51,17 +53,25 @@ def adapt_reduction(
     size: int,
 ) -> Reduction:
     """Turn a reduction into one that the engine has; `inputs` may be the `outputs` themselves."""
-    done = Reduction(op, inputs, outputs)
-    kind = plain_op(op)
-    dtype = inputs[0].dtype
-    if traits.dtypes is not None and dtype not in traits.dtypes:
-        _view_complex(done, operation, kind, dtype)
+    call = _detached(op, inputs, outputs)
+    kind, dtype = plain_op(op), inputs[0].dtype
+    if dtype is torch.bool:
+        call.op = kind = _TRUTH.get(kind, kind)
     if kind == PREMUL_SUM and not traits.premultiplies:
-        _premultiply(done, op.factor)
+        _premultiply(call, op.factor)
     elif kind == AVG and not (dtype.is_floating_point and operation in traits.averages):
-        done.op = SUM
-        done.finish = lambda: average(outputs, size)
-    return done
+        call.op = SUM
+        call.finish = lambda: average(outputs, size)
+    if traits.dtypes is not None and dtype not in traits.dtypes:
+        _view_complex(call, operation, kind, dtype)
+    return call
+
+
+def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Reduction:
+    """Hide from an engine that is itself made of tensor operations that some require gradients."""
+    plain = [tensor.detach() for tensor in outputs]
+    same = inputs is outputs
+    return Reduction(op, plain if same else [tensor.detach() for tensor in inputs], plain)
 
 
 def average(tensors: Sequence[Tensor], count: int) -> None:
@@ -89,14 +99,14 @@ def _view_complex(call: Reduction, operation: str, kind: Any, dtype: torch.dtype
             "convert the tensor to a type that it knows, such as float32 or int64"
         )
     same = call.inputs is call.outputs
-    call.inputs = [torch.view_as_real(t.detach()) for t in call.inputs]
-    call.outputs = call.inputs if same else [torch.view_as_real(t.detach()) for t in call.outputs]
+    call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
+    call.outputs = call.inputs if same else [torch.view_as_real(t) for t in call.outputs]
 
 
 def _premultiply(call: Reduction, factor: float | Tensor) -> None:
     call.op = SUM
     if call.inputs is call.outputs:
         for tensor in call.inputs:
-            tensor.detach().mul_(factor)
+            tensor.mul_(factor)
     else:
-        call.inputs = [tensor.detach() * factor for tensor in call.inputs]
+        call.inputs = [tensor * factor for tensor in call.inputs]

@@ -2,28 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidType
 from . import _validate as validate
 from ._adapt import adapt_reduction, as_bytes, plain_op
 from ._engine import Engine, RawWork, Traits
 from ._joint import JointWork
 from ._work import Work
 
-__all__ = ["Calls", "Tensors", "Timeout", "with_op"]
+__all__ = ["Calls", "Tensors", "Timeout", "also_named", "with_op"]
 
 SUM = ReduceOp.SUM
 PREMUL_SUM = ReduceOp.PREMUL_SUM
 Timeout = timedelta | None
 Tensors = Sequence[Tensor]
+
+
+Method = TypeVar("Method", bound=Callable[..., Work])
+
+
+def also_named(**others: str) -> Callable[[Method], Method]:
+    """Let a method take keywords under the other names that torch's overloads have for them."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def accepting(self: Calls, *args: Any, **kwargs: Any) -> Work:
+            named = {others.get(name, name): value for name, value in kwargs.items()}
+            return method(self, *args, **named)
+
+        return cast(Method, accepting)
+
+    return decorate
 
 
 class Calls(dist.ProcessGroup):
@@ -74,15 +93,21 @@ class Calls(dist.ProcessGroup):
             return known, SUM
         if isinstance(op, kind):
             opts = op
-        if opts is None:
-            opts = self._options(kind, kind.__name__, None, timeout)
-            opts.reduceOp = SUM if op is None else op
+        elif not (op is None or isinstance(op, ReduceOp)):
+            raise InvalidType(f"op is a ReduceOp or {kind.__name__}, not {type(op).__name__}")
+        opts = self._options(kind, kind.__name__, opts, timeout)
+        if op is not None and op is not opts:
+            opts.reduceOp = op
         op = opts.reduceOp
         return opts, op if op == PREMUL_SUM else plain_op(op)
 
     def _options(self, kind: Any, operation: str, opts: Any, timeout: Any, root: Any = None) -> Any:
         """Read a call's options, whichever argument they came in."""
+        if isinstance(opts, timedelta):  # torch's overloads have it in the same place
+            opts, timeout = None, opts
         options = next((o for o in (opts, root, timeout) if isinstance(o, kind)), None)
+        if options is None and opts is not None:
+            raise InvalidType(f"{operation}: opts is {kind.__name__}, not {type(opts).__name__}")
         if options is None:
             options = kind()
             if timeout is not None:
@@ -101,6 +126,8 @@ class Calls(dist.ProcessGroup):
             validate.usable(operation, tensor, self._devices, self._backend)
         if op is not SUM and op != SUM and tensors:
             validate.reduction(operation, plain_op(op), tensors[0].dtype)
+            if op == PREMUL_SUM:
+                validate.factor(operation, tensors[0], op.factor)
 
     def _movable(self, operation: str, tensors: list[Tensor]) -> list[Tensor]:
         """Check tensors, and show an engine that does not know their type the bytes."""
@@ -118,7 +145,9 @@ class Calls(dist.ProcessGroup):
             for seen, tensor in zip(moved, tensors, strict=True)
         ]
 
-    def _other(self, operation: str, rank: int, *, word: str) -> None:
+    def _check_transfer(self, operation: str, rank: int, timeout: Timeout, *, word: str) -> None:
+        if timeout is not None:
+            validate.seconds(timeout)
         validate.root_rank(operation, rank, self._size, word=word)
         if rank == self._rank:
             raise InvalidArgument(
@@ -144,7 +173,8 @@ class Calls(dist.ProcessGroup):
         finish = None
         mine = tensors
         plain = op is SUM or op == SUM
-        if not plain or not (known is None or tensors[0].dtype in known):
+        dtype = tensors[0].dtype
+        if not plain or dtype is torch.bool or not (known is None or dtype in known):
             plan = adapt_reduction(
                 self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._size
             )
@@ -180,13 +210,43 @@ class Calls(dist.ProcessGroup):
         return self._issue(
             operation,
             ins,
-            lambda: _joined([method(out, whole, adapted) for out, whole in pairs]),
+            lambda: _joined([method(_flat(out), _flat(whole), adapted) for out, whole in pairs]),
             (),
             outputs=outs,
             timeout=opts.timeout,
             terms=(plain_op(op),),
             finish=plan.finish,
         )
+
+    def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
+        """Sum a sparse tensor; ranks may have different entries."""
+        if op is not SUM and op != SUM:
+            raise InvalidArgument("allreduce of sparse tensors can only SUM: make them dense first")
+        return self._issue(
+            "allreduce",
+            tensors,
+            self._engine.allreduce,
+            (tensors, opts),
+            timeout=opts.timeout,
+            uneven=True,
+        )
+
+    def _exchange(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+    ) -> tuple[Callable[..., RawWork], tuple[Any, ...], Callable[[], None] | None]:
+        """Prepare an all-to-all of lists: (engine's method, arguments, finish)."""
+        if self._traits.alltoall_lists:
+            return self._engine.alltoall, (outputs, inputs, opts), None
+        sizes = [tensor.numel() for tensor in outputs]
+        received = outputs[0].new_empty(sum(sizes))
+
+        def hand_out() -> None:
+            for output, part in zip(outputs, torch.split(received, sizes), strict=True):
+                output.detach().copy_(part.view(output.shape))
+
+        sent = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+        out_of = [tensor.numel() for tensor in inputs]
+        return self._engine.alltoall_base, (received, sent, sizes, out_of, opts), hand_out
 
     def _gather_into(
         self, operation: str, outputs: Tensors, inputs: Tensors, opts: Any, timeout: Timeout
@@ -205,7 +265,7 @@ class Calls(dist.ProcessGroup):
         return self._issue(
             operation,
             ins,
-            lambda: _joined([method(out, part, opts) for out, part in pairs]),
+            lambda: _joined([method(_flat(out), _flat(part), opts) for out, part in pairs]),
             (),
             outputs=outs,
             timeout=opts.timeout,
@@ -222,6 +282,11 @@ def with_op(opts: Any, op: Any, given: Any) -> Any:
             setattr(copy, field, getattr(opts, field))
     copy.reduceOp = op
     return copy
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """Show an engine that is particular about shapes a row of numbers."""
+    return tensor.detach().view(-1)
 
 
 def _joined(works: list[RawWork]) -> RawWork:

@@ -15,7 +15,7 @@ from torch._C import _distributed_c10d as c10d
 
 from . import _validate as validate
 from ._adapt import adapt_reduction, plain_op
-from ._calls import Calls, Tensors, Timeout, with_op
+from ._calls import Calls, Tensors, Timeout, also_named, with_op
 from ._joint import JointWork
 from ._work import Work
 
@@ -40,15 +40,7 @@ class Collectives(Calls):
         mine = validate.single("allreduce", tensors if tensor is None else tensor)
         opts, op = self._reduce_options(c10d.AllreduceOptions, opts, op, timeout)
         if mine[0].is_sparse:
-            return self._issue(
-                "allreduce",
-                mine,
-                self._engine.allreduce,
-                (mine, opts),
-                timeout=opts.timeout,
-                terms=(op,),
-                uneven=True,
-            )
+            return self._reduce_sparse(opts, op, mine)
         return self._reduce("allreduce", self._engine.allreduce, opts, op, mine)
 
     def allreduce_coalesced(
@@ -62,18 +54,18 @@ class Collectives(Calls):
             return self.barrier(timeout=timeout)
         return self._reduce("allreduce_coalesced", self._engine.allreduce_coalesced, opts, op, mine)
 
+    @also_named(tensor="tensors")
     def reduce(
         self,
-        tensors: Tensor | Tensors | None = None,
+        tensors: Tensor | Tensors,
         root: Any = 0,
         op: Any = None,
         timeout: Timeout = None,
         *,
         opts: Any = None,
-        tensor: Tensor | None = None,
     ) -> Work:
         """Reduce a tensor over all ranks, in place on the rank `root`."""
-        mine = validate.single("reduce", tensors if tensor is None else tensor)
+        mine = validate.single("reduce", tensors)
         opts = self._options(c10d.ReduceOptions, "reduce", opts, timeout, root)
         if op is not None:
             opts.reduceOp = op
@@ -84,6 +76,7 @@ class Collectives(Calls):
             "reduce", self._engine.reduce, opts, op, work, outputs=mine, terms=(opts.rootRank,)
         )
 
+    @also_named(output="output_tensors", input="input_tensors")
     def reduce_scatter(
         self,
         output_tensors: Tensor | Tensors,
@@ -115,6 +108,7 @@ class Collectives(Calls):
             finish=plan.finish,
         )
 
+    @also_named(outputTensor="output", inputTensor="input")
     def reduce_scatter_single(
         self,
         output: Tensor,
@@ -137,17 +131,17 @@ class Collectives(Calls):
 
     # -- one to all, all to one ------------------------------------------------------------
 
+    @also_named(tensor="tensors")
     def broadcast(
         self,
-        tensors: Tensor | Tensors | None = None,
+        tensors: Tensor | Tensors,
         root: Any = 0,
         timeout: Timeout = None,
         *,
         opts: Any = None,
-        tensor: Tensor | None = None,
     ) -> Work:
         """Copy a tensor from the rank `root` to every rank."""
-        mine = validate.single("broadcast", tensors if tensor is None else tensor)
+        mine = validate.single("broadcast", tensors)
         opts = self._options(c10d.BroadcastOptions, "broadcast", opts, timeout, root)
         args = (self._movable("broadcast", mine), opts)
         return self._issue(
@@ -159,23 +153,22 @@ class Collectives(Calls):
             terms=(opts.rootRank,),
         )
 
+    @also_named(input_tensor="input_tensors")
     def gather(
         self,
-        output_tensors: Tensors | Sequence[Tensors] = (),
-        input_tensors: Tensor | Tensors | None = None,
+        output_tensors: Tensors | Sequence[Tensors],
+        input_tensors: Tensor | Tensors,
         root: Any = 0,
         timeout: Timeout = None,
         *,
         opts: Any = None,
-        input_tensor: Tensor | None = None,
     ) -> Work:
         """Collect a tensor from every rank on the rank `root`."""
-        mine = validate.single("gather", input_tensors if input_tensor is None else input_tensor)
+        mine = validate.single("gather", input_tensors)
         opts = self._options(c10d.GatherOptions, "gather", opts, timeout, root)
         outputs = validate.nested_list("gather", output_tensors)
         if self._rank == opts.rootRank:
-            validate.same_length("gather", outputs, self._size, word="output")
-            validate.same_dtype("gather", [*outputs, *mine])
+            validate.one_for_each_rank("gather", outputs, mine[0], self._size, word="output")
         moved = self._movable("gather", outputs)
         args = ([moved] if outputs else [], self._movable("gather", mine), opts)
         return self._issue(
@@ -188,25 +181,22 @@ class Collectives(Calls):
             terms=(opts.rootRank,),
         )
 
+    @also_named(output_tensor="output_tensors")
     def scatter(
         self,
-        output_tensors: Tensor | Tensors | None = None,
+        output_tensors: Tensor | Tensors,
         input_tensors: Tensors | Sequence[Tensors] = (),
         root: Any = 0,
         timeout: Timeout = None,
         *,
         opts: Any = None,
-        output_tensor: Tensor | None = None,
     ) -> Work:
         """Hand out a list of tensors from the rank `root`; rank i receives the i-th."""
-        mine = validate.single(
-            "scatter", output_tensors if output_tensor is None else output_tensor
-        )
+        mine = validate.single("scatter", output_tensors)
         opts = self._options(c10d.ScatterOptions, "scatter", opts, timeout, root)
         inputs = validate.nested_list("scatter", input_tensors)
         if self._rank == opts.rootRank:
-            validate.same_length("scatter", inputs, self._size, word="input")
-            validate.same_dtype("scatter", [*mine, *inputs])
+            validate.one_for_each_rank("scatter", inputs, mine[0], self._size, word="input")
         moved = self._movable("scatter", inputs)
         args = (self._movable("scatter", mine), [moved] if inputs else [], opts)
         return self._issue(
@@ -220,22 +210,19 @@ class Collectives(Calls):
 
     # -- all to all ------------------------------------------------------------------------
 
+    @also_named(input_tensor="input_tensors")
     def allgather(
         self,
         output_tensors: Tensors | Sequence[Tensors],
-        input_tensors: Tensor | Tensors | None = None,
+        input_tensors: Tensor | Tensors,
         timeout: Any = None,
         *,
         opts: Any = None,
-        input_tensor: Tensor | None = None,
     ) -> Work:
         """Collect a tensor from every rank in a list on every rank."""
-        mine = validate.single("allgather", input_tensors if input_tensor is None else input_tensor)
+        mine = validate.single("allgather", input_tensors)
         outputs = validate.nested_list("allgather", output_tensors)
-        validate.same_length("allgather", outputs, self._size, word="output")
-        validate.same_dtype("allgather", [*outputs, *mine])
-        for output in outputs:
-            validate.numel("allgather", output, mine[0].numel(), word="output")
+        validate.one_for_each_rank("allgather", outputs, mine[0], self._size, word="output")
         opts = self._options(c10d.AllgatherOptions, "allgather", opts, timeout)
         args = ([self._movable("allgather", outputs)], self._movable("allgather", mine), opts)
         return self._issue(
@@ -261,10 +248,13 @@ class Collectives(Calls):
         name = "allgather_coalesced"
         mine = validate.flat_list(name, input_list)
         lists = [validate.flat_list(name, outputs) for outputs in output_lists]
-        validate.same_length(name, lists, self._size, word="list of output")  # type: ignore[arg-type]
+        validate.same_length(name, lists, self._size, word="list of output")
         opts = self._options(c10d.AllgatherOptions, name, opts, None)
+        for outputs in lists:
+            validate.same_length(name, outputs, len(mine), word="output", each="input")
         for i, tensor in enumerate(mine):
-            validate.same_dtype(name, [tensor, *(outputs[i] for outputs in lists)])
+            column = [outputs[i] for outputs in lists]
+            validate.one_for_each_rank(name, column, tensor, self._size, word="output")
         # One call for each, for engines differ in what they accept in one list.
         method = self._engine.allgather
         pairs = [
@@ -299,7 +289,7 @@ class Collectives(Calls):
         into = validate.splits(name, output, list(output_split_sizes or ()), sizes, word="output")
         out_of = validate.splits(name, input, list(input_split_sizes or ()), sizes, word="input")
         opts = self._options(c10d.AllToAllOptions, name, opts, timeout)
-        args = (both[0], both[1], into, out_of, opts)
+        args = (*self._movable_rows(name, both), into, out_of, opts)
         return self._issue(
             name,
             [input],
@@ -324,15 +314,18 @@ class Collectives(Calls):
         validate.same_length("alltoall", inputs, self._size, word="input")
         validate.same_dtype("alltoall", [*outputs, *inputs])
         opts = self._options(c10d.AllToAllOptions, "alltoall", opts, timeout)
-        args = (self._movable("alltoall", outputs), self._movable("alltoall", inputs), opts)
+        method, args, finish = self._exchange(
+            self._movable("alltoall", outputs), self._movable("alltoall", inputs), opts
+        )
         return self._issue(
             "alltoall",
             inputs,
-            self._engine.alltoall,
+            method,
             args,
             outputs=outputs,
             timeout=opts.timeout,
             uneven=True,
+            finish=finish,
         )
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
@@ -356,7 +349,7 @@ class Collectives(Calls):
     ) -> Work:
         """Send a tensor to one rank."""
         mine = validate.single("send", tensors)
-        self._other("send", dstRank, word="destination")
+        self._check_transfer("send", dstRank, timeout, word="destination")
         args = (self._movable("send", mine), dstRank, tag)
         return self._issue(
             "send", mine, self._engine.send, args, timeout=timeout, transfer=True, peer=dstRank
@@ -371,7 +364,7 @@ class Collectives(Calls):
     ) -> Work:
         """Receive a tensor from one rank."""
         mine = validate.single("recv", tensors)
-        self._other("recv", srcRank, word="source")
+        self._check_transfer("recv", srcRank, timeout, word="source")
         args = (self._movable("recv", mine), srcRank, tag)
         return self._issue(
             "recv", mine, self._engine.recv, args, timeout=timeout, transfer=True, peer=srcRank
@@ -382,6 +375,8 @@ class Collectives(Calls):
     ) -> Work:
         """Receive a tensor from whichever rank sends one; ``work.source_rank()`` tells which."""
         mine = validate.single("recv_anysource", tensors)
+        if timeout is not None:
+            validate.seconds(timeout)
         args = (self._movable("recv_anysource", mine), tag)
         return self._issue(
             "recv_anysource",

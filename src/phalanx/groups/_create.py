@@ -21,7 +21,7 @@ from ._group import ProcessGroup, Recipe
 from ._record import user_site
 from ._registry import Backend, find
 from ._roster import Member, Roster
-from ._stores import Meeting, meet, place
+from ._stores import Meeting, meet, own_connection, place
 
 __all__ = ["DEFAULT_TIMEOUT", "merge", "new_group", "split"]
 
@@ -80,7 +80,7 @@ def split(
     mine = ranks.index(parent.rank())
     if store is None:
         return _build_alone(found, recipe, label, mine, global_ranks)
-    meeting = Meeting(store, mine, len(ranks))
+    meeting = Meeting(store, mine, len(ranks), lender=parent.lender)
     return _build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
 
 
@@ -162,9 +162,13 @@ def _build(
         member=Member.here(global_rank=global_ranks[meeting.rank]),
         timeout=recipe.timeout,
     )
+    if backend.traits.one_process and len({(m.machine, m.pid) for m in roster.members}) > 1:
+        raise InvalidState(
+            f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
+        )
     # The watcher and a waiting thread talk to the store at any time; on a connection of their own
     # they never queue behind a long wait of somebody else's.
-    board = Board(PrefixStore("board", _own_connection(room)), rank=meeting.rank, size=meeting.size)
+    board = Board(PrefixStore("board", own_connection(room)), rank=meeting.rank, size=meeting.size)
     engine = backend.factory(
         PrefixStore("engine", room),
         meeting.rank,
@@ -182,6 +186,7 @@ def _build(
         traits=backend.traits,
         devices=backend.traits.devices | {recipe.device.type},
         store=room,
+        lender=meeting.lender,
         board=board,
         roster=roster,
         global_ranks=global_ranks,
@@ -214,11 +219,6 @@ def _build_alone(
         roster=Roster(token=uuid.uuid4().hex),
         global_ranks=global_ranks,
     )
-
-
-def _own_connection(store: Store) -> Store:
-    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return clone
 
 
 def _options_text(recipe: Recipe) -> str:

@@ -70,11 +70,15 @@ class Traits:
     """The operations in which it knows ``ReduceOp.AVG`` of floating-point numbers."""
     premultiplies: bool = False
     """Whether it knows ``ReduceOp.PREMUL_SUM``."""
+    alltoall_lists: bool = False
+    """Whether the tensors of an all-to-all's lists may have different sizes."""
     streams: bool = False
     """Whether waiting orders a device's stream instead of blocking the caller."""
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
     """Makes a send or receive that may be waited for in short turns, given its timeout."""
     meets: bool = True
     """Whether its ranks have to meet in a store before there is a group."""
+    one_process: bool = False
+    """Whether its ranks are threads of one process."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""

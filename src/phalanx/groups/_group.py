@@ -22,7 +22,7 @@ from ._engine import ClosedEngine, Engine, RawWork, Traits
 from ._failure import Failure
 from ._health import Health
 from ._record import Call, Record, Recorder, user_site
-from ._retired import retire
+from ._retired import guard, retire
 from ._watch import watch
 from ._work import Work
 
@@ -61,6 +61,7 @@ class ProcessGroup(Collectives):
         traits: Traits,
         devices: frozenset[str],
         store: Store | None,
+        lender: Store | None = None,
         board: Board | None,
         roster: Roster,
         global_ranks: Sequence[int],
@@ -77,6 +78,8 @@ class ProcessGroup(Collectives):
         self._traits = traits
         self._devices = devices
         self._store = store
+        self.lender = lender
+        """The store that the user lent; kept, for it may be the one that hosts the group's."""
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._torch_name = name
@@ -85,8 +88,9 @@ class ProcessGroup(Collectives):
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         # Keeps the order in which calls are numbered the order in which the engine gets them.
-        # Taken by `_issue` alone; the engine's own locks come after it.
+        # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
         self._order = threading.Lock()
+        self._state = threading.Lock()  # over `_closed` and `_splits`, for moments
         self._health = Health(
             name=name,
             rank=rank,
@@ -101,6 +105,7 @@ class ProcessGroup(Collectives):
         self._board = board
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
         self._torch_name = torch_tables.enlist(self, engine)
+        guard(self._health, engine)
         if board is not None:
             watch(self)
 
@@ -154,7 +159,7 @@ class ProcessGroup(Collectives):
     def name_split(self, ranks: Sequence[int]) -> str:
         """Name the next group that is split off with these ranks."""
         key = tuple(ranks)
-        with self._order:
+        with self._state:
             turn = self._splits[key] = self._splits.get(key, 0) + 1
         return f"{runs(ranks)}#{turn}" if turn > 1 else runs(ranks)
 
@@ -248,7 +253,7 @@ class ProcessGroup(Collectives):
         self._retire()
 
     def _close(self, how: str) -> bool:
-        with self._order:
+        with self._state:
             if self._closed:
                 return False
             self._closed = how
@@ -258,7 +263,7 @@ class ProcessGroup(Collectives):
     def _retire(self) -> None:
         """Let go of the engine; one with calls under way outlives the group until they end."""
         engine, self._engine = self._engine, ClosedEngine()
-        retire(engine, list(self._health.in_flight.values()))
+        retire(self._health, engine)
 
     def attend(self) -> None:
         """Do what is due; the watcher calls this a few times a second."""
@@ -295,19 +300,14 @@ class ProcessGroup(Collectives):
                 if self._agreement is not None and not transfer:
                     self._agreement.check(call, seconds, terms, uneven=uneven)
                 raw = method(*args)
-                if transfer and self._traits.wrap_transfer is not None:
-                    raw = self._traits.wrap_transfer(raw, seconds)
-            except PhalanxError:
-                raise
             except (RuntimeError, ValueError, TypeError) as error:
-                self._recorder.undo(call)
                 self._refuse_arguments(call, error)
         work = Work(self._health, call, seconds, raw, tensors if outputs is None else outputs)
         if finish is not None:
             work.ends_with(finish)
-        if peer is not None:
-            work.peer = peer
-        if not transfer:
+        if transfer:
+            work.depends_on(peer, self._traits.wrap_transfer)
+        else:
             self._health.begun(call, work)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
@@ -332,6 +332,9 @@ class ProcessGroup(Collectives):
 
     def _refuse_arguments(self, call: Call, error: Exception) -> NoReturn:
         """The engine refused the call before it started: the arguments are at fault."""
+        self._recorder.undo(call)
+        if isinstance(error, PhalanxError):
+            raise error
         if self._health.failure is not None:
             raise self._health.error(self._health.failure, None, call) from error
         raise InvalidArgument(

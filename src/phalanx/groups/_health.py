@@ -43,6 +43,9 @@ class Watchable(Protocol):
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
 
+    def engine_is_done(self) -> bool:
+        """Tell whether the engine has let go of the call."""
+
     def attend_future(self) -> bool:
         """End the future if the call cannot succeed any more; returns whether it has ended."""
 
@@ -97,8 +100,7 @@ class Health:
         self._wake = wake
         self._owner = threading.get_ident()
         self._futures: list[Watchable] = []
-        self.in_flight: dict[Call, Watchable] = {}
-        """Works whose end nobody has seen yet; an engine must not be destroyed under them."""
+        self._in_flight: dict[Call, Watchable] = {}
 
     # -- a call is overdue -----------------------------------------------------------------
 
@@ -172,14 +174,18 @@ class Health:
 
     def begun(self, call: Call, work: Watchable) -> None:
         """Remember a call whose end nobody has seen yet."""
-        self.in_flight[call] = work
-        if len(self.in_flight) > MANY_IN_FLIGHT:
-            for known in list(self.in_flight.values()):
+        self._in_flight[call] = work
+        if len(self._in_flight) > MANY_IN_FLIGHT:
+            for known in list(self._in_flight.values()):
                 known.is_completed()  # which forgets those that are
 
     def ended(self, call: Call) -> None:
         """Forget a call whose end was seen."""
-        self.in_flight.pop(call, None)
+        self._in_flight.pop(call, None)
+
+    def is_busy(self) -> bool:
+        """Tell whether the engine has calls under way, even if the group has given them up."""
+        return any(not work.engine_is_done() for work in list(self._in_flight.values()))
 
     def look_after(self, work: Watchable) -> None:
         """Let the watcher see to it that the work's future ends."""

@@ -1,7 +1,8 @@
-"""Engines whose group is gone while a call of theirs is still under way.
+"""Sees to it that no engine is destroyed while a call of its is under way.
 
 Gloo cannot be interrupted: destroying it blocks the whole interpreter until its last call times
-out. So an engine with calls under way is put aside here and let go when they have ended.
+out. So the engine of a group that ends early is put aside here and let go when its calls have
+ended; and what is busy when the interpreter exits is left to the operating system.
 """
 
 from __future__ import annotations
@@ -9,34 +10,38 @@ from __future__ import annotations
 import atexit
 import ctypes
 import threading
-from typing import Any
+import weakref
 
-from ._work import Work
+from ._engine import Engine
+from ._health import Health
 
-__all__ = ["retire"]
+__all__ = ["guard", "retire"]
 
 _lock = threading.Lock()
-_retired: list[tuple[Any, list[Any]]] = []
+_guarded: weakref.WeakKeyDictionary[Health, Engine] = weakref.WeakKeyDictionary()
+_retired: list[tuple[Health, Engine]] = []
 
 
-def retire(engine: Any, works: list[object]) -> None:
+def guard(health: Health, engine: Engine) -> None:
+    """Do not let the exit of the interpreter wait for calls of this engine."""
+    with _lock:
+        if not _guarded:
+            atexit.unregister(_abandon_busy)
+            atexit.register(_abandon_busy)
+        _guarded[health] = engine
+
+
+def retire(health: Health, engine: Engine) -> None:
     """Let go of an engine as soon as its calls have ended."""
-    raws = [work._raw for work in works if isinstance(work, Work)]
     with _lock:
-        _retired[:] = [entry for entry in _retired if _is_busy(entry[1])]
-        if _is_busy(raws):
-            if not _retired:
-                atexit.register(_abandon)
-            _retired.append((engine, raws))
+        _guarded.pop(health, None)
+        _retired[:] = [(old, kept) for old, kept in _retired if old.is_busy()]
+        if health.is_busy():
+            _retired.append((health, engine))
 
 
-def _is_busy(raws: list[Any]) -> bool:
-    return not all(raw.is_completed() for raw in raws)
-
-
-def _abandon() -> None:
-    """Leave to the operating system, at exit, what would make the exit hang."""
+def _abandon_busy() -> None:
     with _lock:
-        for engine, raws in _retired:
-            if _is_busy(raws):
+        for health, engine in [*_guarded.items(), *_retired]:
+            if health.is_busy():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))

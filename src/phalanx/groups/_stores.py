@@ -16,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTimeout
 
-__all__ = ["Meeting", "meet", "place"]
+__all__ = ["Meeting", "meet", "own_connection", "place"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Meeting:
     store: Store
     rank: int
     size: int
+    lender: Store | None = None
+    """The caller's own store, which may be the one that hosts it all; kept alive."""
 
 
 def meet(
@@ -33,7 +35,9 @@ def meet(
 ) -> Meeting:
     """Open a store, or take one that is open, and settle this process's rank and the size."""
     if isinstance(where, Store):
-        return Meeting(where, *place(rank, size))
+        # A connection of our own: others may wait on theirs for long, and nobody else gets a word
+        # in meanwhile.
+        return Meeting(own_connection(where), *place(rank, size), lender=where)
     if where is None:
         where = "env://"
     if not isinstance(where, str):
@@ -52,6 +56,12 @@ def meet(
     if url.scheme == "file":
         return Meeting(_file_store(where, url.netloc + url.path, size), rank, size)
     return Meeting(_other_store(where, rank, size), rank, size)
+
+
+def own_connection(store: Store) -> Store:
+    """Open a second connection to a store."""
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
 
 
 def place(rank: int | None, size: int | None) -> tuple[int, int]:

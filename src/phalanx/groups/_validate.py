@@ -16,7 +16,21 @@ from torch.distributed import ReduceOp
 from ..errors import InvalidArgument, InvalidType
 from ._record import describe
 
-__all__ = ["flat_list", "nested_list", "reduction", "root_rank", "seconds", "single", "usable"]
+__all__ = [
+    "factor",
+    "flat_list",
+    "nested_list",
+    "numel",
+    "one_for_each_rank",
+    "reduction",
+    "root_rank",
+    "same_dtype",
+    "same_length",
+    "seconds",
+    "single",
+    "splits",
+    "usable",
+]
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
@@ -81,6 +95,15 @@ def reduction(operation: str, op: object, dtype: torch.dtype) -> None:
         raise InvalidArgument(f"{operation} cannot average bool: convert to a number first")
 
 
+def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
+    """Refuse a factor whose product with the tensor the tensor cannot hold."""
+    if not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
+        raise InvalidArgument(
+            f"{operation}: PREMUL_SUM by {value} does not fit {describe(tensor.dtype, ())[:-2]}: "
+            "convert the tensor to floating point first"
+        )
+
+
 def root_rank(operation: str, root: int, size: int, *, word: str = "root") -> int:
     """Refuse a rank that is not of this group."""
     if not isinstance(root, int) or not 0 <= root < size:
@@ -91,12 +114,24 @@ def root_rank(operation: str, root: int, size: int, *, word: str = "root") -> in
     return root
 
 
-def same_length(operation: str, tensors: Sequence[Tensor], size: int, *, word: str) -> None:
-    """Refuse a list that has not one tensor per rank."""
+def same_length(
+    operation: str, tensors: Sequence[object], size: int, *, word: str, each: str = "rank"
+) -> None:
+    """Refuse a list that has not one tensor for each of `size` things."""
     if len(tensors) != size:
         raise InvalidArgument(
-            f"{operation} needs one {word} tensor per rank: {size}, not {len(tensors)}"
+            f"{operation} needs one {word} tensor per {each}: {size}, not {len(tensors)}"
         )
+
+
+def one_for_each_rank(
+    operation: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, word: str
+) -> None:
+    """Refuse a list that has not one tensor like that one for every rank."""
+    same_length(operation, tensors, size, word=word)
+    same_dtype(operation, [*tensors, like])
+    for tensor in tensors:
+        numel(operation, tensor, like.numel(), word=word)
 
 
 def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
@@ -117,7 +152,9 @@ def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
 
 def splits(operation: str, tensor: Tensor, sizes: list[int], size: int, *, word: str) -> list[int]:
     """Check the split sizes of one side of an all-to-all; even ones are filled in."""
-    rows = tensor.size(0) if tensor.dim() else 0
+    if not tensor.dim():
+        raise InvalidArgument(f"{operation} splits tensors by rows; the {word} tensor has none")
+    rows = tensor.size(0)
     if not sizes:
         if rows % size:
             raise InvalidArgument(

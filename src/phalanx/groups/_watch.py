@@ -8,12 +8,15 @@ futures handed to C++.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 import weakref
 from typing import Protocol
 
 __all__ = ["Watched", "watch"]
+
+_log = logging.getLogger(__name__)
 
 INTERVAL = 0.25  # seconds between two looks; a look is one short question to the store
 
@@ -55,7 +58,10 @@ class _Watcher:
         with self._lock:
             due = list(self._watched)
         for watched in due:
-            watched.attend()
+            try:
+                watched.attend()
+            except Exception:  # noqa: BLE001 - one group's trouble is not the others'
+                _log.exception("phalanx's watcher failed on %r; please report this", watched)
 
 
 _watcher: _Watcher | None = None

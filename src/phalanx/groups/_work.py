@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from .. import _faultpoints as faultpoints
 from ..errors import GroupError
 from ._engine import RawWork
 from ._failure import Failure
@@ -51,6 +52,14 @@ class Work(dist.Work, Pending):
         # locked, and nothing of the user's is called, while it is held.
         self._once = threading.Lock()
 
+    def depends_on(
+        self, peer: int | None, wrap: Callable[[RawWork, float], RawWork] | None
+    ) -> None:
+        """Make it a transfer: only that one rank matters, and waiting may be special."""
+        self.peer = peer
+        if wrap is not None:
+            self._raw = wrap(self._raw, self.timeout)
+
     def ends_with(self, finish: Callable[[], None]) -> None:
         """Have the result finished by a function, once, before anybody sees it."""
         self._finish = finish
@@ -88,6 +97,10 @@ class Work(dist.Work, Pending):
         with suppress(GroupError):  # `wait` and `exception` tell how it ended
             self.wait()
         return True
+
+    def engine_is_done(self) -> bool:
+        """Tell whether the engine has let go of the call, whatever the group thinks of it."""
+        return self._raw.is_completed()
 
     def is_success(self) -> bool:
         """Tell whether the call has ended well."""
@@ -183,6 +196,8 @@ class Work(dist.Work, Pending):
             self.call.ended = time.monotonic()
             self._settled = True
         self._health.ended(self.call)
+        if faultpoints.armed:
+            faultpoints.reach(f"{self.call.operation}:after")
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
         failure = self._health.fail(failure)

@@ -98,6 +98,12 @@ def _done(outputs: Tensors, values: Tensors | None = None) -> PythonWork:
     return work
 
 
+def check_options(options: dict[str, object]) -> None:
+    """Refuse options: there are none."""
+    if options:
+        raise UnknownOption(f"fake takes no options, but was given {', '.join(sorted(options))}")
+
+
 def make(
     store: Store,
     rank: int,
@@ -108,8 +114,7 @@ def make(
 ) -> Engine:
     """Make one rank of a group that is not there."""
     del store, timeout, device
-    if kwargs:
-        raise UnknownOption(f"fake takes no options, but was given {', '.join(sorted(kwargs))}")
+    check_options(kwargs)
     return FakeEngine(rank, world_size)
 
 
@@ -120,4 +125,6 @@ TRAITS = Traits(
     ),
     premultiplies=True,
     meets=False,
+    alltoall_lists=True,
+    check_options=check_options,
 )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import uuid
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ...errors import InvalidState, UnknownOption
+from ...errors import UnknownOption
 from .._engine import Engine, Traits
 from . import _reference as reference
 from ._done import PythonWork
@@ -159,8 +158,8 @@ class _Hub:
         return post.work
 
 
-_hubs: weakref.WeakValueDictionary[str, _Hub] = weakref.WeakValueDictionary()
-"""Hubs by a name that rank 0 makes up and passes on through the store."""
+_hubs: dict[str, _Hub] = {}
+"""Hubs that some of their threads have not found yet, by a name passed on through the store."""
 
 
 class LocalEngine:
@@ -267,6 +266,12 @@ def _refused(work: PythonWork) -> PythonWork:
     return work
 
 
+def check_options(options: dict[str, object]) -> None:
+    """Refuse options: there are none."""
+    if options:
+        raise UnknownOption(f"local takes no options, but was given {', '.join(sorted(options))}")
+
+
 def make(
     store: Store,
     rank: int,
@@ -277,27 +282,42 @@ def make(
 ) -> Engine:
     """Meet the other threads of this process."""
     del timeout, device
-    if kwargs:
-        raise UnknownOption(f"local takes no options, but was given {', '.join(sorted(kwargs))}")
-    hub = _found(store, world_size) if rank == 0 else _hubs.get(store.get("hub").decode())
-    if hub is None:
-        raise InvalidState(
-            "ranks of a 'local' group are threads of one process: use 'gloo' instead"
-        )
+    check_options(kwargs)
+    return LocalEngine(_enter_hub(store, rank, world_size), rank)
+
+
+def _enter_hub(store: Store, rank: int, size: int) -> _Hub:
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _hubs[name] = _Hub(size)
+        store.set("hub", name)
+    else:
+        name = store.get("hub").decode()
+    hub = _hubs[name]
     hub.threads[rank] = threading.current_thread()
-    return LocalEngine(hub, rank)
-
-
-def _found(store: Store, size: int) -> _Hub:
-    hub = _Hub(size)
-    name = uuid.uuid4().hex
-    _hubs[name] = hub
-    store.set("hub", name)
+    if store.add("entered", 1) == size:
+        del _hubs[name]  # from here on the engines keep it
     return hub
 
 
 TRAITS = Traits(
     devices=frozenset({"cpu", "cuda", "meta"}),
+    dtypes=frozenset(
+        {
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+        }
+    ),
     averages=frozenset(
         {
             "allreduce",
@@ -309,4 +329,7 @@ TRAITS = Traits(
         }
     ),
     premultiplies=True,
+    one_process=True,
+    alltoall_lists=True,
+    check_options=check_options,
 )

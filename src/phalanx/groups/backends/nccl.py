@@ -52,6 +52,7 @@ def make(
 TRAITS = Traits(
     averages=frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"}),
     premultiplies=True,
+    alltoall_lists=True,
     streams=True,
     check_options=check_options,
 )

@@ -1,0 +1,140 @@
+"""One test body over many groups: one rank, some ranks, all ranks, halves of a split."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ._context import RankContext
+from ._outcome import RankFailures
+from ._pool import RankPool
+from ._reference import Reference
+from ._threads import ThreadRanks
+
+if TYPE_CHECKING:
+    from ..groups import ProcessGroup
+
+__all__ = ["over_groups"]
+
+_SPLIT_WORLD = 4
+_THREADED = frozenset({"local"})
+_FIXTURES = ("ranks", "threads", "over")
+
+
+@dataclass(frozen=True)
+class Over:
+    """The group that a test runs over."""
+
+    backend: str
+    size: int
+    split: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.backend}-split" if self.split else f"{self.backend}-{self.size}"
+
+    def form(self, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
+        """Form the group; the halves of a split are its even and its odd ranks."""
+        world = context.group(self.backend, **options)
+        if not self.split:
+            return world
+        halves = [world.split_group(list(range(half, self.size, 2))) for half in (0, 1)]
+        (mine,) = (half for half in halves if half is not None)
+        return context.closing(mine)
+
+
+def over_groups(
+    *,
+    backends: Sequence[str] = ("local", "gloo"),
+    sizes: Sequence[int] = (1, 2, 3, 4),
+    split: bool = False,
+    reuse: bool = False,
+    timeout: float = 30.0,
+    **options: Any,
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a pytest test of a body ``(group, ...)``, for each backend and size.
+
+    With `split`, also for both halves of a split world of four ranks. Ranks are threads for the
+    ``local`` backend and processes for others, of the fixtures ``threads`` and ``ranks``. A
+    parameter named ``ctx`` is the rank's context; other parameters are fixtures or parametrized
+    as in any test, and are sent to the ranks. `options` go to ``new_group``.
+
+    With `reuse`, process ranks keep the group for the next test that asks for one like it. That
+    saves most of such a test's time, and is for bodies that leave the group as they found it.
+    """
+    overs = [Over(backend, size) for backend in backends for size in sizes]
+    if split:
+        overs += [Over(backend, _SPLIT_WORLD, split=True) for backend in backends]
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        return _as_test(body, overs, timeout=timeout, reuse=reuse, options=options)
+
+    return decorate
+
+
+def _as_test(
+    body: Callable[..., None],
+    overs: Sequence[Over],
+    *,
+    timeout: float,
+    reuse: bool,
+    options: dict[str, Any],
+) -> Callable[..., None]:
+    import pytest
+
+    @functools.wraps(body)
+    def test(ranks: RankPool, threads: ThreadRanks, over: Over, **given: Any) -> None:
+        runner = threads if over.backend in _THREADED else ranks
+        reference = Reference.of(body)
+        args = (reference, over, options, given, reuse)
+        try:
+            runner.run(_on_group, over.size, args=args, timeout=timeout, name=str(reference))
+            return
+        except RankFailures as error:
+            failures = str(error)
+        # The ranks' tracebacks are the news; the one of this process says nothing.
+        pytest.fail(failures, pytrace=False)
+
+    given = [each for name, each in _parameters(body).items() if name not in ("group", "ctx")]
+    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _FIXTURES]
+    test.__dict__.update(__signature__=inspect.Signature([*given, *own]), body=body)
+    parametrized: Callable[..., None] = pytest.mark.parametrize("over", overs, ids=str)(test)
+    return parametrized
+
+
+def _parameters(body: Callable[..., None]) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(body).parameters)
+
+
+def _on_group(
+    context: RankContext,
+    body: Reference,
+    over: Over,
+    options: dict[str, Any],
+    given: dict[str, Any],
+    reuse: bool,
+) -> None:
+    function = body.load()
+    keeps = reuse and context.generation is not None
+    group = (_kept if keeps else Over.form)(over, context, options)
+    extra = {"ctx": context} if "ctx" in _parameters(function) else {}
+    function(group, **given, **extra)
+
+
+_kept_groups: dict[tuple[int | None, str], ProcessGroup] = {}
+
+
+def _kept(over: Over, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
+    """Find the group that an earlier test has left, or form one and leave it.
+
+    All ranks find one or none does: they have been in the same tests since one was replaced.
+    """
+    for key in [key for key in _kept_groups if key[0] != context.generation]:
+        _kept_groups.pop(key).abort()
+    key = (context.generation, f"{over} {options} {context.timeout}")
+    if key not in _kept_groups:
+        _kept_groups[key] = over.form(context, options)
+        context.leave_open()
+    return _kept_groups[key]

@@ -1,0 +1,136 @@
+"""Make a rank die, stop or lag at a named point.
+
+A fault is declared with the run and travels to its rank::
+
+    pool.run(body, 3, faults=[Fault("allreduce:issued", kill(), rank=2)])
+
+or is injected by the body itself, into whoever runs it::
+
+    with faults.inject("my point", delay(0.5)):
+        ...
+
+Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``; a body marks
+its own points with `reach`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .. import _faultpoints
+from ..errors import InvalidArgument
+from ._injection import arm
+
+__all__ = ["Action", "Delay", "Fault", "Kill", "Stop", "delay", "inject", "kill", "reach", "stop"]
+
+# Only somebody else can wake a stopped process. It counts from the moment when the process has
+# really stopped, for a wake-up that comes before the stop would be lost.
+_WAKER = """
+until grep -q '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.01; done
+sleep $2; kill -CONT $1
+"""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the process at once, as a crash or the kernel would."""
+
+    signal: int = signal.SIGKILL
+
+    def __call__(self) -> None:
+        """Send the signal to this process."""
+        os.kill(os.getpid(), self.signal)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Stop the process: it is alive, holds its connections and answers nothing."""
+
+    resume_after: float | None = None
+
+    def __call__(self) -> None:
+        """Stop this process until somebody wakes it."""
+        if self.resume_after is None:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            return
+        waker = ["sh", "-c", _WAKER, "sh", str(os.getpid()), str(self.resume_after)]
+        with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Let the rank lag behind the others."""
+
+    seconds: float
+
+    def __call__(self) -> None:
+        """Sleep in the calling thread."""
+        time.sleep(self.seconds)
+
+
+Action = Kill | Stop | Delay
+
+
+def kill(signum: int = signal.SIGKILL) -> Kill:
+    """End the rank's process with a signal."""
+    return Kill(signum)
+
+
+def stop(*, resume_after: float | None = None) -> Stop:
+    """Stop the rank's process, for ever or for some seconds."""
+    return Stop(resume_after)
+
+
+def delay(seconds: float) -> Delay:
+    """Hold the rank up for some seconds."""
+    return Delay(seconds)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What shall happen when a rank reaches a point for the nth time."""
+
+    point: str
+    action: Action
+    rank: int | None = None
+    """The rank that it strikes; every rank by default."""
+    nth: int = 1
+    """Counted for each rank from the start of its run."""
+    optional: bool = False
+    """Whether the run is in order when the point is never reached."""
+
+    def __post_init__(self) -> None:
+        if self.nth < 1:
+            raise InvalidArgument(f"nth counts from 1, but it is {self.nth}")
+
+    @property
+    def final(self) -> bool:
+        """Whether the rank does not come back from it."""
+        return isinstance(self.action, Kill) or self.action == Stop(None)
+
+    def strikes(self, rank: int) -> bool:
+        """Tell whether the fault is meant for `rank`."""
+        return self.rank is None or self.rank == rank
+
+    def __str__(self) -> str:
+        times = "" if self.nth == 1 else f" for the time {self.nth}"
+        return f"{type(self.action).__name__.lower()} at '{self.point}'{times}"
+
+
+@contextmanager
+def inject(point: str, action: Action, *, nth: int = 1) -> Iterator[None]:
+    """Act at the nth time that the calling rank reaches `point` inside the block."""
+    with arm([Fault(point, action, nth=nth)]):
+        yield
+
+
+def reach(point: str) -> None:
+    """Mark a point of a test body."""
+    _faultpoints.reach(point)

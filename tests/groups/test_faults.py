@@ -1,0 +1,366 @@
+"""Lost, stopped and straying ranks: every other rank raises, and says who and where."""
+
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from phalanx.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from phalanx.testing import Died, Fault, faults, kill, stop
+
+LONG = timedelta(seconds=60)
+SHORT = timedelta(seconds=1)
+
+
+def lose_a_rank(ctx, operation):
+    group = ctx.group("gloo", timeout=LONG)
+    group.barrier().wait()
+    started = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        for _ in range(50):
+            call(group, operation)
+    error = caught.value
+    assert error.lost == (2,)
+    assert time.monotonic() - started < 5, "well before the deadline of a minute"
+    assert "test_faults.py:" in str(error)
+    assert "rank 2 (pid" in str(error)
+    assert set(error.reports) == {0, 1, 3} - {ctx.rank} | {2}
+    assert error.reports[2].state == "dead"
+    return str(error)
+
+
+def call(group, operation):
+    tensor = torch.ones(20_000)
+    if operation == "allreduce":
+        return group.allreduce(tensor).wait()
+    if operation == "broadcast":
+        return group.broadcast(tensor, root=2).wait()
+    if operation == "allgather":
+        outputs = [torch.empty_like(tensor) for _ in range(group.size())]
+        return group.allgather(outputs, tensor).wait()
+    if operation == "future":
+        return group.allreduce(tensor).get_future().wait()
+    return group.barrier().wait()
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "broadcast", "allgather", "barrier"])
+@pytest.mark.parametrize("point", ["before", "issued"])
+def test_a_killed_rank_is_lost_on_every_other(ranks, operation, point):
+    strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=2)
+    if operation == "barrier":
+        strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=3)
+    outcome = ranks.run(lose_a_rank, 4, args=(operation,), faults=[strike], timeout=20)
+    assert isinstance(outcome[2], Died)
+
+
+def lose_a_rank_behind_a_future(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 2 .* is dead"):
+        for _ in range(50):
+            call(group, "future")
+    assert time.monotonic() - started < 5
+
+
+def test_who_waits_on_a_future_learns_of_the_death_too(ranks):
+    strike = Fault("allreduce:issued", kill(), rank=2, nth=2)
+    ranks.run(lose_a_rank_behind_a_future, 4, faults=[strike], timeout=20)
+
+
+def lose_a_peer_of_a_transfer(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 2:
+        faults.reach("now")
+    with pytest.raises(PeerLost) as caught:
+        if ctx.rank == 0:
+            group.recv(torch.empty(3), 2).wait()
+        else:
+            group.send(torch.ones(50_000), 2).wait()
+    assert caught.value.lost == (2,)
+
+
+def test_a_transfer_whose_peer_dies_raises(ranks):
+    ranks.run(lose_a_peer_of_a_transfer, 3, faults=[Fault("now", kill(), rank=2)], timeout=20)
+
+
+def go_on_with_survivors(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    with pytest.raises(PeerLost) as caught:
+        for _ in range(50):
+            group.allreduce(torch.ones(10)).wait()
+    group.abort()
+    alive = [rank for rank in range(group.size()) if rank not in caught.value.lost]
+    rest = ctx.closing(group.split_group(alive))
+    tensor = torch.ones(1)
+    rest.allreduce(tensor).wait()
+    assert tensor.item() == 3
+    assert rest.global_ranks == tuple(alive)
+    return rest.rank()
+
+
+def test_survivors_build_a_new_group_and_go_on(ranks):
+    strike = Fault("allreduce:issued", kill(), rank=1, nth=3)
+    outcome = ranks.run(go_on_with_survivors, 4, faults=[strike], timeout=20)
+    assert [outcome[0], *outcome[2:]] == [0, 1, 2]
+
+
+def stall(ctx, seconds):
+    group = ctx.group(timeout=LONG)
+    group.broadcast(torch.ones(4)).wait()
+    if ctx.rank == 1:
+        while group.records()[-1].operation == "broadcast" and not ctx.store.check(["over"]):
+            time.sleep(0.01)  # busy in user code
+        with pytest.raises(CollectiveTimeout):
+            eventually_refused(group)
+        return
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.allreduce(torch.ones(3, dtype=torch.float64), timeout=seconds).wait()
+    ctx.store.set("over", "")
+    error = caught.value
+    assert error.missing == (1,)
+    assert error.sequence == 2
+    assert error.operation == "allreduce float64[3]"
+    report = error.reports[1]
+    assert (report.state, report.operation, report.sequence) == ("idle", "broadcast float32[4]", 1)
+    assert "test_faults.py" in report.site
+    assert "in stall" in report.here
+    assert "rank 1 did not take part" in str(error)
+
+
+def eventually_refused(group):
+    """Call until this rank has heard that the group failed while it was away."""
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        group.allreduce(torch.ones(3, dtype=torch.float64)).wait()
+
+
+def test_a_rank_stuck_in_user_code_is_found_there(ranks):
+    ranks.run(stall, 3, args=(SHORT,))
+
+
+def test_a_thread_stuck_in_user_code_is_found_there(threads):
+    threads.run(stall, 3, args=(SHORT,))
+
+
+def stop_for_good(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 1:
+        faults.reach("now")
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.allreduce(torch.ones(3), timeout=timedelta(seconds=2)).wait()
+    assert caught.value.missing == (1,)
+    assert caught.value.reports[1].state == "stopped"
+    assert 1.9 < time.monotonic() - started < 5
+
+
+def test_a_stopped_rank_is_a_timeout_that_names_it(ranks):
+    ranks.run(stop_for_good, 3, faults=[Fault("now", stop(), rank=1)], timeout=20)
+
+
+def stop_for_a_while(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.barrier().wait()
+    tensor = torch.ones(3)
+    group.allreduce(tensor).wait()
+    assert tensor.tolist() == [3.0] * 3
+    group.barrier().wait()
+
+
+def test_a_rank_that_stops_for_less_than_the_deadline_is_waited_for(ranks):
+    pause = Fault("allreduce:before", stop(resume_after=1.0), rank=1)
+    ranks.run(stop_for_a_while, 3, faults=[pause], timeout=20)
+
+
+# -- deadlines -----------------------------------------------------------------------------
+
+
+def miss_every_deadline(ctx, how):
+    group = ctx.group(timeout=SHORT if how == "group" else LONG)
+    if ctx.rank == 1:
+        ctx.store.wait(["over"])
+        return
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        if how == "group":
+            group.allreduce(torch.ones(1)).wait()
+        elif how == "call":
+            group.allreduce(torch.ones(1), timeout=SHORT).wait()
+        elif how == "recv":
+            group.recv(torch.ones(1), 1, timeout=SHORT).wait()
+        elif how == "set_timeout":
+            group.set_timeout(SHORT)
+            group.barrier().wait()
+    elapsed = time.monotonic() - started
+    ctx.store.set("over", "")
+    assert 0.9 < elapsed < 4
+    assert caught.value.missing == (1,)
+    with pytest.raises(GroupError):  # what failed stays failed, and says so at once
+        group.barrier()
+
+
+@pytest.mark.parametrize("how", ["group", "call", "recv", "set_timeout"])
+def test_every_deadline_is_honoured_by_processes(ranks, how):
+    ranks.run(miss_every_deadline, 2, args=(how,))
+
+
+@pytest.mark.parametrize("how", ["group", "call", "recv", "set_timeout"])
+def test_every_deadline_is_honoured_by_threads(threads, how):
+    threads.run(miss_every_deadline, 2, args=(how,))
+
+
+def wait_impatiently(ctx):
+    group = ctx.group(timeout=LONG)
+    if ctx.rank == 1:
+        ctx.store.wait(["waited"])
+    work = group.allreduce(tensor := torch.ones(2))
+    if ctx.rank == 0:
+        with pytest.raises(CollectiveTimeout):
+            work.wait(timedelta(milliseconds=300))
+        assert not work.is_completed()
+        ctx.store.set("waited", "")
+    work.wait()
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_an_impatient_wait_leaves_the_call_going(threads, ranks):
+    threads.run(wait_impatiently, 2)
+    ranks.run(wait_impatiently, 2)
+
+
+# -- ending on purpose ---------------------------------------------------------------------
+
+
+def abort_under_way(ctx):
+    group = ctx.group(timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 0:
+        ctx.store.wait([f"waiting/{rank}" for rank in range(1, ctx.size)])
+        group.abort()
+        with pytest.raises(GroupAborted, match="was aborted here"):
+            group.allreduce(torch.ones(1))
+        return
+    work = group.allreduce(torch.ones(1))
+    ctx.store.set(f"waiting/{ctx.rank}", "")
+    started = time.monotonic()
+    with pytest.raises(GroupAborted, match=r"rank 0 aborted the group at .*test_faults.py:\d+"):
+        work.wait()
+    assert time.monotonic() - started < 5
+    group.abort()
+    again = ctx.group(timeout=LONG, name="again", rank=ctx.rank - 1, world_size=ctx.size - 1)
+    again.barrier().wait()
+
+
+def test_abort_ends_the_calls_of_every_rank(threads, ranks):
+    threads.run(abort_under_way, 3)
+    ranks.run(abort_under_way, 3)
+
+
+def leave_early(ctx):
+    group = ctx.group(timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 2:
+        group.shutdown()
+        group.shutdown()  # twice is no harm
+        assert "shut down" in repr(group)
+        ctx.store.wait(["told/0", "told/1"])
+        return
+    started = time.monotonic()
+    with pytest.raises(GroupAborted, match="rank 2 shut the group down at"):
+        group.allreduce(torch.ones(1)).wait()
+    assert time.monotonic() - started < 5
+    ctx.store.set(f"told/{ctx.rank}", "")
+
+
+def test_a_rank_that_shut_down_is_named(threads, ranks):
+    threads.run(leave_early, 3)
+    ranks.run(leave_early, 3)
+
+
+def exit_with_a_call_under_way(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 1:
+        ctx.store.wait(["gone"])
+        return
+    child = os.fork()
+    assert child >= 0
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    group.allreduce(torch.ones(1))
+    started = time.monotonic()
+    group.abort()
+    del group
+    assert time.monotonic() - started < 2, "letting go must not wait for Gloo's own timeout"
+    ctx.store.set("gone", "")
+
+
+def test_aborting_with_a_call_under_way_does_not_block(ranks):
+    ranks.run(exit_with_a_call_under_way, 2)
+
+
+def a_thread_that_ends(ctx):
+    group = ctx.group(timeout=LONG)
+    group.barrier().wait()
+    ctx.leave_open()
+    if ctx.rank == 1:
+        return
+    with pytest.raises(PeerLost, match="rank 1 .*thread") as caught:
+        group.barrier().wait()
+    assert caught.value.lost == (1,)
+
+
+def test_a_thread_rank_that_ends_is_lost(threads):
+    threads.run(a_thread_that_ends, 2)
+
+
+def lengthen_the_deadline(ctx):
+    group = ctx.group("gloo", timeout=SHORT)
+    group.set_timeout(LONG)
+    if ctx.rank == 1:
+        ctx.store.wait(["waiting"])
+        time.sleep(1.5)  # longer than the group's first deadline, and that is the point
+    work = group.allreduce(torch.ones(1))
+    ctx.store.set("waiting", "")
+    work.wait()
+
+
+def test_a_longer_deadline_reaches_the_engine(ranks):
+    ranks.run(lengthen_the_deadline, 2)
+
+
+SCRIPT = """
+import os, sys, torch
+from datetime import timedelta
+from phalanx.groups import new_group
+place = {"store": sys.argv[1], "rank": int(sys.argv[2]), "world_size": 4}
+group = new_group("gloo", timedelta(seconds=50), **place)
+group.barrier().wait()
+if group.rank() == 2:
+    os.kill(os.getpid(), 9)
+group.allreduce(torch.ones(100)).wait()
+"""
+
+
+def test_a_script_that_lost_a_peer_exits_at_once(tmp_path):
+    command = [sys.executable, "-c", SCRIPT, f"file://{tmp_path}/meeting"]
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    scripts = [subprocess.Popen([*command, str(rank)], **pipes) for rank in range(4)]
+    try:
+        scripts[2].wait(60)
+        dead = time.monotonic()
+        errors = {rank: scripts[rank].communicate(timeout=40)[1] for rank in (0, 1, 3)}
+        assert time.monotonic() - dead < 20, "not after Gloo's own timeout"
+        assert all("PeerLost" in error and "rank 2 (pid" in error for error in errors.values())
+        assert [script.returncode for script in scripts] == [1, 1, -9, 1]
+    finally:
+        for script in scripts:
+            script.kill()
+            script.communicate()

@@ -1,0 +1,262 @@
+"""How ranks meet, and what they are told when they cannot."""
+
+import socket
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx import groups
+from phalanx.errors import (
+    InvalidArgument,
+    InvalidState,
+    InvalidType,
+    PeerLost,
+    RankMismatch,
+    RendezvousError,
+    RendezvousTimeout,
+)
+from phalanx.testing import Died, Fault, faults, kill
+
+SECOND = timedelta(seconds=1)
+SECONDS = timedelta(seconds=10)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def works(group):
+    tensor = torch.ones(2)
+    group.allreduce(tensor).wait()
+    return tensor.tolist() == [group.size()] * 2
+
+
+# -- the ways to meet ----------------------------------------------------------------------
+
+
+def by_url(ctx, url):
+    group = groups.new_group("gloo", SECONDS, store=url, rank=ctx.rank, world_size=ctx.size)
+    ctx.closing(group)
+    assert works(group)
+    group.barrier().wait()  # rank 0 hosts the store: it must not leave first
+
+
+def test_ranks_meet_at_a_tcp_url(ranks):
+    ranks.run(by_url, 2, args=(f"tcp://127.0.0.1:{free_port()}",))
+
+
+def test_ranks_meet_in_a_file(ranks, tmp_path):
+    ranks.run(by_url, 3, args=(f"file://{tmp_path}/meeting",))
+
+
+def by_environment(ctx, port):
+    import os
+
+    os.environ |= {
+        "RANK": str(ctx.rank),
+        "WORLD_SIZE": str(ctx.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    first = ctx.closing(groups.new_group("gloo", SECONDS, "cpu"))
+    second = ctx.closing(groups.new_group("gloo", SECONDS, "cpu", name="another"))
+    third = ctx.closing(groups.new_group("gloo", SECONDS, "cpu", store="env://"))
+    for group in (third, first, second):
+        assert works(group)
+    assert {first.label, second.label, third.label} == {"group0", "another", "group1"}
+    first.barrier().wait()
+
+
+def test_several_groups_of_one_environment_coexist(ranks):
+    ranks.run(by_environment, 2, args=(free_port(),))
+
+
+def test_an_environment_without_ranks_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(InvalidArgument, match="phalanx run"):
+        groups.new_group("gloo", SECOND, "cpu")
+
+
+def test_a_name_can_be_used_again(threads):
+    threads.run(use_name_again, 2)
+
+
+def use_name_again(ctx):
+    for _ in range(3):
+        group = ctx.group("local", name="phoenix")
+        assert works(group)
+        group.shutdown()
+
+
+# -- what cannot form ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"store": "tcp://127.0.0.1:1", "rank": 3, "world_size": 2}, "ranks are 0 to 1"),
+        ({"store": "tcp://127.0.0.1:1", "rank": 0, "world_size": 0}, "at least 1"),
+        ({"store": "tcp://127.0.0.1:1"}, "rank and world_size"),
+        ({"store": "tcp://127.0.0.1", "rank": 0, "world_size": 1}, "host and a port"),
+        ({"store": "file://", "rank": 0, "world_size": 1}, "name a file"),
+        ({"store": "file:///no/such/folder/x", "rank": 0, "world_size": 1}, "no folder"),
+        ({"store": "carrier-pigeon://loft", "rank": 0, "world_size": 1}, "env://"),
+        ({"store": dist.HashStore(), "rank": 0}, "rank and world_size"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(arguments, told):
+    with pytest.raises(InvalidArgument, match=told):
+        groups.new_group("gloo", SECOND, **arguments)
+
+
+def test_a_store_of_a_strange_type_is_refused():
+    with pytest.raises(InvalidType, match="Store or a URL"):
+        groups.new_group("gloo", SECOND, store=42, rank=0, world_size=1)
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(RendezvousError, match=f"port {port} .* in use"):
+            groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
+
+
+def test_a_store_that_nobody_answers_is_named(capfd):
+    port = free_port()
+    with pytest.raises(RendezvousTimeout, match=f"127.0.0.1:{port} within 1 s"):
+        groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
+    assert "frame #" not in capfd.readouterr().err, "torch's stack traces help nobody here"
+
+
+def wait_for_absent(ctx):
+    if ctx.rank != 1:
+        with pytest.raises(RendezvousTimeout, match=r"missing: 1\b") as caught:
+            ctx.group("local", timeout=SECOND)
+        assert isinstance(caught.value, TimeoutError)
+
+
+def test_a_rank_that_never_comes_is_named(threads):
+    threads.run(wait_for_absent, 3)
+
+
+def disagree_on_size(ctx):
+    with pytest.raises(RankMismatch, match="of 2 on local.* of 3 on local"):
+        ctx.group("local", timeout=SECONDS, world_size=2 + ctx.rank)
+
+
+def test_a_wrong_world_size_is_refused_on_both_sides(threads):
+    threads.run(disagree_on_size, 2)
+
+
+def too_many(ctx):
+    if ctx.rank < 2:
+        assert works(ctx.group("local", world_size=2))
+        ctx.store.set(f"formed/{ctx.rank}", "")
+    else:
+        ctx.store.wait(["formed/0", "formed/1"])
+        with pytest.raises(RankMismatch, match="of 2 .* of 3"):
+            ctx.group("local", timeout=SECONDS, world_size=3)
+
+
+def test_a_rank_too_many_is_told_the_size(threads):
+    threads.run(too_many, 3)
+
+
+def disagree_on_backend(ctx):
+    with pytest.raises(RankMismatch, match=r"on local.*on gloo"):
+        ctx.group(["local", "gloo"][ctx.rank], timeout=SECONDS)
+
+
+def test_different_backends_are_refused_on_both_sides(threads):
+    threads.run(disagree_on_backend, 2)
+
+
+def form_in_different_order(ctx):
+    names = ["left", "right"] if ctx.rank == 0 else ["right", "left"]
+    with pytest.raises(RankMismatch, match="'left'.*'right'") as caught:
+        ctx.group("local", timeout=timedelta(seconds=20), name=names[0])
+    assert "same order" in str(caught.value)
+    assert "test_forming.py:" in str(caught.value)
+
+
+def test_groups_formed_in_different_order_are_refused(threads):
+    threads.run(form_in_different_order, 2, timeout=15)
+
+
+def form_from_two_threads(ctx):
+    names = ["left", "right"] if ctx.rank == 0 else ["right", "left"]
+    formed = {}
+
+    def form(name):
+        formed[name] = ctx.group("gloo", timeout=SECONDS, name=name)
+
+    workers = [threading.Thread(target=form, args=(name,)) for name in names]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert all(works(formed[name]) for name in ("left", "right"))
+
+
+def test_threads_may_form_groups_in_any_order(ranks):
+    ranks.run(form_from_two_threads, 2)
+
+
+def claim_the_same_rank(ctx):
+    if ctx.rank == 0:
+        return ctx.store.get("done")  # stay away, so that the others are still forming
+    if ctx.rank == 1:
+        with pytest.raises(RendezvousTimeout):
+            ctx.group("gloo", name="g", rank=1, world_size=2, timeout=timedelta(seconds=3))
+        ctx.store.set("done", "")
+    if ctx.rank == 2:
+        ctx.store.wait(["phalanx/g/1/member/1"])
+        with pytest.raises(InvalidState, match="same rank"):
+            ctx.group("gloo", name="g", rank=1, world_size=2, timeout=timedelta(seconds=3))
+    return None
+
+
+def test_two_processes_of_one_rank_are_refused(ranks):
+    ranks.run(claim_the_same_rank, 3)
+
+
+def die_while_forming(ctx):
+    if ctx.rank == 1:
+        ctx.store.set("here", "")
+        member = groups._roster.Member.here(global_rank=1)
+        terms = groups._forming.Terms("group0", 3, "gloo", "device='cpu'", "?")
+        groups._forming._Forming(ctx.store, 1, range(3), terms, member, SECONDS)._enter()
+        faults.reach("signed in")
+    with pytest.raises(PeerLost, match=r"rank 1 .* died while") as caught:
+        ctx.store.wait(["here"])
+        ctx.group("gloo", timeout=timedelta(seconds=15), world_size=3)
+    assert caught.value.lost == (1,)
+
+
+def test_a_death_while_forming_is_named(ranks):
+    outcome = ranks.run(
+        die_while_forming, 2, faults=[Fault("signed in", kill(), rank=1)], timeout=25
+    )
+    assert isinstance(outcome[1], Died)
+
+
+def test_importing_the_package_starts_nothing():
+    code = """
+import threading, logging, os
+before = dict(os.environ)
+import phalanx, phalanx.groups
+assert threading.active_count() == 1, threading.enumerate()
+assert dict(os.environ) == before
+assert not logging.getLogger("phalanx").handlers
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,191 @@
+"""Groups of groups, and the group that a thread works in."""
+
+import gc
+import threading
+import weakref
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import InvalidArgument, RendezvousTimeout
+from phalanx.groups import current_process_group, new_group, process_group
+from phalanx.testing import over_groups
+
+
+def total(group):
+    tensor = torch.tensor([float(group.rank() + 1)])
+    group.allreduce(tensor).wait()
+    return tensor.item()
+
+
+# -- splitting -----------------------------------------------------------------------------
+
+
+@over_groups(sizes=(4,), split=True)
+def test_a_split_has_its_own_ranks_in_the_order_given(group, ctx):
+    order = list(reversed(range(group.size())))
+    turned = ctx.closing(group.split_group(order))
+    assert turned.rank() == group.size() - 1 - group.rank()
+    assert turned.global_ranks == tuple(reversed(group.global_ranks))
+    assert total(turned) == sum(range(1, group.size() + 1))
+
+
+@over_groups(sizes=(3,))
+def test_only_members_need_to_call(group, ctx):
+    if group.rank() != 1:
+        pair = ctx.closing(group.split_group([0, 2]))
+        assert total(pair) == 3
+        again = ctx.closing(group.split_group([0, 2]))
+        assert total(again) == 3
+    assert total(group) == 6
+
+
+@over_groups(sizes=(3,))
+def test_who_is_not_in_a_split_gets_none(group, ctx):
+    half = group.split_group([1])
+    assert (half is None) == (group.rank() != 1)
+    if half is not None:
+        assert total(ctx.closing(half)) == 1
+
+
+@over_groups(sizes=(4,))
+def test_splits_nest_and_use_local_ranks(group, ctx):
+    if group.rank() in (1, 2, 3):
+        three = ctx.closing(group.split_group([3, 2, 1]))
+        if three.rank() in (0, 2):
+            pair = ctx.closing(three.split_group([2, 0]))
+            assert pair.global_ranks == (1, 3)
+            assert total(pair) == 3
+
+
+@over_groups(sizes=(4,))
+def test_all_pairs_at_once(group, ctx):
+    for left in range(4):
+        for right in range(left + 1, 4):
+            if group.rank() in (left, right):
+                pair = group.split_group([left, right], group_name=f"{left}+{right}")
+                assert total(pair) == 3
+                pair.shutdown()
+
+
+@pytest.mark.parametrize("ranks_given", [[], [0, 0], [2], [-1, 0], ["0"]])
+def test_a_split_of_no_such_ranks_is_refused(ranks_given):
+    group = new_group("fake", rank=0, world_size=2)
+    with pytest.raises(InvalidArgument, match="rank"):
+        group.split_group(ranks_given)
+
+
+def test_a_split_keeps_backend_and_timeout():
+    group = new_group("fake", timedelta(seconds=7), rank=3, world_size=8)
+    odd = group.split_group([1, 3, 5, 7])
+    assert (odd.backend, odd.timeout, odd.rank()) == ("fake", timedelta(seconds=7), 1)
+    assert group.split_group([3], timeout=timedelta(seconds=2)).timeout == timedelta(seconds=2)
+
+
+# -- merging -------------------------------------------------------------------------------
+
+
+def merge_halves(ctx):
+    world = ctx.group()
+    half = [0, 2] if ctx.rank % 2 == 0 else [1, 3]
+    mine = ctx.closing(world.split_group(half))
+    meeting = dist.PrefixStore("bridge", ctx.store)
+    whole = ctx.closing(mine.merge_remote_group(meeting, 4, timedelta(seconds=10)))
+    assert whole.global_ranks == (0, 2, 1, 3)
+    assert whole.rank() == [0, 2, 1, 3][ctx.rank]
+    assert total(whole) == 10
+    assert total(mine) == 3  # it goes on beside the new one
+
+
+def test_groups_merge_into_one(threads, ranks):
+    threads.run(merge_halves, 4)
+    ranks.run(merge_halves, 4)
+
+
+def merge_with_nobody(ctx):
+    group = ctx.group()
+    meeting = dist.PrefixStore("bridge", ctx.store)
+    with pytest.raises(RendezvousTimeout, match="3 ranks, 2 came"):
+        group.merge_remote_group(meeting, 3, timedelta(seconds=1))
+
+
+def test_a_merge_that_nobody_joins_times_out(threads):
+    threads.run(merge_with_nobody, 2)
+
+
+def merge_too_many(ctx):
+    world = ctx.group()
+    mine = ctx.closing(world.split_group([ctx.rank]))
+    with pytest.raises(InvalidArgument, match="size is 1"):
+        world.merge_remote_group(dist.PrefixStore("bridge", ctx.store), 1, timedelta(seconds=1))
+    assert total(mine) == 1
+
+
+def test_a_merge_of_more_ranks_than_it_says_is_refused(threads):
+    threads.run(merge_too_many, 2)
+
+
+# -- the current group ---------------------------------------------------------------------
+
+
+def test_the_current_group_nests_and_is_restored():
+    outer, inner = (new_group("fake", rank=0, world_size=2) for _ in range(2))
+    assert current_process_group() is None
+    with process_group(outer):
+        assert current_process_group() is outer
+        with pytest.raises(KeyError), process_group(inner):
+            assert current_process_group() is inner
+            raise KeyError
+        assert current_process_group() is outer
+    assert current_process_group() is None
+
+
+def test_the_current_group_is_the_threads_own():
+    group = new_group("fake", rank=0, world_size=2)
+    seen = []
+    with process_group(group):
+        other = threading.Thread(target=lambda: seen.append(current_process_group()))
+        other.start()
+        other.join()
+    assert seen == [None]
+
+
+def test_torch_sees_the_current_group():
+    from torch.distributed._dist2 import current_process_group as torchs
+
+    group = new_group("fake", rank=0, world_size=2)
+    with process_group(group):
+        assert torchs() is group
+    assert torchs() is None
+
+
+# -- ending --------------------------------------------------------------------------------
+
+
+def test_a_group_that_was_shut_down_is_garbage():
+    group = new_group("fake", rank=0, world_size=2)
+    seen = weakref.ref(group)
+    group.shutdown()
+    del group
+    gc.collect()
+    assert seen() is None
+
+
+def test_names_are_unique_in_torchs_table():
+    groups = [new_group("fake", rank=0, world_size=2, name="twin") for _ in range(3)]
+    assert {group.label for group in groups} == {"twin"}
+    assert len({group.group_name for group in groups}) == 3
+    for group in groups:
+        assert torch._C._distributed_c10d._resolve_process_group(group.group_name) is group
+        group.shutdown()
+
+
+def test_a_group_tells_what_it_is():
+    group = new_group("fake", rank=3, world_size=100_000, name="planet")
+    assert repr(group) == "<ProcessGroup 'planet': rank 3 of 100000 on fake>"
+    assert isinstance(group, dist.ProcessGroup)
+    assert (group.rank(), group.size(), group.name()) == (3, 100_000, "fake")
+    group.shutdown()
+    assert "was shut down" in repr(group)

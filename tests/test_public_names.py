@@ -1,0 +1,104 @@
+"""The public names: what is exported is what is promised, and it is documented."""
+
+import importlib
+import inspect
+import types
+
+import pytest
+from torch.distributed import _dist2
+
+PROMISED = {
+    "phalanx": {"__version__", "errors"},
+    "phalanx.errors": {
+        "CollectiveTimeout",
+        "GroupAborted",
+        "GroupError",
+        "InternalError",
+        "InvalidArgument",
+        "InvalidState",
+        "InvalidType",
+        "MisuseError",
+        "PeerLost",
+        "PhalanxError",
+        "RankMismatch",
+        "RankReport",
+        "RanksFailed",
+        "RendezvousError",
+        "RendezvousTimeout",
+        "UnknownOption",
+    },
+    "phalanx.groups": {
+        "DEFAULT_TIMEOUT",
+        "ProcessGroup",
+        "ProcessGroupFactory",
+        "Record",
+        "ReduceOp",
+        "Traits",
+        "Work",
+        "current_process_group",
+        "new_group",
+        "process_group",
+        "register_backend",
+    },
+    "phalanx.testing": {
+        "Died",
+        "Fault",
+        "RankContext",
+        "RankFailures",
+        "RankPool",
+        "Stopped",
+        "ThreadRanks",
+        "delay",
+        "faults",
+        "kill",
+        "over_groups",
+        "stop",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_what_is_exported_is_what_is_promised(name):
+    module = importlib.import_module(name)
+    assert set(module.__all__) == PROMISED[name]
+    for each in module.__all__:
+        assert hasattr(module, each)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_nothing_public_hides_from_the_list(name):
+    module = importlib.import_module(name)
+    visible = {
+        each
+        for each, value in vars(module).items()
+        if not each.startswith("_")
+        and not isinstance(value, types.ModuleType)
+        and getattr(value, "__module__", "").startswith("phalanx")
+    }
+    assert visible <= PROMISED[name]
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_everything_public_is_documented(name):
+    module = importlib.import_module(name)
+    assert module.__doc__
+    for each in module.__all__:
+        value = getattr(module, each)
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith(
+            "phalanx"
+        ):
+            assert value.__doc__, f"{name}.{each} has no docstring"
+
+
+def test_every_upstream_name_carries_over():
+    groups = importlib.import_module("phalanx.groups")
+    assert set(_dist2.__all__) <= set(groups.__all__)
+
+
+@pytest.mark.parametrize("name", ["register_backend", "new_group", "process_group"])
+def test_upstreams_parameters_come_first(name):
+    ours = list(
+        inspect.signature(getattr(importlib.import_module("phalanx.groups"), name)).parameters
+    )
+    theirs = [p for p in inspect.signature(getattr(_dist2, name)).parameters if p != "kwargs"]
+    assert ours[: len(theirs)] == theirs

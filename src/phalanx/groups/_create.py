@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import InvalidArgument, RendezvousTimeout
+from ..errors import InvalidArgument, InvalidState, RendezvousTimeout
 from . import _validate as validate
 from ._board import Board
 from ._forming import Terms, form, unnamed

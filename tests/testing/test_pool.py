@@ -1,0 +1,236 @@
+"""Process ranks: results, reuse, and what a body finds around it."""
+
+import os
+import random
+import sys
+import threading
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import InternalError, InvalidArgument, InvalidState, InvalidType
+from phalanx.testing import RankFailures, RankPool
+
+
+def pids(ranks, size=None):
+    return ranks.run(report_pid, size)
+
+
+def wait_until(condition, *, timeout=10.0):
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.01)
+
+
+def report_pid(ctx):
+    return os.getpid()
+
+
+def report_place(ctx, *args, **kwargs):
+    return ctx.rank, ctx.size, args, kwargs
+
+
+def test_results_come_by_rank(ranks):
+    given = {"args": (1, "a"), "kwargs": {"k": [2]}}
+    assert ranks.run(report_place, 3, **given) == [
+        (rank, 3, (1, "a"), {"k": [2]}) for rank in range(3)
+    ]
+
+
+def test_all_ranks_by_default(ranks):
+    assert len(ranks.run(report_place)) == ranks.size == 4
+
+
+def test_processes_serve_again_and_again(ranks):
+    first = pids(ranks)
+    assert len({os.getpid(), *first}) == 5
+    assert pids(ranks) == first
+    assert pids(ranks, 2) == first[:2]
+
+
+def return_tensor(ctx, tensor):
+    return tensor + ctx.rank
+
+
+def test_tensors_travel(ranks):
+    results = ranks.run(return_tensor, 2, args=(torch.ones(2),))
+    assert [each.tolist() for each in results] == [[1, 1], [2, 2]]
+
+
+def exchange(ctx):
+    fresh = not ctx.store.check([str(ctx.rank)])
+    ctx.store.set(str(ctx.rank), f"from {ctx.rank}")
+    return fresh, [ctx.store.get(str(rank)) for rank in range(ctx.size)]
+
+
+def test_ranks_share_a_store_that_is_new_each_time(ranks):
+    for _ in range(2):
+        assert ranks.run(exchange, 2) == [(True, [b"from 0", b"from 1"])] * 2
+
+
+def allreduce(ctx):
+    group = ctx.group()
+    tensor = torch.tensor([float(ctx.rank)])
+    group.allreduce(tensor).wait()
+    return group.backend, tensor.item()
+
+
+def test_a_context_makes_groups(ranks):
+    assert ranks.run(allreduce, 3) == [("gloo", 3.0)] * 3
+
+
+# -- what cannot be sent ---------------------------------------------------------------------
+
+
+def test_a_body_must_be_found_by_name(ranks):
+    def local(ctx):
+        return None
+
+    for body in (local, lambda ctx: ctx):
+        with pytest.raises(InvalidArgument, match="find their body by name"):
+            ranks.run(body, 1)
+
+
+def test_an_argument_that_cannot_be_sent(ranks):
+    with pytest.raises(InvalidType, match=r"argument .* cannot be sent"):
+        ranks.run(report_pid, 1, args=(threading.Lock(),))
+
+
+def return_lock(ctx):
+    return threading.Lock()
+
+
+def test_a_result_that_cannot_be_sent(ranks):
+    with pytest.raises(RankFailures, match=r"the result, of type lock, cannot be sent back"):
+        ranks.run(return_lock, 1)
+
+
+class Unreadable:
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def return_unreadable(ctx):
+    return Unreadable()
+
+
+def test_a_result_that_cannot_be_read(ranks):
+    with pytest.raises(RankFailures, match="invalid literal for int"):
+        ranks.run(return_unreadable, 1)
+    assert ranks.run(report_place, 1)
+
+
+def test_an_argument_that_cannot_be_read(ranks):
+    with pytest.raises(RankFailures, match="invalid literal for int"):
+        ranks.run(report_pid, 1, args=(Unreadable(),))
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_the_size_is_bounded(ranks, size):
+    with pytest.raises(InvalidArgument, match=f"1 to 4 ranks, not {size}"):
+        ranks.run(report_pid, size)
+
+
+# -- surroundings ----------------------------------------------------------------------------
+
+
+def look_around(ctx):
+    return os.environ.get("PHALANX_PROBE"), os.getcwd(), sys.path
+
+
+def make_a_mess(ctx):
+    os.environ["PHALANX_PROBE"] = "mess"
+    os.chdir("/")
+    sys.path.clear()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    torch.manual_seed(ctx.rank)
+    dist.init_process_group("gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+    dist.barrier()  # torch's group does not stand a rank that leaves while others still enter
+    return os.getpid()
+
+
+def look_for_the_mess(ctx):
+    assert os.environ.get("PHALANX_PROBE") is None
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.is_grad_enabled()
+    assert torch.get_num_threads() == 1
+    assert not dist.is_initialized()
+    return os.getpid(), torch.rand(1).item(), random.random()
+
+
+def test_a_body_finds_the_surroundings_of_the_caller(ranks, monkeypatch, tmp_path):
+    monkeypatch.setenv("PHALANX_PROBE", "seen")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert ranks.run(look_around, 1) == [("seen", str(tmp_path), sys.path)]
+
+
+def test_nothing_is_left_of_the_body_before(ranks):
+    before = ranks.run(make_a_mess, 2)
+    after = ranks.run(look_for_the_mess, 2)
+    assert [pid for pid, *_ in after] == before
+    assert after[0][1:] == after[1][1:]
+
+
+def warn(ctx):
+    warnings.warn("careful", UserWarning, stacklevel=1)
+    return "went on"
+
+
+def test_warnings_are_treated_as_in_the_caller(ranks):
+    with pytest.raises(RankFailures, match="UserWarning: careful"):
+        ranks.run(warn, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert ranks.run(warn, 1) == ["went on"]
+
+
+def print_much(ctx):
+    for _ in range(64):
+        print("x" * (1 << 20))
+
+
+def test_much_output_blocks_nobody(ranks, capfd):
+    ranks.run(print_much, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+# -- life of the pool ------------------------------------------------------------------------
+
+
+def test_a_rank_that_died_idle_is_replaced(ranks):
+    first = pids(ranks, 2)
+    os.kill(first[1], 9)
+    wait_until(lambda: not os.path.exists(f"/proc/{first[1]}"))
+    second = pids(ranks, 2)
+    assert second[0] == first[0]
+    assert second[1] != first[1]
+
+
+def parent_pid(ctx):
+    return os.getppid()
+
+
+def test_a_pool_survives_the_loss_of_its_template():
+    with RankPool(1) as pool:
+        pool.start()
+        (template,) = pool.run(parent_pid)
+        os.kill(template, 9)
+        wait_until(lambda: pool_is_broken(pool))
+        assert pool.run(parent_pid) != [template]
+    with pytest.raises(InvalidState, match="closed"):
+        pool.run(parent_pid)
+
+
+def pool_is_broken(pool):
+    try:
+        pool.run(parent_pid)
+    except InternalError:
+        return True
+    return False

@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..errors import InvalidArgument, InvalidState, RendezvousTimeout
 from . import _validate as validate
 from ._board import Board
-from ._forming import Terms, form, unnamed
+from ._forming import Terms, connect, form, unnamed
 from ._group import ProcessGroup, Recipe
 from ._record import user_site
 from ._registry import Backend, find
@@ -80,7 +80,7 @@ def split(
     mine = ranks.index(parent.rank())
     if store is None:
         return _build_alone(found, recipe, label, mine, global_ranks)
-    meeting = Meeting(store, mine, len(ranks), lender=parent.lender)
+    meeting = Meeting(own_connection(store), mine, len(ranks), lender=parent.lender)
     return _build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
 
 
@@ -166,16 +166,20 @@ def _build(
         raise InvalidState(
             f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
         )
-    # The watcher and a waiting thread talk to the store at any time; on a connection of their own
-    # they never queue behind a long wait of somebody else's.
-    board = Board(PrefixStore("board", own_connection(room)), rank=meeting.rank, size=meeting.size)
-    engine = backend.factory(
-        PrefixStore("engine", room),
-        meeting.rank,
-        meeting.size,
-        recipe.timeout,
-        recipe.device,
-        **recipe.options,
+    engine = connect(
+        lambda: backend.factory(
+            PrefixStore("engine", room),
+            meeting.rank,
+            meeting.size,
+            recipe.timeout,
+            recipe.device,
+            **recipe.options,
+        ),
+        room,
+        terms=terms,
+        rank=meeting.rank,
+        roster=roster,
+        timeout=recipe.timeout,
     )
     return ProcessGroup(
         name=label,
@@ -187,7 +191,7 @@ def _build(
         devices=backend.traits.devices | {recipe.device.type},
         store=room,
         lender=meeting.lender,
-        board=board,
+        board=Board(PrefixStore("board", room), rank=meeting.rank, size=meeting.size),
         roster=roster,
         global_ranks=global_ranks,
     )

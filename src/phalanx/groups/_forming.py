@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -29,7 +29,9 @@ from ..errors import (
 )
 from ._roster import Member, Roster
 
-__all__ = ["Terms", "form", "unnamed"]
+__all__ = ["Terms", "connect", "form", "unnamed"]
+
+T = TypeVar("T")
 
 PATIENCE = 1.0  # seconds before a waiting rank asks what the others are doing instead
 
@@ -76,6 +78,51 @@ def form(
     the same time have different ranks of the same number.
     """
     return _Forming(store, rank, seats, terms, member, timeout).run()
+
+
+def connect(
+    make: Callable[[], T],
+    room: Store,
+    *,
+    terms: Terms,
+    rank: int,
+    roster: Roster,
+    timeout: timedelta,
+) -> T:
+    """Make this rank's engine, and go on when all ranks have made theirs.
+
+    Otherwise a rank that is done with the group at once would hang up on those still connecting.
+    """
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        engine = make()
+    except Exception as error:
+        room.set("broken", f"rank {rank}: {_first_line(error)}")
+        if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError):
+            raise
+        raise RendezvousError(f"{terms} did not connect: {_first_line(error)}") from error
+    if room.add("connected", 1) == terms.size:
+        room.set("complete", "")
+    pause = 0.0005
+    while not room.check(["complete"]):
+        _look_for_trouble(room, terms, roster, expired=time.monotonic() >= deadline)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+    return engine
+
+
+def _look_for_trouble(room: Store, terms: Terms, roster: Roster, *, expired: bool) -> None:
+    if room.check(["broken"]):
+        raise RendezvousError(f"{terms} did not connect: {room.get('broken').decode()}")
+    dead = roster.dead()
+    if dead:
+        raise PeerLost(
+            f"rank {dead[0]} ({roster.members[dead[0]]}) died while {terms} was connecting",
+            group=terms.name,
+            ranks=dead,
+        )
+    if expired:
+        raise RendezvousTimeout(f"{terms} did not connect in time: some rank's engine is stuck")
 
 
 class _Forming:

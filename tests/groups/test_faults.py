@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from phalanx.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
+from phalanx.groups import new_group
 from phalanx.testing import Died, Fault, faults, kill, stop
+
+from .test_forming import free_port
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(seconds=1)
@@ -162,6 +165,24 @@ def stop_for_good(ctx):
 
 def test_a_stopped_rank_is_a_timeout_that_names_it(ranks):
     ranks.run(stop_for_good, 3, faults=[Fault("now", stop(), rank=1)], timeout=20)
+
+
+def stop_the_host_of_the_store(ctx, port):
+    place = {"store": f"tcp://127.0.0.1:{port}", "rank": ctx.rank, "world_size": ctx.size}
+    group = ctx.closing(new_group("gloo", LONG, **place))
+    group.barrier().wait()
+    if ctx.rank == 0:
+        faults.reach("now")
+    started = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match="the store does not answer") as caught:
+        group.allreduce(torch.ones(3), timeout=timedelta(seconds=2)).wait()
+    assert time.monotonic() - started < 10
+    assert caught.value.reports[0].state == "stopped"
+
+
+def test_deadlines_hold_even_when_the_store_does_not_answer(ranks):
+    strike = Fault("now", stop(), rank=0)
+    ranks.run(stop_the_host_of_the_store, 3, args=(free_port(),), faults=[strike], timeout=30)
 
 
 def stop_for_a_while(ctx):

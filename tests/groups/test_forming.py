@@ -235,7 +235,8 @@ def die_while_forming(ctx):
         ctx.store.set("here", "")
         member = groups._roster.Member.here(global_rank=1)
         terms = groups._forming.Terms("group0", 3, "gloo", "device='cpu'", "?")
-        groups._forming._Forming(ctx.store, 1, range(3), terms, member, SECONDS)._enter()
+        store = groups._patient.PatientStore(ctx.store)
+        groups._forming._Forming(store, 1, range(3), terms, member, SECONDS)._enter()
         faults.reach("signed in")
     with pytest.raises(PeerLost, match=r"rank 1 .* died while") as caught:
         ctx.store.wait(["here"])

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from torch._C._distributed_c10d import Store
-
 from ..errors import RankReport
 from ._failure import Failure
+from ._patient import PatientStore
 
 __all__ = ["Board"]
 
@@ -27,7 +26,7 @@ T = TypeVar("T")
 class Board:
     """One rank's view of its group's notice board."""
 
-    def __init__(self, store: Store, *, rank: int, size: int) -> None:
+    def __init__(self, store: PatientStore, *, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
         self._size = size
@@ -84,23 +83,19 @@ class Board:
         return found
 
     def _rings(self) -> int:
-        if self._heard == 0 and not self._ask(lambda: self._store.check(["alarm"]), False):
-            return 0
-        return self._ask(lambda: int(self._store.get("alarm")), self._heard)
+        return int(self._ask(lambda: self._store.read("alarm"), None) or self._heard)
 
     def _write(self, key: str, data: dict[str, Any]) -> None:
         self._ask(lambda: self._store.set(key, json.dumps(data)), None)
 
     def _read(self, key: str) -> dict[str, Any] | None:
-        def read() -> dict[str, Any] | None:
-            return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-        return self._ask(read, None)
+        text = self._ask(lambda: self._store.read(key), None)
+        return None if text is None else json.loads(text)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
         try:
             answer = question()
-        except RuntimeError:  # DistError and its kin: the store's host is gone or frozen
+        except RuntimeError:  # the store's host is gone, stopped or out of reach
             self.reachable = False
             return otherwise
         self.reachable = True

@@ -80,7 +80,9 @@ class Calls(dist.ProcessGroup):
 
     # -- options ---------------------------------------------------------------------------
 
-    def _reduce_options(self, kind: Any, opts: Any, op: Any, timeout: Timeout) -> tuple[Any, Any]:
+    def _reduce_options(
+        self, kind: Any, operation: str, opts: Any, op: Any, timeout: Timeout
+    ) -> tuple[Any, Any]:
         """Read a reduction's options, whichever form they came in: (options, operation).
 
         The operation is a plain enumeration, which compares fast, unless it carries a factor.
@@ -95,8 +97,10 @@ class Calls(dist.ProcessGroup):
             opts = op
         elif not (op is None or isinstance(op, ReduceOp)):
             raise InvalidType(f"op is a ReduceOp or {kind.__name__}, not {type(op).__name__}")
-        opts = self._options(kind, kind.__name__, opts, timeout)
+        given = opts
+        opts = self._options(kind, operation, opts, timeout)
         if op is not None and op is not opts:
+            opts = with_op(opts, op) if given is not None else opts
             opts.reduceOp = op
         op = opts.reduceOp
         return opts, op if op == PREMUL_SUM else plain_op(op)
@@ -106,8 +110,11 @@ class Calls(dist.ProcessGroup):
         if isinstance(opts, timedelta):  # torch's overloads have it in the same place
             opts, timeout = None, opts
         options = next((o for o in (opts, root, timeout) if isinstance(o, kind)), None)
-        if options is None and opts is not None:
-            raise InvalidType(f"{operation}: opts is {kind.__name__}, not {type(opts).__name__}")
+        if options is None:
+            strange = next((o for o in (opts, root) if type(o).__name__.endswith("Options")), opts)
+            if strange is not None:
+                told = type(strange).__name__
+                raise InvalidType(f"{operation}: opts is {kind.__name__}, not {told}")
         if options is None:
             options = kind()
             if timeout is not None:
@@ -179,7 +186,7 @@ class Calls(dist.ProcessGroup):
                 self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._size
             )
             mine, finish = plan.outputs, plan.finish
-            opts, op = with_op(opts, plan.op, op), plain_op(op)
+            opts, op = with_op(opts, plan.op), plain_op(op)
         return self._issue(
             operation,
             tensors,
@@ -204,7 +211,7 @@ class Calls(dist.ProcessGroup):
         plan = adapt_reduction(
             self._traits, operation, op, inputs=ins, outputs=outs, size=self._size
         )
-        adapted = with_op(opts, plan.op, op)
+        adapted = with_op(opts, plan.op)
         method = self._engine._reduce_scatter_base
         pairs = list(zip(plan.outputs, plan.inputs, strict=True))
         return self._issue(
@@ -220,6 +227,7 @@ class Calls(dist.ProcessGroup):
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
         """Sum a sparse tensor; ranks may have different entries."""
+        validate.on_device("allreduce", tensors[0], self._devices, self._backend)
         if op is not SUM and op != SUM:
             raise InvalidArgument("allreduce of sparse tensors can only SUM: make them dense first")
         return self._issue(
@@ -272,10 +280,8 @@ class Calls(dist.ProcessGroup):
         )
 
 
-def with_op(opts: Any, op: Any, given: Any) -> Any:
-    """Return options that ask for `op` where the caller's ask for `given`."""
-    if op is given:
-        return opts
+def with_op(opts: Any, op: Any) -> Any:
+    """Copy options, for another operation: the caller's own stay as they are."""
     copy = type(opts)()
     for field in ("timeout", "asyncOp", "rootRank", "rootTensor"):
         if hasattr(opts, field):

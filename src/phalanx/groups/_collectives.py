@@ -38,7 +38,7 @@ class Collectives(Calls):
     ) -> Work:
         """Reduce a tensor over all ranks, in place, so that every rank has the result."""
         mine = validate.single("allreduce", tensors if tensor is None else tensor)
-        opts, op = self._reduce_options(c10d.AllreduceOptions, opts, op, timeout)
+        opts, op = self._reduce_options(c10d.AllreduceOptions, "allreduce", opts, op, timeout)
         if mine[0].is_sparse:
             return self._reduce_sparse(opts, op, mine)
         return self._reduce("allreduce", self._engine.allreduce, opts, op, mine)
@@ -49,7 +49,9 @@ class Collectives(Calls):
         """Reduce several tensors of one dtype over all ranks, in place, in one call."""
         mine = validate.flat_list("allreduce_coalesced", tensors)
         validate.same_dtype("allreduce_coalesced", mine)
-        opts, op = self._reduce_options(c10d.AllreduceCoalescedOptions, opts, op, timeout)
+        opts, op = self._reduce_options(
+            c10d.AllreduceCoalescedOptions, "allreduce_coalesced", opts, op, timeout
+        )
         if not mine:
             return self.barrier(timeout=timeout)
         return self._reduce("allreduce_coalesced", self._engine.allreduce_coalesced, opts, op, mine)
@@ -67,9 +69,8 @@ class Collectives(Calls):
         """Reduce a tensor over all ranks, in place on the rank `root`."""
         mine = validate.single("reduce", tensors)
         opts = self._options(c10d.ReduceOptions, "reduce", opts, timeout, root)
-        if op is not None:
-            opts.reduceOp = op
-        opts, op = self._reduce_options(c10d.ReduceOptions, opts, None, None)
+        opts, op = self._reduce_options(c10d.ReduceOptions, "reduce", opts, op, None)
+        self._check_tensors("reduce", mine, op)
         # Only the root's tensor may change, whatever the engine uses for scratch.
         work = mine if self._rank == opts.rootRank else [mine[0].detach().clone()]
         return self._reduce(
@@ -92,7 +93,9 @@ class Collectives(Calls):
         validate.same_length("reduce_scatter", inputs, self._size, word="input")
         validate.same_dtype("reduce_scatter", [*output, *inputs])
         validate.numel("reduce_scatter", output[0], inputs[self._rank].numel(), word="output")
-        opts, op = self._reduce_options(c10d.ReduceScatterOptions, opts, op, timeout)
+        opts, op = self._reduce_options(
+            c10d.ReduceScatterOptions, "reduce_scatter", opts, op, timeout
+        )
         self._check_tensors("reduce_scatter", [*output, *inputs], op)
         plan = adapt_reduction(
             self._traits, "reduce_scatter", op, inputs=inputs, outputs=output, size=self._size
@@ -101,7 +104,7 @@ class Collectives(Calls):
             "reduce_scatter",
             inputs,
             self._engine.reduce_scatter,
-            (plan.outputs, [plan.inputs], with_op(opts, plan.op, op)),
+            (plan.outputs, [plan.inputs], with_op(opts, plan.op)),
             outputs=output,
             timeout=opts.timeout,
             terms=(plain_op(op),),
@@ -119,15 +122,18 @@ class Collectives(Calls):
         op: Any = None,
     ) -> Work:
         """Reduce a tensor over all ranks; rank i keeps the i-th part of it."""
-        opts, op = self._reduce_options(c10d.ReduceScatterOptions, opts, op, timeout)
+        opts, op = self._reduce_options(
+            c10d.ReduceScatterOptions, "reduce_scatter_single", opts, op, timeout
+        )
         return self._reduce_parts("reduce_scatter_single", [output], [input], opts, op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Reduce several tensors over all ranks; rank i keeps the i-th part of each."""
-        opts, op = self._reduce_options(c10d.ReduceScatterOptions, opts, None, None)
-        return self._reduce_parts("reduce_scatter_single_coalesced", outputs, inputs, opts, op)
+        name = "reduce_scatter_single_coalesced"
+        opts, op = self._reduce_options(c10d.ReduceScatterOptions, name, opts, None, None)
+        return self._reduce_parts(name, outputs, inputs, opts, op)
 
     # -- one to all, all to one ------------------------------------------------------------
 

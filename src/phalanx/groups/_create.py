@@ -18,6 +18,7 @@ from . import _validate as validate
 from ._board import Board
 from ._forming import Terms, connect, form, unnamed
 from ._group import ProcessGroup, Recipe
+from ._patient import PatientStore
 from ._record import user_site
 from ._registry import Backend, find
 from ._roster import Member, Roster
@@ -58,7 +59,7 @@ def new_group(
         return _build_alone(found, recipe, name or backend, rank, range(world_size))
     meeting = meet(store, rank=rank, size=world_size, timeout=timeout)
     seats = range(meeting.size)
-    label = name or unnamed(meeting.store, meeting.rank)
+    label = name or unnamed(PatientStore(meeting.store), meeting.rank)
     return _build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
 
 
@@ -90,7 +91,7 @@ def merge(
     """Make one group of several that meet in `store`."""
     recipe = group.recipe if timeout is None else replace(group.recipe, timeout=timeout)
     label = name or "merged"
-    lobby = PrefixStore(f"phalanx/merge/{label}", store)
+    lobby = PatientStore(own_connection(store)).under(f"phalanx/merge/{label}")
     blocks = _line_up(group, lobby, size, recipe.timeout)
     first = 0
     global_ranks: list[int] = []
@@ -100,7 +101,7 @@ def merge(
         global_ranks += block.global_ranks
     if len(set(global_ranks)) < size:  # the groups come from different launchers
         global_ranks = list(range(size))
-    meeting = Meeting(lobby, first + group.rank(), size)
+    meeting = Meeting(lobby.raw, first + group.rank(), size, lender=store)
     found = find(recipe.backend)
     return _build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
 
@@ -114,11 +115,13 @@ class _Block:
     global_ranks: list[int]
 
 
-def _line_up(group: ProcessGroup, lobby: Store, size: int, timeout: timedelta) -> list[_Block]:
+def _line_up(
+    group: ProcessGroup, lobby: PatientStore, size: int, timeout: timedelta
+) -> list[_Block]:
     """Announce this group and wait for the others; every rank returns the same list."""
     if group.rank() == 0:
-        block = {"token": group.token, "name": group.label, "global_ranks": group.global_ranks}
-        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(block))
+        mine = {"token": group.token, "name": group.label, "global_ranks": group.global_ranks}
+        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(mine))
     until = time.monotonic() + timeout.total_seconds()
     blocks: list[_Block] = []
     while (present := sum(len(block.global_ranks) for block in blocks)) < size:
@@ -128,9 +131,9 @@ def _line_up(group: ProcessGroup, lobby: Store, size: int, timeout: timedelta) -
                 f"merge_remote_group waits for {size} ranks, {present} came within "
                 f"{timeout.total_seconds():g} s: {names or 'nobody'}"
             )
-        key = f"block/{len(blocks)}"
-        if lobby.check([key]):
-            blocks.append(_Block(**json.loads(lobby.get(key))))
+        block = lobby.read(f"block/{len(blocks)}")
+        if block is not None:
+            blocks.append(_Block(**json.loads(block)))
         else:
             time.sleep(0.005)
     if present > size:
@@ -155,7 +158,7 @@ def _build(
         site=user_site(3),
     )
     roster, room = form(
-        meeting.store,
+        PatientStore(meeting.store),
         rank=meeting.rank,
         seats=seats,
         terms=terms,
@@ -168,7 +171,7 @@ def _build(
         )
     engine = connect(
         lambda: backend.factory(
-            PrefixStore("engine", room),
+            PrefixStore("engine", room.raw),
             meeting.rank,
             meeting.size,
             recipe.timeout,
@@ -189,9 +192,9 @@ def _build(
         engine=engine,
         traits=backend.traits,
         devices=backend.traits.devices | {recipe.device.type},
-        store=room,
+        store=room.raw,
         lender=meeting.lender,
-        board=Board(PrefixStore("board", room), rank=meeting.rank, size=meeting.size),
+        board=Board(room.under("board"), rank=meeting.rank, size=meeting.size),
         roster=roster,
         global_ranks=global_ranks,
     )

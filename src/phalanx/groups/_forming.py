@@ -16,8 +16,6 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
-from torch._C._distributed_c10d import PrefixStore, Store
-
 from ..errors import (
     GroupError,
     InvalidState,
@@ -27,6 +25,7 @@ from ..errors import (
     RendezvousError,
     RendezvousTimeout,
 )
+from ._patient import PatientStore
 from ._roster import Member, Roster
 
 __all__ = ["Terms", "connect", "form", "unnamed"]
@@ -58,20 +57,20 @@ class Terms:
         return f"group {self.name!r} of {self.size} on {self.backend}{options} at {self.site}"
 
 
-def unnamed(store: Store, rank: int) -> str:
+def unnamed(store: PatientStore, rank: int) -> str:
     """Name a group that the user did not name: by its turn among those of this store."""
     return f"group{store.add(f'phalanx/unnamed/{rank}', 1) - 1}"
 
 
 def form(
-    store: Store,
+    store: PatientStore,
     *,
     rank: int,
     seats: Sequence[int],
     terms: Terms,
     member: Member,
     timeout: timedelta,
-) -> tuple[Roster, Store]:
+) -> tuple[Roster, PatientStore]:
     """Meet the other ranks; returns who they are and a store of the group's own.
 
     `seats` numbers the ranks in a way that all users of the store share, for groups that form at
@@ -82,7 +81,7 @@ def form(
 
 def connect(
     make: Callable[[], T],
-    room: Store,
+    room: PatientStore,
     *,
     terms: Terms,
     rank: int,
@@ -104,16 +103,17 @@ def connect(
     if room.add("connected", 1) == terms.size:
         room.set("complete", "")
     pause = 0.0005
-    while not room.check(["complete"]):
+    while not room.has("complete"):
         _look_for_trouble(room, terms, roster, expired=time.monotonic() >= deadline)
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
     return engine
 
 
-def _look_for_trouble(room: Store, terms: Terms, roster: Roster, *, expired: bool) -> None:
-    if room.check(["broken"]):
-        raise RendezvousError(f"{terms} did not connect: {room.get('broken').decode()}")
+def _look_for_trouble(room: PatientStore, terms: Terms, roster: Roster, *, expired: bool) -> None:
+    broken = room.read("broken")
+    if broken is not None:
+        raise RendezvousError(f"{terms} did not connect: {broken.decode()}")
     dead = roster.dead()
     if dead:
         raise PeerLost(
@@ -128,7 +128,7 @@ def _look_for_trouble(room: Store, terms: Terms, roster: Roster, *, expired: boo
 class _Forming:
     def __init__(
         self,
-        store: Store,
+        store: PatientStore,
         rank: int,
         seats: Sequence[int],
         terms: Terms,
@@ -143,9 +143,9 @@ class _Forming:
         self._started = time.monotonic()
         self._deadline = self._started + timeout.total_seconds()
         self._timeout = timeout
-        self._room: Store = store  # set by `_enter`
+        self._room = store  # set by `_enter`
 
-    def run(self) -> tuple[Roster, Store]:
+    def run(self) -> tuple[Roster, PatientStore]:
         try:
             self._enter()
             verdict = self._judge() if self._rank == 0 else self._await_verdict()
@@ -166,7 +166,7 @@ class _Forming:
         turn = self._store.add(f"phalanx/{self._terms.name}/turn/{self._rank}", 1)
         if turn > 1:
             self._refuse_second_claim(turn)
-        self._room = PrefixStore(f"phalanx/{self._terms.name}/{turn}", self._store)
+        self._room = self._store.under(f"phalanx/{self._terms.name}/{turn}")
         signed = json.dumps({"terms": asdict(self._terms), "member": self._member.to_json()})
         self._store.set(
             f"phalanx/forming/{self._seats[self._rank]}", json.dumps(asdict(self._terms))
@@ -175,11 +175,11 @@ class _Forming:
 
     def _refuse_second_claim(self, turn: int) -> None:
         """A name may be used again, but not by another process while the first one lives."""
-        before = PrefixStore(f"phalanx/{self._terms.name}/{turn - 1}", self._store)
-        key = f"member/{self._rank}"
-        if not before.check([key]):
+        before = self._store.under(f"phalanx/{self._terms.name}/{turn - 1}")
+        signed = before.read(f"member/{self._rank}")
+        if signed is None:
             return
-        holder = Member.from_json(json.loads(before.get(key))["member"])
+        holder = Member.from_json(json.loads(signed)["member"])
         same_process = (holder.machine, holder.pid) == (self._member.machine, self._member.pid)
         if not same_process and not holder.is_dead:
             raise InvalidState(
@@ -206,9 +206,10 @@ class _Forming:
     def _collect(self, members: dict[int, Member]) -> bool:
         """Read who has come since; refuse the first that disagrees."""
         for rank in self._missing(members):
-            if not self._room.check([f"member/{rank}"]):
+            data = self._room.read(f"member/{rank}")
+            if data is None:
                 continue
-            signed = json.loads(self._room.get(f"member/{rank}"))
+            signed = json.loads(data)
             theirs = Terms(**signed["terms"])
             if not theirs.agrees(self._terms):
                 self._refuse(rank, theirs)
@@ -228,18 +229,18 @@ class _Forming:
     # -- the other ranks -------------------------------------------------------------------
 
     def _await_verdict(self) -> dict[str, Any]:
-        self._poll(lambda: self._room.check(["verdict"]), self._absent)
-        verdict: dict[str, Any] = json.loads(self._room.get("verdict"))
+        self._poll(lambda: self._room.has("verdict"), self._absent)
+        verdict: dict[str, Any] = json.loads(self._room.read("verdict") or "{}")
         if "error" in verdict:
             raise _retold(verdict)
         if len(verdict["members"]) != self._terms.size:
-            rank0 = json.loads(self._room.get("member/0"))["terms"]
-            self._refuse(0, Terms(**rank0))
+            rank0 = json.loads(self._room.read("member/0") or "{}")
+            self._refuse(0, Terms(**rank0["terms"]))
         return verdict
 
     def _absent(self) -> list[int]:
         ranks = range(self._terms.size)
-        return [rank for rank in ranks if not self._room.check([f"member/{rank}"])]
+        return [rank for rank in ranks if not self._room.has(f"member/{rank}")]
 
     # -- waiting ---------------------------------------------------------------------------
 
@@ -265,8 +266,7 @@ class _Forming:
         """
         found = {}
         for rank in missing:
-            key = f"phalanx/forming/{self._seats[rank]}"
-            data = self._store.get(key) if self._store.check([key]) else b""
+            data = self._store.read(f"phalanx/forming/{self._seats[rank]}")
             if not data:
                 continue
             theirs = Terms(**json.loads(data))

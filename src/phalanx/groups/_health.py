@@ -144,7 +144,9 @@ class Health:
                 return self.timed_out(pending)
             if time.monotonic() >= until:
                 first_line = str(error).partition("\n")[0]
-                return self._failure("engine", f"the engine failed: {first_line}", (), pending.call)
+                return self._failure(
+                    "engine", f"failed in its engine: {first_line}", (), pending.call
+                )
             time.sleep(0.02)
 
     # -- the group fails -------------------------------------------------------------------

@@ -63,20 +63,31 @@ def nested_list(operation: str, value: object) -> list[Tensor]:
     return flat_list(operation, value)
 
 
-def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Refuse a tensor that the group's engine cannot touch."""
-    if tensor.is_cpu and "cpu" in devices:
-        if tensor.layout is not torch.strided or tensor.is_contiguous():
-            return
-    elif tensor.device.type not in devices:
+def on_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
+    """Refuse a tensor on a device that the group does not serve."""
+    if tensor.is_cpu and "cpu" in devices:  # the quick way to the frequent answer
+        return
+    if tensor.device.type not in devices:
         raise InvalidArgument(
             f"{operation} got a tensor on {tensor.device}, but this {backend} group serves "
             f"{' and '.join(sorted(devices))}: move the tensor, or make a group for that device"
         )
-    if tensor.layout is torch.strided and not tensor.is_contiguous():
+
+
+def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
+    """Refuse a tensor that the group's engine cannot touch."""
+    on_device(operation, tensor, devices, backend)
+    if tensor.layout is not torch.strided:
+        raise InvalidArgument(f"{operation} takes dense tensors: pass tensor.to_dense()")
+    if not tensor.is_contiguous():
         raise InvalidArgument(
             f"{operation} got {describe(tensor.dtype, tensor.shape)} that is not contiguous "
             f"(strides {list(tensor.stride())}): pass tensor.contiguous() and copy the result back"
+        )
+    if tensor.is_neg() or tensor.is_conj():
+        raise InvalidArgument(
+            f"{operation} got {describe(tensor.dtype, tensor.shape)} whose sign is a flag, not in "
+            "memory, and engines do not see it: pass tensor.resolve_neg().resolve_conj()"
         )
 
 

@@ -67,7 +67,11 @@ class FakeEngine:
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
     ) -> PythonWork:
         """Receive this rank's own part from everybody, as far as it reaches."""
-        own = torch.split(source, out_of)[self._rank]
+        before = sum(out_of[: self._rank])
+        own = source.detach()[before : before + out_of[self._rank]]
+        if set(into) == {len(own)}:
+            pieces = output.detach().view(self._size, *own.shape)
+            return _done([pieces], [own.expand_as(pieces)])
         for piece in torch.split(output.detach(), into):
             rows = min(len(piece), len(own))
             piece[:rows].copy_(own[:rows])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch.futures import Future
 
 from ...errors import UnknownOption
 from .._engine import Engine, RawWork, Traits
+from .._patient import borrow_thread
 
 __all__ = ["TRAITS", "make"]
 
@@ -93,7 +92,7 @@ class _Transfer:
             if self._started:
                 return
             self._started = True
-        _waiters.borrow(self._run)
+        borrow_thread(self._run)
 
     def _run(self) -> None:
         try:
@@ -110,31 +109,6 @@ class _Transfer:
             future.set_exception(self._error)
         else:
             future.set_result([])
-
-
-class _Waiters:
-    """Threads that wait; one is made when all are busy, so nobody queues behind a stuck one."""
-
-    def __init__(self) -> None:
-        self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
-
-    def borrow(self, job: Callable[[], None]) -> None:
-        try:
-            inbox = self._idle.pop()
-        except IndexError:
-            inbox = queue.SimpleQueue()
-            threading.Thread(
-                target=self._serve, args=(inbox,), name="phalanx-transfer", daemon=True
-            ).start()
-        inbox.put(job)
-
-    def _serve(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            inbox.get()()
-            self._idle.append(inbox)
-
-
-_waiters = _Waiters()
 
 
 TRAITS = Traits(

@@ -1,0 +1,55 @@
+"""What the documents show is run: a reader will copy it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from phalanx import launch
+
+ROOT = Path(__file__).parents[1]
+
+
+def code(document, *, containing):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text(), flags=re.DOTALL)
+    (block,) = [block for block in blocks if containing in block]
+    return block
+
+
+def test_the_readmes_training_loop_learns(tmp_path):
+    loop = code("README.md", containing="optimizer.step()")
+    assert len(loop.splitlines()) <= 18
+    script = tmp_path / "train.py"
+    script.write_text(loop + "assert loss.item() < 0.01, loss\ngroup.shutdown()\n")
+    launch.run(str(script), ranks=2)
+
+
+def use_the_documented_backend(ctx, source):
+    import torch
+
+    exec(source, {})  # noqa: S102 - our own document
+    group = ctx.group("quiet")
+    tensor = torch.ones(3)
+    group.allreduce(tensor).wait()
+    assert tensor.tolist() == [2.0] * 3
+    assert group.records()[-1].operation == "allreduce"
+
+
+def test_the_documented_backend_of_ones_own_works(ranks):
+    source = code("docs/groups.md", containing="register_backend(")
+    function = re.search(r"def .*?\n\n", source, flags=re.DOTALL).group()
+    assert len(function.strip().splitlines()) <= 5
+    ranks.run(use_the_documented_backend, 2, args=(source,))
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_lead_somewhere(document):
+    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text()):
+        assert target.startswith("http") or (ROOT / target).exists(), target
+
+
+def test_the_design_names_modules_that_exist():
+    text = (ROOT / "docs/design.md").read_text()
+    named = set(re.findall(r"(?:`|^  )(_[a-z]\w+)(?=[`. ])", text, flags=re.MULTILINE)) - {"_issue"}
+    assert {"_collectives", "_board", "_health"} <= named
+    assert named <= {path.stem for path in (ROOT / "src").rglob("_*.py")}

@@ -111,11 +111,7 @@ class Calls(dist.ProcessGroup):
             opts, timeout = None, opts
         options = next((o for o in (opts, root, timeout) if isinstance(o, kind)), None)
         if options is None:
-            strange = next((o for o in (opts, root) if type(o).__name__.endswith("Options")), opts)
-            if strange is not None:
-                told = type(strange).__name__
-                raise InvalidType(f"{operation}: opts is {kind.__name__}, not {told}")
-        if options is None:
+            _refuse_other_options(operation, kind, opts, root)
             options = kind()
             if timeout is not None:
                 validate.seconds(timeout)
@@ -278,6 +274,13 @@ class Calls(dist.ProcessGroup):
             outputs=outs,
             timeout=opts.timeout,
         )
+
+
+def _refuse_other_options(operation: str, kind: Any, opts: Any, root: Any) -> None:
+    strange = root if type(root).__name__.endswith("Options") else opts
+    if strange is not None:
+        told = type(strange).__name__
+        raise InvalidType(f"{operation}: opts is {kind.__name__}, not {told}")
 
 
 def with_op(opts: Any, op: Any) -> Any:

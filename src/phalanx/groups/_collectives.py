@@ -47,14 +47,13 @@ class Collectives(Calls):
         self, tensors: Tensors, op: Any = None, timeout: Timeout = None, *, opts: Any = None
     ) -> Work:
         """Reduce several tensors of one dtype over all ranks, in place, in one call."""
-        mine = validate.flat_list("allreduce_coalesced", tensors)
-        validate.same_dtype("allreduce_coalesced", mine)
-        opts, op = self._reduce_options(
-            c10d.AllreduceCoalescedOptions, "allreduce_coalesced", opts, op, timeout
-        )
+        name, kind = "allreduce_coalesced", c10d.AllreduceCoalescedOptions
+        mine = validate.flat_list(name, tensors)
+        validate.same_dtype(name, mine)
+        opts, op = self._reduce_options(kind, name, opts, op, timeout)
         if not mine:
             return self.barrier(timeout=timeout)
-        return self._reduce("allreduce_coalesced", self._engine.allreduce_coalesced, opts, op, mine)
+        return self._reduce(name, self._engine.allreduce_coalesced, opts, op, mine)
 
     @also_named(tensor="tensors")
     def reduce(
@@ -88,20 +87,19 @@ class Collectives(Calls):
         opts: Any = None,
     ) -> Work:
         """Reduce a list of tensors over all ranks; rank i keeps the i-th."""
-        output = validate.single("reduce_scatter", output_tensors)
-        inputs = validate.nested_list("reduce_scatter", input_tensors)
-        validate.same_length("reduce_scatter", inputs, self._size, word="input")
-        validate.same_dtype("reduce_scatter", [*output, *inputs])
-        validate.numel("reduce_scatter", output[0], inputs[self._rank].numel(), word="output")
-        opts, op = self._reduce_options(
-            c10d.ReduceScatterOptions, "reduce_scatter", opts, op, timeout
-        )
-        self._check_tensors("reduce_scatter", [*output, *inputs], op)
+        name, kind = "reduce_scatter", c10d.ReduceScatterOptions
+        output = validate.single(name, output_tensors)
+        inputs = validate.nested_list(name, input_tensors)
+        validate.same_length(name, inputs, self._size, word="input")
+        validate.same_dtype(name, [*output, *inputs])
+        validate.numel(name, output[0], inputs[self._rank].numel(), word="output")
+        opts, op = self._reduce_options(kind, name, opts, op, timeout)
+        self._check_tensors(name, [*output, *inputs], op)
         plan = adapt_reduction(
-            self._traits, "reduce_scatter", op, inputs=inputs, outputs=output, size=self._size
+            self._traits, name, op, inputs=inputs, outputs=output, size=self._size
         )
         return self._issue(
-            "reduce_scatter",
+            name,
             inputs,
             self._engine.reduce_scatter,
             (plan.outputs, [plan.inputs], with_op(opts, plan.op)),
@@ -122,10 +120,9 @@ class Collectives(Calls):
         op: Any = None,
     ) -> Work:
         """Reduce a tensor over all ranks; rank i keeps the i-th part of it."""
-        opts, op = self._reduce_options(
-            c10d.ReduceScatterOptions, "reduce_scatter_single", opts, op, timeout
-        )
-        return self._reduce_parts("reduce_scatter_single", [output], [input], opts, op)
+        name, kind = "reduce_scatter_single", c10d.ReduceScatterOptions
+        opts, op = self._reduce_options(kind, name, opts, op, timeout)
+        return self._reduce_parts(name, [output], [input], opts, op)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None

@@ -1,0 +1,29 @@
+"""Side-by-side measurements: ours and its peers, in the same processes, in the same minutes.
+
+::
+
+    python -m benchmarks                          all entries
+    python -m benchmarks group_overhead --quick   one of them, just to see that it works
+    python -m benchmarks --json out.json          keep every sample
+    python -m benchmarks --show out.json --markdown
+
+An entry is a module in `benchmarks.entries`; its name is the entry's. It has one generator function
+that sets its competitors up on one rank, yields them, and tidies up when it is resumed::
+
+    @entry(
+        title="Allreduce",
+        peer="torch",
+        compare=Compare.SPEED,
+        ranks=(2,),
+        grid={"size": [1 << 10, 1 << 20]},
+        aims=[Aim("ours", at_least=10.0, where={"size": 1 << 10})],
+    )
+    def allreduce(ctx: RankContext, *, size: int) -> Iterator[Competitors]:
+        ours, tensor = ctx.group("gloo"), torch.ones(size)
+        ...
+        yield {"ours": lambda: ours.allreduce(tensor).wait(), "torch": ...}
+
+What happens then is told in `measure` (how the clock is kept) and `stats` (what is made of it).
+Modules, from the bottom: `stats`, `entry`, `machine` | `measure`, `results` | `runner`, `table` |
+`__main__`.
+"""

@@ -1,0 +1,1 @@
+"""The entries, one in each module."""

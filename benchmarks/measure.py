@@ -1,0 +1,131 @@
+"""The clock: one case of an entry on one rank.
+
+All competitors live in the same processes and take turns. A round times each of them once, and
+every other round goes backwards, so that none is always the one that comes first or the one that
+comes after another. A turn is as many calls as fill a certain time, which is found out first; it
+begins when all ranks are there.
+
+The garbage collector stays on: what a competitor leaves behind is part of what it costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from phalanx.testing import RankContext
+
+from .entry import Case, Competitors, SelfTimed, load
+
+__all__ = ["Plan", "RankSamples", "measure"]
+
+MOST_CALLS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How thoroughly a case is measured."""
+
+    repeats: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RankSamples:
+    """What one rank has measured."""
+
+    seconds: dict[str, list[float]]
+    """Per call, one for each round, by competitor."""
+    calls: dict[str, int]
+    """How many calls a competitor made in one round."""
+    threads: int
+    """How many threads an operation of torch may use."""
+    cpu: float
+    """Seconds that this process has kept a core busy, with all that it did for the case."""
+
+
+def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSamples:
+    """Time the competitors of the entry in `module`, as one rank."""
+    begun = time.process_time()
+    ranks = _Ranks(ctx)
+    with contextlib.contextmanager(load(module).setup)(ctx, **case.params) as competitors:
+        turns = _turns(competitors)
+        calls = {name: _calibrate(turn, ranks, plan.seconds) for name, turn in turns.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in turns}
+        for i in range(plan.repeats):
+            for name in list(turns)[:: -1 if i % 2 else 1]:
+                ranks.align()
+                seconds[name].append(turns[name](calls[name]) / calls[name])
+        ranks.align()  # nobody tidies up while another is still at it
+    spent = time.process_time() - begun
+    return RankSamples(seconds, calls, torch.get_num_threads(), spent)
+
+
+Turn = Callable[[int], float]
+
+
+def _turns(competitors: Competitors) -> dict[str, Turn]:
+    return {
+        name: made.run if isinstance(made, SelfTimed) else _timed(made)
+        for name, made in competitors.items()
+    }
+
+
+def _timed(call: Callable[[], object]) -> Turn:
+    def turn(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        return time.perf_counter() - start
+
+    return turn
+
+
+def _calibrate(turn: Turn, ranks: _Ranks, seconds: float) -> int:
+    """Find how many calls take so long; rank 0 decides, so that all ranks make the same."""
+    turn(1)  # the first call may open connections
+    calls = 1
+    while True:
+        took = ranks.hear_first(min(_wall(turn, calls, ranks) for _ in range(3)))
+        if took >= seconds / 2 or calls >= MOST_CALLS:
+            return min(MOST_CALLS, math.ceil(calls * max(1.0, seconds / took)))
+        calls *= 2
+
+
+def _wall(turn: Turn, calls: int, ranks: _Ranks) -> float:
+    """Time a turn with all that its own clock leaves out."""
+    ranks.align()
+    start = time.perf_counter()
+    turn(calls)
+    return time.perf_counter() - start
+
+
+class _Ranks:
+    """The ranks of a run, over a raw Gloo group: the clock must not depend on what it measures."""
+
+    def __init__(self, ctx: RankContext) -> None:
+        store = PrefixStore("benchmark clock", ctx.store)
+        minutes = timedelta(minutes=5)
+        # Any: torch's stubs leave out the collectives of an engine.
+        self._group: Any = dist.ProcessGroupGloo(store, ctx.rank, ctx.size, minutes)
+        self._alone = ctx.size == 1
+
+    def align(self) -> None:
+        """Wait until all ranks have come here."""
+        if not self._alone:
+            self._group.barrier().wait()
+
+    def hear_first(self, value: float) -> float:
+        """Return the value of rank 0."""
+        said = torch.tensor([value], dtype=torch.float64)
+        self._group.broadcast([said], dist.BroadcastOptions()).wait()
+        return said.item()

@@ -1,0 +1,113 @@
+"""The runner: on an entry of known numbers, and on a real one, quickly."""
+
+import json
+import time
+
+import pytest
+import tiny_entry
+from benchmarks.__main__ import main
+from benchmarks.entry import Aim, Case, find, load, names
+from benchmarks.measure import Plan, measure
+from benchmarks.runner import run
+from click.testing import CliRunner
+
+from phalanx.errors import InvalidArgument
+from phalanx.testing import RankContext, ThreadRanks
+
+
+def nothing(_):
+    pass
+
+
+def test_known_numbers_come_out():
+    told = []
+    (entry,) = run([load("tiny_entry")], tell=told.append).entries
+    assert len(told) == 2 * 4  # every case, by both sets of processes
+    assert told[0] == "tiny_entry 1/2 ranks=1 size=3"
+    assert [result.case for result in entry.cases] == [
+        Case(ranks, {"size": size}) for ranks in (1, 2) for size in (3, 4)
+    ]
+    for result in entry.cases:
+        slowest = result.case.ranks * result.case.params["size"]
+        times = result.times()
+        assert times["once"].count == times["twice"].count == 8  # 7, divided by two and rounded up
+        assert times["once"].median == pytest.approx(slowest)
+        assert times["twice"].median == pytest.approx(slowest * 2)
+        assert result.against("twice", entry.compare)["once"].median == pytest.approx(0.5)
+        assert result.threads == 1
+    met = [[verdict.met for verdict in entry.verdicts(result)] for result in entry.cases]
+    assert met == [[False], [False], [True, False], [True, False]]
+
+
+def test_a_quick_run_is_a_short_one():
+    (entry,) = run([load("tiny_entry")], quick=True, repeats=2, tell=nothing).entries
+    assert [result.case.labels for result in entry.cases] == [
+        {"ranks": 1, "size": 3},
+        {"ranks": 2, "size": 3},
+    ]
+    assert entry.cases[0].times()["once"].count == 2
+
+
+def in_a_thread(ctx: RankContext, plan: Plan):
+    return measure(ctx, "tiny_entry", Case(ctx.size, {"size": 3}), plan)
+
+
+def test_competitors_take_turns_and_the_set_up_is_resumed_at_the_end():
+    tiny_entry.happened.clear()
+    (found,) = ThreadRanks(1).run(in_a_thread, args=(Plan(3, 0.0),))
+    there_and_back = ["once", "twice", "twice", "once", "once", "twice"]
+    assert tiny_entry.happened[-7:] == [*there_and_back, "the end"]
+    assert found.calls == {"once": 1, "twice": 1}
+    assert found.seconds == {"once": [3, 3, 3], "twice": [6, 6, 6]}
+
+
+def test_names():
+    assert {"group_overhead", "recorder"} <= set(names())
+    assert find("recorder").name == "recorder"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("recoder", "did you mean 'recorder'"), ("x", "there are group_overhead")]
+)
+def test_an_unknown_name_is_refused(name, hint):
+    with pytest.raises(InvalidArgument, match=f"there is no benchmark '{name}': {hint}"):
+        find(name)
+    done = CliRunner().invoke(main, [name, "--quick"])
+    assert done.exit_code == 2
+    assert hint in done.output
+
+
+def test_an_aim_has_one_bound():
+    with pytest.raises(AssertionError, match="one bound"):
+        Aim("ours")
+
+
+def test_the_list():
+    done = CliRunner().invoke(main, ["--list"])
+    assert done.exit_code == 0
+    assert [line.partition(":")[0] for line in done.output.splitlines()] == names()
+
+
+def test_a_real_entry_from_end_to_end(tmp_path):
+    kept = tmp_path / "results" / "out.json"
+    began = time.monotonic()
+    done = CliRunner().invoke(
+        main, ["group_overhead", "recorder", "--quick", "--repeats", "2", "--json", str(kept)]
+    )
+    assert done.exit_code == 0, done.output
+    told = json.loads(kept.read_text())
+    overhead, recorder = told["entries"]
+    assert [case["case"]["ranks"] for case in overhead["cases"]] == [1, 2]
+    for case in overhead["cases"]:
+        assert set(case["samples"]) == {"torch", "ours", "engine"}
+        assert all(len(samples) == 2 for samples in case["samples"].values())
+        assert all(
+            0 < s < time.monotonic() - began for all_ in case["samples"].values() for s in all_
+        )
+    assert set(recorder["cases"][0]["derived"]["against_peer"]) == {"recorder"}
+
+    shown = CliRunner().invoke(main, ["--show", str(kept)])
+    assert shown.output == done.output
+    assert max(map(len, shown.output.splitlines())) <= 100
+    as_markdown = CliRunner().invoke(main, ["--show", str(kept), "--markdown"])
+    assert "| ranks | cores | clock | competitor |" in as_markdown.output

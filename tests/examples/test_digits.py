@@ -1,0 +1,93 @@
+"""The example that `make demo` runs: under both launchers, and when its ranks drift apart."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "digits.py"
+LAUNCHERS = {
+    "phalanx": ["phalanx", "run", "-n", "2"],
+    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2"],
+}
+
+
+def launched(launcher, *args):
+    # One thread, as both launchers would choose; told, torchrun need not warn about it.
+    return subprocess.run(
+        [sys.executable, "-m", *LAUNCHERS[launcher], SCRIPT, *args],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def facts(output):
+    """Read what the example prints: accuracy in percent, speed, and what it says of the weights."""
+    accuracy = re.search(r"test accuracy: ([\d.]+)% of 360 images$", output, re.MULTILINE)
+    speed = re.search(r"speed: ([\d,]+) samples per second$", output, re.MULTILINE)
+    weights = re.search(r"weights: (.*)$", output, re.MULTILINE)
+    assert accuracy, output
+    assert speed, output
+    assert weights, output
+    return float(accuracy[1]), int(speed[1].replace(",", "")), weights[1]
+
+
+def test_it_learns_to_read_under_phalanx_run():
+    done = launched("phalanx")
+    assert done.returncode == 0, done.stderr
+    accuracy, speed, weights = facts(done.stdout)
+    assert accuracy > 97
+    assert speed > 0
+    assert re.fullmatch(r"identical on 2 ranks: [0-9a-f]{8}", weights)
+    assert "20/20" in done.stderr  # the progress bar came to its end
+    assert len(done.stdout.splitlines()) == 3, "rank 0 alone prints, and nothing else"
+
+
+def test_it_runs_unchanged_under_torchrun():
+    done = launched("torchrun", "--epochs", "2")
+    assert done.returncode == 0, done.stderr
+    accuracy, _, weights = facts(done.stdout)
+    assert accuracy > 50
+    assert weights.startswith("identical on 2 ranks: ")
+    assert len(done.stdout.splitlines()) == 3, "rank 0 alone prints, and nothing else"
+
+
+def run_main(ctx, *, drift):
+    """Run the example's `main` for one epoch; returns its exit code and what it printed."""
+    spec = importlib.util.spec_from_file_location("digits", SCRIPT)
+    digits = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(digits)
+    digits.new_group = ctx.group
+    if drift:
+        digits.average_gradients = lambda *_: None
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            digits.main(epochs=1)
+        except SystemExit as end:
+            return end.code, printed.getvalue()
+    return 0, printed.getvalue()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_any_number_of_ranks_will_do(ranks, size):
+    (code, output), *others = ranks.run(run_main, size, kwargs={"drift": False}, timeout=60)
+    assert code == 0
+    assert facts(output)[2].startswith(f"identical on {size} ranks: ")
+    assert others == [(0, "")] * (size - 1)
+
+
+def test_ranks_that_drift_apart_are_found_out(ranks):
+    (code, output), (other_code, _) = ranks.run(run_main, 2, kwargs={"drift": True}, timeout=60)
+    assert (code, other_code) == (1, 1)
+    assert re.fullmatch(r"DIFFERENT on 2 ranks: [0-9a-f]{8} [0-9a-f]{8}", facts(output)[2])

@@ -60,7 +60,7 @@ class RankReport:
     sequence: int | None = None
     """The number of that call."""
     site: str | None = None
-    """Where the user's code made that call: ``train.py:12``."""
+    """Where the user's code made that call, or left: ``train.py:12``."""
     here: str | None = None
     """The line of user code that it is at right now."""
     collectives: int | None = None
@@ -72,10 +72,10 @@ class RankReport:
             number = "" if self.sequence is None else f" #{self.sequence}"
             verb = "in" if self.state == "waiting" else "last call was"
             parts.append(f"{verb} {self.operation}{number}")
-            if self.site is not None:
-                parts.append(f"at {self.site}")
+        if self.site is not None:
+            parts.append(f"at {self.site}")
         if self.here is not None and self.state != "waiting":
-            parts.append(f"at {self.here}" if self.state == "left" else f"now at {self.here}")
+            parts.append(f"now at {self.here}")
         return ", ".join(parts)
 
 

@@ -152,15 +152,6 @@ def test_the_current_group_is_the_threads_own():
     assert seen == [None]
 
 
-def test_torch_sees_the_current_group():
-    from torch.distributed._dist2 import current_process_group as torchs
-
-    group = new_group("fake", rank=0, world_size=2)
-    with process_group(group):
-        assert torchs() is group
-    assert torchs() is None
-
-
 # -- ending --------------------------------------------------------------------------------
 
 

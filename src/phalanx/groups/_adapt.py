@@ -16,9 +16,9 @@ from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument
 from ._engine import Traits
-from ._record import describe
+from ._words import dtype_name, op_name
 
-__all__ = ["Reduction", "adapt_reduction", "as_bytes", "plain_op"]
+__all__ = ["Reduction", "adapt_reduction", "as_bytes", "average", "is_sum", "plain_op"]
 
 SUM = ReduceOp.SUM
 AVG = ReduceOp.AVG
@@ -59,12 +59,22 @@ def adapt_reduction(
         call.op = kind = _TRUTH.get(kind, kind)
     if kind == PREMUL_SUM and not traits.premultiplies:
         _premultiply(call, op.factor)
-    elif kind == AVG and not (dtype.is_floating_point and operation in traits.averages):
+    elif kind == AVG and not _averages(traits, operation, dtype):
         call.op = SUM
         call.finish = lambda: average(outputs, size)
     if traits.dtypes is not None and dtype not in traits.dtypes:
         _view_complex(call, operation, kind, dtype)
     return call
+
+
+def _averages(traits: Traits, operation: str, dtype: torch.dtype) -> bool:
+    known = dtype.is_floating_point or traits.averages_all_types
+    return known and operation in traits.averages
+
+
+def is_sum(op: Any) -> bool:
+    """Tell whether an operation is a plain sum; asked for every call, so the quick way first."""
+    return op is SUM or bool(op == SUM)
 
 
 def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Reduction:
@@ -93,9 +103,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def _view_complex(call: Reduction, operation: str, kind: Any, dtype: torch.dtype) -> None:
     """See complex numbers as pairs where that gives the same answer; refuse other types."""
     if not (dtype.is_complex and kind in _LINEAR):
-        name = str(kind).rpartition(".")[2]
         raise InvalidArgument(
-            f"this backend cannot {operation} ({name}) {describe(dtype, ())[:-2]}: "
+            f"this backend cannot {operation} ({op_name(kind)}) {dtype_name(dtype)}: "
             "convert the tensor to a type that it knows, such as float32 or int64"
         )
     same = call.inputs is call.outputs

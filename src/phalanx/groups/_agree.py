@@ -10,11 +10,12 @@ from torch._C import _distributed_c10d as c10d
 from ._engine import Engine
 from ._health import Health, mismatch
 from ._record import Call
+from ._words import Side
 from ._work import Work
 
 __all__ = ["Agreement", "agreement_for"]
 
-CARD = 256  # bytes that a rank's description travels in; a longer one is cut
+CARD_BYTES = 256  # bytes that a rank's description travels in; a longer one is cut
 
 
 class Agreement(Protocol):
@@ -29,11 +30,11 @@ def agreement_for(engine: Engine, checks: bool | None, health: Health) -> Agreem
     if health.size == 1 or checks is False:
         return None
     if hasattr(engine, "agree"):
-        return _Free(engine, health)
-    return _Exchange(engine, health) if checks else None
+        return _ComparedByEngine(engine, health)
+    return _ComparedByCards(engine, health) if checks else None
 
 
-class _Free:
+class _ComparedByEngine:
     """Leaves the comparison to an engine whose ranks see each other's calls."""
 
     def __init__(self, engine: Engine, health: Health) -> None:
@@ -42,14 +43,13 @@ class _Free:
 
     def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
         del timeout  # nobody waits
-        said = _say(call, terms, uneven=uneven)
-        other = self._engine.agree(call.sequence, said, (call.what, call.site))
-        if other is not None:
-            rank, what, site = other
-            _refuse(self._health, call, (rank, what, site))
+        mine = Side(self._health.rank, call.what, call.site)
+        theirs = self._engine.agree(call.sequence, _say(call, terms, uneven=uneven), mine)
+        if theirs is not None:
+            _refuse(self._health, call, theirs)
 
 
-class _Exchange:
+class _ComparedByCards:
     """Gathers a description of the call from every rank first: a round trip for every call."""
 
     def __init__(self, engine: Engine, health: Health) -> None:
@@ -59,16 +59,15 @@ class _Exchange:
     def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
         size = self._health.size
         card = _card(_say(call, terms, uneven=uneven), call)
-        cards = torch.empty(size * CARD, dtype=torch.uint8)
+        cards = torch.empty(size * CARD_BYTES, dtype=torch.uint8)
         options = c10d.AllgatherOptions()
         raw = self._engine._allgather_base(cards, card, options)
-        Work(self._health, call, timeout, raw, [cards]).wait()
-        call.ended = None
+        Work(self._health, call, timeout, raw, [cards]).await_engine()
         mine = _read(card)
-        for rank, row in enumerate(cards.view(size, CARD)):
+        for rank, row in enumerate(cards.view(size, CARD_BYTES)):
             said, what, site = _read(row)
             if said != mine[0]:
-                _refuse(self._health, call, (rank, what, site))
+                _refuse(self._health, call, Side(rank, what, site))
 
 
 def _say(call: Call, terms: tuple[Any, ...], *, uneven: bool) -> str:
@@ -77,14 +76,13 @@ def _say(call: Call, terms: tuple[Any, ...], *, uneven: bool) -> str:
     return " ".join([told, *(str(term) for term in terms)])
 
 
-def _refuse(health: Health, call: Call, theirs: tuple[int, str, str]) -> None:
-    mine = (health.rank, call.what, call.site)
-    failure = health.fail(mismatch(mine, theirs, call))
-    raise health.error(failure, None, call)
+def _refuse(health: Health, call: Call, theirs: Side) -> None:
+    mine = Side(health.rank, call.what, call.site)
+    raise health.error(health.fail(mismatch(mine, theirs, call)), None, call)
 
 
 def _card(said: str, call: Call) -> torch.Tensor:
-    text = "\n".join([said, call.what, call.site]).encode()[:CARD].ljust(CARD, b"\0")
+    text = "\n".join([said, call.what, call.site]).encode()[:CARD_BYTES].ljust(CARD_BYTES, b"\0")
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

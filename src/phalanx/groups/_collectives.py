@@ -15,14 +15,14 @@ from torch._C import _distributed_c10d as c10d
 
 from . import _validate as validate
 from ._adapt import adapt_reduction, plain_op
-from ._calls import Calls, Tensors, Timeout, also_named, with_op
+from ._collective_base import CollectiveBase, Tensors, Timeout, also_named, with_op
 from ._joint import JointWork
 from ._work import Work
 
 __all__ = ["Collectives"]
 
 
-class Collectives(Calls):
+class Collectives(CollectiveBase):
     """The collectives of a group, in terms of its engine."""
 
     # -- reductions ------------------------------------------------------------------------
@@ -71,9 +71,9 @@ class Collectives(Calls):
         opts, op = self._reduce_options(c10d.ReduceOptions, "reduce", opts, op, None)
         self._check_tensors("reduce", mine, op)
         # Only the root's tensor may change, whatever the engine uses for scratch.
-        work = mine if self._rank == opts.rootRank else [mine[0].detach().clone()]
+        scratch = mine if self._rank == opts.rootRank else [mine[0].detach().clone()]
         return self._reduce(
-            "reduce", self._engine.reduce, opts, op, work, outputs=mine, terms=(opts.rootRank,)
+            "reduce", self._engine.reduce, opts, op, scratch, outputs=mine, terms=(opts.rootRank,)
         )
 
     @also_named(output="output_tensors", input="input_tensors")

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import cast
 
@@ -16,13 +16,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..errors import InvalidArgument, InvalidState, RendezvousTimeout
 from . import _validate as validate
 from ._board import Board
-from ._forming import Terms, connect, form, unnamed
+from ._forming import Terms, connect, form, next_default_name
 from ._group import ProcessGroup, Recipe
 from ._patient import PatientStore
 from ._record import user_site
-from ._registry import Backend, find
+from ._registry import Backend, find_backend
 from ._roster import Member, Roster
-from ._stores import Meeting, meet, own_connection, place
+from ._stores import Meeting, check_place, meet, own_connection
 
 __all__ = ["DEFAULT_TIMEOUT", "merge", "new_group", "split"]
 
@@ -49,17 +49,17 @@ def new_group(
     of every call across ranks: by default where that is free, with True everywhere, at the price
     of a round trip. Other arguments go to the backend.
     """
-    found = find(backend)
+    found = find_backend(backend)
     validate.seconds(timeout)
     if found.traits.check_options is not None:
         found.traits.check_options(kwargs)
     recipe = Recipe(backend, torch.device(device), timeout, checks, kwargs)
-    if not found.traits.meets:
-        rank, world_size = place(rank, world_size)
+    if not found.traits.needs_store:
+        rank, world_size = check_place(rank, world_size)
         return _build_alone(found, recipe, name or backend, rank, range(world_size))
     meeting = meet(store, rank=rank, size=world_size, timeout=timeout)
     seats = range(meeting.size)
-    label = name or unnamed(PatientStore(meeting.store), meeting.rank)
+    label = name or next_default_name(PatientStore(meeting.store), meeting.rank)
     return _build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
 
 
@@ -70,18 +70,18 @@ def split(
     if not ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgument(f"split_group takes different ranks, at least one, not {ranks}")
     for rank in ranks:
-        validate.root_rank("split_group", rank, parent.size(), word="rank")
+        validate.rank("split_group", rank, parent.size(), word="rank")
     if parent.rank() not in ranks:
         return None
-    recipe = parent.recipe if timeout is None else replace(parent.recipe, timeout=timeout)
-    label = f"{parent.label}/{name or parent.name_split(ranks)}"
+    recipe = parent._recipe if timeout is None else replace(parent._recipe, timeout=timeout)
+    label = f"{parent.label}/{name or parent._name_split(ranks)}"
     global_ranks = [parent.global_ranks[rank] for rank in ranks]
-    found = find(recipe.backend)
+    found = find_backend(recipe.backend)
     store = parent.get_group_store()
     mine = ranks.index(parent.rank())
     if store is None:
         return _build_alone(found, recipe, label, mine, global_ranks)
-    meeting = Meeting(own_connection(store), mine, len(ranks), lender=parent.lender)
+    meeting = Meeting(own_connection(store), mine, len(ranks), lent_store=parent._lent_store)
     return _build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
 
 
@@ -89,20 +89,20 @@ def merge(
     group: ProcessGroup, store: Store, size: int, *, timeout: timedelta | None, name: str | None
 ) -> ProcessGroup:
     """Make one group of several that meet in `store`."""
-    recipe = group.recipe if timeout is None else replace(group.recipe, timeout=timeout)
+    recipe = group._recipe if timeout is None else replace(group._recipe, timeout=timeout)
     label = name or "merged"
     lobby = PatientStore(own_connection(store)).under(f"phalanx/merge/{label}")
     blocks = _line_up(group, lobby, size, recipe.timeout)
     first = 0
     global_ranks: list[int] = []
     for block in blocks:
-        if block.token == group.token:
+        if block.token == group._roster.token:
             first = len(global_ranks)
         global_ranks += block.global_ranks
     if len(set(global_ranks)) < size:  # the groups come from different launchers
         global_ranks = list(range(size))
-    meeting = Meeting(lobby.raw, first + group.rank(), size, lender=store)
-    found = find(recipe.backend)
+    meeting = Meeting(lobby.raw, first + group.rank(), size, lent_store=store)
+    found = find_backend(recipe.backend)
     return _build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
 
 
@@ -120,8 +120,8 @@ def _line_up(
 ) -> list[_Block]:
     """Announce this group and wait for the others; every rank returns the same list."""
     if group.rank() == 0:
-        mine = {"token": group.token, "name": group.label, "global_ranks": group.global_ranks}
-        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(mine))
+        mine = _Block(group._roster.token, group.label, list(group.global_ranks))
+        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(asdict(mine)))
     until = time.monotonic() + timeout.total_seconds()
     blocks: list[_Block] = []
     while (present := sum(len(block.global_ranks) for block in blocks)) < size:
@@ -155,17 +155,17 @@ def _build(
         size=meeting.size,
         backend=backend.name,
         options=_options_text(recipe),
-        site=user_site(3),
+        site=user_site(),
     )
     roster, room = form(
         PatientStore(meeting.store),
         rank=meeting.rank,
         seats=seats,
         terms=terms,
-        member=Member.here(global_rank=global_ranks[meeting.rank]),
+        member=Member.here(),
         timeout=recipe.timeout,
     )
-    if backend.traits.one_process and len({(m.machine, m.pid) for m in roster.members}) > 1:
+    if backend.traits.ranks_are_threads and len({(m.machine, m.pid) for m in roster.members}) > 1:
         raise InvalidState(
             f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
         )
@@ -193,7 +193,7 @@ def _build(
         traits=backend.traits,
         devices=backend.traits.devices | {recipe.device.type},
         store=room.raw,
-        lender=meeting.lender,
+        lent_store=meeting.lent_store,
         board=Board(room.under("board"), rank=meeting.rank, size=meeting.size),
         roster=roster,
         global_ranks=global_ranks,

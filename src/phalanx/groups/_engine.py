@@ -18,7 +18,19 @@ from torch.futures import Future
 
 from ..errors import InternalError
 
-__all__ = ["ClosedEngine", "Engine", "RawWork", "Traits"]
+__all__ = ["REDUCTIONS", "ClosedEngine", "Engine", "RawWork", "Traits"]
+
+
+REDUCTIONS = frozenset(
+    {
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+    }
+)
 
 
 class RawWork(Protocol):
@@ -42,9 +54,9 @@ class RawWork(Protocol):
 Engine = Any
 """An object with torch's collectives in list-and-options form.
 
-Optional, for engines of our own: ``agree(sequence, terms, site)`` compares calls for free,
-``lost_ranks()`` lists ranks known to be dead, ``wake()`` ends calls under way, on all ranks if it
-can, because the group has failed.
+Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with the others'
+of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
+ranks known to be dead; ``wake()`` ends calls under way, for the group has failed.
 """
 
 
@@ -67,18 +79,20 @@ class Traits:
     dtypes: frozenset[torch.dtype] | None = None
     """The element types it knows; None means all."""
     averages: frozenset[str] = frozenset()
-    """The operations in which it knows ``ReduceOp.AVG`` of floating-point numbers."""
+    """The operations in which it knows ``ReduceOp.AVG``, of floating-point numbers at least."""
+    averages_all_types: bool = False
+    """Whether it knows it of integers and complex numbers too."""
     premultiplies: bool = False
     """Whether it knows ``ReduceOp.PREMUL_SUM``."""
     alltoall_lists: bool = False
     """Whether the tensors of an all-to-all's lists may have different sizes."""
-    streams: bool = False
+    waits_on_stream: bool = False
     """Whether waiting orders a device's stream instead of blocking the caller."""
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
     """Makes a send or receive that may be waited for in short turns, given its timeout."""
-    meets: bool = True
+    needs_store: bool = True
     """Whether its ranks have to meet in a store before there is a group."""
-    one_process: bool = False
+    ranks_are_threads: bool = False
     """Whether its ranks are threads of one process."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
+from .. import _faultpoints as faultpoints
 from ..errors import (
     GroupError,
     InvalidState,
@@ -27,12 +28,13 @@ from ..errors import (
 )
 from ._patient import PatientStore
 from ._roster import Member, Roster
+from ._words import first_line
 
-__all__ = ["Terms", "connect", "form", "unnamed"]
+__all__ = ["Terms", "connect", "form", "next_default_name"]
 
 T = TypeVar("T")
 
-PATIENCE = 1.0  # seconds before a waiting rank asks what the others are doing instead
+LOOK_ELSEWHERE_AFTER = 1.0  # seconds before a waiting rank asks what the others are doing instead
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Terms:
         return f"group {self.name!r} of {self.size} on {self.backend}{options} at {self.site}"
 
 
-def unnamed(store: PatientStore, rank: int) -> str:
+def next_default_name(store: PatientStore, rank: int) -> str:
     """Name a group that the user did not name: by its turn among those of this store."""
     return f"group{store.add(f'phalanx/unnamed/{rank}', 1) - 1}"
 
@@ -96,10 +98,10 @@ def connect(
     try:
         engine = make()
     except Exception as error:
-        room.set("broken", f"rank {rank}: {_first_line(error)}")
+        room.set("broken", f"rank {rank}: {first_line(error)}")
         if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError):
             raise
-        raise RendezvousError(f"{terms} did not connect: {_first_line(error)}") from error
+        raise RendezvousError(f"{terms} did not connect: {first_line(error)}") from error
     if room.add("connected", 1) == terms.size:
         room.set("complete", "")
     pause = 0.0005
@@ -116,11 +118,7 @@ def _look_for_trouble(room: PatientStore, terms: Terms, roster: Roster, *, expir
         raise RendezvousError(f"{terms} did not connect: {broken.decode()}")
     dead = roster.dead()
     if dead:
-        raise PeerLost(
-            f"rank {dead[0]} ({roster.members[dead[0]]}) died while {terms} was connecting",
-            group=terms.name,
-            ranks=dead,
-        )
+        raise _death(dead, roster.members[dead[0]], terms)
     if expired:
         raise RendezvousTimeout(f"{terms} did not connect in time: some rank's engine is stuck")
 
@@ -153,7 +151,7 @@ class _Forming:
             raise
         except RuntimeError as error:
             raise RendezvousError(
-                f"the store failed while {self._terms} was forming: {_first_line(error)}"
+                f"the store failed while {self._terms} was forming: {first_line(error)}"
             ) from error
         self._store.set(f"phalanx/forming/{self._seats[self._rank]}", "")
         members = tuple(Member.from_json(data) for data in verdict["members"])
@@ -172,6 +170,8 @@ class _Forming:
             f"phalanx/forming/{self._seats[self._rank]}", json.dumps(asdict(self._terms))
         )
         self._room.set(f"member/{self._rank}", signed)
+        if faultpoints.armed:
+            faultpoints.reach("form:signed in")
 
     def _refuse_second_claim(self, turn: int) -> None:
         """A name may be used again, but not by another process while the first one lives."""
@@ -216,11 +216,7 @@ class _Forming:
             members[rank] = Member.from_json(signed["member"])
         dead = [rank for rank, member in members.items() if member.is_dead]
         if dead:
-            raise PeerLost(
-                f"rank {dead[0]} ({members[dead[0]]}) died while {self._terms} was forming",
-                group=self._terms.name,
-                ranks=dead,
-            )
+            raise _death(dead, members[dead[0]], self._terms)
         return len(members) == self._terms.size
 
     def _missing(self, members: dict[int, Member]) -> list[int]:
@@ -252,7 +248,7 @@ class _Forming:
             now = time.monotonic()
             if now >= self._deadline:
                 self._give_up(missing())
-            if now - asked >= PATIENCE:
+            if now - asked >= LOOK_ELSEWHERE_AFTER:
                 asked = now
                 suspects = self._look_elsewhere(missing(), suspects)
             time.sleep(min(pause, max(self._deadline - now, 0)))
@@ -261,8 +257,8 @@ class _Forming:
     def _look_elsewhere(self, missing: list[int], before: dict[int, Terms]) -> dict[int, Terms]:
         """Find ranks that form another group while this one waits for them.
 
-        Seen twice, a `PATIENCE` apart, it is no accident: unless another thread of this process
-        goes to meet them there, both sides would wait for ever.
+        Seen twice, a while apart, it is no accident: unless another thread of this process goes
+        to meet them there, both sides would wait for ever.
         """
         found = {}
         for rank in missing:
@@ -295,6 +291,11 @@ class _Forming:
         )
 
 
+def _death(ranks: list[int], first: Member, terms: Terms) -> PeerLost:
+    told = f"rank {ranks[0]} ({first}) died while {terms} was forming"
+    return PeerLost(told, group=terms.name, ranks=ranks)
+
+
 _TELLABLE: dict[str, type[GroupError] | type[RendezvousError]] = {
     error.__name__: error for error in (RankMismatch, PeerLost, RendezvousTimeout, RendezvousError)
 }
@@ -315,7 +316,3 @@ def _retold(verdict: dict[str, Any]) -> PhalanxError:
     if issubclass(kind, GroupError):
         return kind(verdict["message"], group=verdict["group"], ranks=verdict["ranks"])
     return kind(verdict["message"])
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

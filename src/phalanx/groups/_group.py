@@ -24,6 +24,7 @@ from ._health import Health
 from ._record import Call, Record, Recorder, user_site
 from ._retired import guard, retire
 from ._watch import watch
+from ._words import first_line
 from ._work import Work
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class ProcessGroup(Collectives):
         traits: Traits,
         devices: frozenset[str],
         store: Store | None,
-        lender: Store | None = None,
+        lent_store: Store | None = None,
         board: Board | None,
         roster: Roster,
         global_ranks: Sequence[int],
@@ -78,11 +79,9 @@ class ProcessGroup(Collectives):
         self._traits = traits
         self._devices = devices
         self._store = store
-        self.lender = lender
-        """The store that the user lent; kept, for it may be the one that hosts the group's."""
+        self._lent_store = lent_store  # kept, for it may be the one that hosts the group's
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
-        self._torch_name = name
         self._recorder = Recorder()
         self._sum_options = {}
         self._splits: dict[tuple[int, ...], int] = {}
@@ -98,7 +97,7 @@ class ProcessGroup(Collectives):
             roster=roster,
             board=board,
             recorder=self._recorder,
-            streams=traits.streams,
+            streams=traits.waits_on_stream,
             lost_ranks=getattr(engine, "lost_ranks", None),
             wake=getattr(engine, "wake", None),
         )
@@ -107,7 +106,7 @@ class ProcessGroup(Collectives):
         self._torch_name = torch_tables.enlist(self, engine)
         guard(self._health, engine)
         if board is not None:
-            watch(self)
+            watch(self._health)
 
     # -- what it is ------------------------------------------------------------------------
 
@@ -146,17 +145,7 @@ class ProcessGroup(Collectives):
         """Tell the launcher's number of every rank, in the order of this group's ranks."""
         return self._global_ranks
 
-    @property
-    def recipe(self) -> Recipe:
-        """Tell how the group was made."""
-        return self._recipe
-
-    @property
-    def token(self) -> str:
-        """Tell the group's unique mark, the same on every rank."""
-        return self._roster.token
-
-    def name_split(self, ranks: Sequence[int]) -> str:
+    def _name_split(self, ranks: Sequence[int]) -> str:
         """Name the next group that is split off with these ranks."""
         key = tuple(ranks)
         with self._state:
@@ -211,7 +200,7 @@ class ProcessGroup(Collectives):
         engine, so the survivors of a group that failed or was aborted can use it to go on.
         """
         del opts, group_desc, device_types  # the new group has this one's backend and devices
-        from ._create import split
+        from ._create import split  # here, for it makes groups and so imports this module
 
         return split(self, list(ranks), timeout=timeout, name=group_name)
 
@@ -229,7 +218,7 @@ class ProcessGroup(Collectives):
         member, then by name, so that the new ranks do not depend on who came first.
         """
         del group_desc
-        from ._create import merge
+        from ._create import merge  # here, for it makes groups and so imports this module
 
         return merge(self, store, size, timeout=timeout, name=group_name)
 
@@ -257,6 +246,7 @@ class ProcessGroup(Collectives):
             if self._closed:
                 return False
             self._closed = how
+        self._health.closed = True
         torch_tables.strike(self)
         return True
 
@@ -264,11 +254,6 @@ class ProcessGroup(Collectives):
         """Let go of the engine; one with calls under way outlives the group until they end."""
         engine, self._engine = self._engine, ClosedEngine()
         retire(self._health, engine)
-
-    def attend(self) -> None:
-        """Do what is due; the watcher calls this a few times a second."""
-        if not self._closed:
-            self._health.attend()
 
     # -- a call ----------------------------------------------------------------------------
 
@@ -317,7 +302,7 @@ class ProcessGroup(Collectives):
         failure = self._health.failure
         if self._closed and (failure is None or failure.kind == "aborted"):
             raise GroupAborted(
-                f"{operation} at {user_site(4)}: group {self._name!r} {self._closed} here; "
+                f"{operation} at {user_site()}: group {self._name!r} {self._closed} here; "
                 "make a new one with new_group or split_group",
                 group=self._name,
                 operation=operation,
@@ -325,7 +310,7 @@ class ProcessGroup(Collectives):
         assert failure is not None
         error = self._health.error(failure, None, None)
         error.add_note(
-            f"{operation} at {user_site(4)} was refused: the group has failed before. "
+            f"{operation} at {user_site()} was refused: the group has failed before. "
             "Make a new one of the ranks that are left, with split_group or new_group."
         )
         raise error
@@ -338,8 +323,7 @@ class ProcessGroup(Collectives):
         if self._health.failure is not None:
             raise self._health.error(self._health.failure, None, call) from error
         raise InvalidArgument(
-            f"{call.what} at {call.site}: {self._backend} cannot do this: "
-            f"{str(error).partition(chr(10))[0]}"
+            f"{call.what} at {call.site}: {self._backend} cannot do this: {first_line(error)}"
         ) from error
 
 

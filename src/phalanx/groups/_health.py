@@ -10,8 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
 
 from ..errors import GroupError, RankReport
 from ._board import Board
@@ -19,6 +17,7 @@ from ._failure import Failure, Kind
 from ._record import Call, Recorder, describe_frame
 from ._roster import Roster
 from ._watch import INTERVAL
+from ._words import Side, first_line, ranks_text
 
 __all__ = ["Health", "Pending"]
 
@@ -34,20 +33,10 @@ MANY_IN_FLIGHT = 256
 _MYSTERIES = frozenset({"timeout", "lost", "engine"})
 """Failures whose story the others' reports help to tell."""
 
+Reports = dict[int, RankReport]
+
+# Here every rank passes the same shape, so a different one is the cause of the hang.
 _SYMMETRIC = frozenset({"allreduce", "broadcast", "reduce", "barrier", "allgather"})
-
-
-class Watchable(Protocol):
-    """What a `Work` is to those who look after it."""
-
-    def is_completed(self) -> bool:
-        """Tell whether the call has ended, well or badly."""
-
-    def engine_is_done(self) -> bool:
-        """Tell whether the engine has let go of the call."""
-
-    def attend_future(self) -> bool:
-        """End the future if the call cannot succeed any more; returns whether it has ended."""
 
 
 class Pending:
@@ -62,12 +51,23 @@ class Pending:
     # Filled in once the call is overdue; most never are, so these cost an ordinary call nothing.
     ring: int = 0
     dead_since: float | None = None
-    reports: dict[int, RankReport] | None = None
 
     @property
     def deadline(self) -> float:
-        """Tell when the call must have ended."""
+        """When the call must have ended."""
         return self.call.started + self.timeout
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+        raise NotImplementedError
+
+    def engine_is_done(self) -> bool:
+        """Tell whether the engine has let go of the call, whatever the group thinks of it."""
+        raise NotImplementedError
+
+    def attend_future(self) -> bool:
+        """End the future if the call cannot succeed any more, and tell whether it has ended."""
+        raise NotImplementedError
 
 
 class Health:
@@ -89,6 +89,8 @@ class Health:
         self.name = name
         self.rank = rank
         self.size = size
+        self.closed = False
+        """Whether this rank has ended its part; peers are told otherwise then."""
         self.streams = streams
         """Whether waiting orders a device's stream instead of blocking the caller."""
         self.failure: Failure | None = None
@@ -99,8 +101,8 @@ class Health:
         self._lost_ranks = lost_ranks
         self._wake = wake
         self._owner = threading.get_ident()
-        self._futures: list[Watchable] = []
-        self._in_flight: dict[Call, Watchable] = {}
+        self._futures: list[Pending] = []
+        self._in_flight: dict[Call, Pending] = {}
 
     # -- a call is overdue -----------------------------------------------------------------
 
@@ -114,24 +116,24 @@ class Health:
         known = board.failure()
         if known is not None:
             return self.fail(known, publish=False)
-        return self._look_for_dead(pending) or self._look_for_gone(pending)
+        return self._look_for_dead(pending) or self._look_for_left(pending)
 
-    def timed_out(self, pending: Pending) -> Failure:
-        """Say who kept the call from ending before its deadline."""
+    def timed_out(self, pending: Pending, *, after: float) -> tuple[Failure, Reports]:
+        """Say who kept the call from ending in time, and what everybody is doing."""
         call, peer = pending.call, pending.peer
         reports = self._gather_reports(pending)
-        missing = [peer] if peer is not None else self._missing(call, reports)
-        told = f"timed out after {pending.timeout:g} s"
         clash = self._clash(call, reports)
         if clash is not None:
-            return replace(clash, by=self.rank)
+            return clash, reports
+        told = f"timed out after {after:g} s"
+        missing = [peer] if peer is not None else self._missing(call, reports)
         if missing:
             told += f": {ranks_text(missing)} did not take part"
         elif self.size > 1:
             told += " although every rank took part"
         if self._board is not None and not self._board.reachable:
             told += " (and the store does not answer: is its host alive?)"
-        return self._failure("timeout", told, tuple(missing), call)
+        return self._failure("timeout", told, tuple(missing), call), reports
 
     def diagnose(self, pending: Pending, error: Exception) -> Failure:
         """Find the reason behind an engine's error."""
@@ -141,12 +143,10 @@ class Health:
             if failure is not None:
                 return failure
             if time.monotonic() >= pending.deadline:
-                return self.timed_out(pending)
+                return self.timed_out(pending, after=pending.timeout)[0]
             if time.monotonic() >= until:
-                first_line = str(error).partition("\n")[0]
-                return self._failure(
-                    "engine", f"failed in its engine: {first_line}", (), pending.call
-                )
+                told = f"failed in its engine: {first_line(error)}"
+                return self._failure("engine", told, (), pending.call)
             time.sleep(0.02)
 
     # -- the group fails -------------------------------------------------------------------
@@ -161,12 +161,18 @@ class Health:
                 self._wake()
         return self.failure
 
-    def error(self, failure: Failure, pending: Pending | None, call: Call | None) -> GroupError:
+    def error(
+        self,
+        failure: Failure,
+        pending: Pending | None,
+        call: Call | None,
+        reports: Reports | None = None,
+    ) -> GroupError:
         """Make the error that this rank raises for `failure`."""
-        reports: dict[int, RankReport] = {}
-        if pending is not None and failure.kind in _MYSTERIES:
-            reports |= self._gather_reports(pending)
-            reports.pop(self.rank, None)  # this rank's own part is told by the error itself
+        if reports is None:
+            asks = pending is not None and failure.kind in _MYSTERIES
+            reports = self._gather_reports(pending) if pending is not None and asks else {}
+        reports.pop(self.rank, None)  # this rank's own part is told by the error itself
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
     def leave(self, site: str) -> None:
@@ -174,7 +180,7 @@ class Health:
         if self._board is not None and self.failure is None:
             self._board.leave(sequence=self._recorder.collectives, site=site)
 
-    def begun(self, call: Call, work: Watchable) -> None:
+    def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
         self._in_flight[call] = work
         if len(self._in_flight) > MANY_IN_FLIGHT:
@@ -189,7 +195,7 @@ class Health:
         """Tell whether the engine has calls under way, even if the group has given them up."""
         return any(not work.engine_is_done() for work in list(self._in_flight.values()))
 
-    def look_after(self, work: Watchable) -> None:
+    def look_after(self, work: Pending) -> None:
         """Let the watcher see to it that the work's future ends."""
         self._futures.append(work)
 
@@ -197,6 +203,8 @@ class Health:
 
     def attend(self) -> None:
         """Answer whoever asks what this rank is doing."""
+        if self.closed:
+            return
         board = self._board
         if board is not None and board.answer(self.report) and self.failure is None:
             known = board.failure()
@@ -260,7 +268,7 @@ class Health:
         member = self._roster.members[rank]
         return str(member) if member.is_dead else f"a thread of {member}"
 
-    def _look_for_gone(self, pending: Pending) -> Failure | None:
+    def _look_for_left(self, pending: Pending) -> Failure | None:
         assert self._board is not None
         for rank, (sequence, site) in self._board.left().items():
             relevant = rank != self.rank and pending.peer in (None, rank)
@@ -269,19 +277,17 @@ class Health:
                 return self._failure("aborted", cause, (rank,), pending.call)
         return None
 
-    def _gather_reports(self, pending: Pending) -> dict[int, RankReport]:
+    def _gather_reports(self, pending: Pending) -> Reports:
         """Collect what every rank is doing, allowing the watchers time to answer."""
         if self._board is None:
             return {}
-        if pending.reports is None:
-            pending.ring = pending.ring or self._board.ring()
-            pending.reports = self._await_reports(self._board, pending.ring)
-        return pending.reports
+        pending.ring = pending.ring or self._board.ring()
+        return self._await_reports(self._board, pending.ring)
 
-    def _await_reports(self, board: Board, ring: int) -> dict[int, RankReport]:
+    def _await_reports(self, board: Board, ring: int) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
         mute |= {rank: RankReport(rank, "dead") for rank in self._dead()}
-        mute |= {rank: RankReport(rank, "left", here=at) for rank, (_, at) in board.left().items()}
+        mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
         until = time.monotonic() + ANSWER_TIME
         while True:
             reports = board.reports(since=ring) | mute
@@ -291,11 +297,11 @@ class Health:
             time.sleep(0.02)
         return reports | {rank: RankReport(rank, "silent") for rank in silent}
 
-    def _missing(self, call: Call, reports: dict[int, RankReport]) -> list[int]:
+    def _missing(self, call: Call, reports: Reports) -> list[int]:
         others = (report for rank, report in sorted(reports.items()) if rank != self.rank)
         return [r.rank for r in others if r.collectives is None or r.collectives < call.sequence]
 
-    def _clash(self, call: Call, reports: dict[int, RankReport]) -> Failure | None:
+    def _clash(self, call: Call, reports: Reports) -> Failure | None:
         """See whether a peer is stuck in a different operation under the same number."""
         for rank, report in sorted(reports.items()):
             same_number = report.state == "waiting" and report.sequence == call.sequence
@@ -303,28 +309,22 @@ class Health:
                 continue
             name = (report.operation or "").partition(" ")[0]
             if name != call.operation or name in _SYMMETRIC:
-                mine = (self.rank, call.what, call.site)
-                return mismatch(mine, (rank, str(report.operation), str(report.site)), call)
+                mine = Side(self.rank, call.what, call.site)
+                return mismatch(mine, Side(rank, str(report.operation), str(report.site)), call)
         return None
 
 
-def mismatch(mine: tuple[int, str, str], theirs: tuple[int, str, str], call: Call) -> Failure:
-    """Say that two ranks called different things: (rank, what, where) each."""
+def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:
+    """Say that two ranks called different things."""
     sides = sorted((mine, theirs))
-    told = ", ".join(f"rank {rank} called {what} at {site}" for rank, what, site in sides)
     return Failure(
         kind="mismatch",
-        by=mine[0],
-        cause=f"ranks disagree: {told}",
-        ranks=tuple(side[0] for side in sides),
+        by=mine.rank,
+        cause="ranks disagree: " + ", ".join(map(str, sides)),
+        ranks=tuple(side.rank for side in sides),
         operation=call.what,
         sequence=call.sequence,
     )
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """Name ranks in a sentence: ``rank 2`` or ``ranks 1, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _is_about_connections(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 __all__ = ["PatientStore", "StoreSilent", "borrow_thread"]
 
 T = TypeVar("T")
-PATIENCE = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
+ANSWER_WITHIN = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
 
 
 class StoreSilent(RuntimeError):
@@ -76,7 +76,7 @@ class _Line:
                 ended.set()
 
         borrow_thread(put)
-        if not ended.wait(PATIENCE):
+        if not ended.wait(ANSWER_WITHIN):
             self._unanswered = ended
             raise StoreSilent("the store does not answer")
         if errors:

@@ -12,17 +12,19 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
-__all__ = ["Call", "Record", "Recorder", "describe", "describe_frame", "user_site"]
+from ._words import describe, dtype_name
 
-_OURS = tuple(
-    os.path.join(os.path.dirname(path), "")
-    for path in (os.path.dirname(os.path.abspath(__file__)), os.path.abspath(torch.__file__))
+__all__ = ["Call", "Record", "Recorder", "describe_frame", "user_site"]
+
+_INTERNAL = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
 )
-_internal_files: dict[str, bool] = {}
+_known_files: dict[str, bool] = {}
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Call:
     tensors: int
     started: float
     ended: float | None
-    code: CodeType | None
+    code: CodeType
     line: int
     transfer: bool
     """A send or receive: numbered apart, for ranks need not make the same ones."""
@@ -88,7 +90,7 @@ class Call:
     @property
     def site(self) -> str:
         """Tell the line of the user's code that made the call."""
-        return "?" if self.code is None else f"{_short(self.code.co_filename)}:{self.line}"
+        return _place(self.code, self.line)
 
     @property
     def age(self) -> float:
@@ -109,7 +111,7 @@ class Recorder:
     def begin(
         self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
     ) -> Call:
-        """Record that the caller's caller's caller is about to start an operation."""
+        """Record that an operation is about to start."""
         call = Call()
         call.transfer = transfer
         if transfer:
@@ -125,7 +127,8 @@ class Recorder:
         else:
             call.dtype = None
             call.shape = ()
-        call.code, call.line = _user_line(3)
+        # The three innermost frames are ours: this one, `_issue`, and the collective's own.
+        call.code, call.line = _user_line(sys._getframe(3))
         call.started = time.monotonic()
         call.ended = None
         self._calls.append(call)
@@ -156,7 +159,7 @@ class Recorder:
             sequence=call.sequence,
             operation=call.operation,
             shape=tuple(call.shape),
-            dtype="" if call.dtype is None else _dtype_name(call.dtype),
+            dtype="" if call.dtype is None else dtype_name(call.dtype),
             tensors=call.tensors,
             started=self._epoch + call.started,
             ended=None if call.ended is None else self._epoch + call.ended,
@@ -164,53 +167,35 @@ class Recorder:
         )
 
 
-def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Tell a tensor in short: ``float32[10, 3]``."""
-    return f"{_dtype_name(dtype)}{list(shape)}"
-
-
-def user_site(depth: int = 2) -> str:
-    """Tell the line of the user's code that is calling, seen `depth` frames up."""
-    code, line = _user_line(depth)
-    return "?" if code is None else f"{_short(code.co_filename)}:{line}"
-
-
-def is_internal(filename: str) -> bool:
-    """Tell whether a file belongs to phalanx or torch rather than to the user."""
-    known = _internal_files.get(filename)
-    if known is None:
-        known = _internal_files[filename] = filename.startswith(_OURS)
-    return known
+def user_site() -> str:
+    """Tell the line of the user's code that is calling."""
+    return _place(*_user_line(sys._getframe(1)))
 
 
 def describe_frame(frame: FrameType | None) -> str | None:
     """Tell where in the user's code a running thread is: ``train.py:44 in load``."""
-    while frame is not None and is_internal(frame.f_code.co_filename):
+    while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None:
-        return None
-    return f"{_short(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return frame and f"{_place(frame.f_code, frame.f_lineno)} in {frame.f_code.co_name}"
 
 
-def _user_line(depth: int) -> tuple[CodeType | None, int]:
-    frame: FrameType | None = sys._getframe(depth)
-    outermost = frame
-    known = _internal_files
-    while frame is not None:
-        filename = frame.f_code.co_filename
-        internal = known.get(filename)
-        if internal is None:
-            internal = is_internal(filename)
-        if not internal:
-            return frame.f_code, frame.f_lineno
-        outermost, frame = frame, frame.f_back
-    return (outermost.f_code, outermost.f_lineno) if outermost is not None else (None, 0)
+def _user_line(frame: FrameType) -> tuple[CodeType, int]:
+    """Find the innermost frame that is the user's, or else the outermost of all."""
+    while _is_internal(frame.f_code.co_filename):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_code, frame.f_lineno
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _is_internal(filename: str) -> bool:
+    """Tell whether a file belongs to phalanx or torch rather than to the user."""
+    known = _known_files.get(filename)
+    if known is None:
+        known = _known_files[filename] = filename.startswith(_INTERNAL)
+    return known
 
 
-def _short(filename: str) -> str:
-    """Shorten a path to what tells files apart: its last two parts."""
-    return os.sep.join(filename.rsplit(os.sep, 2)[-2:]) if os.sep in filename else filename
+def _place(code: CodeType, line: int) -> str:
+    """Tell a line by what tells files apart: the last two parts of the path."""
+    return f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{line}"

@@ -13,7 +13,7 @@ from ..errors import InvalidArgument
 from ._engine import Engine, Traits
 from .backends import fake, gloo, local, nccl
 
-__all__ = ["Backend", "ProcessGroupFactory", "find", "register_backend"]
+__all__ = ["Backend", "ProcessGroupFactory", "find_backend", "register_backend"]
 
 
 class ProcessGroupFactory(Protocol):
@@ -50,7 +50,7 @@ def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | N
     _backends[name] = Backend(name, func, traits or Traits())
 
 
-def find(name: str) -> Backend:
+def find_backend(name: str) -> Backend:
     """Return the backend of that name."""
     try:
         return _backends[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,9 @@ class Member:
     pid: int
     started: str
     """When the process started, in the kernel's own clock."""
-    global_rank: int
 
     @classmethod
-    def here(cls, *, global_rank: int) -> Member:
+    def here(cls) -> Member:
         """Describe the calling process."""
         pid = os.getpid()
         return cls(
@@ -38,7 +37,6 @@ class Member:
             machine=_machine(),
             pid=pid,
             started=_look_up(pid)[0],
-            global_rank=global_rank,
         )
 
     @classmethod
@@ -72,7 +70,7 @@ class Roster:
 
     token: str
     """Unique to this group, for ever."""
-    members: tuple[Member, ...] = field(default_factory=tuple)
+    members: tuple[Member, ...] = ()
 
     def dead(self) -> list[int]:
         """List the ranks whose process is provably gone."""

@@ -15,8 +15,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTimeout
+from ._words import first_line
 
-__all__ = ["Meeting", "meet", "own_connection", "place"]
+__all__ = ["Meeting", "check_place", "meet", "own_connection"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Meeting:
     store: Store
     rank: int
     size: int
-    lender: Store | None = None
+    lent_store: Store | None = None
     """The caller's own store, which may be the one that hosts it all; kept alive."""
 
 
@@ -37,7 +38,7 @@ def meet(
     if isinstance(where, Store):
         # A connection of our own: others may wait on theirs for long, and nobody else gets a word
         # in meanwhile.
-        return Meeting(own_connection(where), *place(rank, size), lender=where)
+        return Meeting(own_connection(where), *check_place(rank, size), lent_store=where)
     if where is None:
         where = "env://"
     if not isinstance(where, str):
@@ -48,7 +49,7 @@ def meet(
     size = int(query["world_size"]) if size is None and "world_size" in query else size
     if url.scheme == "env":
         return _from_environment(rank, size, timeout)
-    rank, size = place(rank, size)
+    rank, size = check_place(rank, size)
     if url.scheme == "tcp":
         if not url.hostname or url.port is None:
             raise InvalidArgument(f"{where!r} must name a host and a port: tcp://10.0.0.1:29500")
@@ -64,7 +65,7 @@ def own_connection(store: Store) -> Store:
     return clone
 
 
-def place(rank: int | None, size: int | None) -> tuple[int, int]:
+def check_place(rank: int | None, size: int | None) -> tuple[int, int]:
     """Check a rank and a world size."""
     if rank is None or size is None:
         raise InvalidArgument(
@@ -139,7 +140,7 @@ def _explained(error: Exception, host: str, port: int) -> RendezvousError:
             f"port {port} on {host} is in use by another program: choose another MASTER_PORT, "
             "or start with `phalanx run`, which finds a free one"
         )
-    return RendezvousError(f"cannot open the store at {host}:{port}: {text.partition(chr(10))[0]}")
+    return RendezvousError(f"cannot open the store at {host}:{port}: {first_line(error)}")
 
 
 def _file_store(url: str, path: str, size: int) -> Store:

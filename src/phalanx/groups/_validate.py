@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument, InvalidType
-from ._record import describe
+from ._words import describe, dtype_name, op_name
 
 __all__ = [
     "factor",
@@ -22,8 +22,8 @@ __all__ = [
     "nested_list",
     "numel",
     "one_for_each_rank",
+    "rank",
     "reduction",
-    "root_rank",
     "same_dtype",
     "same_length",
     "seconds",
@@ -94,10 +94,10 @@ def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str
 def reduction(operation: str, op: object, dtype: torch.dtype) -> None:
     """Refuse a reduce operation that the element type does not have."""
     whole = not (dtype.is_floating_point or dtype.is_complex)
-    name = str(op).rpartition(".")[2]
+    name = op_name(op)
     if op in _BITWISE and not whole:
         raise InvalidArgument(
-            f"{operation} cannot {name} {describe(dtype, ())[:-2]}: "
+            f"{operation} cannot {name} {dtype_name(dtype)}: "
             "bitwise operations need an integer or bool tensor"
         )
     if op in _ORDERED and dtype.is_complex:
@@ -110,19 +110,19 @@ def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
     """Refuse a factor whose product with the tensor the tensor cannot hold."""
     if not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
         raise InvalidArgument(
-            f"{operation}: PREMUL_SUM by {value} does not fit {describe(tensor.dtype, ())[:-2]}: "
+            f"{operation}: PREMUL_SUM by {value} does not fit {dtype_name(tensor.dtype)}: "
             "convert the tensor to floating point first"
         )
 
 
-def root_rank(operation: str, root: int, size: int, *, word: str = "root") -> int:
+def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
     """Refuse a rank that is not of this group."""
-    if not isinstance(root, int) or not 0 <= root < size:
+    if not isinstance(value, int) or not 0 <= value < size:
         raise InvalidArgument(
-            f"{operation}: {word} {root!r} is not a rank of this group; "
+            f"{operation}: {word} {value!r} is not a rank of this group; "
             f"its ranks are 0 to {size - 1} (group-local, not global)"
         )
-    return root
+    return value
 
 
 def same_length(
@@ -149,7 +149,7 @@ def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
     """Refuse tensors of several element types in one call."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
         raise InvalidArgument(f"{operation} takes tensors of one dtype, not {names}")
 
 

@@ -25,7 +25,7 @@ __all__ = ["Work"]
 FIRST_LOOK = 0.25  # seconds that a call may take before anybody wonders
 NEXT_LOOK = 0.1
 
-_FIRST_LOOK = timedelta(seconds=FIRST_LOOK)
+_FIRST_TURN = timedelta(seconds=FIRST_LOOK)
 _NO_TIMEOUT = timedelta(0)
 
 
@@ -73,20 +73,25 @@ class Work(dist.Work, Pending):
         """
         if self._settled:
             return True
+        self.await_engine(timeout)
+        self._settle()
+        return True
+
+    def await_engine(self, timeout: timedelta = _NO_TIMEOUT) -> None:
+        """Block until the engine is done, well; raise the reason if that cannot be."""
         if self._error is not None:
             raise self._error
         if self._health.streams:
             self._wait_on_stream(timeout)
-        else:
-            self._health.waiting = self.call
-            try:
-                self._raw.wait(self._first_look(timeout))
-            except RuntimeError:
-                self._wait_long(timeout)
-            finally:
-                self._health.waiting = None
-        self._settle()
-        return True
+            return
+        self._health.waiting = self.call
+        limit = self._limit(timeout)
+        try:
+            self._raw.wait(_first_turn(limit))
+        except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
+            self._wait_long(limit)
+        finally:
+            self._health.waiting = None
 
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
@@ -143,28 +148,23 @@ class Work(dist.Work, Pending):
 
     # -- waiting ---------------------------------------------------------------------------
 
-    def _first_look(self, timeout: timedelta) -> timedelta:
-        left = self._limit(timeout) - time.monotonic()
-        return _FIRST_LOOK if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))
-
     def _limit(self, timeout: timedelta) -> float:
-        """Tell when this wait ends: at the call's deadline or its own."""
+        """Tell when this wait ends: at the call's deadline, or its own if that is sooner."""
         if timeout <= _NO_TIMEOUT:
             return self.deadline
         return min(self.deadline, time.monotonic() + timeout.total_seconds())
 
-    def _wait_long(self, timeout: timedelta) -> None:
-        limit = self._limit(timeout)
-        while not self._try():
+    def _wait_long(self, limit: float) -> None:
+        while not self._is_done():
             failure = self._health.look(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
-                self._raise_timeout(final=limit >= self.deadline)
-            self._sleep(min(NEXT_LOOK, limit - time.monotonic()))
+                self._raise_timeout(limit)
+            self._wait_a_turn(min(NEXT_LOOK, limit - time.monotonic()))
 
-    def _try(self) -> bool:
-        """Tell whether the engine is done; raises the reason if it is done badly."""
+    def _is_done(self) -> bool:
+        """Tell whether the engine is done; raise the reason if it is done badly."""
         if not self._raw.is_completed():
             return False
         try:
@@ -173,11 +173,9 @@ class Work(dist.Work, Pending):
             self._raise(self._health.diagnose(self, error), error)
         return True
 
-    def _sleep(self, seconds: float) -> None:
-        try:
+    def _wait_a_turn(self, seconds: float) -> None:
+        with suppress(RuntimeError):  # not yet, or failed: `_is_done` knows
             self._raw.wait(timedelta(seconds=max(seconds, 0.001)))
-        except RuntimeError:
-            return  # not yet, or failed: `_try` knows
 
     def _wait_on_stream(self, timeout: timedelta) -> None:
         try:
@@ -204,11 +202,14 @@ class Work(dist.Work, Pending):
         self._error = self._health.error(failure, self, self.call)
         raise self._error from cause
 
-    def _raise_timeout(self, *, final: bool) -> NoReturn:
-        failure = self._health.timed_out(self)
-        if final:
-            self._raise(failure)
-        raise self._health.error(failure, self, self.call)
+    def _raise_timeout(self, limit: float) -> NoReturn:
+        """Give up; for good only if it is the call's own deadline that has passed."""
+        if limit < self.deadline:
+            failure, reports = self._health.timed_out(self, after=round(self.call.age, 3))
+            raise self._health.error(failure, self, self.call, reports)
+        failure, reports = self._health.timed_out(self, after=self.timeout)
+        self._error = self._health.error(self._health.fail(failure), self, self.call, reports)
+        raise self._error
 
     # -- futures: somebody waits where we have no hand in ----------------------------------
 
@@ -225,14 +226,14 @@ class Work(dist.Work, Pending):
             self._future.set_result(self._outputs)
 
     def attend_future(self) -> bool:
-        """End the future if the call cannot succeed any more; returns whether it has ended."""
+        """End the future if the call cannot succeed any more, and tell whether it has ended."""
         if self._future_ended:
             return True
         failure = self._health.failure
         if failure is None and self.call.age > FIRST_LOOK:
             failure = self._health.look(self)
             if failure is None and self.call.age > self.timeout:
-                failure = self._health.timed_out(self)
+                failure, _ = self._health.timed_out(self, after=self.timeout)
         if failure is not None:
             self._fail_future(failure)
         return self._future_ended
@@ -250,3 +251,8 @@ class Work(dist.Work, Pending):
             first = not self._future_ended
             self._future_ended = True
             return first
+
+
+def _first_turn(limit: float) -> timedelta:
+    left = limit - time.monotonic()
+    return _FIRST_TURN if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ...errors import UnknownOption
-from .._engine import Engine, Traits
-from ._done import PythonWork
+from .._engine import REDUCTIONS, Engine, Traits
+from . import refuse_options
+from ._python_work import PythonWork
 
 __all__ = ["TRAITS", "make"]
 
@@ -102,12 +102,6 @@ def _done(outputs: Tensors, values: Tensors | None = None) -> PythonWork:
     return work
 
 
-def check_options(options: dict[str, object]) -> None:
-    """Refuse options: there are none."""
-    if options:
-        raise UnknownOption(f"fake takes no options, but was given {', '.join(sorted(options))}")
-
-
 def make(
     store: Store,
     rank: int,
@@ -117,18 +111,16 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Make one rank of a group that is not there."""
-    del store, timeout, device
-    check_options(kwargs)
+    del store, timeout, device, kwargs
     return FakeEngine(rank, world_size)
 
 
 TRAITS = Traits(
     devices=frozenset({"cpu", "cuda", "meta"}),
-    averages=frozenset(
-        {"allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_single"}
-    ),
+    averages=REDUCTIONS,
+    averages_all_types=True,
     premultiplies=True,
-    meets=False,
+    needs_store=False,
     alltoall_lists=True,
-    check_options=check_options,
+    check_options=refuse_options("fake"),
 )

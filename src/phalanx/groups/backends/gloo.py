@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
-from ...errors import UnknownOption
 from .._engine import Engine, RawWork, Traits
 from .._patient import borrow_thread
+from . import refuse_options
+from ._python_work import PythonWork
 
 __all__ = ["TRAITS", "make"]
-
-
-def check_options(options: dict[str, object]) -> None:
-    """Refuse options: Gloo has none."""
-    if options:
-        names = ", ".join(sorted(options))
-        raise UnknownOption(f"gloo takes no options, but was given {names}")
 
 
 def make(
@@ -36,14 +28,13 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Connect this rank to its peers."""
-    del device
-    check_options(kwargs)
+    del device, kwargs
     engine = dist.ProcessGroupGloo(store, rank, world_size, timeout)
     engine._set_sequence_number_for_group()
     return engine
 
 
-class _Transfer:
+class _Transfer(PythonWork):
     """A send or receive that is waited for on a thread of its own.
 
     To Gloo, a timed wait that runs out means that the connection is broken, so a waiter that wants
@@ -52,37 +43,22 @@ class _Transfer:
     """
 
     def __init__(self, raw: RawWork, seconds: float) -> None:
+        super().__init__([])
         self._raw = raw
         self._until = time.monotonic() + seconds
-        self._ended = threading.Event()
-        self._error: RuntimeError | None = None
         self._started = False
-        self._future: Future[Any] | None = None
-        self._lock = threading.Lock()  # over the three above
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self._start()
-        if not self._ended.wait(timeout.total_seconds() or None):
-            raise RuntimeError("not yet")
-        if self._error is not None:
-            raise self._error
-        return True
+        return super().wait(timeout)
 
     def is_completed(self) -> bool:
         self._start()
-        return self._ended.is_set()
+        return super().is_completed()
 
     def get_future(self) -> Future[Any]:
-        with self._lock:
-            if self._future is None:
-                self._future = Future()
-                if self._ended.is_set():
-                    self._fill(self._future)
         self._start()
-        return self._future
-
-    def result(self) -> list[Tensor]:
-        return self._raw.result()
+        return super().get_future()
 
     def _source_rank(self) -> int:
         return self._raw._source_rank()
@@ -95,20 +71,12 @@ class _Transfer:
         borrow_thread(self._run)
 
     def _run(self) -> None:
+        error: RuntimeError | None = None
         try:
             self._raw.wait(timedelta(seconds=max(self._until - time.monotonic(), 0.001)))
-        except RuntimeError as error:
-            self._error = error
-        with self._lock:
-            self._ended.set()
-            if self._future is not None:
-                self._fill(self._future)
-
-    def _fill(self, future: Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result([])
+        except RuntimeError as caught:
+            error = caught
+        self.finish(error)
 
 
 TRAITS = Traits(
@@ -128,5 +96,5 @@ TRAITS = Traits(
     ),
     averages=frozenset({"allreduce"}),
     wrap_transfer=_Transfer,
-    check_options=check_options,
+    check_options=refuse_options("gloo"),
 )

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ...errors import UnknownOption
-from .._engine import Engine, Traits
+from .._engine import REDUCTIONS, Engine, Traits
+from .._words import Side
 from . import _reference as reference
-from ._done import PythonWork
+from . import refuse_options
+from ._python_work import PythonWork
 
 __all__ = ["TRAITS", "make"]
 
@@ -71,9 +72,8 @@ class _Post:
 class _Statement:
     """What the first rank to arrive said that it calls."""
 
-    rank: int
     said: str
-    where: tuple[str, str]
+    side: Side
     heard: set[int] = field(default_factory=set)
 
 
@@ -91,7 +91,7 @@ class _Hub:
         self._receives: list[_Post] = []
         self._aborted = False
 
-    def join(
+    def arrive(
         self, sequence: int, rank: int, function: Function, arguments: tuple[Any, ...]
     ) -> PythonWork:
         """Arrive at a collective; the last to do so carries it out."""
@@ -107,17 +107,14 @@ class _Hub:
         slot.run()
         return work
 
-    def agree(
-        self, sequence: int, rank: int, said: str, where: tuple[str, str]
-    ) -> tuple[int, str, str] | None:
-        """Compare with the first rank to arrive; returns it if it says something else."""
+    def agree(self, sequence: int, said: str, side: Side) -> Side | None:
+        """Compare with the first rank to arrive, and return its side if it says something else."""
         with self._lock:
-            mine = _Statement(rank, said, where)
-            first = self._statements.setdefault(sequence, mine)
-            first.heard.add(rank)
+            first = self._statements.setdefault(sequence, _Statement(said, side))
+            first.heard.add(side.rank)
             if len(first.heard) == self._size:
                 del self._statements[sequence]
-        return None if first.said == said else (first.rank, *first.where)
+        return None if first.said == said else first.side
 
     def send(self, post: _Post) -> PythonWork:
         """Hand a tensor to a receive that waits for it, or wait for one."""
@@ -170,15 +167,13 @@ class LocalEngine:
         self._rank = rank
         self._sequence = 0
 
-    def _join(self, function: Function, *arguments: Any) -> PythonWork:
+    def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
         self._sequence += 1
-        return self._hub.join(self._sequence, self._rank, function, arguments)
+        return self._hub.arrive(self._sequence, self._rank, function, arguments)
 
-    def agree(
-        self, sequence: int, said: str, where: tuple[str, str]
-    ) -> tuple[int, str, str] | None:
-        """Compare a call with that of the first rank to make it: (rank, what, where) if unlike."""
-        return self._hub.agree(sequence, self._rank, said, where)
+    def agree(self, sequence: int, said: str, side: Side) -> Side | None:
+        """Compare a call with that of the first rank to make it, and return its side if unlike."""
+        return self._hub.agree(sequence, said, side)
 
     def lost_ranks(self) -> list[int]:
         """List the ranks whose thread has ended."""
@@ -190,53 +185,53 @@ class LocalEngine:
 
     def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
         """See `_reference`, as for all of these."""
-        return self._join(reference.allreduce, tensors, opts)
+        return self._arrive(reference.allreduce, tensors, opts)
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> PythonWork:
         """Reduce to the root."""
-        return self._join(reference.reduce, tensors, opts)
+        return self._arrive(reference.reduce, tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> PythonWork:
         """Copy from the root."""
-        return self._join(reference.broadcast, tensors, opts)
+        return self._arrive(reference.broadcast, tensors, opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
         """Collect in lists."""
-        return self._join(reference.allgather, outputs, inputs, opts)
+        return self._arrive(reference.allgather, outputs, inputs, opts)
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> PythonWork:
-        return self._join(reference.allgather_base, output, part, opts)
+        return self._arrive(reference.allgather_base, output, part, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
         """Collect on the root."""
-        return self._join(reference.gather, outputs, inputs, opts)
+        return self._arrive(reference.gather, outputs, inputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
         """Hand out from the root."""
-        return self._join(reference.scatter, outputs, inputs, opts)
+        return self._arrive(reference.scatter, outputs, inputs, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
         """Reduce lists and keep one tensor."""
-        return self._join(reference.reduce_scatter, outputs, inputs, opts)
+        return self._arrive(reference.reduce_scatter, outputs, inputs, opts)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> PythonWork:
-        return self._join(reference.reduce_scatter_base, output, whole, opts)
+        return self._arrive(reference.reduce_scatter_base, output, whole, opts)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
     ) -> PythonWork:
         """Exchange rows."""
-        return self._join(reference.alltoall_base, output, source, into, out_of, opts)
+        return self._arrive(reference.alltoall_base, output, source, into, out_of, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
         """Exchange tensors."""
-        return self._join(reference.alltoall, outputs, inputs, opts)
+        return self._arrive(reference.alltoall, outputs, inputs, opts)
 
     def barrier(self, opts: Any) -> PythonWork:
         """Meet."""
-        return self._join(reference.barrier, opts)
+        return self._arrive(reference.barrier, opts)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
         """Send to one rank."""
@@ -266,12 +261,6 @@ def _refused(work: PythonWork) -> PythonWork:
     return work
 
 
-def check_options(options: dict[str, object]) -> None:
-    """Refuse options: there are none."""
-    if options:
-        raise UnknownOption(f"local takes no options, but was given {', '.join(sorted(options))}")
-
-
 def make(
     store: Store,
     rank: int,
@@ -281,8 +270,7 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Meet the other threads of this process."""
-    del timeout, device
-    check_options(kwargs)
+    del timeout, device, kwargs
     return LocalEngine(_enter_hub(store, rank, world_size), rank)
 
 
@@ -318,18 +306,10 @@ TRAITS = Traits(
             torch.bool,
         }
     ),
-    averages=frozenset(
-        {
-            "allreduce",
-            "allreduce_coalesced",
-            "reduce",
-            "reduce_scatter",
-            "reduce_scatter_single",
-            "reduce_scatter_single_coalesced",
-        }
-    ),
+    averages=REDUCTIONS,
+    averages_all_types=True,
     premultiplies=True,
-    one_process=True,
+    ranks_are_threads=True,
     alltoall_lists=True,
-    check_options=check_options,
+    check_options=refuse_options("local"),
 )

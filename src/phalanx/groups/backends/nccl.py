@@ -51,8 +51,9 @@ def make(
 
 TRAITS = Traits(
     averages=frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"}),
+    averages_all_types=True,
     premultiplies=True,
     alltoall_lists=True,
-    streams=True,
+    waits_on_stream=True,
     check_options=check_options,
 )

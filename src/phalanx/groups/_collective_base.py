@@ -15,12 +15,12 @@ from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument, InvalidType
 from . import _validate as validate
-from ._adapt import adapt_reduction, as_bytes, plain_op
+from ._adapt import adapt_reduction, as_bytes, is_sum, plain_op
 from ._engine import Engine, RawWork, Traits
 from ._joint import JointWork
 from ._work import Work
 
-__all__ = ["Calls", "Tensors", "Timeout", "also_named", "with_op"]
+__all__ = ["CollectiveBase", "Tensors", "Timeout", "also_named", "with_op"]
 
 SUM = ReduceOp.SUM
 PREMUL_SUM = ReduceOp.PREMUL_SUM
@@ -36,7 +36,7 @@ def also_named(**others: str) -> Callable[[Method], Method]:
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
-        def accepting(self: Calls, *args: Any, **kwargs: Any) -> Work:
+        def accepting(self: CollectiveBase, *args: Any, **kwargs: Any) -> Work:
             named = {others.get(name, name): value for name, value in kwargs.items()}
             return method(self, *args, **named)
 
@@ -45,7 +45,7 @@ def also_named(**others: str) -> Callable[[Method], Method]:
     return decorate
 
 
-class Calls(dist.ProcessGroup):
+class CollectiveBase(dist.ProcessGroup):
     """The machinery under `Collectives`; `ProcessGroup` provides `_issue`."""
 
     _engine: Engine
@@ -117,9 +117,9 @@ class Calls(dist.ProcessGroup):
                 validate.seconds(timeout)
                 options.timeout = timeout
             if root is not None:
-                options.rootRank = validate.root_rank(operation, root, self._size)
+                options.rootRank = validate.rank(operation, root, self._size)
         elif root is not None:
-            validate.root_rank(operation, options.rootRank, self._size)
+            validate.rank(operation, options.rootRank, self._size)
         return options
 
     # -- tensors ---------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Calls(dist.ProcessGroup):
     def _check_tensors(self, operation: str, tensors: Tensors, op: Any = SUM) -> None:
         for tensor in tensors:
             validate.usable(operation, tensor, self._devices, self._backend)
-        if op is not SUM and op != SUM and tensors:
+        if not is_sum(op) and tensors:
             validate.reduction(operation, plain_op(op), tensors[0].dtype)
             if op == PREMUL_SUM:
                 validate.factor(operation, tensors[0], op.factor)
@@ -151,7 +151,7 @@ class Calls(dist.ProcessGroup):
     def _check_transfer(self, operation: str, rank: int, timeout: Timeout, *, word: str) -> None:
         if timeout is not None:
             validate.seconds(timeout)
-        validate.root_rank(operation, rank, self._size, word=word)
+        validate.rank(operation, rank, self._size, word=word)
         if rank == self._rank:
             raise InvalidArgument(
                 f"{operation}: {word} {rank} is this rank itself; copy the tensor instead"
@@ -175,7 +175,7 @@ class Calls(dist.ProcessGroup):
         known = self._traits.dtypes
         finish = None
         mine = tensors
-        plain = op is SUM or op == SUM
+        plain = is_sum(op)
         dtype = tensors[0].dtype
         if not plain or dtype is torch.bool or not (known is None or dtype in known):
             plan = adapt_reduction(
@@ -224,7 +224,7 @@ class Calls(dist.ProcessGroup):
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
         """Sum a sparse tensor; ranks may have different entries."""
         validate.on_device("allreduce", tensors[0], self._devices, self._backend)
-        if op is not SUM and op != SUM:
+        if not is_sum(op):
             raise InvalidArgument("allreduce of sparse tensors can only SUM: make them dense first")
         return self._issue(
             "allreduce",

@@ -23,7 +23,8 @@ class PythonWork:
         self._error: Exception | None = None
         self._source = -1
         self._future: Future[Any] | None = None
-        self._lock = threading.Lock()  # over the future: made once, filled once
+        # For what must happen once: the end, and the making and filling of the future.
+        self._lock = threading.Lock()
 
     def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
         """End the call, well or badly; only the first end counts."""

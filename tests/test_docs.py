@@ -20,7 +20,7 @@ def test_the_readmes_training_loop_learns(tmp_path):
     loop = code("README.md", containing="optimizer.step()")
     assert len(loop.splitlines()) <= 18
     script = tmp_path / "train.py"
-    script.write_text(loop + "assert loss.item() < 0.01, loss\ngroup.shutdown()\n")
+    script.write_text(loop + "assert loss.item() < 0.01, loss\n")
     launch.run(str(script), ranks=2)
 
 
@@ -42,10 +42,10 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
 def test_links_lead_somewhere(document):
-    for target in re.findall(r"\]\(([^)]+)\)", (ROOT / document).read_text()):
-        assert target.startswith("http") or (ROOT / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
+        assert target.startswith("http") or (document.parent / target).exists(), target
 
 
 def test_the_design_names_modules_that_exist():

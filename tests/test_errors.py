@@ -1,5 +1,6 @@
 """The tree of errors: what catches what, and how an error reads."""
 
+import builtins
 import pickle
 import re
 
@@ -17,13 +18,7 @@ def test_the_docstring_draws_the_whole_tree():
 def test_the_docstring_draws_every_built_in_parent():
     for name, told in re.findall(r"── (\w+) \(([\w, ]+)\)", errors.__doc__):
         for parent in told.split(", "):
-            assert issubclass(getattr(errors, name), getattr(__builtins_module(), parent)), name
-
-
-def __builtins_module():
-    import builtins
-
-    return builtins
+            assert issubclass(getattr(errors, name), getattr(builtins, parent)), name
 
 
 def test_a_timeout_carries_its_facts():

@@ -10,7 +10,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 
 LAYERS = [
-    {"errors", "_faultpoints"},
+    {"errors", "_faultpoints", "_signals"},
     {"env"},
     {"native"},
     {"groups"},
@@ -23,7 +23,7 @@ LAYERS = [
 """From the bottom up; what shares a line knows nothing of its neighbours."""
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FREE_OF_TORCH = {"errors", "env", "_faultpoints", "launch", "__main__"}
+FREE_OF_TORCH = {"errors", "env", "_faultpoints", "_signals", "launch", "__main__"}
 """What may not import torch when it is imported itself."""
 
 

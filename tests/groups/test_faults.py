@@ -245,8 +245,8 @@ def wait_impatiently(ctx):
             work.wait(timedelta(milliseconds=300))
         elapsed = time.monotonic() - started
         (told,) = re.findall(r"timed out after ([\d.]+) s", str(caught.value))
-        assert 0.29 < float(told) < 0.5, "when it gave up: neither twice as late nor after a minute"
-        assert 0.29 < elapsed < 0.8, "giving up takes a watcher's interval to ask around"
+        assert told == "0.3", "the wait's own time, not the call's"
+        assert 0.29 < elapsed < 2, "giving up includes asking around, for up to a second"
         assert not work.is_completed()
         ctx.store.set("waited", "")
     work.wait()

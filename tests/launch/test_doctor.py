@@ -1,6 +1,11 @@
+import errno
 import json
+import os
+import socket
+import threading
 import time
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,9 +27,18 @@ def test_people_read_what_is_wrong_and_what_to_do():
 
 
 def test_good_news_has_no_advice():
-    text = render(Examination([Finding(True, "torch", "2.13.0", "install it")], []))
-    assert "install it" not in text
+    text = render(Examination([GOOD], []))
+    assert "->" not in text
     assert text.endswith("all is well")
+
+
+def test_a_note_has_advice_and_is_no_fault():
+    examination = Examination([GOOD, Finding(True, "compiler", "none", "install one")], [])
+    text = render(examination)
+    assert "note " in text
+    assert "-> install one" in text
+    assert text.endswith("all is well")
+    assert examination.ok
 
 
 def test_programs_read_the_same():
@@ -44,7 +58,7 @@ def test_a_check_that_breaks_is_a_finding():
 
 
 def test_a_check_that_never_ends_is_a_finding():
-    finding = look(lambda: time.sleep(1000), patience=0.01)
+    finding = look(lambda: time.sleep(1000), within=0.01)
     assert not finding.ok
     assert "no answer in 0.01 s" in finding.detail
 
@@ -69,8 +83,55 @@ def test_threads_that_do_not_fit_the_cores(monkeypatch, threads, ok):
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     finding = _checks.compiler()
-    assert not finding.ok
+    assert finding.ok
+    assert "will lack the shared-memory engine" in finding.advice
     assert "g++" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "told"),
+    [(1024, 1024, ""), (32, 32, "--shm-size"), (1024, 1, "it is full"), (None, None, "")],
+)
+def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
+    def statvfs(_path):
+        if size is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return SimpleNamespace(f_frsize=1 << 20, f_blocks=size, f_bavail=free)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    finding = _checks.shared_memory()
+    assert finding.ok
+    assert told in finding.advice
+    assert ("DataLoader workers may fail" in finding.advice) == (free != 1024)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "ok", "advised"),
+    [((100, 200), True, False), ((0, 200), True, True), ((0, 0), False, True)],
+)
+def test_a_slow_look_up_is_a_note_and_a_very_slow_one_a_fault(monkeypatch, bounds, ok, advised):
+    monkeypatch.setattr(_checks, "SLOW_LOOKUP", bounds[0])
+    monkeypatch.setattr(_checks, "FAULTY_LOOKUP", bounds[1])
+    finding = _checks.loopback_name()
+    assert (finding.ok, "/etc/hosts" in finding.advice) == (ok, advised)
+
+
+def test_a_look_up_that_never_ends_is_a_fault(monkeypatch):
+    over = threading.Event()
+    monkeypatch.setattr(_checks, "LOOKUP_WITHIN", 0.01)
+    monkeypatch.setattr(socket, "getnameinfo", lambda *_: over.wait())
+    finding = _checks.loopback_name()
+    over.set()
+    assert not finding.ok
+    assert finding.detail == "no answer in 0.01 s"
+
+
+def test_a_look_up_that_fails_is_only_measured(monkeypatch):
+    def fail(*_):
+        raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+    monkeypatch.setattr(socket, "getnameinfo", fail)
+    assert _checks.loopback_name().ok
 
 
 def test_the_oldest_torch_is_what_the_package_asks_for():

@@ -23,8 +23,8 @@ def test_a_follower_is_quoted_by_its_exception():
 
 
 def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
-    stopped = RankExit(rank=0, code=-15, at=3.0, was_stopped=True, last_words=LOST)
-    silent = RankExit(rank=2, code=-15, at=3.0, was_stopped=True, last_words=["a warning"])
+    stopped = RankExit(rank=0, code=-15, at=3.0, was_told_to_end=True, last_words=LOST)
+    silent = RankExit(rank=2, code=-15, at=3.0, was_told_to_end=True, last_words=["a warning"])
     assert followers(stopped, silent) == [
         "rank 0 was stopped after phalanx.errors.PeerLost: rank 1 is dead",
         "rank 2 was stopped",
@@ -51,7 +51,7 @@ def test_the_shell_sees_the_first_failure():
 
 
 def test_the_shell_sees_a_signal_unless_all_ended_well():
-    stopped = RankExit(rank=0, code=-15, at=1.0, was_stopped=True)
-    well = RankExit(rank=0, code=0, at=1.0, was_stopped=True)
+    stopped = RankExit(rank=0, code=-15, at=1.0, was_told_to_end=True)
+    well = RankExit(rank=0, code=0, at=1.0, was_told_to_end=True)
     assert Outcome(exits=[stopped], signal=15).exit_code == 143
     assert Outcome(exits=[well], signal=15).exit_code == 0

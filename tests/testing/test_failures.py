@@ -47,7 +47,7 @@ def raise_own(ctx):
 
 
 def test_every_failed_rank_is_shown_and_the_others_are_told(ranks):
-    text = str(failing(ranks, raise_own, 3, grace=5))
+    text = str(failing(ranks, raise_own, 3, linger=5))
     assert text.startswith("2 of 3 ranks failed")
     assert "ValueError: rank 1 is odd" in text
     assert "ValueError: rank 2 is odd" in text
@@ -93,7 +93,7 @@ def test_causes_are_shown(ranks):
 
 def test_failed_ranks_are_replaced_and_others_are_kept(ranks):
     before = ranks.run(report_pid, 3)
-    failing(ranks, raise_own, 3, grace=5)
+    failing(ranks, raise_own, 3, linger=5)
     after = ranks.run(report_pid, 3)
     assert after[0] == before[0]
     assert not set(after[1:]) & set(before)
@@ -191,7 +191,7 @@ def fail_and_hang(ctx):
 
 def test_after_a_failure_the_others_are_not_waited_for_long(ranks):
     start = time.monotonic()
-    text = str(failing(ranks, fail_and_hang, 3, timeout=60, grace=0.2))
+    text = str(failing(ranks, fail_and_hang, 3, timeout=60, linger=0.2))
     assert time.monotonic() - start < 10
     assert text.startswith("3 of 3 ranks failed")
     assert "ValueError: the cause" in text

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import InternalError, InvalidArgument, InvalidState, InvalidType
+from phalanx.errors import InvalidArgument, InvalidState, InvalidType, RanksFailed
 from phalanx.testing import RankFailures, RankPool
 
 
@@ -228,9 +228,17 @@ def test_a_pool_survives_the_loss_of_its_template():
         pool.run(parent_pid)
 
 
+def test_a_broken_preload_is_told():
+    with (
+        RankPool(1, preload=["no_such_module"]) as pool,
+        pytest.raises(RanksFailed, match=r"has ended:(?s:.*)No module named 'no_such_module'"),
+    ):
+        pool.run(parent_pid)
+
+
 def pool_is_broken(pool):
     try:
         pool.run(parent_pid)
-    except InternalError:
+    except RanksFailed:
         return True
     return False

@@ -86,7 +86,7 @@ def fail_and_hang(ctx):
 
 
 @pytest.mark.parametrize(
-    ("body", "options"), [(hang, {"timeout": 0.3}), (fail_and_hang, {"grace": 0.3})]
+    ("body", "options"), [(hang, {"timeout": 0.3}), (fail_and_hang, {"linger": 0.3})]
 )
 def test_a_hung_thread_is_dumped_and_left_behind(threads, body, options):
     release.clear()

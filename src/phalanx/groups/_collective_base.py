@@ -51,10 +51,12 @@ class CollectiveBase(dist.ProcessGroup):
     _engine: Engine
     _traits: Traits
     _devices: frozenset[str]
+    _takes_cpu: bool
     _backend: str
     _size: int
     _rank: int
-    _sum_options: dict[Any, Any]
+    _plain_sum: Any
+    """Options for a sum with the group's timeout: made once, for that costs microseconds."""
 
     def _issue(
         self,
@@ -87,12 +89,6 @@ class CollectiveBase(dist.ProcessGroup):
 
         The operation is a plain enumeration, which compares fast, unless it carries a factor.
         """
-        if opts is None and timeout is None and (op is None or op is SUM):
-            # By far the most frequent case; making and filling options costs microseconds.
-            known = self._sum_options.get(kind)
-            if known is None:
-                known = self._sum_options[kind] = kind()
-            return known, SUM
         if isinstance(op, kind):
             opts = op
         elif not (op is None or isinstance(op, ReduceOp)):
@@ -124,9 +120,18 @@ class CollectiveBase(dist.ProcessGroup):
 
     # -- tensors ---------------------------------------------------------------------------
 
+    def _sums_as_it_is(self, tensor: Tensor) -> bool:
+        """Tell whether the engine can add up such a tensor with nobody's help."""
+        known = self._traits.dtypes
+        plain = self._takes_cpu and _is_plain(tensor)
+        return plain and (known is None or tensor.dtype in known) and tensor.dtype is not torch.bool
+
     def _check_tensors(self, operation: str, tensors: Tensors, op: Any = SUM) -> None:
         for tensor in tensors:
-            validate.usable(operation, tensor, self._devices, self._backend)
+            if not (
+                self._takes_cpu and _is_plain(tensor)
+            ):  # most are, and asking in one place is quicker
+                validate.usable(operation, tensor, self._devices, self._backend)
         if not is_sum(op) and tensors:
             validate.reduction(operation, plain_op(op), tensors[0].dtype)
             if op == PREMUL_SUM:
@@ -148,14 +153,30 @@ class CollectiveBase(dist.ProcessGroup):
             for seen, tensor in zip(moved, tensors, strict=True)
         ]
 
-    def _check_transfer(self, operation: str, rank: int, timeout: Timeout, *, word: str) -> None:
+    # -- transfers -------------------------------------------------------------------------
+
+    def _transfer(
+        self,
+        operation: str,
+        method: Callable[..., RawWork],
+        tensors: Tensor | Tensors,
+        peer: int,
+        tag: int,
+        timeout: Timeout,
+        *,
+        word: str,
+    ) -> Work:
+        """Send or receive a tensor."""
+        mine = validate.single(operation, tensors)
         if timeout is not None:
             validate.seconds(timeout)
-        validate.rank(operation, rank, self._size, word=word)
-        if rank == self._rank:
+        validate.rank(operation, peer, self._size, word=word)
+        if peer == self._rank:
             raise InvalidArgument(
-                f"{operation}: {word} {rank} is this rank itself; copy the tensor instead"
+                f"{operation}: {word} {peer} is this rank itself; copy the tensor instead"
             )
+        args = (self._movable(operation, mine), peer, tag)
+        return self._issue(operation, mine, method, args, timeout=timeout, transfer=True, peer=peer)
 
     # -- reductions ------------------------------------------------------------------------
 
@@ -274,6 +295,17 @@ class CollectiveBase(dist.ProcessGroup):
             outputs=outs,
             timeout=opts.timeout,
         )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is what every engine takes: dense memory of the CPU, as it reads."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
 
 
 def _refuse_other_options(operation: str, kind: Any, opts: Any, root: Any) -> None:

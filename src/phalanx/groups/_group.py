@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import AllreduceOptions, Store
 
 from .. import _faultpoints as faultpoints
 from ..errors import GroupAborted, InvalidArgument, PhalanxError
@@ -20,7 +20,7 @@ from ._agree import Agreement, agreement_for
 from ._collectives import Collectives
 from ._engine import ClosedEngine, Engine, RawWork, Traits
 from ._failure import Failure
-from ._health import Health
+from ._health import Health, Pending, is_about_connections
 from ._record import Call, Record, Recorder, user_site
 from ._retired import guard, retire
 from ._watch import watch
@@ -78,12 +78,13 @@ class ProcessGroup(Collectives):
         self._engine = engine
         self._traits = traits
         self._devices = devices
+        self._takes_cpu = "cpu" in devices
         self._store = store
         self._lent_store = lent_store  # kept, for it may be the one that hosts the group's
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._recorder = Recorder()
-        self._sum_options = {}
+        self._plain_sum = AllreduceOptions()
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         # Keeps the order in which calls are numbered the order in which the engine gets them.
@@ -286,7 +287,7 @@ class ProcessGroup(Collectives):
                     self._agreement.check(call, seconds, terms, uneven=uneven)
                 raw = method(*args)
             except (RuntimeError, ValueError, TypeError) as error:
-                self._refuse_arguments(call, error)
+                self._refuse_start(call, seconds, peer, error)
         work = Work(self._health, call, seconds, raw, tensors if outputs is None else outputs)
         if finish is not None:
             work.ends_with(finish)
@@ -315,13 +316,18 @@ class ProcessGroup(Collectives):
         )
         raise error
 
-    def _refuse_arguments(self, call: Call, error: Exception) -> NoReturn:
-        """The engine refused the call before it started: the arguments are at fault."""
+    def _refuse_start(
+        self, call: Call, seconds: float, peer: int | None, error: Exception
+    ) -> NoReturn:
+        """Say why the engine did not even start: a broken connection, or the arguments."""
         self._recorder.undo(call)
         if isinstance(error, PhalanxError):
             raise error
-        if self._health.failure is not None:
-            raise self._health.error(self._health.failure, None, call) from error
+        if self._health.failure is not None or is_about_connections(error):
+            pending = Pending()
+            pending.call, pending.timeout, pending.peer = call, seconds, peer
+            failure = self._health.fail(self._health.diagnose(pending, error))
+            raise self._health.error(failure, pending, call) from error
         raise InvalidArgument(
             f"{call.what} at {call.site}: {self._backend} cannot do this: {first_line(error)}"
         ) from error

@@ -19,7 +19,7 @@ from ._roster import Roster
 from ._watch import INTERVAL
 from ._words import Side, first_line, ranks_text
 
-__all__ = ["Health", "Pending"]
+__all__ = ["Health", "Pending", "is_about_connections", "mismatch"]
 
 ANSWER_TIME = 4 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
@@ -137,7 +137,7 @@ class Health:
 
     def diagnose(self, pending: Pending, error: Exception) -> Failure:
         """Find the reason behind an engine's error."""
-        until = time.monotonic() + (DIAGNOSIS_TIME if _is_about_connections(error) else 0)
+        until = time.monotonic() + (DIAGNOSIS_TIME if is_about_connections(error) else 0)
         while True:
             failure = self.look(pending)
             if failure is not None:
@@ -327,6 +327,7 @@ def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:
     )
 
 
-def _is_about_connections(error: Exception) -> bool:
+def is_about_connections(error: Exception) -> bool:
+    """Tell whether an engine's error is about a peer rather than about the arguments."""
     text = str(error).lower()
     return any(word in text for word in ("connection", "socket", "pair", "timed out", "transport"))

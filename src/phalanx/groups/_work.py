@@ -89,7 +89,7 @@ class Work(dist.Work, Pending):
         try:
             self._raw.wait(_first_turn(limit))
         except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
-            self._wait_long(limit)
+            self._wait_long(limit, timeout)
         finally:
             self._health.waiting = None
 
@@ -154,13 +154,13 @@ class Work(dist.Work, Pending):
             return self.deadline
         return min(self.deadline, time.monotonic() + timeout.total_seconds())
 
-    def _wait_long(self, limit: float) -> None:
+    def _wait_long(self, limit: float, timeout: timedelta) -> None:
         while not self._is_done():
             failure = self._health.look(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
-                self._raise_timeout(limit)
+                self._raise_timeout(limit, timeout)
             self._wait_a_turn(min(NEXT_LOOK, limit - time.monotonic()))
 
     def _is_done(self) -> bool:
@@ -202,10 +202,10 @@ class Work(dist.Work, Pending):
         self._error = self._health.error(failure, self, self.call)
         raise self._error from cause
 
-    def _raise_timeout(self, limit: float) -> NoReturn:
+    def _raise_timeout(self, limit: float, timeout: timedelta) -> NoReturn:
         """Give up; for good only if it is the call's own deadline that has passed."""
         if limit < self.deadline:
-            failure, reports = self._health.timed_out(self, after=round(self.call.age, 3))
+            failure, reports = self._health.timed_out(self, after=timeout.total_seconds())
             raise self._health.error(failure, self, self.call, reports)
         failure, reports = self._health.timed_out(self, after=self.timeout)
         self._error = self._health.error(self._health.fail(failure), self, self.call, reports)

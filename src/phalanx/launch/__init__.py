@@ -10,11 +10,11 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 
-from phalanx.errors import RanksFailed
-from phalanx.launch._job import GRACE, LINGER, Job, Ranks, count_ranks, python_command
-from phalanx.launch._outcome import Outcome, RankExit, describe
-from phalanx.launch._screen import Screen, Sink
-from phalanx.launch._supervisor import supervise
+from ..errors import RanksFailed
+from ._job import GRACE, LINGER, Job, Ranks, count_ranks, python_command
+from ._outcome import Outcome, RankExit, describe
+from ._screen import Screen, Sink
+from ._supervisor import supervise
 
 __all__ = ["Outcome", "RankExit", "run"]
 

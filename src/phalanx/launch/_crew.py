@@ -6,11 +6,11 @@ import signal
 import subprocess
 from queue import SimpleQueue
 
-from phalanx.errors import RanksFailed
-from phalanx.launch._job import Job
-from phalanx.launch._output import Lines, Pump, last_words
-from phalanx.launch._processes import Child, Event, Guard, start, start_store, with_leftovers
-from phalanx.launch._screen import Source
+from ..errors import RanksFailed
+from ._job import Job
+from ._output import Lines, Pump, last_words
+from ._processes import Child, Event, Guard, start, start_store, with_leftovers
+from ._screen import Source
 
 __all__ = ["Crew"]
 

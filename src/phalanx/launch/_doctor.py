@@ -9,13 +9,18 @@ from dataclasses import asdict, dataclass
 
 import click
 
-from phalanx.launch import run
-from phalanx.launch._checks import CHECKS, Finding, look
-from phalanx.launch._outcome import Outcome, describe
+from . import run
+from ._checks import CHECKS, Finding, look
+from ._outcome import Outcome, describe
 
 __all__ = ["Examination", "examine", "render", "render_json"]
 
 DEADLINE = 60.0
+"""Seconds that the self-test may take."""
+_OK, _NOTE, _WRONG = (
+    click.style(f"{word:<5}", fg=colour)
+    for word, colour in (("ok", "green"), ("note", "yellow"), ("WRONG", "red"))
+)
 _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 
@@ -95,11 +100,11 @@ def _verdict(outcome: Outcome) -> Finding:
 
 
 def _line(finding: Finding, width: int) -> str:
-    mark = click.style("ok   ", fg="green") if finding.ok else click.style("WRONG", fg="red")
+    mark = _NOTE if finding.ok and finding.advice else _OK if finding.ok else _WRONG
     margin = " " * (width + 9)
     detail = finding.detail.replace("\n", "\n" + margin)
     line = f"{mark}  {finding.label:<{width}}  {detail}"
-    return line if finding.ok else f"{line}\n{margin}-> {finding.advice}"
+    return f"{line}\n{margin}-> {finding.advice}" if finding.advice else line
 
 
 def _table(measurements: Sequence[Measurement]) -> list[str]:

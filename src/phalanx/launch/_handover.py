@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import NoReturn
 
-from phalanx.launch._job import Ranks, count_ranks, python_command, thread_env
+from ._job import Ranks, count_ranks, python_command, thread_env
 
 __all__ = ["Machines", "hand_over", "torchrun_command"]
 

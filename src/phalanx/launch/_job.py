@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from phalanx.env import usable_cores
-from phalanx.errors import InvalidArgument
+from ..env import usable_cores
+from ..errors import InvalidArgument
 
 __all__ = ["GRACE", "LINGER", "Job", "Ranks", "count_ranks", "python_command", "thread_env"]
 
 GRACE = 10.0
+"""Seconds from asking a rank to end to killing it, unless the user says otherwise."""
 LINGER = 2.0
+"""Seconds that the others have to report when a rank has failed, unless the user says otherwise."""
 
 Ranks = int | Literal["auto"]
 

@@ -6,9 +6,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Outcome", "RankExit", "describe", "describe_code", "signal_name"]
+from .._signals import signal_name
 
-_SHOWN = 8
+__all__ = ["Outcome", "RankExit", "describe", "describe_code"]
+
+_SHOWN = 8  # ranks whose failure is told, besides the first
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's, for lack of memory: see dmesg",
     signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
@@ -27,20 +29,20 @@ class RankExit:
     """Exit code; negative for the number of the signal that ended it."""
     at: float
     """Seconds after the ranks were started."""
-    was_stopped: bool = False
+    was_told_to_end: bool = False
     """Whether it ended because the launcher told it to."""
     last_words: Sequence[str] = ()
     """Its traceback, or its last lines on stderr."""
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """What people call it."""
         return "the store" if self.rank is None else f"rank {self.rank}"
 
     @property
     def failed(self) -> bool:
         """Whether it ended badly, and by itself."""
-        return self.code != 0 and not self.was_stopped
+        return self.code != 0 and not self.was_told_to_end
 
     @property
     def error(self) -> str:
@@ -94,7 +96,7 @@ def describe(outcome: Outcome) -> str:
     lines += told[:_SHOWN]
     if len(told) > _SHOWN:
         lines.append(f"and so did {len(told) - _SHOWN} more")
-    silent = [each for each in others if each.was_stopped and not each.error]
+    silent = [each for each in others if each.was_told_to_end and not each.error]
     if silent:
         lines.append(f"{_enumerate(silent)} stopped")
     if outcome.attempts > 1:
@@ -110,16 +112,8 @@ def describe_code(code: int) -> str:
     return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
 
 
-def signal_name(number: int) -> str:
-    """Return what people call a signal."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
-
-
 def _consequence(each: RankExit, first: RankExit) -> str:
-    if each.was_stopped:
+    if each.was_told_to_end:
         return f"{each.name} was stopped after {each.error}"
     why = each.error or next(iter(each.last_words[-1:]), "")
     end = f"{each.name} failed {each.at - first.at:.2f} s later: {describe_code(each.code)}"

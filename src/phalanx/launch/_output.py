@@ -16,13 +16,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO
 
-from phalanx.launch._screen import Screen, Source
+from ._screen import Screen, Source
 
 __all__ = ["Lines", "Pump", "last_words"]
 
 TAIL_LINES = 30
+"""How many finished lines of a stream are kept, to tell how a process explained its end."""
 LONGEST_LINE = 1 << 16
-_CHUNK = 1 << 16
+"""Bytes; a longer line is cut, so that nobody fills our memory."""
+_CHUNK = 1 << 16  # bytes that are read at once
 # Every control sequence but colours: cursor movement makes no sense behind a label.
 _MOVEMENT = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
 _REPORT_START = ("Traceback (most recent call last)", "Fatal Python error")
@@ -106,9 +108,8 @@ class Pump:
     def finish(self, *, timeout: float) -> None:
         """Show what the processes, which have ended, have written, and stop.
 
-        A process that outlived the supervisor's reach may hold a pipe open for ever, and a paused
-        terminal may take nothing more: so neither the end of a pipe nor `timeout` is waited for
-        beyond what is already there.
+        A pipe may stay open for ever and a paused terminal take nothing: after `timeout` seconds
+        what is left is not shown.
         """
         os.close(self._voice)
         if self._thread.ident is None:

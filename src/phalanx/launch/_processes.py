@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Self
 
-from phalanx.launch import _guard
+from . import _guard
 
-__all__ = ["Caught", "Child", "Ended", "Event", "Guard", "start", "start_store"]
+__all__ = ["Caught", "Child", "Ended", "Event", "Guard", "start", "start_store", "with_leftovers"]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,6 @@ Event = Ended | Caught
 class Child:
     """A process that the launcher has started, with all that it starts itself."""
 
-    name: str
     process: subprocess.Popen[bytes]
 
     @property
@@ -134,7 +133,7 @@ def start(
         start_new_session=True,
         pass_fds=pass_fds,
     )
-    child = Child(name, process)
+    child = Child(process)
 
     def wait() -> None:
         code = process.wait()

@@ -23,7 +23,7 @@ PROGRESS_INTERVAL = 10.0
 """Seconds between two lines of one progress bar where there is no terminal."""
 
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # no red: that is for errors
-_USUAL_HEIGHT = 24
+_USUAL_HEIGHT = 24  # rows of a terminal that does not tell
 _ERASE_BELOW = b"\x1b[J"
 # The terminal cuts rows that are too long while wrapping is off, so a row is always one row high
 # and nobody needs to know how wide a character is.

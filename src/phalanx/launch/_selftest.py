@@ -15,15 +15,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from phalanx.env import read_rank_env
+from ..env import read_rank_env
 
 if TYPE_CHECKING:
-    from phalanx.groups import ProcessGroup
+    from ..groups import ProcessGroup
 
 __all__ = ["main"]
 
 _LARGE = 4 << 20  # bytes
-_WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10
+_WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10  # calls
 
 
 def main() -> None:
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _between_processes(backend: str) -> tuple[float, float]:
-    from phalanx.groups import new_group
+    from ..groups import new_group
 
     group = new_group(backend)
     figures = _measure(group)
@@ -49,7 +49,7 @@ def _between_processes(backend: str) -> tuple[float, float]:
 def _between_threads(backend: str) -> tuple[float, float]:
     from torch._C._distributed_c10d import HashStore
 
-    from phalanx.groups import new_group
+    from ..groups import new_group
 
     store = HashStore()
 

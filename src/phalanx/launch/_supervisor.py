@@ -20,18 +20,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 
-from phalanx.launch._crew import Crew
-from phalanx.launch._job import Job
-from phalanx.launch._outcome import Outcome, RankExit, describe_code, signal_name
-from phalanx.launch._output import Pump
-from phalanx.launch._processes import Caught, Ended, Event, Guard
-from phalanx.launch._screen import Screen
+from .._signals import signal_name
+from ._crew import Crew
+from ._job import Job
+from ._outcome import Outcome, RankExit, describe_code
+from ._output import Pump
+from ._processes import Caught, Ended, Event, Guard
+from ._screen import Screen
 
 __all__ = ["supervise"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Seconds, all three. The first is between two looks for what ranks have left behind: the kernel
+# reports only a process's own children.
 _POLL = 0.02
+# What SIGKILL has not ended by then is held by the kernel, and is given up.
 _AFTER_KILL = 5.0
+# What the ranks have written and the terminal has not taken by then is not shown.
 _DRAIN = 5.0
 
 
@@ -117,16 +122,16 @@ class _Attempt:
 
     def _on_end(self, event: Ended) -> None:
         rank = self._crew.rank_of(event.child)
-        was_stopped = self._told_at is not None and event.at >= self._told_at
+        was_told_to_end = self._told_at is not None and event.at >= self._told_at
         self._crew.release(event.child)
-        if rank is None and was_stopped:
+        if rank is None and was_told_to_end:
             return  # the store is not missed at the end
         end = RankExit(
             rank=rank,
             # Whatever the store says, it has no business to end before the ranks.
             code=event.code or (1 if rank is None else 0),
             at=event.at - self._began,
-            was_stopped=was_stopped,
+            was_told_to_end=was_told_to_end,
         )
         is_first = end.failed and not any(each.failed for each in self._exits)
         self._exits.append(end)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 import click
 
-from phalanx.errors import MisuseError, RanksFailed
-from phalanx.launch import run as run_ranks
-from phalanx.launch._handover import Machines, hand_over
-from phalanx.launch._job import GRACE, LINGER, Ranks
-from phalanx.launch._outcome import describe
+from ..errors import MisuseError, RanksFailed
+from . import run as run_ranks
+from ._handover import Machines, hand_over
+from ._job import GRACE, LINGER, Ranks
+from ._outcome import describe
 
 __all__ = ["main"]
 
@@ -24,11 +24,6 @@ Examples:
   phalanx run -n 4 --max-restarts 3 train.py
   phalanx run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
 """
-
-
-class _Common(TypedDict):
-    module: bool
-    max_restarts: int
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -126,19 +121,27 @@ def run(
 
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
-    common: _Common = {"module": module, "max_restarts": max_restarts}
     with _errors_as_usage():
         if others := Machines(**machines):
-            hand_over(script, args, machines=others, ranks=ranks, grace=grace, **common)
+            hand_over(
+                script,
+                args,
+                machines=others,
+                ranks=ranks,
+                module=module,
+                max_restarts=max_restarts,
+                grace=grace,
+            )
         outcome = run_ranks(
             script,
             args,
             ranks=ranks,
+            module=module,
+            max_restarts=max_restarts,
             grace=GRACE if grace is None else grace,
             linger=linger,
             prefix=prefix,
             check=False,
-            **common,
         )
     if outcome.exit_code:
         _complain(describe(outcome))
@@ -176,7 +179,7 @@ def doctor(*, as_json: bool) -> None:
     The exit code is 1 if anything is wrong; each such line says what to do about it.
     """
     # Not needed to start ranks, so not loaded for it.
-    from phalanx.launch._doctor import examine, render, render_json
+    from ._doctor import examine, render, render_json
 
     examination = examine()
     click.echo(render_json(examination) if as_json else render(examination), color=_colour())

@@ -43,7 +43,7 @@ class RankContext:
         """The timeout of `group` unless it is told another."""
         self.generation = generation
         """Changes whenever a rank process is replaced; None where ranks are threads."""
-        self.left_at = 0.0
+        self.ended_at = 0.0
         """When the body ended."""
         self._connect = connect
         self._groups: list[ProcessGroup] = []
@@ -87,7 +87,7 @@ class RankContext:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.left_at = time.monotonic()
+        self.ended_at = time.monotonic()
         # Newest first, as they may be splits of older ones. After a failure nobody is waited for.
         try:
             while self._groups and error is None:

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ._function_reference import Reference
 from ._outcome import Report, Returned, settle
 from ._processes import RankProcess, TemplateProcess
-from ._reference import Reference
 from ._run import Patience
 from ._task import Task, pack_arguments, pack_task
 from ._watch import watch
@@ -18,7 +18,7 @@ __all__ = ["Crew"]
 
 # The process that keeps the store is one of the crew, but no rank: no fault strikes it.
 _KEEPER = -1
-_KEEPER_TIMEOUT = 60.0
+_KEEPER_TIMEOUT = 60.0  # seconds to open the store
 
 
 class Crew:
@@ -33,9 +33,9 @@ class Crew:
         self._generation = 0
 
     def work(
-        self, task: Task, *, grace: float, mortal: Collection[int]
+        self, task: Task, *, linger: float, mortal: Collection[int]
     ) -> tuple[dict[int, Report], dict[int, str]]:
-        """Carry out a task; returns what the ranks report and what they printed."""
+        """Carry out a task and return what the ranks report and what they printed."""
         if self._ready([_KEEPER]):
             self._port = self._host_store(task)
         self._ready(range(task.size))
@@ -43,7 +43,7 @@ class Crew:
         prefix = f"run {self._runs}"
         task = replace(task, port=self._port, prefix=prefix, generation=self._generation)
         ranks = {rank: self._processes[rank] for rank in range(task.size)}
-        return self._perform(task, ranks, Patience(task.timeout, grace), mortal)
+        return self._perform(task, ranks, Patience(task.timeout, linger), mortal)
 
     def _host_store(self, task: Task) -> int:
         host = Reference.of(host_store)
@@ -55,7 +55,7 @@ class Crew:
         return int(port)
 
     def _ready(self, seats: Iterable[int]) -> bool:
-        """Fill the seats; tells whether any was empty."""
+        """Fill the seats and return whether any was empty."""
         self._template.catch_up()
         for seat in [seat for seat, process in self._processes.items() if process.ended]:
             self._processes.pop(seat).close()

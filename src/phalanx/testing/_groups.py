@@ -6,21 +6,19 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..groups import ProcessGroup
+from ..groups._registry import find_backend
 from ._context import RankContext
+from ._function_reference import Reference
 from ._outcome import RankFailures
 from ._pool import RankPool
-from ._reference import Reference
 from ._threads import ThreadRanks
-
-if TYPE_CHECKING:
-    from ..groups import ProcessGroup
 
 __all__ = ["over_groups"]
 
-_SPLIT_WORLD = 4
-_THREADED = frozenset({"local"})
+_SPLIT_WORLD = 4  # ranks
 _FIXTURES = ("ranks", "threads", "over")
 
 
@@ -56,8 +54,8 @@ def over_groups(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a pytest test of a body ``(group, ...)``, for each backend and size.
 
-    With `split`, also for both halves of a split world of four ranks. Ranks are threads for the
-    ``local`` backend and processes for others, of the fixtures ``threads`` and ``ranks``. A
+    With `split`, also for both halves of a split world of four ranks. Ranks are threads where a
+    backend's traits say so and else processes, of the fixtures ``threads`` and ``ranks``. A
     parameter named ``ctx`` is the rank's context; other parameters are fixtures or parametrized
     as in any test, and are sent to the ranks. `options` go to ``new_group``.
 
@@ -86,7 +84,8 @@ def _as_test(
 
     @functools.wraps(body)
     def test(ranks: RankPool, threads: ThreadRanks, over: Over, **given: Any) -> None:
-        runner = threads if over.backend in _THREADED else ranks
+        has_threads = find_backend(over.backend).traits.ranks_are_threads
+        runner = threads if has_threads else ranks
         reference = Reference.of(body)
         args = (reference, over, options, given, reuse)
         try:

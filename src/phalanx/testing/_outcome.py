@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import time
 import traceback
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +11,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
+from .._signals import signal_name
 from ..errors import RanksFailed
 
 __all__ = ["Died", "Outcome", "Raised", "RankFailures", "Report", "Returned", "Stopped", "Stuck"]
@@ -57,7 +57,7 @@ class Died:
     def __str__(self) -> str:
         how = f"exited with status {self.status}"
         if self.signal is not None:
-            how = f"was killed by {_signal_name(self.signal)}"
+            how = f"was killed by {signal_name(self.signal)}"
         return f"{how}\n{self.trace}".rstrip()
 
 
@@ -191,13 +191,6 @@ def _fold(texts: Mapping[int, str], *, first: Iterable[int] = ()) -> list[tuple[
         alike = re.sub(r"0x[0-9a-f]+", "0x...", texts[rank])  # addresses differ, and tell nothing
         folded.setdefault(alike, []).append(rank)
     return [(texts[ranks[0]], sorted(ranks)) for ranks in folded.values()]
-
-
-def _signal_name(signum: int) -> str:
-    try:
-        return signal.Signals(signum).name
-    except ValueError:  # most real-time signals have no name
-        return f"signal {signum}"
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 from ..errors import InvalidState
 from ._crew import Crew
+from ._function_reference import Reference
 from ._outcome import settle
-from ._reference import Reference
 from ._run import check_size, mortal_ranks
 from ._task import Surroundings, Task, pack_arguments
 from .faults import Fault
@@ -52,7 +52,7 @@ class RankPool:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
-        grace: float = 1.0,
+        linger: float = 1.0,
         faults: Sequence[Fault] = (),
         expect_dead: Iterable[int] = (),
         name: str | None = None,
@@ -62,7 +62,7 @@ class RankPool:
         The body is a function of a module, and what it takes and returns can be pickled. A rank
         that had to die has `Died` or `Stopped` for a result: one that a fault ends, or that is
         in `expect_dead`. All failures are raised as one `RankFailures`, which calls the body
-        `name`; once a rank has failed, the others have `grace` seconds to finish.
+        `name`; once a rank has failed, the others have `linger` seconds to finish.
         """
         __tracebackhide__ = True
         size = check_size(self.size if ranks is None else ranks, most=self.size)
@@ -79,7 +79,7 @@ class RankPool:
         )
         with self._lock:
             try:
-                reports, outputs = self._hire().work(task, grace=grace, mortal=mortal)
+                reports, outputs = self._hire().work(task, linger=linger, mortal=mortal)
             except BaseException:  # an interrupt, perhaps: nobody knows what they are up to
                 self._dismiss()
                 raise

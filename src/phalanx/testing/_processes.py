@@ -15,19 +15,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from ..errors import InternalError
+from ..errors import RanksFailed
 from ._outcome import is_ours
 from ._task import rank_environment
 from ._worker import DUMP_SIGNAL
 
 __all__ = ["RankProcess", "TemplateProcess", "read_stacks", "stacks_of"]
 
-_START_TIMEOUT = 120.0
-_END_TIMEOUT = 10.0
-_DUMP_TIMEOUT = 2.0
-_SETTLED = 0.05
-_OUTPUT_SHOWN = 8_000
-_STACKS_SHOWN = 100_000
+_START_TIMEOUT = 120.0  # seconds to import torch and what is to be preloaded
+_END_TIMEOUT = 10.0  # seconds from a kill to the news of the end
+_DUMP_TIMEOUT = 2.0  # seconds to wait for stacks
+_SETTLED = 0.05  # seconds without growth after which a dump is complete
+_OUTPUT_SHOWN = 8_000  # bytes of what a process printed
+_STACKS_SHOWN = 100_000  # bytes of what it dumped
 
 _COMMAND = """
 import json, sys
@@ -143,15 +143,22 @@ class TemplateProcess:
     def fork(self) -> RankProcess:
         """Make a new rank."""
         rank = RankProcess()
-        with rank.theirs:
-            files = [rank.theirs.fileno(), rank.output.fileno(), rank.stacks.fileno()]
-            self._say({"do": "fork"}, files)
+        try:
+            with rank.theirs:
+                files = [rank.theirs.fileno(), rank.output.fileno(), rank.stacks.fileno()]
+                self._say({"do": "fork"}, files)
+            rank.pid = self._hear_of_fork()
+        except BaseException:
+            rank.close()
+            raise
+        self._ranks[rank.pid] = rank
+        return rank
+
+    def _hear_of_fork(self) -> int:
         deadline = time.monotonic() + _START_TIMEOUT
         while "forked" not in (news := self._hear(deadline)):
             pass
-        rank.pid = news["forked"]
-        self._ranks[rank.pid] = rank
-        return rank
+        return int(news["forked"])
 
     def send_signal(self, rank: RankProcess, signum: int) -> None:
         """Send a rank a signal, unless it has ended."""
@@ -181,7 +188,9 @@ class TemplateProcess:
         try:
             message = self._control.recv(4096)
         except TimeoutError:
-            raise InternalError("the process that starts the ranks does not answer") from None
+            raise RanksFailed("the process that starts the ranks does not answer") from None
+        except ConnectionError:  # it ended before it had read what we said
+            message = b""
         if not message:
             raise self._has_ended()
         news: dict[str, Any] = json.loads(message)
@@ -189,10 +198,10 @@ class TemplateProcess:
             self._ranks.pop(news["ended"]).status = news["status"]
         return news
 
-    def _has_ended(self) -> InternalError:
+    def _has_ended(self) -> RanksFailed:
         words = self._errors.tail(_OUTPUT_SHOWN).strip()
         told = f":\n{words}" if words else ""
-        return InternalError(f"the process that starts the ranks has ended{told}")
+        return RanksFailed(f"the process that starts the ranks has ended{told}")
 
     def close(self) -> None:
         """End the template, which ends the ranks."""

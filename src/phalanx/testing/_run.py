@@ -31,20 +31,20 @@ def perform(
         except BaseException as error:  # noqa: BLE001
             outcome = Raised(describe(error))
     missed = [str(each.fault) for each in injections if not (each.struck or each.fault.optional)]
-    return Report(outcome, ", ".join(missed) or None, when=context.left_at)
+    return Report(outcome, ", ".join(missed) or None, when=context.ended_at)
 
 
 class Patience:
     """How long the ranks of a run are waited for: less once one of them has failed."""
 
-    def __init__(self, timeout: float, grace: float) -> None:
+    def __init__(self, timeout: float, linger: float) -> None:
         self._start = time.monotonic()
         self._deadline = self._start + timeout
-        self._grace = grace
+        self._linger = linger
 
     def shorten(self) -> None:
         """Give the other ranks only a moment more."""
-        self._deadline = min(self._deadline, time.monotonic() + self._grace)
+        self._deadline = min(self._deadline, time.monotonic() + self._linger)
 
     @property
     def spent(self) -> float:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidType
+from ._function_reference import Reference
 from ._outcome import Raised, Report, Returned, describe
-from ._reference import Reference
 from .faults import Fault
 
 __all__ = [

@@ -18,7 +18,7 @@ from ._context import RankContext
 from ._injection import thread_is_rank
 from ._outcome import Report, Stuck, fatal, is_ours, settle
 from ._run import Patience, check_faults, check_size, perform
-from .faults import Delay, Fault
+from .faults import Fault
 
 __all__ = ["ThreadRanks"]
 
@@ -44,7 +44,7 @@ class ThreadRanks:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         timeout: float = 30.0,
-        grace: float = 1.0,
+        linger: float = 1.0,
         faults: Sequence[Fault] = (),
         name: str | None = None,
     ) -> list[Any]:
@@ -52,7 +52,7 @@ class ThreadRanks:
         __tracebackhide__ = True
         size = check_size(self.size if ranks is None else ranks, most=self.size)
         check_faults(faults, size=size)
-        if not all(isinstance(fault.action, Delay) for fault in faults):
+        if any(fault.needs_process for fault in faults):
             raise InvalidArgument("a thread can be delayed, but only a process killed or stopped")
 
         def call(context: RankContext) -> Any:
@@ -60,20 +60,20 @@ class ThreadRanks:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            run = _Run(self.backend, size, timeout=timeout, grace=grace)
+            run = _Run(self.backend, size, timeout=timeout, linger=linger)
             run.start(call, faults)
             reports = run.collect()
         return settle(name or f"{body.__module__}.{body.__qualname__}", reports)
 
 
 class _Run:
-    def __init__(self, backend: str, size: int, *, timeout: float, grace: float) -> None:
+    def __init__(self, backend: str, size: int, *, timeout: float, linger: float) -> None:
         store = HashStore()  # one object: thread ranks meet in it
         self._contexts = [
             RankContext(rank, size, backend=backend, timeout=timeout, connect=lambda: store)
             for rank in range(size)
         ]
-        self._patience = Patience(timeout, grace)
+        self._patience = Patience(timeout, linger)
         self._finished: queue.SimpleQueue[tuple[int, Report]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 

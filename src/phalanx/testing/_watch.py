@@ -12,7 +12,8 @@ from ._task import unpack_report
 
 __all__ = ["watch"]
 
-# How often to look whether a rank that is to be stopped has been: the kernel tells only its parent.
+# Seconds between looks whether a rank that is to be stopped has been; the kernel tells only its
+# parent.
 _POLL = 0.02
 
 

@@ -91,7 +91,7 @@ _stores: list[TCPStore] = []
 
 
 def host_store(context: RankContext) -> int:
-    """Open a store that lives as long as this process, and tell its port."""
+    """Open a store that lives as long as this process and return its port."""
     del context
     _stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     return _stores[-1].port

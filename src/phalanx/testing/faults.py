@@ -9,8 +9,8 @@ or is injected by the body itself, into whoever runs it::
     with faults.inject("my point", delay(0.5)):
         ...
 
-Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``; a body marks
-its own points with `reach`.
+Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``, and
+``form:signed in`` while they form; a body marks its own points with `reach`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .. import _faultpoints
 from ..errors import InvalidArgument
 from ._injection import arm
 
-__all__ = ["Action", "Delay", "Fault", "Kill", "Stop", "delay", "inject", "kill", "reach", "stop"]
+__all__ = ["Action", "Fault", "delay", "inject", "kill", "reach", "stop"]
 
 # Only somebody else can wake a stopped process. It counts from the moment when the process has
 # really stopped, for a wake-up that comes before the stop would be lost.
@@ -38,24 +38,21 @@ sleep $2; kill -CONT $1
 
 
 @dataclass(frozen=True)
-class Kill:
-    """End the process at once, as a crash or the kernel would."""
-
-    signal: int = signal.SIGKILL
+class _Kill:
+    signal: int
 
     def __call__(self) -> None:
-        """Send the signal to this process."""
         os.kill(os.getpid(), self.signal)
+
+    def __str__(self) -> str:
+        return "kill"
 
 
 @dataclass(frozen=True)
-class Stop:
-    """Stop the process: it is alive, holds its connections and answers nothing."""
-
-    resume_after: float | None = None
+class _Stop:
+    resume_after: float | None
 
     def __call__(self) -> None:
-        """Stop this process until somebody wakes it."""
         if self.resume_after is None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
@@ -63,34 +60,41 @@ class Stop:
         with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
             os.kill(os.getpid(), signal.SIGSTOP)
 
+    def __str__(self) -> str:
+        return "stop"
+
 
 @dataclass(frozen=True)
-class Delay:
-    """Let the rank lag behind the others."""
-
+class _Delay:
     seconds: float
 
     def __call__(self) -> None:
-        """Sleep in the calling thread."""
         time.sleep(self.seconds)
 
-
-Action = Kill | Stop | Delay
-
-
-def kill(signum: int = signal.SIGKILL) -> Kill:
-    """End the rank's process with a signal."""
-    return Kill(signum)
+    def __str__(self) -> str:
+        return "delay"
 
 
-def stop(*, resume_after: float | None = None) -> Stop:
-    """Stop the rank's process, for ever or for some seconds."""
-    return Stop(resume_after)
+Action = _Kill | _Stop | _Delay
+"""What `kill`, `stop` and `delay` return."""
 
 
-def delay(seconds: float) -> Delay:
-    """Hold the rank up for some seconds."""
-    return Delay(seconds)
+def kill(signum: int = signal.SIGKILL) -> Action:
+    """End the rank's process with a signal, at once, as a crash or the kernel would."""
+    return _Kill(signum)
+
+
+def stop(*, resume_after: float | None = None) -> Action:
+    """Stop the rank's process, for ever or for some seconds.
+
+    It is alive, holds its connections and answers nothing.
+    """
+    return _Stop(resume_after)
+
+
+def delay(seconds: float) -> Action:
+    """Hold the rank up for some seconds; only the thread that reaches the point sleeps."""
+    return _Delay(seconds)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,12 @@ class Fault:
     @property
     def final(self) -> bool:
         """Whether the rank does not come back from it."""
-        return isinstance(self.action, Kill) or self.action == Stop(None)
+        return isinstance(self.action, _Kill) or self.action == _Stop(None)
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether it strikes a whole process, so that a rank that is a thread cannot have it."""
+        return not isinstance(self.action, _Delay)
 
     def strikes(self, rank: int) -> bool:
         """Tell whether the fault is meant for `rank`."""
@@ -121,7 +130,7 @@ class Fault:
 
     def __str__(self) -> str:
         times = "" if self.nth == 1 else f" for the time {self.nth}"
-        return f"{type(self.action).__name__.lower()} at '{self.point}'{times}"
+        return f"{self.action} at '{self.point}'{times}"
 
 
 @contextmanager

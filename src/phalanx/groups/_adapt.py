@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument
-from ._engine import Traits
+from ._engine import RawWork, Traits
 from ._words import dtype_name, op_name
 
 __all__ = ["Reduction", "adapt_reduction", "as_bytes", "average", "is_sum", "plain_op"]
@@ -35,7 +35,20 @@ class Reduction:
     op: Any
     inputs: list[Tensor]
     outputs: list[Tensor]
+    prepare: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
+
+    def starting(self, method: Callable[..., RawWork]) -> Callable[..., RawWork]:
+        """Wrap an engine's method so that the inputs are prepared when the call really starts."""
+        prepare = self.prepare
+        if prepare is None:
+            return method
+
+        def start(*args: Any) -> RawWork:
+            prepare()
+            return method(*args)
+
+        return start
 
 
 def plain_op(op: Any) -> Any:
@@ -114,8 +127,12 @@ def _view_complex(call: Reduction, operation: str, kind: Any, dtype: torch.dtype
 
 def _premultiply(call: Reduction, factor: float | Tensor) -> None:
     call.op = SUM
-    if call.inputs is call.outputs:
-        for tensor in call.inputs:
+    if call.inputs is not call.outputs:
+        call.inputs = [tensor.clone() for tensor in call.inputs]
+    mine = call.inputs
+
+    def multiply() -> None:
+        for tensor in mine:
             tensor.mul_(factor)
-    else:
-        call.inputs = [tensor * factor for tensor in call.inputs]
+
+    call.prepare = multiply

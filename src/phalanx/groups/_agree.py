@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -61,8 +62,12 @@ class _ComparedByCards:
         card = _card(_say(call, terms, uneven=uneven), call)
         cards = torch.empty(size * CARD_BYTES, dtype=torch.uint8)
         options = c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
         raw = self._engine._allgather_base(cards, card, options)
-        Work(self._health, call, timeout, raw, [cards]).await_engine()
+        work = Work(self._health, call, timeout, raw, [cards])
+        self._health.begun(call, work)
+        work.await_engine()
+        self._health.ended(call)
         mine = _read(card)
         for rank, row in enumerate(cards.view(size, CARD_BYTES)):
             said, what, site = _read(row)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from ..errors import RankReport
+from ..errors import RankReport, RendezvousTimeout
 from ._failure import Failure
 from ._patient import PatientStore
 
@@ -30,6 +30,7 @@ class Board:
         self._store = store
         self._rank = rank
         self._size = size
+        self._lost = False
         self._heard = 0  # the ring that this rank answered last
         self.reachable = True
         """Whether the store answered the last time it was asked."""
@@ -58,11 +59,10 @@ class Board:
 
     def fail(self, failure: Failure) -> Failure:
         """Pin up the cause of a failure; returns the first one, which may be another rank's."""
-        if self._ask(lambda: self._store.add("failures", 1), 1) == 1:
-            self._write("failure", failure.to_json())
-            self.ring()
-            return failure
-        return self.failure() or failure
+        mine = json.dumps(failure.to_json())
+        first = self._ask(lambda: self._store.write_once("failure", mine), mine.encode())
+        self.ring()
+        return Failure.from_json(json.loads(first))
 
     def failure(self) -> Failure | None:
         """Read the cause of the group's failure, if there is one."""
@@ -93,10 +93,16 @@ class Board:
         return None if text is None else json.loads(text)
 
     def _ask(self, question: Callable[[], T], otherwise: T) -> T:
+        if self._lost:
+            return otherwise
         try:
             answer = question()
-        except RuntimeError:  # the store's host is gone, stopped or out of reach
+        except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
             self.reachable = False
+            return otherwise
+        except RuntimeError:  # the connection is closed, for good; torch logs every further try
+            self.reachable = False
+            self._lost = True
             return otherwise
         self.reachable = True
         return answer

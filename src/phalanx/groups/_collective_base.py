@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -149,7 +150,7 @@ class CollectiveBase(dist.ProcessGroup):
         """Do the same for tensors that are split by rows: the bytes of a row stay together."""
         moved = self._movable(operation, tensors)
         return [
-            seen if seen is tensor else seen.view(tensor.size(0), -1)
+            seen if seen is tensor else seen.view(tensor.size(0), _row_bytes(tensor))
             for seen, tensor in zip(moved, tensors, strict=True)
         ]
 
@@ -202,7 +203,7 @@ class CollectiveBase(dist.ProcessGroup):
             plan = adapt_reduction(
                 self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._size
             )
-            mine, finish = plan.outputs, plan.finish
+            mine, finish, method = plan.outputs, plan.finish, plan.starting(method)
             opts, op = with_op(opts, plan.op), plain_op(op)
         return self._issue(
             operation,
@@ -231,10 +232,14 @@ class CollectiveBase(dist.ProcessGroup):
         adapted = with_op(opts, plan.op)
         method = self._engine._reduce_scatter_base
         pairs = list(zip(plan.outputs, plan.inputs, strict=True))
+
+        def start() -> RawWork:
+            return _joined([method(_flat(out), _flat(whole), adapted) for out, whole in pairs])
+
         return self._issue(
             operation,
             ins,
-            lambda: _joined([method(_flat(out), _flat(whole), adapted) for out, whole in pairs]),
+            plan.starting(start),
             (),
             outputs=outs,
             timeout=opts.timeout,
@@ -295,6 +300,10 @@ class CollectiveBase(dist.ProcessGroup):
             outputs=outs,
             timeout=opts.timeout,
         )
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def _is_plain(tensor: Tensor) -> bool:

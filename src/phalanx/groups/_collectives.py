@@ -105,7 +105,7 @@ class Collectives(CollectiveBase):
         return self._issue(
             name,
             inputs,
-            self._engine.reduce_scatter,
+            plan.starting(self._engine.reduce_scatter),
             (plan.outputs, [plan.inputs], with_op(opts, plan.op)),
             outputs=output,
             timeout=opts.timeout,

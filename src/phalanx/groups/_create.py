@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import InvalidArgument, InvalidState, RendezvousTimeout
+from ..errors import InvalidArgument, InvalidState
 from . import _validate as validate
 from ._board import Board
 from ._forming import Terms, connect, form, next_default_name
 from ._group import ProcessGroup, Recipe
-from ._patient import PatientStore
+from ._merging import Block, line_up
+from ._patient import ANSWER_WITHIN, PatientStore
 from ._record import user_site
 from ._registry import Backend, find_backend
 from ._roster import Member, Roster
@@ -59,7 +58,8 @@ def new_group(
         return _build_alone(found, recipe, name or backend, rank, range(world_size))
     meeting = meet(store, rank=rank, size=world_size, timeout=timeout)
     seats = range(meeting.size)
-    label = name or next_default_name(PatientStore(meeting.store), meeting.rank)
+    patience = timeout.total_seconds()
+    label = name or next_default_name(PatientStore(meeting.store, patience=patience), meeting.rank)
     return _build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
 
 
@@ -91,8 +91,14 @@ def merge(
     """Make one group of several that meet in `store`."""
     recipe = group._recipe if timeout is None else replace(group._recipe, timeout=timeout)
     label = name or "merged"
-    lobby = PatientStore(own_connection(store)).under(f"phalanx/merge/{label}")
-    blocks = _line_up(group, lobby, size, recipe.timeout)
+    own = PatientStore(own_connection(store), patience=recipe.timeout.total_seconds())
+    lobby, blocks = line_up(
+        own.under(f"phalanx/merge/{label}"),
+        Block(group._roster.token, group.label, list(group.global_ranks)),
+        leads=group.rank() == 0,
+        size=size,
+        timeout=recipe.timeout,
+    )
     first = 0
     global_ranks: list[int] = []
     for block in blocks:
@@ -106,41 +112,6 @@ def merge(
     return _build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """One of the groups that merge."""
-
-    token: str
-    name: str
-    global_ranks: list[int]
-
-
-def _line_up(
-    group: ProcessGroup, lobby: PatientStore, size: int, timeout: timedelta
-) -> list[_Block]:
-    """Announce this group and wait for the others; every rank returns the same list."""
-    if group.rank() == 0:
-        mine = _Block(group._roster.token, group.label, list(group.global_ranks))
-        lobby.set(f"block/{lobby.add('blocks', 1) - 1}", json.dumps(asdict(mine)))
-    until = time.monotonic() + timeout.total_seconds()
-    blocks: list[_Block] = []
-    while (present := sum(len(block.global_ranks) for block in blocks)) < size:
-        if time.monotonic() >= until:
-            names = ", ".join(f"{block.name!r} ({len(block.global_ranks)})" for block in blocks)
-            raise RendezvousTimeout(
-                f"merge_remote_group waits for {size} ranks, {present} came within "
-                f"{timeout.total_seconds():g} s: {names or 'nobody'}"
-            )
-        block = lobby.read(f"block/{len(blocks)}")
-        if block is not None:
-            blocks.append(_Block(**json.loads(block)))
-        else:
-            time.sleep(0.005)
-    if present > size:
-        raise InvalidArgument(f"merge_remote_group: size is {size}, but the groups have {present}")
-    return sorted(blocks, key=lambda block: (block.global_ranks[0], block.name, block.token))
-
-
 def _build(
     backend: Backend,
     recipe: Recipe,
@@ -152,15 +123,14 @@ def _build(
 ) -> ProcessGroup:
     terms = Terms(
         name=label,
-        size=meeting.size,
+        seats=tuple(seats),
         backend=backend.name,
         options=_options_text(recipe),
         site=user_site(),
     )
     roster, room = form(
-        PatientStore(meeting.store),
+        PatientStore(meeting.store, patience=recipe.timeout.total_seconds()),
         rank=meeting.rank,
-        seats=seats,
         terms=terms,
         member=Member.here(),
         timeout=recipe.timeout,
@@ -183,6 +153,7 @@ def _build(
         rank=meeting.rank,
         roster=roster,
         timeout=recipe.timeout,
+        background=backend.traits.connects_in_background,
     )
     return ProcessGroup(
         name=label,
@@ -194,7 +165,9 @@ def _build(
         devices=backend.traits.devices | {recipe.device.type},
         store=room.raw,
         lent_store=meeting.lent_store,
-        board=Board(room.under("board"), rank=meeting.rank, size=meeting.size),
+        board=Board(
+            room.under("board", patience=ANSWER_WITHIN), rank=meeting.rank, size=meeting.size
+        ),
         roster=roster,
         global_ranks=global_ranks,
     )

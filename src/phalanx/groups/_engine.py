@@ -94,5 +94,7 @@ class Traits:
     """Whether its ranks have to meet in a store before there is a group."""
     ranks_are_threads: bool = False
     """Whether its ranks are threads of one process."""
+    connects_in_background: bool = False
+    """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""

@@ -24,7 +24,7 @@ from ._health import Health, Pending, is_about_connections
 from ._record import Call, Record, Recorder, user_site
 from ._retired import guard, retire
 from ._watch import watch
-from ._words import first_line
+from ._words import first_line, runs
 from ._work import Work
 
 if TYPE_CHECKING:
@@ -159,6 +159,8 @@ class ProcessGroup(Collectives):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may take where it does not say itself."""
+        if self._closed:
+            self._refuse("set_timeout")
         self._timeout = validate.seconds(timeout)
         if hasattr(self._engine, "set_timeout"):
             self._engine.set_timeout(timeout)
@@ -238,6 +240,7 @@ class ProcessGroup(Collectives):
         if not self._close("was aborted"):
             return
         self._health.fail(Failure("aborted", self._rank, f"aborted the group at {site}"))
+        self._health.attend_futures()
         if hasattr(self._engine, "abort"):
             self._engine.abort()
         self._retire()
@@ -331,14 +334,3 @@ class ProcessGroup(Collectives):
         raise InvalidArgument(
             f"{call.what} at {call.site}: {self._backend} cannot do this: {first_line(error)}"
         ) from error
-
-
-def runs(ranks: Sequence[int]) -> str:
-    """Write ranks in short: ``0-3,7``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)

@@ -49,7 +49,6 @@ class Pending:
     """The one rank that a send or receive depends on; None where it is everybody."""
 
     # Filled in once the call is overdue; most never are, so these cost an ordinary call nothing.
-    ring: int = 0
     dead_since: float | None = None
 
     @property
@@ -101,34 +100,40 @@ class Health:
         self._lost_ranks = lost_ranks
         self._wake = wake
         self._owner = threading.get_ident()
+        self._failing = threading.Lock()  # over `failure`, which is set once, by whoever is first
         self._futures: list[Pending] = []
         self._in_flight: dict[Call, Pending] = {}
 
     # -- a call is overdue -----------------------------------------------------------------
 
-    def look(self, pending: Pending) -> Failure | None:
-        """Find out whether an overdue call can still succeed; None means wait on."""
+    def look(self, pending: Pending, *, sure: bool = False) -> Failure | None:
+        """Find out whether an overdue call can still succeed; None means wait on.
+
+        `sure` says that the engine has failed already, so nothing can be on its way any more.
+        """
         board = self._board
         if self.failure is not None or board is None:
             return self.failure
-        ring = board.ring()
-        pending.ring = pending.ring or ring
+        board.ring()
         known = board.failure()
         if known is not None:
             return self.fail(known, publish=False)
-        return self._look_for_dead(pending) or self._look_for_left(pending)
+        return self._look_for_dead(pending, sure=sure) or self._look_for_left(pending)
 
     def timed_out(self, pending: Pending, *, after: float) -> tuple[Failure, Reports]:
         """Say who kept the call from ending in time, and what everybody is doing."""
         call, peer = pending.call, pending.peer
-        reports = self._gather_reports(pending)
-        clash = self._clash(call, reports)
+        reports = self._gather_reports()
+        clash = None if call.transfer else self._clash(call, reports)
         if clash is not None:
             return clash, reports
         told = f"timed out after {after:g} s"
-        missing = [peer] if peer is not None else self._missing(call, reports)
+        missing = [] if call.transfer else self._missing(call, reports)
+        missing = missing if peer is None else [peer]
         if missing:
             told += f": {ranks_text(missing)} did not take part"
+        elif call.transfer:
+            told += ": nobody sent anything"
         elif self.size > 1:
             told += " although every rank took part"
         if self._board is not None and not self._board.reachable:
@@ -139,7 +144,7 @@ class Health:
         """Find the reason behind an engine's error."""
         until = time.monotonic() + (DIAGNOSIS_TIME if is_about_connections(error) else 0)
         while True:
-            failure = self.look(pending)
+            failure = self.look(pending, sure=True)
             if failure is not None:
                 return failure
             if time.monotonic() >= pending.deadline:
@@ -153,12 +158,13 @@ class Health:
 
     def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
         """Make `failure` the group's, unless it has failed already; returns what holds."""
-        if self.failure is None:
-            if publish and self._board is not None:
-                failure = self._board.fail(failure)
-            self.failure = failure
-            if self._wake is not None:
-                self._wake()
+        if self.failure is None and publish and self._board is not None:
+            failure = self._board.fail(failure)
+        with self._failing:
+            first = self.failure is None
+            self.failure = self.failure or failure
+        if first and self._wake is not None:
+            self._wake()
         return self.failure
 
     def error(
@@ -171,7 +177,7 @@ class Health:
         """Make the error that this rank raises for `failure`."""
         if reports is None:
             asks = pending is not None and failure.kind in _MYSTERIES
-            reports = self._gather_reports(pending) if pending is not None and asks else {}
+            reports = self._gather_reports() if asks else {}
         reports.pop(self.rank, None)  # this rank's own part is told by the error itself
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
@@ -179,6 +185,11 @@ class Health:
         """Tell the others that this rank takes part in nothing after its last call."""
         if self._board is not None and self.failure is None:
             self._board.leave(sequence=self._recorder.collectives, site=site)
+
+    def exit(self) -> None:
+        """Tell the others that this rank's program has ended in good order."""
+        if not self.closed:
+            self.leave("the end of its program")
 
     def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
@@ -203,15 +214,18 @@ class Health:
 
     def attend(self) -> None:
         """Answer whoever asks what this rank is doing."""
-        if self.closed:
-            return
-        board = self._board
+        board = None if self.closed else self._board
         if board is not None and board.answer(self.report) and self.failure is None:
             known = board.failure()
             if known is not None:
                 self.fail(known, publish=False)
-        futures, self._futures = self._futures, []
-        self._futures += [work for work in futures if not work.attend_future()]
+        self.attend_futures()
+
+    def attend_futures(self) -> None:
+        """End the futures of calls that cannot succeed any more."""
+        for work in list(self._futures):
+            if work.attend_future():
+                self._futures.remove(work)
 
     def report(self) -> RankReport:
         """Tell what this rank is doing."""
@@ -240,22 +254,41 @@ class Health:
             sequence=call.sequence,
         )
 
-    def _look_for_dead(self, pending: Pending) -> Failure | None:
-        dead = self._dead()
-        if pending.peer is not None:
-            dead &= {pending.peer}
+    def _look_for_dead(self, pending: Pending, *, sure: bool = False) -> Failure | None:
+        """Find ranks that died before they did their part; `sure` when the engine failed too."""
+        assert self._board is not None
+        dead = self._needed(pending, self._dead() - set(self._board.left()))
         if not dead:
             pending.dead_since = None
             return None
         # What a rank sent before it ended may still be on its way: look once more.
         now = time.monotonic()
         pending.dead_since = pending.dead_since or now
-        if now - pending.dead_since < INTERVAL / 2:
+        if not sure and now - pending.dead_since < INTERVAL / 2:
             return None
-        lost = sorted(dead)
-        who = " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in lost)
-        verb = "is" if len(lost) == 1 else "are"
-        return self._failure("lost", f"{who} {verb} dead", tuple(lost), pending.call)
+        who = " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in dead)
+        verb = "is" if len(dead) == 1 else "are"
+        return self._failure("lost", f"{who} {verb} dead", tuple(dead), pending.call)
+
+    def _look_for_left(self, pending: Pending) -> Failure | None:
+        """Find ranks that shut down before this call, and will take no part in it."""
+        assert self._board is not None
+        left = self._board.left()
+        call = pending.call
+        gone = {rank for rank, (last, _) in left.items() if call.transfer or last < call.sequence}
+        for rank in self._needed(pending, gone):
+            cause = f"rank {rank} shut the group down at {left[rank][1]}"
+            return self._failure("aborted", cause, (rank,), call)
+        return None
+
+    def _needed(self, pending: Pending, gone: set[int]) -> list[int]:
+        """Of the ranks that are gone, list those without whom the call cannot end."""
+        gone = gone - {self.rank}
+        if pending.peer is not None:
+            return sorted(gone & {pending.peer})
+        if pending.call.transfer and len(gone) < self.size - 1:
+            return []  # a receive from anybody: one sender is enough
+        return sorted(gone)
 
     def _dead(self) -> set[int]:
         """List the other ranks that are provably dead."""
@@ -268,21 +301,11 @@ class Health:
         member = self._roster.members[rank]
         return str(member) if member.is_dead else f"a thread of {member}"
 
-    def _look_for_left(self, pending: Pending) -> Failure | None:
-        assert self._board is not None
-        for rank, (sequence, site) in self._board.left().items():
-            relevant = rank != self.rank and pending.peer in (None, rank)
-            if relevant and (pending.peer is not None or sequence < pending.call.sequence):
-                cause = f"rank {rank} shut the group down at {site}"
-                return self._failure("aborted", cause, (rank,), pending.call)
-        return None
-
-    def _gather_reports(self, pending: Pending) -> Reports:
+    def _gather_reports(self) -> Reports:
         """Collect what every rank is doing, allowing the watchers time to answer."""
         if self._board is None:
             return {}
-        pending.ring = pending.ring or self._board.ring()
-        return self._await_reports(self._board, pending.ring)
+        return self._await_reports(self._board, self._board.ring())
 
     def _await_reports(self, board: Board, ring: int) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
@@ -290,6 +313,7 @@ class Health:
         mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
         until = time.monotonic() + ANSWER_TIME
         while True:
+            board.answer(self.report)  # this may be the watcher itself, and the others ask too
             reports = board.reports(since=ring) | mute
             silent = [rank for rank in range(self.size) if rank not in reports]
             if silent in ([], [self.rank]) or time.monotonic() >= until:
@@ -304,7 +328,9 @@ class Health:
     def _clash(self, call: Call, reports: Reports) -> Failure | None:
         """See whether a peer is stuck in a different operation under the same number."""
         for rank, report in sorted(reports.items()):
-            same_number = report.state == "waiting" and report.sequence == call.sequence
+            collective = not (report.operation or "").startswith(("send ", "recv"))
+            waiting = report.state == "waiting" and collective
+            same_number = waiting and report.sequence == call.sequence
             if rank == self.rank or not same_number or report.operation == call.what:
                 continue
             name = (report.operation or "").partition(" ")[0]

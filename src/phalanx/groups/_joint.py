@@ -27,11 +27,17 @@ class JointWork:
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Wait for every part within one timeout."""
         until = time.monotonic() + timeout.total_seconds()
+        failure: RuntimeError | None = None
         for part in self._parts:
-            if timeout <= _NO_TIMEOUT:
-                part.wait()
-            else:
-                part.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            try:
+                if timeout <= _NO_TIMEOUT:
+                    part.wait()
+                else:
+                    part.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            except RuntimeError as error:  # wait for the others all the same: all or nothing
+                failure = error
+        if failure is not None:
+            raise failure
         return True
 
     def is_completed(self) -> bool:

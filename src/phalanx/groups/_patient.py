@@ -7,50 +7,63 @@ stops waiting when its patience ends.
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-__all__ = ["PatientStore", "StoreSilent", "borrow_thread"]
+from ..errors import RendezvousTimeout
+
+__all__ = ["PatientStore", "borrow_thread"]
 
 T = TypeVar("T")
+AT_EXIT = 1.0  # seconds
 ANSWER_WITHIN = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
-
-
-class StoreSilent(RuntimeError):
-    """The store did not answer in time."""
 
 
 class PatientStore:
     """What we ask of a store, with an end to the waiting."""
 
-    def __init__(self, store: Store, *, line: _Line | None = None) -> None:
+    def __init__(
+        self, store: Store, *, patience: float = ANSWER_WITHIN, line: _Line | None = None
+    ) -> None:
         self.raw = store
         """The store itself, for whoever may wait as long as it takes."""
+        self._patience = patience
         self._line = line or _Line()
 
-    def under(self, prefix: str) -> PatientStore:
+    def under(self, prefix: str, *, patience: float | None = None) -> PatientStore:
         """Return the part of the store whose keys begin with `prefix`, on the same connection."""
-        return PatientStore(PrefixStore(prefix, self.raw), line=self._line)
+        store = PrefixStore(prefix, self.raw)
+        return PatientStore(store, patience=patience or self._patience, line=self._line)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return self._line.ask(lambda: self.raw.add(key, amount))
+        return self._ask(lambda: self.raw.add(key, amount))
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
-        self._line.ask(lambda: self.raw.set(key, value))
+        self._ask(lambda: self.raw.set(key, value))
 
     def read(self, key: str) -> bytes | None:
         """Read a value, or None where there is none yet."""
-        return self._line.ask(lambda: self.raw.get(key) if self.raw.check([key]) else None)
+        return self._ask(lambda: self.raw.get(key) if self.raw.check([key]) else None)
 
     def has(self, key: str) -> bool:
         """Tell whether there is a value."""
-        return self._line.ask(lambda: self.raw.check([key]))
+        return self._ask(lambda: self.raw.check([key]))
+
+    def write_once(self, key: str, value: str) -> bytes:
+        """Write a value unless there is one, and return what is there."""
+        return self._ask(lambda: self.raw.compare_set(key, "", value))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return self._line.ask(question, self._patience)
 
 
 class _Line:
@@ -59,10 +72,10 @@ class _Line:
     def __init__(self) -> None:
         self._unanswered: threading.Event | None = None
 
-    def ask(self, question: Callable[[], T]) -> T:
+    def ask(self, question: Callable[[], T], patience: float) -> T:
         stuck = self._unanswered
         if stuck is not None and not stuck.is_set():
-            raise StoreSilent("the store does not answer")  # ask no more until it has
+            raise RendezvousTimeout("the store does not answer")  # ask no more until it has
         answers: list[T] = []
         errors: list[RuntimeError] = []
         ended = threading.Event()
@@ -76,9 +89,9 @@ class _Line:
                 ended.set()
 
         borrow_thread(put)
-        if not ended.wait(ANSWER_WITHIN):
+        if not ended.wait(patience):
             self._unanswered = ended
-            raise StoreSilent("the store does not answer")
+            raise RendezvousTimeout("the store does not answer")
         if errors:
             raise errors[0]
         return answers[0]
@@ -89,6 +102,9 @@ class _Threads:
 
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
+        self._out: set[int] = set()
+        os.register_at_fork(after_in_child=self._idle.clear)  # a fork takes no threads along
+        atexit.register(self._settle)
 
     def borrow(self, job: Callable[[], None]) -> None:
         try:
@@ -101,14 +117,32 @@ class _Threads:
         inbox.put(job)
 
     def _serve(self, inbox: queue.SimpleQueue[Callable[[], None]]) -> None:
+        me = threading.get_ident()
         while True:
-            inbox.get()()
+            job = inbox.get()
+            self._out.add(me)
+            job()
+            self._out.discard(me)
             self._idle.append(inbox)
 
+    def _settle(self) -> None:
+        """Give threads a moment to come home: one that does so during the exit ends the process.
 
-_threads = _Threads()
+        Peers mostly exit together, and it is their closing connections that end such waits.
+        """
+        until = time.monotonic() + AT_EXIT
+        while self._out and time.monotonic() < until:
+            time.sleep(0.01)
+
+
+_threads: _Threads | None = None
+_making = threading.Lock()
 
 
 def borrow_thread(job: Callable[[], None]) -> None:
     """Run a job, which must not raise, on a thread that may be blocked for long."""
+    global _threads  # noqa: PLW0603 - made on first use, for importing must not register hooks
+    with _making:
+        if _threads is None:
+            _threads = _Threads()
     _threads.borrow(job)

@@ -10,7 +10,7 @@ from datetime import timedelta
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..env import read_rank_env
@@ -18,6 +18,11 @@ from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTi
 from ._words import first_line
 
 __all__ = ["Meeting", "check_place", "meet", "own_connection"]
+
+
+_hosted: dict[tuple[int, int], Store] = {}
+"""Stores that this process hosts, by pid and port: for as long as it lives, since peers may be
+meeting there for the next group before this rank has ended the last."""
 
 
 @dataclass(frozen=True)
@@ -92,15 +97,20 @@ def _from_environment(rank: int | None, size: int | None, timeout: timedelta) ->
         )
     hosts = env.rank == 0 and not env.agent_store
     store = _tcp_store(env.master_addr, env.master_port, hosts, timeout)
+    if env.agent_store:  # it outlives the ranks: what they left in it must not confuse the next
+        store = PrefixStore(f"attempt_{env.restart_count}", store)
     return Meeting(store, env.rank, env.world_size)
 
 
 def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
     if not hosts:
         _await_listener(host, port, timeout)
+    key = (os.getpid(), port)
+    if hosts and key in _hosted:
+        return own_connection(_hosted[key])
     try:
         # Nobody waits for workers here: forming the group does, and can say who is missing.
-        return TCPStore(
+        store = TCPStore(
             host,
             port,
             is_master=hosts,
@@ -110,6 +120,9 @@ def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
         )
     except dist.DistNetworkError as error:
         raise _explained(error, host, port) from error
+    if hosts:
+        _hosted[key] = store
+    return store
 
 
 def _await_listener(host: str, port: int, timeout: timedelta) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
 import threading
 import weakref
 from typing import Protocol
@@ -26,6 +27,9 @@ class Watched(Protocol):
 
     def attend(self) -> None:
         """Do whatever is due; called every `INTERVAL` seconds, must not block or raise."""
+
+    def exit(self) -> None:
+        """Take leave: the program has come to its end."""
 
 
 class _Watcher:
@@ -49,6 +53,9 @@ class _Watcher:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
+        if not hasattr(sys, "last_value"):  # which the interpreter sets when an exception ends it
+            for watched in list(self._watched):
+                watched.exit()
 
     def _run(self) -> None:
         while not self._stop.wait(INTERVAL):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Side", "describe", "dtype_name", "first_line", "op_name", "ranks_text"]
+__all__ = ["Side", "describe", "dtype_name", "first_line", "op_name", "ranks_text", "runs"]
 
 
 class Side(NamedTuple):
@@ -44,3 +44,14 @@ def first_line(error: Exception) -> str:
 def ranks_text(ranks: Sequence[int]) -> str:
     """Name ranks in a sentence: ``rank 2`` or ``ranks 1, 2``."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def runs(ranks: Sequence[int]) -> str:
+    """Write ranks in short: ``0-3,7``."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    return ",".join("-".join(map(str, part)) for part in parts)

@@ -34,8 +34,14 @@ class PythonWork:
             self._error = error
             self._source = source
             self._ended.set()
-            if self._future is not None:
-                self._fill(self._future)
+            future = self._future
+        if future is not None:  # outside of the lock, for this runs whatever hangs on it
+            self._fill(future)
+
+    @property
+    def has_future(self) -> bool:
+        """Whether somebody has asked for the future."""
+        return self._future is not None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the call has ended; raises ``RuntimeError`` if it has not, or badly."""
@@ -52,11 +58,14 @@ class PythonWork:
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
         with self._lock:
-            if self._future is None:
-                self._future = Future()
-                if self._ended.is_set():
-                    self._fill(self._future)
-            return self._future
+            if self._future is not None:
+                return self._future
+            future: Future[Any] = Future()
+            self._future = future
+            ended = self._ended.is_set()
+        if ended:
+            self._fill(future)
+        return future
 
     def result(self) -> list[Tensor]:
         """Return the output tensors."""

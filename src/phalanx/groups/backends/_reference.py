@@ -37,7 +37,6 @@ Arguments = Sequence[tuple[Any, ...]]
 _BINARY: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.AVG: torch.add,
-    ReduceOp.PREMUL_SUM: torch.add,
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
@@ -55,8 +54,6 @@ def combine(op: Any, tensors: Sequence[Tensor]) -> Tensor:
         return _combine_sparse(tensors, kind)
     dtype = tensors[0].dtype
     wide = [tensor.detach().float() if dtype in _NARROW else tensor.detach() for tensor in tensors]
-    if kind == ReduceOp.PREMUL_SUM:
-        wide = [tensor * op.factor for tensor in wide]
     total = wide[0].clone()
     for tensor in wide[1:]:
         total = _BINARY[kind](total, tensor)

@@ -96,5 +96,6 @@ TRAITS = Traits(
     ),
     averages=frozenset({"allreduce"}),
     wrap_transfer=_Transfer,
+    connects_in_background=True,
     check_options=refuse_options("gloo"),
 )

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .._engine import REDUCTIONS, Engine, Traits
+from .._patient import borrow_thread
 from .._words import Side
 from . import _reference as reference
 from . import refuse_options
@@ -48,7 +50,12 @@ class _Slot:
         except (RuntimeError, ValueError, IndexError) as caught:
             error = RuntimeError(str(caught))
         for _, _, work in calls:
-            work.finish(error)
+            # Whatever hangs on a future is another rank's business, and may call that rank's group:
+            # not on this thread, which is in the middle of a call of its own.
+            if work.has_future:
+                borrow_thread(partial(work.finish, error))
+            else:
+                work.finish(error)
 
 
 @dataclass(frozen=True)
@@ -169,6 +176,7 @@ class LocalEngine:
 
     def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
         self._sequence += 1
+        self._hub.threads[self._rank] = threading.current_thread()  # whose life counts from now on
         return self._hub.arrive(self._sequence, self._rank, function, arguments)
 
     def agree(self, sequence: int, said: str, side: Side) -> Side | None:
@@ -308,7 +316,6 @@ TRAITS = Traits(
     ),
     averages=REDUCTIONS,
     averages_all_types=True,
-    premultiplies=True,
     ranks_are_threads=True,
     alltoall_lists=True,
     check_options=refuse_options("local"),

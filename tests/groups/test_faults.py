@@ -114,14 +114,14 @@ def stall(ctx, seconds):
     group = ctx.group(timeout=LONG)
     group.broadcast(torch.ones(4)).wait()
     if ctx.rank == 1:
-        while not ctx.store.check(["over"]):
+        while not ctx.store.check(["over/0", "over/2"]):
             time.sleep(0.01)  # busy in user code
         with pytest.raises(CollectiveTimeout):
             eventually_refused(group)
         return
     with pytest.raises(CollectiveTimeout) as caught:
         group.allreduce(torch.ones(3, dtype=torch.float64), timeout=seconds).wait()
-    ctx.store.set("over", "")
+    ctx.store.set(f"over/{ctx.rank}", "")
     error = caught.value
     assert error.missing == (1,)
     assert error.sequence == 2

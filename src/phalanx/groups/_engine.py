@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ..errors import InternalError
 
-__all__ = ["REDUCTIONS", "ClosedEngine", "Engine", "RawWork", "Traits"]
+__all__ = ["REDUCTIONS", "ClosedEngine", "Engine", "EngineMismatch", "RawWork", "Traits"]
 
 
 REDUCTIONS = frozenset(
@@ -31,6 +31,14 @@ REDUCTIONS = frozenset(
         "reduce_scatter_single_coalesced",
     }
 )
+
+
+class EngineMismatch(RuntimeError):
+    """Raised by an engine's work when it sees that two ranks call different operations."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"ranks {first} and {second} call different operations")
+        self.ranks = (first, second)
 
 
 class RawWork(Protocol):

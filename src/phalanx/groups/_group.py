@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -152,6 +152,16 @@ class ProcessGroup(Collectives):
         with self._state:
             turn = self._splits[key] = self._splits.get(key, 0) + 1
         return f"{runs(ranks)}#{turn}" if turn > 1 else runs(ranks)
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Make a tensor that this group's engine reaches without a copy, where it can.
+
+        On ``shm`` it lives in shared memory, until its last view dies; elsewhere it is an ordinary
+        tensor on the group's device. Its contents are not set.
+        """
+        if hasattr(self._engine, "allocate") and not self._closed:
+            return cast(Tensor, self._engine.allocate(shape, dtype))
+        return torch.empty(tuple(shape), dtype=dtype, device=self._recipe.device)
 
     def records(self) -> list[Record]:
         """List the last calls of this rank, oldest first."""

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..errors import GroupError, RankReport
 from ._board import Board
+from ._engine import EngineMismatch
 from ._failure import Failure, Kind
 from ._record import Call, Recorder, describe_frame
 from ._roster import Roster
@@ -142,6 +143,8 @@ class Health:
 
     def diagnose(self, pending: Pending, error: Exception) -> Failure:
         """Find the reason behind an engine's error."""
+        if isinstance(error, EngineMismatch):
+            return self._engines_clash(pending.call, error)
         until = time.monotonic() + (DIAGNOSIS_TIME if is_about_connections(error) else 0)
         while True:
             failure = self.look(pending, sure=True)
@@ -219,7 +222,13 @@ class Health:
             known = board.failure()
             if known is not None:
                 self.fail(known, publish=False)
+        self.drive()
         self.attend_futures()
+
+    def drive(self) -> None:
+        """Let an engine without a thread of its own get on with calls that nobody waits for."""
+        for work in list(self._in_flight.values()):
+            work.engine_is_done()
 
     def attend_futures(self) -> None:
         """End the futures of calls that cannot succeed any more."""
@@ -324,6 +333,18 @@ class Health:
     def _missing(self, call: Call, reports: Reports) -> list[int]:
         others = (report for rank, report in sorted(reports.items()) if rank != self.rank)
         return [r.rank for r in others if r.collectives is None or r.collectives < call.sequence]
+
+    def _engines_clash(self, call: Call, error: EngineMismatch) -> Failure:
+        """Name both sides of what the engine found; the other one's line is asked for."""
+        known = None if self._board is None else self._board.failure()
+        if known is not None:
+            return known
+        other = error.ranks[0] if error.ranks[1] == self.rank else error.ranks[1]
+        report = self._gather_reports().get(other)
+        what = report.operation if report is not None else None
+        site = report.site if report is not None else None
+        mine = Side(self.rank, call.what, call.site)
+        return mismatch(mine, Side(other, what or "something else", site or "?"), call)
 
     def _clash(self, call: Call, reports: Reports) -> Failure | None:
         """See whether a peer is stuck in a different operation under the same number."""

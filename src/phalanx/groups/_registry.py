@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import InvalidArgument
 from ._engine import Engine, Traits
-from .backends import fake, gloo, local, nccl
+from .backends import fake, gloo, local, nccl, shm
 
 __all__ = ["Backend", "ProcessGroupFactory", "find_backend", "register_backend"]
 
@@ -65,3 +65,4 @@ register_backend("gloo", gloo.make, traits=gloo.TRAITS)
 register_backend("nccl", nccl.make, traits=nccl.TRAITS)
 register_backend("local", local.make, traits=local.TRAITS)
 register_backend("fake", fake.make, traits=fake.TRAITS)
+register_backend("shm", shm.make, traits=shm.TRAITS)

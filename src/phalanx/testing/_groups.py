@@ -45,7 +45,7 @@ class Over:
 
 def over_groups(
     *,
-    backends: Sequence[str] = ("local", "gloo"),
+    backends: Sequence[str] = ("local", "gloo", "shm"),
     sizes: Sequence[int] = (1, 2, 3, 4),
     split: bool = False,
     reuse: bool = False,

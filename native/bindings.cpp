@@ -1,0 +1,164 @@
+// What Python sees of the engine: addresses and numbers, nothing of torch.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "engine.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace phalanx;
+
+namespace {
+
+using Address = std::uintptr_t;
+
+char* pointer(Address address) { return reinterpret_cast<char*>(address); }
+
+// Waiting and moving memory need nothing of Python; other threads may run meanwhile.
+template <class Function>
+auto unlocked(Function&& function) {
+  const nb::gil_scoped_release release;
+  return function();
+}
+
+std::uint64_t nanoseconds(double seconds) {
+  return seconds <= 0 ? 0 : static_cast<std::uint64_t>(seconds * 1e9);
+}
+
+std::tuple<int, int, int> told(const Verdict& verdict) {
+  return {static_cast<int>(verdict.outcome), verdict.first, verdict.second};
+}
+
+std::tuple<int, int, std::uint64_t> told(const Transfers::Status& status) {
+  return {static_cast<int>(status.state), status.peer, status.bytes};
+}
+
+std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,
+                    Address input, std::size_t bytes, std::uint64_t extent,
+                    const std::vector<Address>& outputs, std::size_t output_bytes,
+                    std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at) {
+  Request request;
+  request.kind = static_cast<Kind>(kind);
+  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
+  request.root = root;
+  request.input = pointer(input);
+  request.bytes = bytes;
+  request.extent = extent;
+  request.output_bytes = output_bytes;
+  for (const Address output : outputs) request.outputs.push_back(pointer(output));
+  request.send_at = std::move(send_at);
+  request.receive_at = std::move(receive_at);
+  return unlocked([&] { return engine.issue(std::move(request)); });
+}
+
+// The call of calls: an all-reduce, or anything else that works in place.
+std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double factor, int root,
+                             Address tensor, std::size_t bytes, std::uint64_t extent) {
+  Request request;
+  request.kind = static_cast<Kind>(kind);
+  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
+  request.root = root;
+  request.input = pointer(tensor);
+  request.bytes = request.output_bytes = bytes;
+  request.extent = extent;
+  request.outputs.push_back(request.input);
+  return unlocked([&] { return engine.issue(std::move(request)); });
+}
+
+}  // namespace
+
+NB_MODULE(_engine, module) {
+  module.doc() = "The shared-memory engine.";
+  module.attr("MAX_RANKS") = kMaxRanks;
+  module.def("instruction_set", &instruction_set);
+  module.def("supports", [](int type, int op) {
+    return supports(static_cast<DType>(type), static_cast<ReduceOp>(op));
+  });
+
+  nb::class_<Sizes>(module, "Sizes")
+      .def(nb::init<>())
+      .def_rw("small", &Sizes::small)
+      .def_rw("window", &Sizes::window)
+      .def_rw("windows", &Sizes::windows)
+      .def_rw("channel", &Sizes::channel)
+      .def_rw("slab", &Sizes::slab);
+
+  nb::class_<Region>(module, "Region")
+      .def_static("create", &Region::create, "where"_a, "ranks"_a, "sizes"_a)
+      .def_static("open", &Region::open, "path"_a, "token"_a, "ranks"_a, "sizes"_a)
+      .def("unlink", &Region::unlink)
+      .def("present",
+           [](const Region& region, int rank) {
+             return region.control(rank).present.read() == region.token();
+           })
+      .def("slab",
+           [](const Region& region, int rank) {
+             return std::tuple(reinterpret_cast<Address>(region.bytes(region.layout().slab(rank))),
+                               region.layout().sizes.slab);
+           })
+      .def("reserve",
+           [](Region& region, Address address, std::size_t length) {
+             const std::uint64_t offset = region.offset_of(pointer(address), length);
+             if (offset == kNever) throw std::out_of_range("not in this region");
+             unlocked([&] { region.reserve(offset, length); });
+           })
+      .def("give_back",
+           [](Region& region, Address address, std::size_t length) {
+             const std::uint64_t offset = region.offset_of(pointer(address), length);
+             if (offset != kNever) region.give_back(offset, length);
+           })
+      .def_prop_ro("path", &Region::path)
+      .def_prop_ro("token", &Region::token);
+
+  nb::class_<Engine>(module, "Engine")
+      .def("__init__",
+           [](Engine* self, Region& region, int rank, int cores) {
+             new (self) Engine(std::move(region), rank, cores);  // the region moves in
+           })
+      .def("watch", &Engine::watch)
+      .def("issue", &issue)
+      .def("issue_in_place", &issue_in_place)
+      .def("test",
+           [](Engine& engine, std::uint64_t ticket) {
+             return told(unlocked([&] { return engine.test(ticket); }));
+           })
+      .def("wait",
+           [](Engine& engine, std::uint64_t ticket, double seconds) {
+             const Verdict verdict =
+                 unlocked([&] { return engine.wait(ticket, nanoseconds(seconds)); });
+             return static_cast<int>(verdict.outcome);
+           })
+      .def("send",
+           [](Engine& engine, int to, std::int64_t tag, Address data, std::size_t bytes) {
+             return unlocked([&] { return engine.send(to, tag, pointer(data), bytes); });
+           })
+      .def("receive",
+           [](Engine& engine, int from, std::int64_t tag, Address data, std::size_t bytes) {
+             return unlocked([&] { return engine.receive(from, tag, pointer(data), bytes); });
+           })
+      .def("test_transfer",
+           [](Engine& engine, std::uint64_t ticket) {
+             return told(unlocked([&] { return engine.test_transfer(ticket); }));
+           })
+      .def("wait_transfer",
+           [](Engine& engine, std::uint64_t ticket, double seconds) {
+             return told(
+                 unlocked([&] { return engine.wait_transfer(ticket, nanoseconds(seconds)); }));
+           })
+      .def("forget_transfer", &Engine::forget_transfer)
+      .def("dead", &Engine::dead)
+      .def("leave", &Engine::leave)
+      .def("forget", &Engine::forget)
+      .def("abort", &Engine::abort)
+      .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);
+}

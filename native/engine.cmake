@@ -1,0 +1,25 @@
+# The engine as a library: for the Python module and for the engine's own tests.
+
+set(native ${CMAKE_CURRENT_LIST_DIR})
+add_library(phalanx_engine STATIC
+  ${native}/engine.cpp
+  ${native}/reduce.cpp
+  ${native}/reduce_avx2.cpp
+  ${native}/reduce_avx512.cpp
+  ${native}/reduce_baseline.cpp
+  ${native}/region.cpp
+  ${native}/sync.cpp
+  ${native}/transfers.cpp)
+target_include_directories(phalanx_engine PUBLIC ${native})
+target_compile_features(phalanx_engine PUBLIC cxx_std_20)
+target_compile_options(phalanx_engine PRIVATE
+  -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Werror
+  # The same bits on every instruction set: nothing may be fused or reordered.
+  -ffp-contract=off)
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  # One file per instruction set; which one runs is decided when the program starts.
+  set_source_files_properties(${native}/reduce_avx2.cpp
+    PROPERTIES COMPILE_OPTIONS "-mavx2;-mf16c")
+  set_source_files_properties(${native}/reduce_avx512.cpp
+    PROPERTIES COMPILE_OPTIONS "-mavx512f;-mavx512bw;-mavx512dq;-mavx512vl")
+endif()

@@ -1,0 +1,12 @@
+// The kernels for the instruction set that every machine of the architecture has: SSE2 on x86-64,
+// NEON on aarch64, whatever the compiler makes of 16-byte vectors elsewhere.
+
+#define PHALANX_ISA baseline
+#if defined(__aarch64__)
+#define PHALANX_ISA_NAME "neon"
+#else
+#define PHALANX_ISA_NAME "baseline"
+#endif
+#define PHALANX_VECTOR_BYTES 16
+
+#include "reduce_kernels.inc.hpp"

@@ -1,0 +1,322 @@
+// The kernels, written once and compiled once per instruction set.
+//
+// Each reduce_<isa>.cpp defines PHALANX_ISA (a namespace), PHALANX_ISA_NAME and
+// PHALANX_VECTOR_BYTES, and includes this file. All that is defined here is in an anonymous
+// namespace, and no header with inline functions of its own is included: see reduce_dispatch.hpp.
+//
+// A kernel is an operation over a format. The *format* says how a vector of elements is loaded
+// into lanes and stored back (half floats widen to float32 lanes; a bool becomes 0 or 1; a complex
+// number is two lanes). The *operation* says what happens in the lanes. The *loop* is the same for
+// all: it holds a few vectors of accumulators in registers, runs over the inputs in their order,
+// and only then stores, so that an output may be an input and each line of memory is visited once.
+//
+// Vectors are the compiler's own (vector_size): the operators are element by element, the same on
+// every machine, and nothing depends on what an auto-vectoriser thinks of a loop. Two rules keep
+// the bits equal everywhere: -ffp-contract=off (no fused multiply-add), and averages that are
+// correctly rounded quotients. What they cannot fix is *which* NaN comes out when there are
+// several, or what sign it has; it is always a NaN.
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "reduce_dispatch.hpp"
+
+#define INLINE [[gnu::always_inline]] inline
+
+namespace phalanx::PHALANX_ISA {
+namespace {
+
+constexpr std::size_t kVectorBytes = PHALANX_VECTOR_BYTES;
+
+template <class T, std::size_t bytes>
+struct MakeVector {
+  typedef T Type __attribute__((vector_size(bytes)));
+};
+
+template <class T, std::size_t bytes>
+using VectorOf = typename MakeVector<T, bytes>::Type;
+
+template <class T>
+using Vector = VectorOf<T, kVectorBytes>;
+
+// The same bits as another type.
+template <class To, class From>
+INLINE To as(From from) {
+  return __builtin_bit_cast(To, from);
+}
+
+#include "reduce_half.inc.hpp"
+
+// ---------------------------------------------------------------------------------------- formats
+
+template <class V>
+INLINE V load_bits(const char* from) {
+  V bits;
+  __builtin_memcpy(&bits, from, sizeof bits);  // no alignment assumed: one unaligned load
+  return bits;
+}
+
+template <class V>
+INLINE void store_bits(char* to, V bits) {
+  __builtin_memcpy(to, &bits, sizeof bits);
+}
+
+// Elements that are computed in their own type.
+template <class T>
+struct Plain {
+  using Lane = T;
+  using Lanes = Vector<T>;
+  static constexpr std::size_t kElement = sizeof(T);
+  static constexpr std::size_t kBytes = kVectorBytes;  // of memory per vector of lanes
+
+  INLINE static Lanes load(const char* from) { return load_bits<Lanes>(from); }
+  INLINE static void store(char* to, Lanes lanes) { store_bits(to, lanes); }
+};
+
+// A pair of T, real part first. Adding and scaling go lane by lane, as if they were reals.
+template <class T>
+struct Complex : Plain<T> {
+  static constexpr std::size_t kElement = 2 * sizeof(T);
+};
+
+struct Float16 {
+  using Lane = float;
+  using Lanes = Floats;
+  static constexpr std::size_t kElement = 2;
+  static constexpr std::size_t kBytes = kVectorBytes / 2;
+
+  INLINE static Lanes load(const char* from) { return from_float16(load_bits<Halves>(from)); }
+  INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_float16(lanes)); }
+};
+
+struct BFloat16 {
+  using Lane = float;
+  using Lanes = Floats;
+  static constexpr std::size_t kElement = 2;
+  static constexpr std::size_t kBytes = kVectorBytes / 2;
+
+  INLINE static Lanes load(const char* from) { return from_bfloat16(load_bits<Halves>(from)); }
+  INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_bfloat16(lanes)); }
+};
+
+// Any byte but zero is true (a bool tensor may be a view of other bytes); what is stored is 0 or 1.
+struct Boolean : Plain<std::uint8_t> {
+  INLINE static Lanes load(const char* from) {
+    return as<Lanes>(load_bits<Lanes>(from) != 0) & 1;
+  }
+};
+
+#include "reduce_operations.inc.hpp"
+
+// --------------------------------------------------------------------------------------- the loop
+
+// Moves only `bytes` of a vector, so that the end of a buffer is computed like the rest of it.
+template <class F>
+INLINE typename F::Lanes load_part(const char* from, std::size_t bytes) {
+  char padded[F::kBytes] = {};
+  __builtin_memcpy(padded, from, bytes);
+  return F::load(padded);
+}
+
+template <class F>
+INLINE void store_part(char* to, typename F::Lanes lanes, std::size_t bytes) {
+  char padded[F::kBytes];
+  F::store(padded, lanes);
+  __builtin_memcpy(to, padded, bytes);
+}
+
+template <class Op>
+INLINE auto input_part(const Op& op, const void* in, std::size_t at, std::size_t bytes) {
+  return op.prepare(load_part<typename Op::Format>(static_cast<const char*>(in) + at, bytes));
+}
+
+// Reduces the last, incomplete vector.
+template <class Op>
+void reduce_part(const Op& op, const KernelArguments& a, std::size_t at, std::size_t bytes) {
+  auto total = input_part(op, a.in[0], at, bytes);
+  for (std::size_t r = 1; r < a.inputs; ++r) {
+    total = op.combine(total, input_part(op, a.in[r], at, bytes));
+  }
+  total = op.finish(total);
+  for (std::size_t r = 0; r < a.outputs; ++r) {
+    store_part<typename Op::Format>(static_cast<char*>(a.out[r]) + at, total, bytes);
+  }
+}
+
+// Reduces `vectors` whole vectors. All the loads come before the first store.
+template <std::size_t vectors, class Op>
+INLINE void reduce_block(const Op& op, const KernelArguments& a, std::size_t at) {
+  using F = typename Op::Format;
+  typename F::Lanes total[vectors];
+  const char* first = static_cast<const char*>(a.in[0]) + at;
+  for (std::size_t v = 0; v < vectors; ++v) total[v] = op.prepare(F::load(first + v * F::kBytes));
+  for (std::size_t r = 1; r < a.inputs; ++r) {
+    const char* next = static_cast<const char*>(a.in[r]) + at;
+    for (std::size_t v = 0; v < vectors; ++v) {
+      total[v] = op.combine(total[v], op.prepare(F::load(next + v * F::kBytes)));
+    }
+  }
+  for (auto& lanes : total) lanes = op.finish(lanes);
+  for (std::size_t r = 0; r < a.outputs; ++r) {
+    char* out = static_cast<char*>(a.out[r]) + at;
+    for (std::size_t v = 0; v < vectors; ++v) F::store(out + v * F::kBytes, total[v]);
+  }
+}
+
+// Four vectors hide the latency of an addition and leave registers for operands on AVX2.
+template <class Op>
+constexpr std::size_t kBlock = 4 * Op::Format::kBytes;
+
+// Reduces whole blocks and returns how many bytes that was. By value, because the compiler must
+// assume that a store into a buffer changes what a reference refers to.
+template <class Op>
+INLINE std::size_t reduce_blocks(const Op& op, const KernelArguments a) {
+  const std::size_t bytes = a.count * Op::Format::kElement / kBlock<Op> * kBlock<Op>;
+  for (std::size_t at = 0; at < bytes; at += kBlock<Op>) reduce_block<4>(op, a, at);
+  return bytes;
+}
+
+template <std::size_t inputs, std::size_t outputs, class Op>
+std::size_t reduce_fixed_blocks(const Op& op, const KernelArguments& a) {
+  const void* in[inputs];
+  void* out[outputs];
+  for (std::size_t r = 0; r < inputs; ++r) in[r] = a.in[r];
+  for (std::size_t r = 0; r < outputs; ++r) out[r] = a.out[r];
+  return reduce_blocks(op, {in, inputs, out, outputs, a.count, a.factor});
+}
+
+// Loops for few buffers, with every pointer in a register: a quarter faster while the data is in
+// the cache (beyond it, one waits for memory). Only for what gradients need: code has its cost.
+template <class Op>
+std::size_t reduce_few_blocks(const Op& op, const KernelArguments& a) {
+  const bool to_all = a.outputs == a.inputs;
+  if (to_all || a.outputs == 1) {
+    if (a.inputs == 2) {
+      return to_all ? reduce_fixed_blocks<2, 2>(op, a) : reduce_fixed_blocks<2, 1>(op, a);
+    }
+    if (a.inputs == 3) {
+      return to_all ? reduce_fixed_blocks<3, 3>(op, a) : reduce_fixed_blocks<3, 1>(op, a);
+    }
+    if (a.inputs == 4) {
+      return to_all ? reduce_fixed_blocks<4, 4>(op, a) : reduce_fixed_blocks<4, 1>(op, a);
+    }
+  }
+  return reduce_blocks(op, a);
+}
+
+template <class Op>
+void reduce_rest(const Op& op, const KernelArguments& a, std::size_t at) {
+  constexpr std::size_t vector = Op::Format::kBytes;
+  const std::size_t bytes = a.count * Op::Format::kElement;
+  for (; bytes - at >= vector; at += vector) reduce_block<1>(op, a, at);
+  if (at < bytes) reduce_part(op, a, at, bytes - at);
+}
+
+template <class Op>
+void run(const KernelArguments& a) {
+  const Op op(a);
+  reduce_rest(op, a, reduce_blocks(op, a));
+}
+
+template <class Op>
+void run_hot(const KernelArguments& a) {
+  const Op op(a);
+  reduce_rest(op, a, reduce_few_blocks(op, a));
+}
+
+template <class F>
+void run_average(const KernelArguments& a) {
+  const bool power_of_two = (a.inputs & (a.inputs - 1)) == 0;
+  power_of_two ? run_hot<AverageOfPowerOfTwo<F>>(a) : run_hot<Average<F>>(a);
+}
+
+// -------------------------------------------------------------------------------------- the table
+
+struct Row {
+  Kernel kernels[kReduceOps] = {};
+  constexpr Kernel& operator[](ReduceOp op) { return kernels[static_cast<int>(op)]; }
+};
+
+template <class F>
+constexpr Row row_of_reals() {
+  Row row;
+  row[ReduceOp::sum] = run_hot<Sum<F>>;
+  row[ReduceOp::avg] = run_average<F>;
+  row[ReduceOp::product] = run<Product<F>>;
+  row[ReduceOp::min] = run<Min<F>>;
+  row[ReduceOp::max] = run<Max<F>>;
+  row[ReduceOp::premul_sum] = run_hot<PremulSum<F>>;
+  return row;
+}
+
+template <class F>
+constexpr Row row_of_complex() {
+  Row row;
+  row[ReduceOp::sum] = run<Sum<F>>;
+  row[ReduceOp::avg] = run_average<F>;
+  row[ReduceOp::product] = run<ComplexProduct<F>>;
+  row[ReduceOp::premul_sum] = run<PremulSum<F>>;
+  return row;
+}
+
+template <class T, class Unsigned, class Wide>
+constexpr Row row_of_integers() {
+  using Modular = Plain<Unsigned>;
+  Row row;
+  row[ReduceOp::sum] = run<Sum<Modular>>;
+  row[ReduceOp::avg] = run<IntegerAverage<Modular, T, Wide>>;
+  row[ReduceOp::product] = run<Product<Modular>>;
+  row[ReduceOp::min] = run<Min<Plain<T>>>;
+  row[ReduceOp::max] = run<Max<Plain<T>>>;
+  row[ReduceOp::band] = run<And<Modular>>;
+  row[ReduceOp::bor] = run<Or<Modular>>;
+  row[ReduceOp::bxor] = run<Xor<Modular>>;
+  row[ReduceOp::premul_sum] = run<PremulSum<Modular>>;
+  return row;
+}
+
+constexpr Row row_of_booleans() {
+  Row row;
+  row[ReduceOp::sum] = row[ReduceOp::max] = row[ReduceOp::bor] = run<Or<Boolean>>;
+  row[ReduceOp::product] = row[ReduceOp::min] = row[ReduceOp::band] = run<And<Boolean>>;
+  row[ReduceOp::bxor] = run<Xor<Boolean>>;
+  return row;
+}
+
+constexpr KernelTable make_table() {
+  KernelTable made{PHALANX_ISA_NAME, {}};
+  const auto set = [&made](DType type, const Row& row) {
+    for (int op = 0; op < kReduceOps; ++op) {
+      made.kernels[static_cast<int>(type)][op] = row.kernels[op];
+    }
+  };
+  set(DType::float32, row_of_reals<Plain<float>>());
+  set(DType::float64, row_of_reals<Plain<double>>());
+  set(DType::float16, row_of_reals<Float16>());
+  set(DType::bfloat16, row_of_reals<BFloat16>());
+  set(DType::int8, row_of_integers<std::int8_t, std::uint8_t, std::int32_t>());
+  set(DType::int16, row_of_integers<std::int16_t, std::uint16_t, std::int32_t>());
+  set(DType::int32, row_of_integers<std::int32_t, std::uint32_t, std::int32_t>());
+  set(DType::int64, row_of_integers<std::int64_t, std::uint64_t, std::int64_t>());
+  set(DType::uint8, row_of_integers<std::uint8_t, std::uint8_t, std::uint32_t>());
+  set(DType::uint16, row_of_integers<std::uint16_t, std::uint16_t, std::uint32_t>());
+  set(DType::uint32, row_of_integers<std::uint32_t, std::uint32_t, std::uint32_t>());
+  set(DType::uint64, row_of_integers<std::uint64_t, std::uint64_t, std::uint64_t>());
+  set(DType::boolean, row_of_booleans());
+  set(DType::complex64, row_of_complex<Complex<float>>());
+  set(DType::complex128, row_of_complex<Complex<double>>());
+  return made;
+}
+
+}  // namespace
+
+// Constant: made by the compiler, so it is there before any code runs.
+constinit const KernelTable table = make_table();
+
+}  // namespace phalanx::PHALANX_ISA

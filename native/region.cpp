@@ -1,0 +1,181 @@
+#include "region.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <new>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+namespace phalanx {
+
+namespace {
+
+constexpr std::uint32_t kVersion = 1;
+
+std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
+
+[[noreturn]] void fail(const std::string& what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
+
+std::uint64_t random_number() {
+  std::uint64_t value = 0;
+  if (::getrandom(&value, sizeof value, 0) != sizeof value) fail("getrandom");
+  return value | 1;  // never zero, which means "not there yet"
+}
+
+std::string hex(std::uint64_t value) {
+  char text[17];
+  std::snprintf(text, sizeof text, "%016llx", static_cast<unsigned long long>(value));
+  return text;
+}
+
+struct Made {
+  int fd;
+  std::string path;
+};
+
+Made make_file(const std::string& where) {
+  if (where == "memfd") {
+    const int fd = ::memfd_create("phalanx", MFD_CLOEXEC);
+    if (fd < 0) fail("memfd_create");
+    // Another process of the same user reaches it here; nobody else may, and no name is left over.
+    return {fd, "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd)};
+  }
+  std::string path = where + "/phalanx-" + hex(random_number()) + hex(random_number());
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (fd < 0) fail("cannot make a file in " + where);
+  return {fd, std::move(path)};
+}
+
+}  // namespace
+
+Layout::Layout(int ranks_, const Sizes& sizes_) : ranks(ranks_), sizes(sizes_) {
+  const auto n = static_cast<std::size_t>(ranks);
+  control = sizeof(Header);
+  small = control + n * sizeof(Control);
+  windows = round_up(small + n * kRing * sizes.small, kPage);
+  channels = round_up(windows + n * sizes.windows * sizes.window, kPage);
+  slabs = round_up(channels + n * n * (sizeof(Channel) + sizes.channel), kPage);
+  total = slabs + n * sizes.slab;
+}
+
+Region::Region(int fd, std::string path, Layout layout)
+    : fd_(fd), path_(std::move(path)), layout_(layout) {
+  void* base = ::mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                      fd_, 0);
+  if (base == MAP_FAILED) {
+    const int error = errno;
+    ::close(fd_);
+    errno = error;
+    fail("cannot map " + std::to_string(layout_.total) + " bytes");
+  }
+  base_ = static_cast<char*>(base);
+}
+
+Region::Region(Region&& other) noexcept
+    : fd_(std::exchange(other.fd_, -1)),
+      path_(std::exchange(other.path_, {})),
+      layout_(other.layout_),
+      base_(std::exchange(other.base_, nullptr)),
+      owner_(other.owner_) {}
+
+Region Region::alias() const {
+  Region same(layout_);
+  same.fd_ = fd_;
+  same.base_ = base_;
+  same.owner_ = false;
+  return same;
+}
+
+Region::~Region() {
+  if (!owner_) return;
+  if (base_ != nullptr) ::munmap(base_, layout_.total);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
+  const Layout layout(ranks, sizes);
+  Made made = make_file(where);
+  const bool named = where != "memfd";
+  const auto give_up = [&](const std::string& what) {
+    const int error = errno;
+    if (named) ::unlink(made.path.c_str());
+    ::close(made.fd);
+    errno = error;
+    fail(what);
+  };
+  if (::ftruncate(made.fd, static_cast<off_t>(layout.total)) != 0) give_up("ftruncate");
+  // All but the slabs is needed for certain. To learn now that there is no room for it is an error;
+  // to learn it when it is touched would be a SIGBUS.
+  if (const int error = ::posix_fallocate(made.fd, 0, static_cast<off_t>(layout.slabs))) {
+    errno = error;
+    give_up("no room for " + std::to_string(layout.slabs) + " bytes in " + where);
+  }
+  Region region(made.fd, named ? made.path : std::move(made.path), layout);
+  for (int rank = 0; rank < ranks; ++rank) {
+    auto* control = new (&region.control(rank)) Control;
+    control->left_at.publish(kNever);
+  }
+  for (int from = 0; from < ranks; ++from)
+    for (int to = 0; to < ranks; ++to) new (region.bytes(layout.channel(from, to))) Channel;
+  auto* header = new (&region.header()) Header;
+  header->token = random_number();
+  header->total = layout.total;
+  header->ranks = static_cast<std::uint32_t>(ranks);
+  header->version = kVersion;
+  header->magic = kMagic;
+  return region;
+}
+
+Region Region::open(const std::string& path, std::uint64_t token, int ranks, const Sizes& sizes) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) fail("cannot open " + path);
+  struct stat status {};
+  const Layout layout(ranks, sizes);
+  if (::fstat(fd, &status) != 0 || status.st_uid != ::geteuid() ||
+      static_cast<std::size_t>(status.st_size) != layout.total) {
+    ::close(fd);
+    throw std::runtime_error("what lies at " + path + " is not this group's region");
+  }
+  Region region(fd, {}, layout);
+  const Header& header = region.header();
+  if (header.magic != kMagic || header.version != kVersion || header.token != token ||
+      header.ranks != static_cast<std::uint32_t>(ranks))
+    throw std::runtime_error("what lies at " + path + " is not this group's region");
+  return region;
+}
+
+void Region::unlink() {
+  if (!path_.empty() && !path_.starts_with("/proc/")) ::unlink(path_.c_str());
+  path_.clear();
+}
+
+std::uint64_t Region::offset_of(const void* address, std::size_t length) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(base_);
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  if (at < begin + layout_.slabs || at + length > begin + layout_.total) return kNever;
+  return at - begin;
+}
+
+void Region::reserve(std::size_t offset, std::size_t length) {
+  if (const int error =
+          ::posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(length))) {
+    errno = error;
+    fail("no memory for " + std::to_string(length) + " shared bytes");
+  }
+}
+
+void Region::give_back(std::size_t offset, std::size_t length) noexcept {
+  ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
+              static_cast<off_t>(length));
+}
+
+}  // namespace phalanx

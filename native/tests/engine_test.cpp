@@ -1,0 +1,312 @@
+// The engine, with threads for ranks: every collective on every way that data can take, in sizes so
+// small that each test goes around the rings and through many windows.
+
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "engine.hpp"
+
+using namespace phalanx;
+
+namespace {
+
+std::atomic<long> passed{0}, failed{0};
+
+void check(bool good, const char* what, int line) {
+  if (good) {
+    ++passed;
+    return;
+  }
+  ++failed;
+  std::printf("engine_test.cpp:%d: %s\n", line, what);
+}
+#define CHECK(condition) check((condition), #condition, __LINE__)
+
+constexpr std::uint64_t kSecond = 1'000'000'000;
+
+Sizes tiny() {
+  Sizes sizes;
+  sizes.small = 64;
+  sizes.window = 192;
+  sizes.windows = 3;
+  sizes.channel = 64;
+  sizes.slab = 1 << 20;
+  return sizes;
+}
+
+using Body = std::function<void(Engine&, int)>;
+
+void run(int ranks, const Body& body) {
+  Region region = Region::create("memfd", ranks, tiny());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank)
+    threads.emplace_back([&, rank] {
+      Engine engine(region.alias(), rank, 2);
+      body(engine, rank);
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// Memory for one rank's tensor: ordinary, or in the region.
+class Buffer {
+ public:
+  Buffer(Engine& engine, std::size_t count, bool shared, std::size_t at = 0)
+      : own_(shared ? 0 : count), count_(count) {
+    const Layout& layout = engine.region().layout();
+    data_ = shared ? reinterpret_cast<int*>(engine.region().bytes(layout.slab(engine.rank()) + at))
+                   : own_.data();
+  }
+  int& operator[](std::size_t i) { return data_[i]; }
+  char* bytes() { return reinterpret_cast<char*>(data_); }
+  std::size_t size() const { return count_ * sizeof(int); }
+
+ private:
+  std::vector<int> own_;
+  std::size_t count_;
+  int* data_;
+};
+
+int value(int rank, std::size_t i, int salt) { return (rank + 1) * 1000 + static_cast<int>(i) + salt; }
+
+Request in_place(Kind kind, Buffer& buffer, int root = 0) {
+  Request request;
+  request.kind = kind;
+  request.reduction = {DType::int32, ReduceOp::sum, 1.0};
+  request.root = root;
+  request.input = buffer.bytes();
+  request.bytes = request.output_bytes = buffer.size();
+  request.extent = buffer.size();
+  request.outputs = {buffer.bytes()};
+  return request;
+}
+
+void finish(Engine& engine, std::uint64_t ticket) {
+  CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::finished);
+}
+
+void test_allreduce(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    int salt = 0;
+    for (const bool shared : {false, true})
+      for (const std::size_t count : {0u, 1u, 15u, 16u, 17u, 48u, 100u, 1000u}) {
+        Buffer buffer(engine, count, shared);
+        for (std::size_t i = 0; i < count; ++i) buffer[i] = value(rank, i, salt);
+        finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+        bool right = true;
+        for (std::size_t i = 0; i < count; ++i) {
+          int sum = 0;
+          for (int r = 0; r < engine.ranks(); ++r) sum += value(r, i, salt);
+          right = right && buffer[i] == sum;
+        }
+        CHECK(right);
+        ++salt;
+      }
+  });
+}
+
+// Many calls under way at once, more than the ring holds, waited for in the end.
+void test_asynchronous(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    constexpr std::size_t kCalls = 150;
+    std::vector<Buffer> buffers;
+    std::uint64_t last = 0;
+    for (std::size_t call = 0; call < kCalls; ++call) {
+      const std::size_t count = call % 40;
+      buffers.emplace_back(engine, count, call % 3 == 0, call * 256);
+      for (std::size_t i = 0; i < count; ++i) buffers[call][i] = rank + static_cast<int>(call);
+      last = engine.issue(in_place(Kind::allreduce, buffers[call]));
+    }
+    finish(engine, last);
+    bool right = true;
+    const int ranks_sum = engine.ranks() * (engine.ranks() - 1) / 2;
+    for (std::size_t call = 0; call < kCalls; ++call)
+      for (std::size_t i = 0; i < call % 40; ++i)
+        right = right && buffers[call][i] == ranks_sum + engine.ranks() * static_cast<int>(call);
+    CHECK(right);
+    // Nobody may let go of its buffers before all have read them.
+    Buffer none(engine, 0, false);
+    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+  });
+}
+
+void test_broadcast_and_reduce(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    for (int root = 0; root < engine.ranks(); ++root)
+      for (const bool shared : {false, true})
+        for (const std::size_t count : {3u, 300u}) {
+          Buffer copy(engine, count, shared);
+          for (std::size_t i = 0; i < count; ++i) copy[i] = value(rank, i, root);
+          finish(engine, engine.issue(in_place(Kind::broadcast, copy, root)));
+          CHECK(copy[count - 1] == value(root, count - 1, root));
+
+          Buffer sum(engine, count, shared, 4096);
+          for (std::size_t i = 0; i < count; ++i) sum[i] = rank + 1;
+          finish(engine, engine.issue(in_place(Kind::reduce, sum, root)));
+          const int all = engine.ranks() * (engine.ranks() + 1) / 2;
+          CHECK(sum[count - 1] == (rank == root ? all : rank + 1));
+        }
+  });
+}
+
+void test_gathers(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    const auto n = static_cast<std::size_t>(engine.ranks());
+    for (const bool shared : {false, true})
+      for (const std::size_t count : {2u, 130u}) {
+        Buffer mine(engine, count, shared);
+        for (std::size_t i = 0; i < count; ++i) mine[i] = value(rank, i, 0);
+        std::vector<int> all(n * count);
+        Request gather = in_place(Kind::allgather, mine);
+        gather.outputs.clear();
+        for (std::size_t r = 0; r < n; ++r)
+          gather.outputs.push_back(reinterpret_cast<char*>(all.data() + r * count));
+        finish(engine, engine.issue(std::move(gather)));
+        bool right = true;
+        for (std::size_t r = 0; r < n; ++r)
+          right = right && all[r * count + count - 1] == value(static_cast<int>(r), count - 1, 0);
+        CHECK(right);
+
+        // What was gathered, reduced and scattered again: every rank has its part times the ranks.
+        Buffer whole(engine, n * count, shared, 16384);
+        for (std::size_t i = 0; i < n * count; ++i) whole[i] = all[i];
+        std::vector<int> part(count);
+        Request scatter = in_place(Kind::reduce_scatter, whole);
+        scatter.output_bytes = count * sizeof(int);
+        scatter.outputs = {reinterpret_cast<char*>(part.data())};
+        finish(engine, engine.issue(std::move(scatter)));
+        CHECK(part[count - 1] == engine.ranks() * value(rank, count - 1, 0));
+        Buffer none(engine, 0, false);
+        finish(engine, engine.issue(in_place(Kind::barrier, none)));
+      }
+  });
+}
+
+void test_exchange(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    const auto n = static_cast<std::size_t>(engine.ranks());
+    for (const std::size_t grain : {1u, 70u}) {  // rank s sends (s + r) * grain ints to rank r
+      std::vector<std::uint64_t> send{0}, receive{0};
+      for (std::size_t r = 0; r < n; ++r) {
+        const auto length = (static_cast<std::size_t>(rank) + r) * grain * sizeof(int);
+        send.push_back(send.back() + length);
+        receive.push_back(receive.back() + length);
+      }
+      std::vector<int> mine(send.back() / sizeof(int), rank), got(receive.back() / sizeof(int), -1);
+      Request request;
+      request.kind = Kind::alltoall;
+      request.input = reinterpret_cast<char*>(mine.data());
+      request.bytes = send.back();
+      request.outputs = {reinterpret_cast<char*>(got.data())};
+      request.output_bytes = receive.back();
+      request.send_at = send;
+      request.receive_at = receive;
+      finish(engine, engine.issue(std::move(request)));
+      bool right = true;
+      for (std::size_t r = 0; r < n; ++r)
+        for (std::size_t at = receive[r] / sizeof(int); at < receive[r + 1] / sizeof(int); ++at)
+          right = right && got[at] == static_cast<int>(r);
+      CHECK(right);
+    }
+  });
+}
+
+void test_transfers() {
+  run(3, [](Engine& engine, int rank) {
+    std::vector<int> first(100, rank), second(7, 10 + rank);
+    if (rank == 0) {
+      // Received in another order than sent, and from anybody.
+      int got[2][107];
+      for (int from = 1; from < 3; ++from) {
+        auto two = engine.receive(from, 2, reinterpret_cast<char*>(got[from - 1]), 7 * sizeof(int));
+        CHECK(engine.wait_transfer(two, 20 * kSecond).state == Transfers::State::finished);
+        CHECK(got[from - 1][6] == 10 + from);
+      }
+      int seen = 0;
+      for (int i = 0; i < 2; ++i) {
+        auto one = engine.receive(-1, 1, reinterpret_cast<char*>(got[i]), 100 * sizeof(int));
+        const auto status = engine.wait_transfer(one, 20 * kSecond);
+        CHECK(status.state == Transfers::State::finished);
+        CHECK(got[i][99] == status.peer);
+        seen += status.peer;
+      }
+      CHECK(seen == 3);
+    } else {
+      auto one = engine.send(0, 1, reinterpret_cast<char*>(first.data()), 100 * sizeof(int));
+      auto two = engine.send(0, 2, reinterpret_cast<char*>(second.data()), 7 * sizeof(int));
+      CHECK(engine.wait_transfer(one, 20 * kSecond).state == Transfers::State::finished);
+      CHECK(engine.wait_transfer(two, 20 * kSecond).state == Transfers::State::finished);
+    }
+  });
+}
+
+void test_leaving() {
+  run(3, [](Engine& engine, int rank) {
+    Buffer buffer(engine, 40, false);
+    const auto sum = [&](int mine) {
+      for (std::size_t i = 0; i < 40; ++i) buffer[i] = mine;
+      finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+      return buffer[39];
+    };
+    CHECK(sum(1) == 3);
+    if (rank == 1) {
+      engine.leave();
+      return;
+    }
+    CHECK(sum(1) == 2);
+    CHECK(sum(5) == 10);
+  });
+}
+
+void test_disagreement_and_deadline() {
+  run(2, [](Engine& engine, int rank) {
+    Buffer buffer(engine, rank == 0 ? 4u : 5u, false);
+    const auto verdict = engine.wait(engine.issue(in_place(Kind::allreduce, buffer)), 20 * kSecond);
+    CHECK(verdict.outcome == Outcome::mismatch);
+    CHECK(verdict.first == 0 && verdict.second == 1);
+  });
+  run(2, [](Engine& engine, int rank) {
+    if (rank == 1) return;
+    Buffer buffer(engine, 4, false);
+    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+    CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+    engine.abort();
+    CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::aborted);
+  });
+}
+
+void test_wrong_region() {
+  Region region = Region::create("memfd", 2, tiny());
+  bool refused = false;
+  try {
+    Region::open(region.path(), region.token() + 2, 2, tiny());
+  } catch (const std::exception&) {
+    refused = true;
+  }
+  CHECK(refused);
+  Region same = Region::open(region.path(), region.token(), 2, tiny());
+  same.control(1).arrived.publish(7);
+  CHECK(region.control(1).arrived.read() == 7);
+}
+
+}  // namespace
+
+int main() {
+  for (const int ranks : {1, 2, 3, 5}) {
+    test_allreduce(ranks);
+    test_asynchronous(ranks);
+    test_broadcast_and_reduce(ranks);
+    test_gathers(ranks);
+    test_exchange(ranks);
+  }
+  test_transfers();
+  test_leaving();
+  test_disagreement_and_deadline();
+  test_wrong_region();
+  std::printf("%ld passed, %ld failed\n", passed.load(), failed.load());
+  return failed.load() == 0 ? 0 : 1;
+}

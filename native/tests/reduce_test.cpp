@@ -1,0 +1,262 @@
+// Checks every kernel of every instruction set that this machine has against a slow, obvious
+// computation of the same thing. Exits non-zero if anything differs.
+//
+// Results are compared bit by bit, except that any NaN equals any NaN: which one survives an
+// addition of two is not part of the contract (and differs between processors).
+//
+// Compile with -ffp-contract=off: the reference must not be fused either.
+
+#include "reduce.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "reduce_dispatch.hpp"
+#include "reduce_reference.hpp"
+
+namespace {
+
+using namespace phalanx;
+using namespace phalanx::reference;
+
+long passed = 0;
+long failed = 0;
+std::string context;  // what is being checked, for the message
+
+void check(bool good, const char* what, int line) {
+  ++(good ? passed : failed);
+  if (!good && failed <= 20) std::printf("line %d: %s [%s]\n", line, what, context.c_str());
+}
+
+#define CHECK(condition) check((condition), #condition, __LINE__)
+
+// -------------------------------------------------------------------------------------- the checks
+
+// Inputs and the right answer, made once; every length is a prefix of it.
+template <class T>
+struct Problem {
+  Reduction reduction;
+  std::vector<std::vector<T>> inputs;
+  std::vector<T> answer;
+
+  Problem(const Reduction& r, std::size_t n, std::size_t count) : reduction(r), inputs(n) {
+    for (auto& input : inputs) {
+      for (std::size_t i = 0; i < count; ++i) input.push_back(random_element<T>());
+    }
+    for (std::size_t i = 0; i < count; ++i) {
+      std::vector<T> column;
+      for (const auto& input : inputs) column.push_back(input[i]);
+      answer.push_back(expected(reduction, column));
+    }
+  }
+};
+
+// A copy of one input, `shift` elements into its storage. Guards around it show a write too far.
+// Half of the time nothing comes after it, so that the address sanitizer shows a read too far.
+template <class T>
+struct Shifted {
+  static constexpr std::size_t kGuard = 64;
+  std::vector<T> storage;
+  std::size_t shift;
+  std::size_t count;
+
+  Shifted(const std::vector<T>& from, std::size_t by, std::size_t n)
+      : storage(by + n + (n % 2 ? kGuard : 0)), shift(by), count(n) {
+    auto* bytes = reinterpret_cast<unsigned char*>(storage.data());
+    std::fill_n(bytes, storage.size() * sizeof(T), static_cast<unsigned char>(0xa5));
+    std::copy_n(from.data(), n, data());
+  }
+  T* data() { return storage.data() + shift; }
+  bool guards_whole() const {
+    const auto* bytes = reinterpret_cast<const unsigned char*>(storage.data());
+    for (std::size_t i = 0; i < storage.size() * sizeof(T); ++i) {
+      const bool inside = i >= shift * sizeof(T) && i < (shift + count) * sizeof(T);
+      if (!inside && bytes[i] != 0xa5) return false;
+    }
+    return true;
+  }
+  bool holds(const std::vector<T>& answer) {
+    for (std::size_t i = 0; i < count; ++i) {
+      if (!same(data()[i], answer[i])) return false;
+    }
+    return true;
+  }
+};
+
+template <class T>
+std::vector<Shifted<T>> lay_out(const Problem<T>& problem, std::size_t count) {
+  std::vector<Shifted<T>> buffers;
+  for (std::size_t r = 0; r < problem.inputs.size(); ++r) {
+    buffers.emplace_back(problem.inputs[r], (count / 2 + 3 * r) % 8, count);
+  }
+  return buffers;
+}
+
+template <class T>
+void check_apart(const Problem<T>& problem, std::size_t count) {
+  auto buffers = lay_out(problem, count);
+  Shifted<T> out(problem.inputs[0], count % 5, count);
+  std::vector<const void*> in;
+  for (auto& buffer : buffers) in.push_back(buffer.data());
+  reduce(problem.reduction, in, out.data(), count);
+  CHECK(out.holds(problem.answer));
+  CHECK(out.guards_whole());
+}
+
+template <class T>
+void check_in_place(const Problem<T>& problem, std::size_t count) {
+  auto buffers = lay_out(problem, count);
+  std::vector<const void*> in;
+  for (auto& buffer : buffers) in.push_back(buffer.data());
+  const std::size_t mine = count % buffers.size();
+  reduce(problem.reduction, in, buffers[mine].data(), count);
+  for (std::size_t r = 0; r < buffers.size(); ++r) {
+    CHECK(buffers[r].holds(r == mine ? problem.answer : problem.inputs[r]));
+    CHECK(buffers[r].guards_whole());
+  }
+}
+
+template <class T>
+void check_to_all(const Problem<T>& problem, std::size_t count) {
+  auto buffers = lay_out(problem, count);
+  std::vector<void*> pointers;
+  for (auto& buffer : buffers) pointers.push_back(buffer.data());
+  reduce_to_all(problem.reduction, pointers, count);
+  for (auto& buffer : buffers) {
+    CHECK(buffer.holds(problem.answer));
+    CHECK(buffer.guards_whole());
+  }
+}
+
+template <class T>
+void check_problem(const Problem<T>& problem) {
+  const std::size_t longest = problem.answer.size();
+  for (std::size_t count = 0; count <= longest; count += count < 300 ? 1 : 1237) {
+    // Every length with two inputs; with others the loops are the same, so a sample will do.
+    if (problem.inputs.size() != 2 && count > 20 && count % 7 != 0) continue;
+    check_apart(problem, count);
+    check_in_place(problem, count);
+    check_to_all(problem, count);
+  }
+}
+
+template <class T>
+double factor_for(std::size_t n) {
+  if constexpr (std::is_integral_v<T>) return std::is_signed_v<T> && n % 2 ? -3.0 : 7.0;
+  return 1.0 / 3.0;  // not exact, so that a fused multiply-add would show
+}
+
+void check_all_kernels(const KernelTable& table) {
+  visit_types([&]<class T>(T, DType type, const char* type_name) {
+    for (int op = 0; op < kReduceOps; ++op) {
+      if (!supports(type, static_cast<ReduceOp>(op))) continue;
+      for (std::size_t n : {1u, 2u, 3u, 4u, 5u, 9u}) {
+        context = std::string(table.name) + " " + type_name + " " + op_names[op] + " of " +
+                  std::to_string(n);
+        const Reduction reduction{type, static_cast<ReduceOp>(op), factor_for<T>(n)};
+        check_problem(Problem<T>(reduction, n, n == 2 ? 5000 : 1400));
+      }
+    }
+  });
+}
+
+// More inputs than the element type can count.
+void check_many_inputs() {
+  visit_types([]<class T>(T, DType type, const char* type_name) {
+    context = std::string("many inputs, ") + type_name;
+    if (!supports(type, ReduceOp::avg)) return;
+    const Problem<T> problem({type, ReduceOp::avg, 1.0}, 300, 37);
+    check_apart(problem, 37);
+    check_to_all(problem, 37);
+  });
+}
+
+// Every half float there is, as it is and scaled so that all kinds of rounding happen.
+template <class T>
+void check_every_half(DType type) {
+  std::vector<T> every(65536);
+  for (std::size_t i = 0; i < every.size(); ++i) every[i].bits = static_cast<std::uint16_t>(i);
+  for (double factor : {1.0, 1.0 / 3.0, 3.0, std::ldexp(1.0, -12), std::ldexp(1.3, -20), 65519.0}) {
+    std::vector<T> out(every.size());
+    const void* in = every.data();
+    const Reduction reduction{type, ReduceOp::premul_sum, factor};
+    reduce(reduction, {&in, 1}, out.data(), every.size());
+    long wrong = 0;
+    for (std::size_t i = 0; i < every.size(); ++i) {
+      wrong += !same(out[i], expected(reduction, std::vector<T>{every[i]}));
+    }
+    CHECK(wrong == 0);
+  }
+}
+
+// float32 sums that lie exactly between two half floats must go to the even one.
+void check_ties() {
+  const std::uint16_t a[] = {0x3c00, 0x3c01, 0x3c00, 0x7bff, 0x7bff};  // 1, 1 + 2^-10, 1, 65504...
+  const std::uint16_t b[] = {0x1000, 0x1000, 0x1001, 0x4c00, 0x4bff};  // 2^-11, 2^-11, more, 16...
+  const std::uint16_t sum[] = {0x3c00, 0x3c02, 0x3c01, 0x7c00, 0x7bff};
+  std::uint16_t out[5];
+  const void* in[] = {a, b};
+  reduce({DType::float16, ReduceOp::sum}, in, out, 5);
+  CHECK(std::memcmp(out, sum, sizeof sum) == 0);
+}
+
+void check_large() {
+  const Problem<float> problem({DType::float32, ReduceOp::avg}, 2, (1 << 20) + 13);
+  check_apart(problem, problem.answer.size());
+  check_to_all(problem, problem.answer.size());
+}
+
+void check_supports() {
+  context = "supports";
+  visit_types([]<class T>(T, DType type, const char*) {
+    constexpr bool integral = std::is_integral_v<T>;
+    constexpr bool boolean = std::is_same_v<T, Boolean>;
+    const bool wanted[kReduceOps] = {
+        true,           !boolean,       true,                           // sum, avg, product
+        !is_complex<T>, !is_complex<T>,                                 // min, max
+        integral || boolean, integral || boolean, integral || boolean,  // band, bor, bxor
+        !boolean,                                                       // premul_sum
+    };
+    for (int op = 0; op < kReduceOps; ++op) {
+      CHECK(supports(type, static_cast<ReduceOp>(op)) == wanted[op]);
+    }
+  });
+  CHECK(!supports(static_cast<DType>(kDTypes), ReduceOp::sum));
+  CHECK(!supports(DType::float32, static_cast<ReduceOp>(kReduceOps)));
+  for (auto t = available_tables(); *t != nullptr; ++t) {
+    for (int type = 0; type < kDTypes; ++type) {
+      for (int op = 0; op < kReduceOps; ++op) {
+        CHECK(((*t)->kernels[type][op] != nullptr) ==
+              supports(static_cast<DType>(type), static_cast<ReduceOp>(op)));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::printf("best instruction set: %s\n", instruction_set());
+  check_supports();
+  // All equal the one reference, hence each other.
+  for (auto table = available_tables(); *table != nullptr; ++table) {
+    use_table(**table);
+    CHECK(std::strcmp(instruction_set(), (*table)->name) == 0);
+    check_all_kernels(**table);
+    check_many_inputs();
+    context = std::string((*table)->name) + " half floats";
+    check_every_half<Float16>(DType::float16);
+    check_every_half<BFloat16>(DType::bfloat16);
+    check_ties();
+    context = std::string((*table)->name) + " large";
+    check_large();
+    std::printf("%-9s checked\n", (*table)->name);
+  }
+  std::printf("%ld passed, %ld failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}

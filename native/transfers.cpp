@@ -1,0 +1,213 @@
+#include "transfers.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "sync.hpp"
+
+namespace phalanx {
+
+namespace {
+
+Channel& channel(const Region& region, int from, int to) {
+  return *reinterpret_cast<Channel*>(region.bytes(region.layout().channel(from, to)));
+}
+
+char* ring(const Region& region, int from, int to) {
+  return region.bytes(region.layout().channel(from, to)) + sizeof(Channel);
+}
+
+// Copies into or out of a ring of bytes, around its end if need be.
+void put(char* ring, std::size_t size, std::uint64_t at, const char* data, std::size_t bytes) {
+  if (bytes == 0) return;  // where the pointer may be null
+  const std::size_t first = std::min<std::size_t>(bytes, size - at % size);
+  std::memcpy(ring + at % size, data, first);
+  std::memcpy(ring, data + first, bytes - first);
+}
+
+void take(const char* ring, std::size_t size, std::uint64_t at, char* data, std::size_t bytes) {
+  if (bytes == 0) return;
+  const std::size_t first = std::min<std::size_t>(bytes, size - at % size);
+  std::memcpy(data, ring + at % size, first);
+  std::memcpy(data + first, ring, bytes - first);
+}
+
+}  // namespace
+
+Transfers::Transfers(Region& region, int rank)
+    : region_(region),
+      rank_(rank),
+      ranks_(region.layout().ranks),
+      outboxes_(static_cast<std::size_t>(ranks_)),
+      room_seen_(static_cast<std::size_t>(ranks_)),
+      inboxes_(static_cast<std::size_t>(ranks_)) {}
+
+std::uint64_t Transfers::send(int to, std::int64_t tag, const char* data, std::size_t bytes) {
+  end(++tickets_, {State::pending, to, bytes});
+  outboxes_[static_cast<std::size_t>(to)].push_back({tickets_, {bytes, tag}, data, 0});
+  return tickets_;
+}
+
+std::uint64_t Transfers::receive(int from, std::int64_t tag, char* data, std::size_t bytes) {
+  end(++tickets_, {State::pending, from, bytes});
+  const Receive receive{tickets_, from, tag, data, bytes};
+  if (!match(receive)) receives_.push_back(receive);
+  return tickets_;
+}
+
+Transfers::Status Transfers::status(std::uint64_t ticket) const {
+  const auto found = statuses_.find(ticket);
+  return found == statuses_.end() ? Status{State::finished, -1, 0} : found->second;
+}
+
+int Transfers::peer_of(std::uint64_t ticket) const { return status(ticket).peer; }
+
+bool Transfers::progress() {
+  bool moved = false;
+  for (int peer = 0; peer < ranks_; ++peer) {
+    if (peer == rank_) continue;
+    moved |= push(peer);
+    moved |= pull(peer);
+  }
+  return moved;
+}
+
+bool Transfers::is_busy() const {
+  return !receives_.empty() || std::any_of(outboxes_.begin(), outboxes_.end(),
+                                           [](const auto& outbox) { return !outbox.empty(); });
+}
+
+bool Transfers::has_news() const {
+  for (int peer = 0; peer < ranks_; ++peer) {
+    if (peer == rank_) continue;
+    const auto i = static_cast<std::size_t>(peer);
+    if (channel(region_, peer, rank_).written.read() != inboxes_[i].seen) return true;
+    if (!outboxes_[i].empty() && channel(region_, rank_, peer).taken.read() != room_seen_[i])
+      return true;
+  }
+  return false;
+}
+
+bool Transfers::push(int to) {
+  auto& outbox = outboxes_[static_cast<std::size_t>(to)];
+  if (outbox.empty()) return false;
+  Channel& stream = channel(region_, rank_, to);
+  char* const bytes = ring(region_, rank_, to);
+  const std::size_t size = region_.layout().sizes.channel;
+  const std::uint64_t before = stream.written.read();
+  std::uint64_t written = before;
+  room_seen_[static_cast<std::size_t>(to)] = stream.taken.read();
+  while (!outbox.empty()) {
+    Send& send = outbox.front();
+    std::size_t room = size - (written - room_seen_[static_cast<std::size_t>(to)]);
+    if (send.written < sizeof(Head)) {  // the head goes in one piece
+      if (room < sizeof(Head)) break;
+      put(bytes, size, written, reinterpret_cast<const char*>(&send.head), sizeof(Head));
+      written += sizeof(Head);
+      send.written = sizeof(Head);
+      room -= sizeof(Head);
+    }
+    const std::size_t sent = send.written - sizeof(Head);
+    const std::size_t now = std::min<std::size_t>(room, send.head.bytes - sent);
+    put(bytes, size, written, send.data + sent, now);
+    written += now;
+    send.written += now;
+    if (send.written < sizeof(Head) + send.head.bytes) break;
+    end(send.ticket, {State::finished, to, send.head.bytes});
+    outbox.pop_front();
+  }
+  if (written == before) return false;
+  stream.written.publish(written);
+  wake(region_.control(to).bed);
+  return true;
+}
+
+bool Transfers::pull(int from) {
+  Channel& stream = channel(region_, from, rank_);
+  const char* const bytes = ring(region_, from, rank_);
+  const std::size_t size = region_.layout().sizes.channel;
+  Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+  inbox.seen = stream.written.read();
+  const std::uint64_t before = stream.taken.read();
+  std::uint64_t taken = before;
+  while (true) {
+    if (inbox.got < sizeof(Head)) {
+      if (inbox.seen - taken < sizeof(Head)) break;
+      take(bytes, size, taken, reinterpret_cast<char*>(&inbox.head), sizeof(Head));
+      taken += sizeof(Head);
+      inbox.got = sizeof(Head);
+      begin_message(from, inbox);
+    }
+    const std::size_t got = inbox.got - sizeof(Head);
+    const std::size_t now = std::min<std::size_t>(inbox.seen - taken, inbox.head.bytes - got);
+    take(bytes, size, taken, inbox.target + got, now);
+    taken += now;
+    inbox.got += now;
+    if (inbox.got < sizeof(Head) + inbox.head.bytes) break;
+    end_message(from, inbox);
+  }
+  if (taken == before) return false;
+  stream.taken.publish(taken);
+  wake(region_.control(from).bed);
+  return true;
+}
+
+// Finds who has asked for the message that begins; otherwise makes room to put it aside.
+void Transfers::begin_message(int from, Inbox& inbox) {
+  const auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& r) {
+    return r.tag == inbox.head.tag && (r.from == from || r.from < 0);
+  });
+  if (wanted != receives_.end() && wanted->bytes == inbox.head.bytes) {
+    inbox.ticket = wanted->ticket;
+    inbox.target = wanted->data;
+    receives_.erase(wanted);
+    return;
+  }
+  if (wanted != receives_.end()) {
+    end(wanted->ticket, {State::wrong_size, from, inbox.head.bytes});
+    receives_.erase(wanted);
+  }
+  inbox.ticket = 0;
+  inbox.aside.push_back({inbox.head, std::vector<char>(inbox.head.bytes)});
+  inbox.target = inbox.aside.back().bytes.data();
+}
+
+void Transfers::end_message(int from, Inbox& inbox) {
+  inbox.got = 0;
+  if (inbox.ticket != 0) {
+    end(inbox.ticket, {State::finished, from, inbox.head.bytes});
+    return;
+  }
+  // It may have been asked for while it came in.
+  for (auto it = receives_.begin(); it != receives_.end(); ++it) {
+    const Receive receive = *it;
+    if (match(receive)) {
+      receives_.erase(it);
+      break;
+    }
+  }
+}
+
+// Gives a receive a message that was put aside, if it is complete.
+bool Transfers::match(const Receive& receive) {
+  for (int from = 0; from < ranks_; ++from) {
+    if (receive.from >= 0 && receive.from != from) continue;
+    Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+    const bool incomplete = inbox.got >= sizeof(Head) && inbox.ticket == 0;
+    const auto end_of_complete = inbox.aside.end() - (incomplete ? 1 : 0);
+    const auto found = std::find_if(inbox.aside.begin(), end_of_complete,
+                                    [&](const Message& m) { return m.head.tag == receive.tag; });
+    if (found == end_of_complete) continue;
+    if (found->head.bytes == receive.bytes) {
+      if (receive.bytes != 0) std::memcpy(receive.data, found->bytes.data(), receive.bytes);
+      end(receive.ticket, {State::finished, from, receive.bytes});
+      inbox.aside.erase(found);
+    } else {
+      end(receive.ticket, {State::wrong_size, from, found->head.bytes});
+    }
+    return true;
+  }
+  return false;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,50 @@
+// What the engine knows of the data that it moves: element types and reduce operations.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace phalanx {
+
+// The numbers are part of the region's layout and of the Python bindings: add, never renumber.
+enum class DType : std::uint8_t {
+  float32 = 0,
+  float64 = 1,
+  float16 = 2,
+  bfloat16 = 3,
+  int8 = 4,
+  int16 = 5,
+  int32 = 6,
+  int64 = 7,
+  uint8 = 8,
+  uint16 = 9,
+  uint32 = 10,
+  uint64 = 11,
+  boolean = 12,
+  complex64 = 13,
+  complex128 = 14,
+};
+
+inline constexpr int kDTypes = 15;
+
+enum class ReduceOp : std::uint8_t {
+  sum = 0,
+  avg = 1,  // the sum divided by the number of ranks; integers lose their fraction
+  product = 2,
+  min = 3,
+  max = 4,
+  band = 5,
+  bor = 6,
+  bxor = 7,
+  premul_sum = 8,  // each input times a factor, then the sum
+};
+
+inline constexpr int kReduceOps = 9;
+
+constexpr std::size_t size_of(DType type) {
+  constexpr std::size_t sizes[kDTypes] = {4, 8, 2, 2, 1, 2, 4, 8, 1, 2, 4, 8, 1, 8, 16};
+  return sizes[static_cast<int>(type)];
+}
+
+}  // namespace phalanx

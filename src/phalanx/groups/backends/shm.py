@@ -1,0 +1,355 @@
+"""Shared memory: ranks on one machine read and write each other's buffers.
+
+The engine is native (see ``native/`` and ``docs/design.md``); here it gets torch's call forms. It
+has no thread of its own: a call says that this rank is ready, and the rank's share of the work is
+done when it next enters the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.futures import Future
+
+from ... import native
+from ...errors import InvalidArgument, InvalidState
+from .._adapt import plain_op
+from .._engine import REDUCTIONS, Engine, EngineMismatch, RawWork, Traits
+from .._joint import JointWork
+from .._patient import borrow_thread
+from ._region import Slab, share
+
+if TYPE_CHECKING:
+    from ...native import _engine
+
+__all__ = ["TRAITS", "make"]
+
+Tensors = list[Tensor]
+
+# The numbers of `native/layout.hpp`, `native/types.hpp` and `native/engine.hpp`.
+BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
+GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
+PENDING, FINISHED, DEAD, MISMATCH, ABORTED = range(5)
+DTYPES = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int8: 4,
+    torch.int16: 5,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.uint8: 8,
+    torch.uint16: 9,
+    torch.uint32: 10,
+    torch.uint64: 11,
+    torch.bool: 12,
+    torch.complex64: 13,
+    torch.complex128: 14,
+}
+BYTES = DTYPES[torch.uint8]
+_FOREVER = 3600.0
+
+
+class ShmWork:
+    """A call under way; it keeps the memory that it works on."""
+
+    def __init__(self, engine: _engine.Engine, ticket: int, tensors: Sequence[Any]) -> None:
+        self._engine = engine
+        self._ticket = ticket
+        self._tensors = tensors
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Do this rank's share and wait for the others'."""
+        outcome = self._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
+        if outcome == FINISHED:
+            return True
+        if outcome == PENDING:
+            raise RuntimeError("not yet")
+        raise self._error()
+
+    def is_completed(self) -> bool:
+        """Do what can be done now, and tell whether the call has ended."""
+        return self._engine.test(self._ticket)[0] != PENDING
+
+    def get_future(self) -> Future[Any]:
+        """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
+        if self._future is None:
+            self._future = Future()
+            borrow_thread(self._fill)
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        """Return nothing; the group knows the outputs."""
+        return []
+
+    def _source_rank(self) -> int:
+        return -1
+
+    def _fill(self) -> None:
+        assert self._future is not None
+        try:
+            self.wait()
+        except RuntimeError as error:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result([])
+
+    def _error(self) -> RuntimeError:
+        outcome, first, second = self._engine.test(self._ticket)
+        if outcome == MISMATCH:
+            return EngineMismatch(first, second)
+        told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
+        return RuntimeError(f"connection lost: {told}")
+
+
+class ShmTransfer(ShmWork):
+    """A send or receive under way."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Move bytes until all have gone."""
+        seconds = timeout.total_seconds() or _FOREVER
+        state, peer, length = self._engine.wait_transfer(self._ticket, seconds)
+        if state == FINISHED:
+            return True
+        if state == PENDING:
+            raise RuntimeError("not yet")
+        raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
+
+    def is_completed(self) -> bool:
+        """Move what can be moved now, and tell whether it has ended."""
+        return self._engine.test_transfer(self._ticket)[0] != PENDING
+
+    def _source_rank(self) -> int:
+        return self._engine.test_transfer(self._ticket)[1]
+
+
+class ShmEngine:
+    """One rank of a group in shared memory."""
+
+    def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
+        self._engine = engine
+        self._rank = rank
+        self._size = size
+        self._slab = Slab(engine, rank)
+        self._pid = os.getpid()
+
+    # -- the rank and its peers ------------------------------------------------------------
+
+    def lost_ranks(self) -> list[int]:
+        """List the ranks whose process has ended."""
+        return self._engine.dead()
+
+    def wake(self) -> None:
+        """End the waits of this rank, for the group has failed."""
+        self._engine.abort()
+
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Make a tensor that peers can reach where it is."""
+        return self._slab.allocate(shape, dtype)
+
+    def _entered(self) -> _engine.Engine:
+        """Return the engine, unless this is a forked child that only looks like the rank."""
+        if os.getpid() != self._pid:
+            raise InvalidState(
+                "this process was forked from a rank and is none itself: use the group in the "
+                "parent only, or start processes with the 'spawn' method"
+            )
+        return self._engine
+
+    # -- in place --------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
+        """Reduce on every rank."""
+        if tensors[0].is_sparse:
+            raise InvalidArgument("shm adds up dense tensors only: pass tensor.to_dense()")
+        return self._in_place(ALLREDUCE, tensors[0], opts.reduceOp, 0)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
+        """Reduce several, one after the other."""
+        return JointWork([self._in_place(ALLREDUCE, t, opts.reduceOp, 0) for t in tensors])
+
+    def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
+        """Reduce on the root."""
+        return self._in_place(REDUCE, tensors[0], opts.reduceOp, opts.rootRank)
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
+        """Copy from the root."""
+        tensor = tensors[0]
+        ticket = self._entered().issue_in_place(
+            BROADCAST, BYTES, 0, 1.0, opts.rootRank, tensor.data_ptr(), tensor.nbytes, tensor.nbytes
+        )
+        return ShmWork(self._engine, ticket, tensors)
+
+    def barrier(self, opts: Any) -> RawWork:
+        """Meet."""
+        del opts
+        ticket = self._entered().issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
+        return ShmWork(self._engine, ticket, ())
+
+    # -- from many to many -----------------------------------------------------------------
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
+        """Collect in lists."""
+        del opts
+        return self._issue(ALLGATHER, inputs[0], outputs[0], inputs[0].nbytes)
+
+    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> RawWork:
+        del opts
+        return self._issue(ALLGATHER, part, list(output.view(self._size, -1)), part.nbytes)
+
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
+        """Collect on the root."""
+        targets = outputs[0] if outputs else []
+        return self._issue(GATHER, inputs[0], targets, inputs[0].nbytes, root=opts.rootRank)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
+        """Hand out from the root."""
+        whole = _joined(inputs[0]) if inputs else None
+        return self._issue(
+            SCATTER, whole, outputs, outputs[0].nbytes, root=opts.rootRank, extent=outputs[0].nbytes
+        )
+
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
+        """Reduce lists and keep one tensor."""
+        parts = inputs[0]
+        if len({part.numel() for part in parts}) == 1:
+            return self._reduce_scatter_base(outputs[0], _joined(parts), opts)
+        works = []
+        for root, part in enumerate(parts):  # of different sizes: one reduction for each
+            mine = outputs[0] if root == self._rank else torch.empty_like(part)
+            mine.detach().copy_(part.detach().view_as(mine))
+            works.append(self._in_place(REDUCE, mine, opts.reduceOp, root))
+        return JointWork(works)
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
+        op = int(plain_op(opts.reduceOp).value)
+        return self._issue(
+            REDUCE_SCATTER, whole, [output], output.nbytes, op=op, type=DTYPES[whole.dtype]
+        )
+
+    def alltoall_base(
+        self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
+    ) -> RawWork:
+        """Exchange rows."""
+        del opts
+        sent = _offsets(out_of, source)
+        received = _offsets(into, output)
+        return self._issue(
+            ALLTOALL, source, [output], output.nbytes, extent=0, splits=(sent, received)
+        )
+
+    # -- one to one ------------------------------------------------------------------------
+
+    def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
+        """Send to one rank."""
+        tensor = tensors[0]
+        ticket = self._entered().send(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return ShmTransfer(self._engine, ticket, tensors)
+
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
+        """Receive from one rank."""
+        tensor = tensors[0]
+        ticket = self._entered().receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return ShmTransfer(self._engine, ticket, tensors)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
+        """Receive from anybody."""
+        return self.recv(tensors, -1, tag)
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _in_place(self, kind: int, tensor: Tensor, op: Any, root: int) -> RawWork:
+        ticket = self._entered().issue_in_place(
+            kind,
+            DTYPES[tensor.dtype],
+            int(plain_op(op).value),
+            1.0,
+            root,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            tensor.numel(),
+        )
+        return ShmWork(self._engine, ticket, (tensor,))
+
+    def _issue(
+        self,
+        kind: int,
+        source: Tensor | None,
+        outputs: Sequence[Tensor],
+        output_bytes: int,
+        *,
+        type: int = BYTES,  # noqa: A002 - the engine's word
+        op: int = 0,
+        root: int = 0,
+        extent: int | None = None,
+        splits: tuple[list[int], list[int]] = ([], []),
+    ) -> RawWork:
+        length = 0 if source is None else source.nbytes
+        ticket = self._entered().issue(
+            kind,
+            type,
+            op,
+            1.0,
+            root,
+            0 if source is None else source.data_ptr(),
+            length,
+            length if extent is None else extent,
+            [output.data_ptr() for output in outputs],
+            output_bytes,
+            *splits,
+        )
+        return ShmWork(self._engine, ticket, (source, outputs))
+
+
+def _joined(tensors: Tensors) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def _offsets(rows: list[int], tensor: Tensor) -> list[int]:
+    """Tell at which byte each rank's rows begin, and where the last ones end."""
+    row = tensor.nbytes // len(tensor) if len(tensor) else 0
+    return [0, *(count * row for count in accumulate(rows))]
+
+
+def check_options(options: dict[str, object]) -> None:
+    """Refuse what cannot be: options, or any shared memory where the engine was not built."""
+    del options
+    if native.engine is None:
+        raise InvalidState(f"there is no shared memory here: {native.why_missing}")
+
+
+def make(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+    device: torch.device,
+    **kwargs: object,
+) -> Engine:
+    """Map the region that the ranks share."""
+    del timeout, device
+    check_options(kwargs)
+    assert native.engine is not None
+    if world_size > native.engine.MAX_RANKS:
+        raise InvalidArgument(f"shm has room for {native.engine.MAX_RANKS} ranks, not {world_size}")
+    sizes = native.engine.Sizes()
+    for name, value in kwargs.items():
+        setattr(sizes, name, value)
+    return ShmEngine(share(store, rank, world_size, sizes), rank, world_size)
+
+
+TRAITS = Traits(
+    dtypes=frozenset(DTYPES),
+    averages=REDUCTIONS,
+    averages_all_types=True,
+    check_options=check_options,
+)

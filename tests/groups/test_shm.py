@@ -1,0 +1,232 @@
+"""Shared memory: the region, tensors that live in it, and what deaths leave behind."""
+
+import gc
+import os
+import random
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import native
+from phalanx.errors import CollectiveTimeout, GroupAborted, InvalidState, PeerLost, RendezvousError
+from phalanx.groups.backends._region import share
+from phalanx.testing import Fault, kill, stop
+
+from .test_checks import DISAGREEMENTS, disagree
+from .test_faults import call
+
+LONG = timedelta(seconds=60)
+engine = native.engine
+
+
+def test_the_engine_was_built():
+    assert engine is not None, native.why_missing
+    assert engine.instruction_set() in {"avx512", "avx2", "neon", "baseline"}
+
+
+# -- tensors that live in the region -------------------------------------------------------
+
+
+def reduce_where_it_is(ctx):
+    group = ctx.group("shm")
+    for count in (1, 5_000, 300_000):
+        tensor = group.allocate((count,), torch.float32)
+        tensor.fill_(ctx.rank + 1)
+        group.allreduce(tensor).wait()
+        assert tensor.unique().tolist() == [ctx.size * (ctx.size + 1) / 2]
+    matrix = group.allocate((30, 40), torch.int64)
+    assert matrix.shape == (30, 40)
+    assert group.allocate((0, 3), torch.int8).shape == (0, 3)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_allocated_tensors_are_reduced_where_they_are(ranks, size):
+    ranks.run(reduce_where_it_is, size)
+
+
+def mix_kinds_of_memory(ctx):
+    group = ctx.group("shm")
+    count = 100_000
+    tensor = group.allocate((count,)) if ctx.rank == 0 else torch.empty(count)
+    tensor.fill_(ctx.rank + 1)
+    group.allreduce(tensor).wait()
+    assert tensor.unique().tolist() == [3.0]
+    group.broadcast(tensor.fill_(ctx.rank), root=1).wait()
+    assert tensor.unique().tolist() == [1.0]
+
+
+def test_one_rank_may_allocate_and_another_not(ranks):
+    ranks.run(mix_kinds_of_memory, 2)
+
+
+def allocate_and_free(ctx):
+    group = ctx.group("shm")
+    first = group.allocate((1000,)).data_ptr()
+    gc.collect()
+    assert group.allocate((1000,)).data_ptr() == first, "what dies is given back"
+    kept = [group.allocate((size,)) for size in (10, 5000, 70_000)]
+    assert len({tensor.data_ptr() for tensor in kept}) == 3
+    with pytest.raises(InvalidState, match="no room"):
+        group.allocate((1 << 40,))
+    view = kept[1][10:20]
+    kept.clear()
+    gc.collect()
+    view.fill_(1)
+    assert group.allocate((5000,)).data_ptr() != view.data_ptr() - 40
+
+
+def test_shared_memory_is_given_back(ranks):
+    ranks.run(allocate_and_free, 1)
+
+
+# -- the region ----------------------------------------------------------------------------
+
+
+def share_at(ctx, places):
+    sizes = engine.Sizes()
+    sizes.slab = 1 << 20
+    shared = share(ctx.store, ctx.rank, ctx.size, sizes, places=places)
+    value = torch.full((3,), float(ctx.rank + 1))
+    arguments = (2, 0, 0, 1.0, 0, value.data_ptr(), value.nbytes, value.numel())
+    assert shared.wait(shared.issue_in_place(*arguments), 10.0) == 1
+    assert value.tolist() == [3.0] * 3
+    return shared.region.path
+
+
+@pytest.mark.parametrize("places", [["memfd"], ["/dev/shm"], ["no such folder", "memfd"]])
+def test_every_kind_of_memory_can_be_shared(ranks, places, tmp_path):
+    before = set(Path("/dev/shm").glob("phalanx*"))
+    assert ranks.run(share_at, 2, args=(places,)) == ["", ""]
+    assert set(Path("/dev/shm").glob("phalanx*")) == before
+
+
+def test_a_file_will_do(ranks, tmp_path):
+    ranks.run(share_at, 2, args=([str(tmp_path)],))
+    assert list(tmp_path.iterdir()) == []
+
+
+def share_nowhere(ctx):
+    with pytest.raises(RendezvousError, match="cannot share memory"):
+        share(ctx.store, ctx.rank, ctx.size, engine.Sizes(), places=["no such folder"])
+
+
+def test_ranks_that_cannot_share_memory_are_told(ranks):
+    ranks.run(share_nowhere, 2)
+
+
+def test_a_region_is_the_owners_alone(tmp_path):
+    sizes = engine.Sizes()
+    sizes.slab = 1 << 20
+    region = engine.Region.create(str(tmp_path), 2, sizes)
+    assert os.stat(region.path).st_mode & 0o777 == 0o600
+    with pytest.raises(RuntimeError, match="not this group's region"):
+        engine.Region.open(region.path, region.token + 2, 2, sizes)
+    region.unlink()
+
+
+# -- peers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", DISAGREEMENTS)
+def test_calls_are_compared_for_free(ranks, which):
+    ranks.run(disagree_in_shared_memory, 3, args=(which,))
+
+
+def disagree_in_shared_memory(ctx, which):
+    ctx.backend = "shm"
+    disagree(ctx, which, None)
+
+
+def lose_a_rank(ctx, operation):
+    group = ctx.group("shm", timeout=LONG)
+    with pytest.raises(PeerLost) as caught:
+        for _ in range(50):
+            call(group, operation)
+            last = time.monotonic()
+    assert time.monotonic() - last < 2
+    assert caught.value.lost == (2,)
+    group.abort()
+    rest = ctx.closing(group.split_group([0, 1, 3]))
+    tensor = torch.ones(2)
+    rest.allreduce(tensor).wait()
+    assert tensor.tolist() == [3.0, 3.0]
+
+
+@pytest.mark.parametrize("operation", ["allreduce", "broadcast", "allgather", "barrier"])
+@pytest.mark.parametrize("point", ["before", "issued"])
+def test_a_killed_rank_is_lost_and_the_others_go_on(ranks, operation, point):
+    strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=random.randint(1, 20))
+    ranks.run(lose_a_rank, 4, args=(operation,), faults=[strike], timeout=20)
+
+
+def wait_for_stopped(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    group.barrier().wait()
+    with pytest.raises(CollectiveTimeout) as caught:
+        group.allreduce(torch.ones(3), timeout=timedelta(seconds=1)).wait()
+    assert caught.value.missing == (1,)
+
+
+def test_a_stopped_rank_is_a_timeout(ranks):
+    ranks.run(wait_for_stopped, 3, faults=[Fault("allreduce:before", stop(), rank=1)])
+
+
+def outlast_a_stop(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    tensor = torch.ones(100_000)
+    group.allreduce(tensor).wait()
+    assert tensor.unique().tolist() == [2.0]
+
+
+def test_a_rank_that_stops_for_a_while_is_waited_for(ranks):
+    pause = Fault("allreduce:before", stop(resume_after=0.7), rank=1)
+    ranks.run(outlast_a_stop, 2, faults=[pause])
+
+
+def fork_a_rank(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    child = os.fork()
+    if child == 0:
+        try:
+            group.barrier()
+        except InvalidState as error:
+            os._exit(7 if "forked" in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    group.barrier().wait()
+
+
+def test_a_forked_child_is_no_rank(ranks):
+    ranks.run(fork_a_rank, 2)
+
+
+def let_go_of_a_call(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    group.allreduce(torch.full((50_000,), float(ctx.rank)))  # nobody keeps the tensor or the work
+    gc.collect()
+    tensor = torch.ones(50_000)
+    group.allreduce(tensor).wait()
+    assert tensor.unique().tolist() == [2.0]
+
+
+def test_a_tensor_may_be_dropped_while_it_is_in_flight(ranks):
+    ranks.run(let_go_of_a_call, 2)
+
+
+def abort_while_waiting(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    if ctx.rank == 0:
+        ctx.store.wait(["waiting"])
+        group.abort()
+        return
+    work = group.allreduce(torch.ones(1))
+    ctx.store.set("waiting", "")
+    with pytest.raises(GroupAborted, match="rank 0 aborted"):
+        work.wait()
+
+
+def test_abort_reaches_the_others(ranks):
+    ranks.run(abort_while_waiting, 2)

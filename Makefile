@@ -15,8 +15,8 @@ test: $(READY)
 
 # The engine's own tests, under the sanitizers that fit together.
 native-test: $(READY)
-	$(call native-tests,thread)
-	$(call native-tests,address$(comma)undefined)
+	PATH="$(abspath $(BIN)):$$PATH" native/tests/run thread
+	PATH="$(abspath $(BIN)):$$PATH" native/tests/run address,undefined
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -30,18 +30,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)
 
-comma := ,
-define native-tests
-	$(BIN)/cmake -S native/tests -B build/tests-$(firstword $(subst $(comma), ,$(1))) -DSANITIZE=$(1) > /dev/null
-	$(BIN)/cmake --build build/tests-$(firstword $(subst $(comma), ,$(1))) --parallel 2 > /dev/null
-	build/tests-$(firstword $(subst $(comma), ,$(1)))/reduce_test
-	build/tests-$(firstword $(subst $(comma), ,$(1)))/engine_test
-endef
-
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,native]'
 	touch $@

@@ -61,10 +61,10 @@ Layout::Layout(int ranks_, const Sizes& sizes_) : ranks(ranks_), sizes(sizes_) {
   const auto n = static_cast<std::size_t>(ranks);
   control = sizeof(Header);
   small = control + n * sizeof(Control);
-  windows = round_up(small + n * kRing * sizes.small, kPage);
-  channels = round_up(windows + n * sizes.windows * sizes.window, kPage);
+  windows = round_up(small + n * (kRing * sizes.small + kStagger), kPage);
+  channels = round_up(windows + n * (sizes.windows * sizes.window + kStagger), kPage);
   slabs = round_up(channels + n * n * (sizeof(Channel) + sizes.channel), kPage);
-  total = slabs + n * sizes.slab;
+  total = slabs + n * (sizes.slab + kStagger);
 }
 
 Region::Region(int fd, std::string path, Layout layout)

@@ -5,6 +5,7 @@ The layers, from the top; each imports only from those below it::
     launch      starts ranks: phalanx run, phalanx doctor
     testing     ranks for tests, and faults for them
     groups      process groups as objects; one file per backend
+    native      the shared-memory engine, where it could be built
     errors, env what goes wrong, and what the launcher says
 """
 

@@ -154,7 +154,7 @@ def test_doctor(phalanx):
     findings = {finding["label"]: finding for finding in read["findings"]}
     assert findings["phalanx"]["detail"] == metadata.version("phalanx")
     assert findings["self-test"]["ok"], findings["self-test"]["detail"]
-    assert [each["backend"] for each in read["measurements"]] == ["gloo", "local"]
+    assert [each["backend"] for each in read["measurements"]] == ["gloo", "shm", "local"]
     for each in read["measurements"]:
         assert each["latency_us"] > 0
         assert each["bandwidth_gb_per_s"] > 0

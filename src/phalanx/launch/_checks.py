@@ -196,6 +196,16 @@ def compiler() -> Finding:
     return Finding(True, "compiler", "no C++ compiler", advice)
 
 
+def engine() -> Finding:
+    """Say whether the shared-memory engine is there, and which instructions it uses."""
+    from .. import native
+
+    if native.engine is not None:
+        return Finding(True, "shm engine", f"built, uses {native.engine.instruction_set()}")
+    advice = "backend 'shm' is absent; install a C++ compiler and install phalanx again"
+    return Finding(True, "shm engine", native.why_missing, advice)
+
+
 CHECKS: list[Check] = [
     phalanx,
     python,
@@ -209,6 +219,7 @@ CHECKS: list[Check] = [
     loopback_name,
     hostname,
     compiler,
+    engine,
 ]
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from .. import native
 from ..env import read_rank_env
 
 if TYPE_CHECKING:
@@ -30,10 +31,12 @@ def main() -> None:
     """Test and measure the backends that need nothing but this machine."""
     # However it hangs: say where, and end.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
-    figures = _between_processes("gloo")
+    between = ["gloo", "shm"] if native.engine is not None else ["gloo"]
+    figures = {backend: _between_processes(backend) for backend in between}
     # From here on one process has the machine for itself.
     if read_rank_env().rank == 0:
-        _report("gloo", "2 processes", figures)
+        for backend, measured in figures.items():
+            _report(backend, "2 processes", measured)
         _report("local", "2 threads", _between_threads("local"))
 
 

@@ -25,7 +25,7 @@ TEST_IMAGES = 360
 
 def main(epochs: int) -> None:
     """Train, test, and compare the weights of all ranks."""
-    group = new_group("gloo")
+    group = new_group()
     torch.set_num_threads(1)  # the network is too small to gain from more
     torch.manual_seed(0)
     digits = load_digits()

@@ -88,7 +88,7 @@ def test_shared_memory_is_given_back(ranks):
 def share_at(ctx, places):
     sizes = engine.Sizes()
     sizes.slab = 1 << 20
-    shared = share(ctx.store, ctx.rank, ctx.size, sizes, places=places)
+    shared = share(ctx.store, ctx.rank, ctx.size, sizes=sizes, places=places)
     value = torch.full((3,), float(ctx.rank + 1))
     arguments = (2, 0, 0, 1.0, 0, value.data_ptr(), value.nbytes, value.numel())
     assert shared.wait(shared.issue_in_place(*arguments), 10.0) == 1
@@ -110,7 +110,7 @@ def test_a_file_will_do(ranks, tmp_path):
 
 def share_nowhere(ctx):
     with pytest.raises(RendezvousError, match="cannot share memory"):
-        share(ctx.store, ctx.rank, ctx.size, engine.Sizes(), places=["no such folder"])
+        share(ctx.store, ctx.rank, ctx.size, places=["no such folder"])
 
 
 def test_ranks_that_cannot_share_memory_are_told(ranks):
@@ -142,6 +142,7 @@ def disagree_in_shared_memory(ctx, which):
 
 def lose_a_rank(ctx, operation):
     group = ctx.group("shm", timeout=LONG)
+    last = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         for _ in range(50):
             call(group, operation)
@@ -230,3 +231,46 @@ def abort_while_waiting(ctx):
 
 def test_abort_reaches_the_others(ranks):
     ranks.run(abort_while_waiting, 2)
+
+
+# -- the choice ----------------------------------------------------------------------------
+
+
+def leave_the_choice(ctx):
+    group = ctx.group("auto")
+    assert group.backend == "shm"
+    tensor = torch.ones(5, dtype=torch.int16)  # which Gloo could not add up
+    group.allreduce(tensor).wait()
+    assert tensor.tolist() == [ctx.size] * 5
+    pair = group.split_group([0, 1])
+    assert pair is None or pair.backend == "shm"
+
+
+def test_ranks_on_one_machine_share_memory_by_default(ranks):
+    ranks.run(leave_the_choice, 3)
+
+
+def lack_the_engine(ctx, lacking):
+    if ctx.rank == lacking:
+        native.engine = None
+    try:
+        group = ctx.group("auto")
+        assert group.backend == "gloo"
+        tensor = torch.ones(5)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [2.0] * 5
+    finally:
+        native.engine = engine
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_all_ranks_fall_back_together(ranks, lacking):
+    ranks.run(lack_the_engine, 2, args=(lacking,))
+
+
+def test_shared_memory_is_the_default():
+    import inspect
+
+    from phalanx.groups import new_group
+
+    assert inspect.signature(new_group).parameters["backend"].default == "auto"

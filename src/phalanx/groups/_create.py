@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..errors import InvalidArgument, InvalidState
 from . import _validate as validate
 from ._board import Board
+from ._engine import Engine
 from ._forming import Terms, connect, form, next_default_name
 from ._group import ProcessGroup, Recipe
 from ._merging import Block, line_up
@@ -29,7 +30,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=5)
 
 
 def new_group(
-    backend: str,
+    backend: str = "auto",
     timeout: timedelta = DEFAULT_TIMEOUT,
     device: str | torch.device = "cpu",
     *,
@@ -44,6 +45,7 @@ def new_group(
 
     Ranks meet in `store`: an open one (with `rank` and `world_size`), a URL (``tcp://host:port``,
     ``file:///path``), or, by default, what the launcher put into the environment (``env://``).
+    `backend` is the fastest that these ranks can have, unless one is named.
     `timeout` is the default deadline of every call. `checks` compares operation, shape and dtype
     of every call across ranks: by default where that is free, with True everywhere, at the price
     of a round trip. Other arguments go to the backend.
@@ -160,8 +162,9 @@ def _build(
         rank=meeting.rank,
         size=meeting.size,
         recipe=recipe,
+        backend=_name_of(backend, engine),
         engine=engine,
-        traits=backend.traits,
+        traits=getattr(engine, "traits", backend.traits),
         devices=backend.traits.devices | {recipe.device.type},
         store=room.raw,
         lent_store=meeting.lent_store,
@@ -191,6 +194,7 @@ def _build_alone(
         rank=rank,
         size=size,
         recipe=recipe,
+        backend=_name_of(backend, engine),
         engine=engine,
         traits=backend.traits,
         devices=backend.traits.devices | {recipe.device.type},
@@ -199,6 +203,11 @@ def _build_alone(
         roster=Roster(token=uuid.uuid4().hex),
         global_ranks=global_ranks,
     )
+
+
+def _name_of(backend: Backend, engine: Engine) -> str:
+    tell = backend.traits.name_of
+    return backend.name if tell is None else tell(engine)
 
 
 def _options_text(recipe: Recipe) -> str:

@@ -104,5 +104,7 @@ class Traits:
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
+    name_of: Callable[[Engine], str] | None = None
+    """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""

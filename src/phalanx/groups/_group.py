@@ -58,6 +58,7 @@ class ProcessGroup(Collectives):
         rank: int,
         size: int,
         recipe: Recipe,
+        backend: str,
         engine: Engine,
         traits: Traits,
         devices: frozenset[str],
@@ -73,7 +74,7 @@ class ProcessGroup(Collectives):
         self._rank = rank
         self._size = size
         self._recipe = recipe
-        self._backend = recipe.backend
+        self._backend = backend
         self._timeout = validate.seconds(recipe.timeout)
         self._engine = engine
         self._traits = traits

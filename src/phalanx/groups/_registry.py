@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import InvalidArgument
 from ._engine import Engine, Traits
-from .backends import fake, gloo, local, nccl, shm
+from .backends import auto, fake, gloo, local, nccl, shm
 
 __all__ = ["Backend", "ProcessGroupFactory", "find_backend", "register_backend"]
 
@@ -61,6 +61,7 @@ def find_backend(name: str) -> Backend:
         ) from None
 
 
+register_backend("auto", auto.make, traits=auto.TRAITS)
 register_backend("gloo", gloo.make, traits=gloo.TRAITS)
 register_backend("nccl", nccl.make, traits=nccl.TRAITS)
 register_backend("local", local.make, traits=local.TRAITS)

@@ -33,9 +33,17 @@ GRAIN = 4096  # bytes; slab memory is handed out in pages
 
 
 def share(
-    store: Store, rank: int, size: int, sizes: _engine.Sizes, *, places: Sequence[str] | None = None
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    sizes: _engine.Sizes | None = None,
+    places: Sequence[str] | None = None,
 ) -> _engine.Engine:
-    """Make the engine of one rank, on a region that all ranks have mapped."""
+    """Make the engine of one rank, on a region that all ranks have mapped.
+
+    If any rank cannot, every rank raises: all come to the same end.
+    """
     refusals = []
     for number, place in enumerate(places or ("memfd", "/dev/shm", tempfile.gettempdir())):
         host = _offer if rank == 0 else _accept
@@ -50,18 +58,18 @@ def share(
 
 
 def _offer(
-    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes
+    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del rank
     try:
-        region = _native().Region.create(place, size, sizes)
+        region = _native(size).Region.create(place, size, sizes or _native(size).Sizes())
     except RuntimeError as error:  # what nanobind makes of a system error
         verdict: dict[str, Any] = {"pids": [], "why": str(error)}
         store.set(f"offer/{number}", json.dumps(None))
         store.set(f"verdict/{number}", json.dumps(verdict))
         return None, verdict
     path, token = region.path, region.token
-    engine = _native().Engine(region, 0, usable_cores())
+    engine = _native(size).Engine(region, 0, usable_cores())
     store.set(f"offer/{number}", json.dumps({"path": path, "token": str(token)}))
     answers = [json.loads(store.get(f"answer/{number}/{peer}")) for peer in range(1, size)]
     whys = [answer["why"] for answer in answers if answer["why"]]
@@ -75,15 +83,17 @@ def _offer(
 
 
 def _accept(
-    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes
+    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del place
     offer = json.loads(store.get(f"offer/{number}"))
     engine, why = None, "nothing was offered"
     if offer is not None:
         try:
-            region = _native().Region.open(offer["path"], int(offer["token"]), size, sizes)
-            engine, why = _native().Engine(region, rank, usable_cores()), ""
+            made = _native(size)
+            token = int(offer["token"])
+            region = made.Region.open(offer["path"], token, size, sizes or made.Sizes())
+            engine, why = made.Engine(region, rank, usable_cores()), ""
         except RuntimeError as error:
             why = f"rank {rank}: {error}"
         store.set(f"answer/{number}/{rank}", json.dumps({"pid": os.getpid(), "why": why}))
@@ -100,9 +110,11 @@ def _watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
                 raise RendezvousError(f"rank {peer} (pid {pid}) died while forming") from None
 
 
-def _native() -> Any:
+def _native(size: int) -> Any:
     if native.engine is None:
-        raise InvalidState(f"there is no shared memory here: {native.why_missing}")
+        raise InvalidState(native.why_missing)
+    if size > native.engine.MAX_RANKS:
+        raise InvalidState(f"a region has room for {native.engine.MAX_RANKS} ranks, not {size}")
     return native.engine
 
 

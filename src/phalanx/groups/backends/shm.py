@@ -24,6 +24,7 @@ from .._adapt import plain_op
 from .._engine import REDUCTIONS, Engine, EngineMismatch, RawWork, Traits
 from .._joint import JointWork
 from .._patient import borrow_thread
+from . import refuse_options
 from ._region import Slab, share
 
 if TYPE_CHECKING:
@@ -134,6 +135,8 @@ class ShmTransfer(ShmWork):
 
 class ShmEngine:
     """One rank of a group in shared memory."""
+
+    traits: Traits  # for a group that was made for any engine
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
         self._engine = engine
@@ -321,8 +324,8 @@ def _offsets(rows: list[int], tensor: Tensor) -> list[int]:
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Refuse what cannot be: options, or any shared memory where the engine was not built."""
-    del options
+    """Refuse options: sizes that fit all are chosen here."""
+    refuse_options("shm")(options)
     if native.engine is None:
         raise InvalidState(f"there is no shared memory here: {native.why_missing}")
 
@@ -336,15 +339,8 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Map the region that the ranks share."""
-    del timeout, device
-    check_options(kwargs)
-    assert native.engine is not None
-    if world_size > native.engine.MAX_RANKS:
-        raise InvalidArgument(f"shm has room for {native.engine.MAX_RANKS} ranks, not {world_size}")
-    sizes = native.engine.Sizes()
-    for name, value in kwargs.items():
-        setattr(sizes, name, value)
-    return ShmEngine(share(store, rank, world_size, sizes), rank, world_size)
+    del timeout, device, kwargs
+    return ShmEngine(share(store, rank, world_size), rank, world_size)
 
 
 TRAITS = Traits(
@@ -353,3 +349,4 @@ TRAITS = Traits(
     averages_all_types=True,
     check_options=check_options,
 )
+ShmEngine.traits = TRAITS

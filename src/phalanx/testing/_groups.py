@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import native
 from ..groups import ProcessGroup
 from ..groups._registry import find_backend
 from ._context import RankContext
@@ -19,6 +20,7 @@ from ._threads import ThreadRanks
 __all__ = ["over_groups"]
 
 _SPLIT_WORLD = 4  # ranks
+_HERE = ("local", "gloo", "shm") if native.engine is not None else ("local", "gloo")
 _FIXTURES = ("ranks", "threads", "over")
 
 
@@ -45,7 +47,7 @@ class Over:
 
 def over_groups(
     *,
-    backends: Sequence[str] = ("local", "gloo", "shm"),
+    backends: Sequence[str] = _HERE,
     sizes: Sequence[int] = (1, 2, 3, 4),
     split: bool = False,
     reuse: bool = False,

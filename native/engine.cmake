@@ -8,6 +8,7 @@ add_library(phalanx_engine STATIC
   ${native}/reduce_avx512.cpp
   ${native}/reduce_baseline.cpp
   ${native}/region.cpp
+  ${native}/share.cpp
   ${native}/sync.cpp
   ${native}/transfers.cpp)
 target_include_directories(phalanx_engine PUBLIC ${native})

@@ -32,7 +32,7 @@ void reduce(const Reduction& reduction, std::span<const void* const> in, void* o
 
 // Does the same and stores the result into every buffer, in one pass that reads and writes each
 // cache line once. A rank that dies inside leaves a few hundred bytes stored into some buffers and
-// not into others. What must survive that (PROTOCOLS 2) calls reduce() into a scratch chunk in the
+// not into others. What must survive that calls reduce() into a scratch chunk in the
 // region and copies from there; chunks of 4 KiB make that 1.2 times as long when memory is the
 // limit and 2.2 times in the cache, 16 KiB 1.6 and 2.8 times (Zen 4, two buffers).
 void reduce_to_all(const Reduction& reduction, std::span<void* const> buffers, std::size_t count);

@@ -14,7 +14,6 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..errors import InvalidArgument, InvalidState
 from . import _validate as validate
 from ._board import Board
-from ._engine import Engine
 from ._forming import Terms, connect, form, next_default_name
 from ._group import ProcessGroup, Recipe
 from ._merging import Block, line_up
@@ -157,15 +156,17 @@ def _build(
         timeout=recipe.timeout,
         background=backend.traits.connects_in_background,
     )
+    tell = backend.traits.name_of
+    chosen = backend if tell is None else find_backend(tell(engine))
     return ProcessGroup(
         name=label,
         rank=meeting.rank,
         size=meeting.size,
         recipe=recipe,
-        backend=_name_of(backend, engine),
+        backend=chosen.name,
         engine=engine,
-        traits=getattr(engine, "traits", backend.traits),
-        devices=backend.traits.devices | {recipe.device.type},
+        traits=chosen.traits,
+        devices=chosen.traits.devices | {recipe.device.type},
         store=room.raw,
         lent_store=meeting.lent_store,
         board=Board(
@@ -194,7 +195,7 @@ def _build_alone(
         rank=rank,
         size=size,
         recipe=recipe,
-        backend=_name_of(backend, engine),
+        backend=backend.name,
         engine=engine,
         traits=backend.traits,
         devices=backend.traits.devices | {recipe.device.type},
@@ -203,11 +204,6 @@ def _build_alone(
         roster=Roster(token=uuid.uuid4().hex),
         global_ranks=global_ranks,
     )
-
-
-def _name_of(backend: Backend, engine: Engine) -> str:
-    tell = backend.traits.name_of
-    return backend.name if tell is None else tell(engine)
 
 
 def _options_text(recipe: Recipe) -> str:

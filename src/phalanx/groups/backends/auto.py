@@ -44,4 +44,4 @@ def name_of(engine: Engine) -> str:
 
 
 TRAITS = replace(gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of)
-"""What holds for Gloo; an engine that can do more says so itself."""
+"""What holds while it is being made; then the traits of what was chosen do."""

@@ -136,8 +136,6 @@ class ShmTransfer(ShmWork):
 class ShmEngine:
     """One rank of a group in shared memory."""
 
-    traits: Traits  # for a group that was made for any engine
-
     def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
         self._engine = engine
         self._rank = rank
@@ -349,4 +347,3 @@ TRAITS = Traits(
     averages_all_types=True,
     check_options=check_options,
 )
-ShmEngine.traits = TRAITS

@@ -1,0 +1,250 @@
+// This rank's share of an operation, on each of the three ways that data can take (`engine.hpp`).
+
+#include <algorithm>
+#include <cstring>
+
+#include "engine.hpp"
+
+namespace phalanx {
+
+namespace {
+
+// Elements [first, last) of a slice when `count` elements are divided among `parts`; slices begin
+// at multiples of a cache line so that no two ranks write to the same one.
+struct Slice {
+  std::size_t first, last;
+};
+
+Slice slice(std::size_t count, std::size_t size, std::size_t part, std::size_t parts) {
+  const std::size_t grain = std::max<std::size_t>(1, kLine / size);
+  const std::size_t grains = (count + grain - 1) / grain;
+  return {std::min(count, grains * part / parts * grain),
+          std::min(count, grains * (part + 1) / parts * grain)};
+}
+
+}  // namespace
+
+// Where the inputs of all members can be read: this is all that differs between the three ways.
+// `from` and `length` select bytes of each input.
+class Shares {
+ public:
+  Shares(Engine& engine, const Engine::Operation& operation)
+      : engine_(engine), request_(operation.request), operation_(operation) {}
+
+  // Does this rank's share of bytes [from, to) of every input, which lies at `at(rank)`.
+  template <class At>
+  void run(At&& at, std::size_t from, std::size_t to) {
+    switch (request_.kind) {
+      case Kind::allreduce:
+      case Kind::reduce:
+        if (request_.kind == Kind::allreduce || engine_.rank_ == request_.root)
+          reduce_into(request_.outputs[0], 0, at, from, to);
+        break;
+      case Kind::reduce_scatter: {
+        const std::size_t begin = request_.output_bytes * index_of(engine_.rank_);
+        reduce_into(request_.outputs[0], begin, at, from, to);
+        break;
+      }
+      case Kind::broadcast:
+        if (engine_.rank_ != request_.root)
+          copy(request_.root, 0, request_.bytes, request_.outputs[0], at, from, to);
+        break;
+      case Kind::allgather:
+        gather(at, from, to);
+        break;
+      case Kind::gather:
+        if (engine_.rank_ == request_.root) gather(at, from, to);
+        break;
+      case Kind::scatter:
+        copy(request_.root, request_.output_bytes * static_cast<std::size_t>(engine_.rank_),
+             request_.output_bytes, request_.outputs[0], at, from, to);
+        break;
+      case Kind::alltoall:
+        exchange(at, from, to);
+        break;
+      case Kind::barrier:
+      case Kind::none:
+        break;
+    }
+  }
+
+ private:
+  // Copies what [begin, begin + length) of one input and [from, to) have in common to `target`,
+  // where byte `begin` belongs at its start.
+  template <class At>
+  void copy(int rank, std::size_t begin, std::size_t length, char* target, At& at,
+            std::size_t from, std::size_t to) {
+    const std::size_t first = std::max(begin, from);
+    const std::size_t last = std::min(begin + length, to);
+    if (first >= last) return;
+    char* const into = target + (first - begin);
+    const char* const source = at(rank) + (first - from);
+    if (into != source) std::memcpy(into, source, last - first);
+  }
+
+  template <class At>
+  void gather(At& at, std::size_t from, std::size_t to) {
+    for (const int rank : engine_.members_)
+      copy(rank, 0, request_.bytes, request_.outputs[static_cast<std::size_t>(rank)], at, from, to);
+  }
+
+  template <class At>
+  void exchange(At& at, std::size_t from, std::size_t to) {
+    for (const int rank : engine_.members_) {
+      const auto me = static_cast<std::size_t>(engine_.rank_);
+      const auto them = static_cast<std::size_t>(rank);
+      const std::uint64_t* splits = engine_.region_.control(rank).splits[operation_.sequence % kRing];
+      copy(rank, splits[me], splits[me + 1] - splits[me],
+           request_.outputs[0] + request_.receive_at[them], at, from, to);
+    }
+  }
+
+  // Reduces what [begin, begin + output) of all inputs and [from, to) have in common.
+  template <class At>
+  void reduce_into(char* target, std::size_t begin, At& at, std::size_t from, std::size_t to) {
+    const std::size_t first = std::max(begin, from);
+    const std::size_t last = std::min(begin + request_.output_bytes, to);
+    if (first >= last) return;
+    const void* inputs[kMaxRanks];
+    std::size_t count = 0;
+    for (const int rank : engine_.members_) inputs[count++] = at(rank) + (first - from);
+    reduce(request_.reduction, {inputs, count}, target + (first - begin),
+           (last - first) / size_of(request_.reduction.type));
+  }
+
+  std::size_t index_of(int rank) const {
+    const auto found = std::find(engine_.members_.begin(), engine_.members_.end(), rank);
+    return static_cast<std::size_t>(found - engine_.members_.begin());
+  }
+
+  Engine& engine_;
+  const Request& request_;
+  const Engine::Operation& operation_;
+};
+
+// Returns whether this rank's share is done; only windows may take several turns.
+bool Engine::share(Operation& operation) {
+  if (operation.in_windows) return run_windows(operation);
+  const Request& request = operation.request;
+  const Layout& layout = region_.layout();
+  std::uint64_t longest = 0;
+  bool direct = true;
+  for (const int rank : members_) {
+    if (!is_source(request, rank)) continue;
+    const Descriptor& theirs = descriptor(rank, operation.sequence);
+    longest = std::max(longest, theirs.bytes);
+    direct = direct && theirs.offset != kNever;
+  }
+  if (longest <= layout.sizes.small) {
+    const auto slot = [&](int rank) {
+      return region_.bytes(layout.small_slot(rank, operation.sequence));
+    };
+    Shares(*this, operation).run(slot, 0, longest);
+    return true;
+  }
+  if (!direct) {
+    operation.in_windows = true;
+    operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
+    return run_windows(operation);
+  }
+  const auto place = [&](int rank) {
+    return region_.bytes(descriptor(rank, operation.sequence).offset);
+  };
+  if (request.kind != Kind::allreduce) {
+    Shares(*this, operation).run(place, 0, longest);
+    return true;
+  }
+  // Each member reduces its slice over all buffers and stores the result into all of them.
+  const std::size_t size = size_of(request.reduction.type);
+  const auto part = static_cast<std::size_t>(
+      std::find(members_.begin(), members_.end(), rank_) - members_.begin());
+  const Slice own = slice(longest / size, size, part, members_.size());
+  void* buffers[kMaxRanks];
+  std::size_t count = 0;
+  for (const int rank : members_) buffers[count++] = place(rank) + own.first * size;
+  reduce_to_all(request.reduction, {buffers, count}, own.last - own.first);
+  return true;
+}
+
+// Three hands on the same windows: fill mine, work on everybody's, finish with everybody's. Each is
+// at most `windows` ahead of the last, so that filling the next overlaps with working on this one.
+bool Engine::run_windows(Operation& operation) {
+  const Request& request = operation.request;
+  const Layout& layout = region_.layout();
+  const std::size_t room = layout.sizes.window;
+  const std::uint64_t base = windows_used_;
+  const bool sliced = request.kind == Kind::allreduce;
+  bool moved = true;
+  while (moved) {
+    moved = false;
+    const std::uint64_t fill = base + operation.filled;
+    if (operation.filled < operation.windows &&
+        (fill < layout.sizes.windows ||
+         everybody(&Control::finished, fill - layout.sizes.windows + 1))) {
+      const std::size_t from = operation.filled * room;
+      if (is_source(request, rank_) && from < request.bytes)
+        std::memcpy(region_.bytes(layout.window(rank_, fill)), request.input + from,
+                    std::min(room, request.bytes - from));
+      ++operation.filled;
+      publish(&Control::filled, base + operation.filled);
+      moved = true;
+    }
+    const std::uint64_t work = base + operation.worked;
+    if (operation.worked < operation.filled && everybody(&Control::filled, work + 1)) {
+      const std::size_t from = operation.worked * room;
+      const auto window = [&](int rank) { return region_.bytes(layout.window(rank, work)); };
+      if (sliced) {
+        reduce_own_slice(operation, work, from);
+      } else {
+        Shares(*this, operation).run(window, from, from + room);
+      }
+      ++operation.worked;
+      publish(&Control::worked, base + operation.worked);
+      moved = true;
+    }
+    const std::uint64_t finish = base + operation.finished;
+    if (operation.finished < operation.worked &&
+        (!sliced || everybody(&Control::worked, finish + 1))) {
+      if (sliced) collect_slices(operation, finish, operation.finished * room);
+      ++operation.finished;
+      publish(&Control::finished, base + operation.finished);
+      moved = true;
+    }
+  }
+  if (operation.finished < operation.windows) return false;
+  windows_used_ += operation.windows;
+  return true;
+}
+
+// An all-reduce in windows: a member reduces its slice of the window in place, in its own window...
+void Engine::reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from) {
+  const Request& request = operation.request;
+  const Layout& layout = region_.layout();
+  const std::size_t size = size_of(request.reduction.type);
+  const std::size_t count = std::min(layout.sizes.window, request.bytes - from) / size;
+  const auto part = static_cast<std::size_t>(
+      std::find(members_.begin(), members_.end(), rank_) - members_.begin());
+  const Slice own = slice(count, size, part, members_.size());
+  const void* inputs[kMaxRanks];
+  std::size_t n = 0;
+  for (const int rank : members_)
+    inputs[n++] = region_.bytes(layout.window(rank, number)) + own.first * size;
+  reduce(request.reduction, {inputs, n},
+         region_.bytes(layout.window(rank_, number)) + own.first * size, own.last - own.first);
+}
+
+// ... and everybody collects the slices from their owners.
+void Engine::collect_slices(const Operation& operation, std::uint64_t number, std::size_t from) {
+  const Request& request = operation.request;
+  const Layout& layout = region_.layout();
+  const std::size_t size = size_of(request.reduction.type);
+  const std::size_t count = std::min(layout.sizes.window, request.bytes - from) / size;
+  for (std::size_t part = 0; part < members_.size(); ++part) {
+    const Slice theirs = slice(count, size, part, members_.size());
+    std::memcpy(request.outputs[0] + from + theirs.first * size,
+                region_.bytes(layout.window(members_[part], number)) + theirs.first * size,
+                (theirs.last - theirs.first) * size);
+  }
+}
+
+}  // namespace phalanx

@@ -1,9 +1,9 @@
 """The clock: one case of an entry on one rank.
 
-All competitors live in the same processes and take turns. A round times each of them once, and
-every other round goes backwards, so that none is always the one that comes first or the one that
-comes after another. A turn is as many calls as fill a certain time, which is found out first; it
-begins when all ranks are there.
+All competitors live in the same processes and take turns. A round times each of them once, in an
+order drawn anew, the same on every rank: one that always came after the same other, or now and then
+after itself, would find caches and threads colder or warmer than the rest do. A turn is as many
+calls as fill a certain time, which is found out first; it begins when all ranks are there.
 
 The garbage collector stays on: what a competitor leaves behind is part of what it costs.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -61,8 +62,9 @@ def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSample
         turns = _turns(competitors)
         calls = {name: _calibrate(turn, ranks, plan.seconds) for name, turn in turns.items()}
         seconds: dict[str, list[float]] = {name: [] for name in turns}
-        for i in range(plan.repeats):
-            for name in list(turns)[:: -1 if i % 2 else 1]:
+        draw = random.Random(0)
+        for _ in range(plan.repeats):
+            for name in draw.sample(list(turns), len(turns)):
                 ranks.align()
                 seconds[name].append(turns[name](calls[name]) / calls[name])
         ranks.align()  # nobody tidies up while another is still at it

@@ -21,10 +21,11 @@ from ._engine import Engine, RawWork, Traits
 from ._joint import JointWork
 from ._work import Work
 
-__all__ = ["CollectiveBase", "Tensors", "Timeout", "also_named", "with_op"]
+__all__ = ["CollectiveBase", "Tensors", "Timeout", "also_named", "is_plain_real", "with_op"]
 
 SUM = ReduceOp.SUM
 PREMUL_SUM = ReduceOp.PREMUL_SUM
+_STRIDED = torch.strided  # a name of this module is found sooner than one of torch's
 Timeout = timedelta | None
 Tensors = Sequence[Tensor]
 
@@ -56,8 +57,8 @@ class CollectiveBase(dist.ProcessGroup):
     _backend: str
     _size: int
     _rank: int
-    _plain_sum: Any
-    """Options for a sum with the group's timeout: made once, for that costs microseconds."""
+    _quick_types: frozenset[torch.dtype]
+    """Element types that the engine adds up with nobody's help."""
 
     def _issue(
         self,
@@ -79,6 +80,10 @@ class CollectiveBase(dist.ProcessGroup):
         `terms` is what ranks must agree on beside the operation and its first tensor; `uneven`
         says that even the shape may differ; `peer` is the one rank that a transfer depends on.
         """
+        raise NotImplementedError  # `ProcessGroup` has it
+
+    def _issue_sum(self, tensor: Tensor) -> Work:
+        """Do the same for a plain sum of one tensor, in the shortest way."""
         raise NotImplementedError  # `ProcessGroup` has it
 
     # -- options ---------------------------------------------------------------------------
@@ -121,17 +126,10 @@ class CollectiveBase(dist.ProcessGroup):
 
     # -- tensors ---------------------------------------------------------------------------
 
-    def _sums_as_it_is(self, tensor: Tensor) -> bool:
-        """Tell whether the engine can add up such a tensor with nobody's help."""
-        known = self._traits.dtypes
-        plain = self._takes_cpu and _is_plain(tensor)
-        return plain and (known is None or tensor.dtype in known) and tensor.dtype is not torch.bool
-
     def _check_tensors(self, operation: str, tensors: Tensors, op: Any = SUM) -> None:
         for tensor in tensors:
-            if not (
-                self._takes_cpu and _is_plain(tensor)
-            ):  # most are, and asking in one place is quicker
+            # Most are plain, and asking in one place is quicker.
+            if not (self._takes_cpu and _is_plain(tensor)):
                 validate.usable(operation, tensor, self._devices, self._backend)
         if not is_sum(op) and tensors:
             validate.reduction(operation, plain_op(op), tensors[0].dtype)
@@ -306,15 +304,19 @@ def _row_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.shape[1:]) * tensor.element_size()
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is what every engine takes: dense memory of the CPU, as it reads."""
+def is_plain_real(tensor: Tensor) -> bool:
+    """Tell whether a tensor of real numbers is what every engine takes."""
     return (
         tensor.is_cpu
-        and tensor.layout is torch.strided
+        and tensor.layout is _STRIDED
         and tensor.is_contiguous()
         and not tensor.is_neg()
-        and not tensor.is_conj()
     )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor is what every engine takes: dense memory of the CPU, as it reads."""
+    return is_plain_real(tensor) and not tensor.is_conj()
 
 
 def _refuse_other_options(operation: str, kind: Any, opts: Any, root: Any) -> None:

@@ -15,7 +15,14 @@ from torch._C import _distributed_c10d as c10d
 
 from . import _validate as validate
 from ._adapt import adapt_reduction, plain_op
-from ._collective_base import SUM, CollectiveBase, Tensors, Timeout, also_named, with_op
+from ._collective_base import (
+    CollectiveBase,
+    Tensors,
+    Timeout,
+    also_named,
+    is_plain_real,
+    with_op,
+)
 from ._joint import JointWork
 from ._work import Work
 
@@ -38,10 +45,10 @@ class Collectives(CollectiveBase):
     ) -> Work:
         """Reduce a tensor over all ranks, in place, so that every rank has the result."""
         # The call of calls: what nearly everybody does, a plain sum, takes a short way.
+        plain = op is opts is timeout is None and isinstance(tensors, Tensor)
+        if plain and tensors.dtype in self._quick_types and is_plain_real(tensors):
+            return self._issue_sum(tensors)
         mine = validate.single("allreduce", tensors if tensor is None else tensor)
-        if op is opts is timeout is None and self._sums_as_it_is(mine[0]):
-            args = (mine, self._plain_sum)
-            return self._issue("allreduce", mine, self._engine.allreduce, args, terms=(SUM,))
         opts, op = self._reduce_options(c10d.AllreduceOptions, "allreduce", opts, op, timeout)
         if mine[0].is_sparse:
             return self._reduce_sparse(opts, op, mine)

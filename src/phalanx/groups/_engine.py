@@ -10,15 +10,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
 
 from ..errors import InternalError
 
-__all__ = ["REDUCTIONS", "ClosedEngine", "Engine", "EngineMismatch", "RawWork", "Traits"]
+__all__ = [
+    "REDUCTIONS",
+    "ClosedEngine",
+    "Engine",
+    "EngineMismatch",
+    "RawWork",
+    "Traits",
+    "summing",
+]
 
 
 REDUCTIONS = frozenset(
@@ -64,8 +73,31 @@ Engine = Any
 
 Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with the others'
 of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
-ranks known to be dead; ``wake()`` ends calls under way, for the group has failed.
+ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``sum(tensor)``
+is a quicker way to an allreduce that adds up real numbers.
 """
+
+_REAL = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+    }
+)
+
+
+def summing(engine: Engine) -> Callable[[Tensor], RawWork]:
+    """Return an engine's quickest way to add up a tensor over all ranks."""
+    if hasattr(engine, "sum"):
+        return cast(Callable[[Tensor], RawWork], engine.sum)
+    options = AllreduceOptions()  # made once, for that takes as long as all the rest
+    return lambda tensor: cast(RawWork, engine.allreduce([tensor], options))
 
 
 class ClosedEngine:
@@ -108,3 +140,8 @@ class Traits:
     """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""
+
+    @property
+    def real_dtypes(self) -> frozenset[torch.dtype]:
+        """List the common types of real numbers that it knows."""
+        return _REAL if self.dtypes is None else _REAL & self.dtypes

@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, Store
+from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
 from ..errors import GroupAborted, InvalidArgument, PhalanxError
 from . import _torch as torch_tables
 from . import _validate as validate
 from ._agree import Agreement, agreement_for
+from ._collective_base import SUM
 from ._collectives import Collectives
-from ._engine import ClosedEngine, Engine, RawWork, Traits
+from ._engine import ClosedEngine, Engine, RawWork, Traits, summing
 from ._failure import Failure
 from ._health import Health, Pending, is_about_connections
 from ._record import Call, Record, Recorder, user_site
@@ -85,7 +86,6 @@ class ProcessGroup(Collectives):
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._recorder = Recorder()
-        self._plain_sum = AllreduceOptions()
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         # Keeps the order in which calls are numbered the order in which the engine gets them.
@@ -105,6 +105,8 @@ class ProcessGroup(Collectives):
         )
         self._board = board
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
+        self._start_sum = summing(engine)
+        self._quick_types = traits.real_dtypes if self._takes_cpu else frozenset()
         self._torch_name = torch_tables.enlist(self, engine)
         guard(self._health, engine)
         if board is not None:
@@ -268,6 +270,7 @@ class ProcessGroup(Collectives):
     def _retire(self) -> None:
         """Let go of the engine; one with calls under way outlives the group until they end."""
         engine, self._engine = self._engine, ClosedEngine()
+        self._start_sum = summing(self._engine)
         retire(self._health, engine)
 
     # -- a call ----------------------------------------------------------------------------
@@ -311,6 +314,23 @@ class ProcessGroup(Collectives):
             self._health.begun(call, work)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
+        return work
+
+    def _issue_sum(self, tensor: Tensor) -> Work:
+        # What `_issue` does, without what a plain sum never needs: at memory speed, it counts.
+        if self._agreement is not None or faultpoints.armed:
+            return self._issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
+        with self._order:
+            if self._closed or self._health.failure is not None:
+                self._refuse("allreduce")
+            mine = [tensor]
+            call = self._recorder.begin("allreduce", mine)
+            try:
+                raw = self._start_sum(tensor)
+            except (RuntimeError, ValueError, TypeError) as error:
+                self._refuse_start(call, self._timeout, None, error)
+        work = Work(self._health, call, self._timeout, raw, mine)
+        self._health.begun(call, work)
         return work
 
     def _refuse(self, operation: str) -> NoReturn:

@@ -58,7 +58,7 @@ class Call:
         "code",
         "dtype",
         "ended",
-        "line",
+        "instruction",
         "operation",
         "sequence",
         "shape",
@@ -75,7 +75,8 @@ class Call:
     started: float
     ended: float | None
     code: CodeType
-    line: int
+    instruction: int
+    """Where in `code` the call was made; finding the line of it takes longer, and can wait."""
     transfer: bool
     """A send or receive: numbered apart, for ranks need not make the same ones."""
 
@@ -90,7 +91,7 @@ class Call:
     @property
     def site(self) -> str:
         """Tell the line of the user's code that made the call."""
-        return _place(self.code, self.line)
+        return _place(self.code, self.instruction)
 
     @property
     def age(self) -> float:
@@ -111,7 +112,10 @@ class Recorder:
     def begin(
         self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
     ) -> Call:
-        """Record that an operation is about to start."""
+        """Record that an operation is about to start.
+
+        The three innermost frames must be ours: this one, `_issue`, and the collective's own.
+        """
         call = Call()
         call.transfer = transfer
         if transfer:
@@ -127,8 +131,11 @@ class Recorder:
         else:
             call.dtype = None
             call.shape = ()
-        # The three innermost frames are ours: this one, `_issue`, and the collective's own.
-        call.code, call.line = _user_line(sys._getframe(3))
+        frame = sys._getframe(3)
+        if _known_files.get(frame.f_code.co_filename) is not False:
+            frame = _user_frame(frame)
+        call.code = frame.f_code
+        call.instruction = frame.f_lasti
         call.started = time.monotonic()
         call.ended = None
         self._calls.append(call)
@@ -169,23 +176,24 @@ class Recorder:
 
 def user_site() -> str:
     """Tell the line of the user's code that is calling."""
-    return _place(*_user_line(sys._getframe(1)))
+    frame = _user_frame(sys._getframe(1))
+    return _place(frame.f_code, frame.f_lasti)
 
 
 def describe_frame(frame: FrameType | None) -> str | None:
     """Tell where in the user's code a running thread is: ``train.py:44 in load``."""
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame and f"{_place(frame.f_code, frame.f_lineno)} in {frame.f_code.co_name}"
+    return frame and f"{_place(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
 
 
-def _user_line(frame: FrameType) -> tuple[CodeType, int]:
+def _user_frame(frame: FrameType) -> FrameType:
     """Find the innermost frame that is the user's, or else the outermost of all."""
     while _is_internal(frame.f_code.co_filename):
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return frame.f_code, frame.f_lineno
+    return frame
 
 
 def _is_internal(filename: str) -> bool:
@@ -196,6 +204,13 @@ def _is_internal(filename: str) -> bool:
     return known
 
 
-def _place(code: CodeType, line: int) -> str:
+def _place(code: CodeType, instruction: int) -> str:
     """Tell a line by what tells files apart: the last two parts of the path."""
-    return f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{line}"
+    return f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{_line(code, instruction)}"
+
+
+def _line(code: CodeType, instruction: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno

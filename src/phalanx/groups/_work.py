@@ -27,10 +27,13 @@ NEXT_LOOK = 0.1
 
 _FIRST_TURN = timedelta(seconds=FIRST_LOOK)
 _NO_TIMEOUT = timedelta(0)
+_init_base = dist.Work.__init__
 
 
 class Work(dist.Work, Pending):
     """One call of a group, under way or done."""
+
+    __slots__ = ("_health", "_once", "_outputs", "_raw", "call", "timeout")
 
     # What most works leave as it is belongs to the class: setting it would cost every call.
     _finish: Callable[[], None] | None = None
@@ -42,7 +45,7 @@ class Work(dist.Work, Pending):
     def __init__(
         self, health: Health, call: Call, timeout: float, raw: RawWork, outputs: list[Tensor]
     ) -> None:
-        dist.Work.__init__(self)
+        _init_base(self)
         self.call = call
         self.timeout = timeout
         self._health = health
@@ -81,17 +84,22 @@ class Work(dist.Work, Pending):
         """Block until the engine is done, well; raise the reason if that cannot be."""
         if self._error is not None:
             raise self._error
-        if self._health.streams:
+        health, call = self._health, self.call
+        if health.streams:
             self._wait_on_stream(timeout)
             return
-        self._health.waiting = self.call
-        limit = self._limit(timeout)
+        health.waiting = call
+        limit = call.started + self.timeout  # which is the deadline
+        if timeout is not _NO_TIMEOUT:
+            limit = self._limit(timeout)
+        left = limit - time.monotonic()
+        turn = _FIRST_TURN if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))
         try:
-            self._raw.wait(_first_turn(limit))
+            self._raw.wait(turn)
         except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
             self._wait_long(limit, timeout)
         finally:
-            self._health.waiting = None
+            health.waiting = None
 
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
@@ -186,16 +194,21 @@ class Work(dist.Work, Pending):
     # -- ending ----------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        with self._once:
-            if self._settled:
-                return
-            if self._finish is not None:
-                self._finish()
-            self.call.ended = time.monotonic()
-            self._settled = True
-        self._health.ended(self.call)
+        if self._finish is not None:
+            self._finish_once()
+        call = self.call
+        if call.ended is None:
+            call.ended = time.monotonic()
+        self._settled = True
+        self._health.ended(call)
         if faultpoints.armed:
             faultpoints.reach(f"{self.call.operation}:after")
+
+    def _finish_once(self) -> None:
+        with self._once:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
         failure = self._health.fail(failure)
@@ -251,8 +264,3 @@ class Work(dist.Work, Pending):
             first = not self._future_ended
             self._future_ended = True
             return first
-
-
-def _first_turn(limit: float) -> timedelta:
-    left = limit - time.monotonic()
-    return _FIRST_TURN if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))

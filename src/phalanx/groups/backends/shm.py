@@ -37,6 +37,7 @@ Tensors = list[Tensor]
 # The numbers of `native/layout.hpp`, `native/types.hpp` and `native/engine.hpp`.
 BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
 GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
+ADD = 0
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED = range(5)
 DTYPES = {
     torch.float32: 0,
@@ -58,14 +59,26 @@ DTYPES = {
 BYTES = DTYPES[torch.uint8]
 _FOREVER = 3600.0
 
+_forks = 0  # how often this process is a copy of another; asking for its number takes longer
+
+
+def _count_fork() -> None:
+    global _forks  # noqa: PLW0603 - a fork is of the whole process
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class ShmWork:
     """A call under way; it keeps the memory that it works on."""
 
-    def __init__(self, engine: _engine.Engine, ticket: int, tensors: Sequence[Any]) -> None:
+    __slots__ = ("_engine", "_future", "_memory", "_ticket")
+
+    def __init__(self, engine: _engine.Engine, ticket: int, memory: object) -> None:
         self._engine = engine
         self._ticket = ticket
-        self._tensors = tensors
+        self._memory = memory
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -115,6 +128,8 @@ class ShmWork:
 class ShmTransfer(ShmWork):
     """A send or receive under way."""
 
+    __slots__ = ()
+
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Move bytes until all have gone."""
         seconds = timeout.total_seconds() or _FOREVER
@@ -141,7 +156,7 @@ class ShmEngine:
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank)
-        self._pid = os.getpid()
+        self._forks = _forks
 
     # -- the rank and its peers ------------------------------------------------------------
 
@@ -159,7 +174,7 @@ class ShmEngine:
 
     def _entered(self) -> _engine.Engine:
         """Return the engine, unless this is a forked child that only looks like the rank."""
-        if os.getpid() != self._pid:
+        if self._forks != _forks:
             raise InvalidState(
                 "this process was forked from a rank and is none itself: use the group in the "
                 "parent only, or start processes with the 'spawn' method"
@@ -167,6 +182,21 @@ class ShmEngine:
         return self._engine
 
     # -- in place --------------------------------------------------------------------------
+
+    def sum(self, tensor: Tensor) -> RawWork:
+        """Add up on every rank."""
+        engine = self._engine if self._forks == _forks else self._entered()
+        ticket = engine.issue_in_place(
+            ALLREDUCE,
+            DTYPES[tensor.dtype],
+            ADD,
+            1.0,
+            0,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            tensor.numel(),
+        )
+        return ShmWork(engine, ticket, tensor)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce on every rank."""

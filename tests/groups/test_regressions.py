@@ -233,3 +233,21 @@ def test_the_death_of_rank_0_while_forming_is_noticed(ranks):
     started = time.monotonic()
     ranks.run(die_before_the_verdict, 2, faults=[strike])
     assert time.monotonic() - started < 20
+
+
+def make_groups_here_and_there(ctx):
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        ctx.group("gloo")
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    known = set(os.listdir("/proc/self/task"))
+    ctx.group("gloo")
+    engine = set(os.listdir("/proc/self/task")) - known
+    assert engine
+    assert all(os.sched_getaffinity(int(thread)) == everywhere for thread in engine)
+
+
+def test_an_engine_runs_on_the_cores_of_whoever_made_it(ranks):
+    ranks.run(make_groups_here_and_there, 1)

@@ -45,8 +45,12 @@ class Collectives(CollectiveBase):
     ) -> Work:
         """Reduce a tensor over all ranks, in place, so that every rank has the result."""
         # The call of calls: what nearly everybody does, a plain sum, takes a short way.
-        plain = op is opts is timeout is None and isinstance(tensors, Tensor)
-        if plain and tensors.dtype in self._quick_types and is_plain_real(tensors):
+        if (
+            op is opts is timeout is None
+            and isinstance(tensors, Tensor)
+            and tensors.dtype in self._quick_types
+            and is_plain_real(tensors)
+        ):
             return self._issue_sum(tensors)
         mine = validate.single("allreduce", tensors if tensor is None else tensor)
         opts, op = self._reduce_options(c10d.AllreduceOptions, "allreduce", opts, op, timeout)

@@ -9,6 +9,7 @@ processes that claim the same rank, one that died after it signed in.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import uuid
@@ -114,10 +115,12 @@ def connect(
     deadline = time.monotonic() + timeout.total_seconds()
 
     def look() -> None:
-        _look_for_trouble(room, terms, roster, expired=time.monotonic() >= deadline)
+        _look_for_death(terms, roster, expired=time.monotonic() >= deadline)
 
     try:
         engine = _in_background(make, look) if background else make()
+    except (PeerLost, RendezvousTimeout):
+        raise  # the connection to the store may still be taken by what was given up
     except Exception as error:
         room.set("broken", f"rank {rank}: {first_line(error)}")
         if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError):
@@ -129,6 +132,9 @@ def connect(
     pause = 0.0005
     while not room.has("complete"):
         look()
+        broken = room.read("broken")
+        if broken is not None:
+            raise RendezvousError(f"{terms} did not connect: {broken.decode()}")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
     return engine
@@ -139,9 +145,14 @@ def _in_background(make: Callable[[], T], look: Callable[[], None]) -> T:
     made: list[T] = []
     errors: list[Exception] = []
     ended = threading.Event()
+    # Threads inherit the cores that they may run on. The engine's are to have the caller's, not
+    # those that the borrowed thread happened to be made with.
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def work() -> None:
         try:
+            if cores is not None:
+                os.sched_setaffinity(0, cores)
             made.append(make())
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits
             errors.append(error)
@@ -156,10 +167,8 @@ def _in_background(make: Callable[[], T], look: Callable[[], None]) -> T:
     return made[0]
 
 
-def _look_for_trouble(room: PatientStore, terms: Terms, roster: Roster, *, expired: bool) -> None:
-    broken = room.read("broken")
-    if broken is not None:
-        raise RendezvousError(f"{terms} did not connect: {broken.decode()}")
+def _look_for_death(terms: Terms, roster: Roster, *, expired: bool) -> None:
+    """Ask nobody: an engine that is being made may have the connection to the store for itself."""
     dead = roster.dead()
     if dead:
         raise _death(dead, roster.members[dead[0]], terms)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import usable_cores
 from ...errors import InvalidState, RendezvousError
@@ -87,6 +88,8 @@ def _accept(
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del place
     offer = json.loads(store.get(f"offer/{number}"))
+    if faultpoints.armed:
+        faultpoints.reach("shm:offered")
     engine, why = None, "nothing was offered"
     if offer is not None:
         try:

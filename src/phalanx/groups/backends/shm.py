@@ -375,5 +375,6 @@ TRAITS = Traits(
     dtypes=frozenset(DTYPES),
     averages=REDUCTIONS,
     averages_all_types=True,
+    connects_in_background=True,
     check_options=check_options,
 )

@@ -188,10 +188,7 @@ bool Engine::finish_next() {
   if (finished_ == shared_) return false;
   const Operation& operation = queue_.front();
   // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
-  const Descriptor& mine = descriptor(rank_, operation.sequence);
-  const bool exposed = mine.offset != kNever && mine.bytes > region_.layout().sizes.small &&
-                       is_source(operation.request, rank_) && !operation.in_windows;
-  if (exposed) {
+  if (operation.direct && is_source(operation.request, rank_)) {
     refresh_members(operation.sequence);
     if (!everybody(&Control::done, operation.sequence)) return false;
   }
@@ -229,12 +226,22 @@ bool Engine::agreed(const Operation& operation) {
     const bool same = theirs.kind == mine.kind && theirs.type == mine.type &&
                       theirs.op == mine.op && theirs.root == mine.root &&
                       theirs.extent == mine.extent && theirs.factor == mine.factor;
-    if (!same) {
+    if (!same || !expects(operation, rank)) {
       failure_ = {Outcome::mismatch, std::min(rank_, rank), std::max(rank_, rank)};
       return false;
     }
   }
   return true;
+}
+
+// In an all-to-all, tells whether a rank sends this one as much as it has room for.
+bool Engine::expects(const Operation& operation, int rank) const {
+  if (operation.request.kind != Kind::alltoall) return true;
+  const std::uint64_t* sent = region_.control(rank).splits[operation.sequence % kRing];
+  const auto me = static_cast<std::size_t>(rank_);
+  const auto them = static_cast<std::size_t>(rank);
+  const std::vector<std::uint64_t>& room = operation.request.receive_at;
+  return sent[me + 1] - sent[me] == room[them + 1] - room[them];
 }
 
 // -- peers ----------------------------------------------------------------------------------------

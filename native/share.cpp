@@ -147,6 +147,7 @@ bool Engine::share(Operation& operation) {
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
   }
+  operation.direct = true;
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };

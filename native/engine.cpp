@@ -89,6 +89,7 @@ std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_
 
 Transfers::Status Engine::test_transfer(std::uint64_t ticket) {
   const std::lock_guard lock(mutex_);
+  if (failure_.outcome == Outcome::aborted) return transfers_.status(ticket);  // memory may be gone
   progress();
   transfers_.progress();
   return transfers_.status(ticket);
@@ -99,10 +100,15 @@ Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nano
   while (true) {
     const Transfers::Status status = test_transfer(ticket);
     if (status.state != Transfers::State::pending || now_ns() >= deadline) return status;
+    const auto aborted = [&] {
+      const std::lock_guard lock(mutex_);
+      return failure_.outcome == Outcome::aborted;
+    };
     const auto news = [&] {
       const std::lock_guard lock(mutex_);
-      return transfers_.has_news() || failure_.outcome != Outcome::pending;
+      return transfers_.has_news() || failure_.outcome == Outcome::aborted;
     };
+    if (aborted()) return status;
     if (!wait_a_while(mine_.bed, pace_, std::min(kNap, nanoseconds), news) &&
         status.peer >= 0 && has_ended(status.peer) && !news())
       return status;  // nothing more will come; the caller asks `dead`

@@ -337,13 +337,14 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Map the region that the ranks share."""
-    del timeout, device, kwargs
-    return ShmEngine(share(store, rank, world_size), rank, world_size)
+    del device, kwargs
+    return ShmEngine(share(store, rank, world_size, timeout=timeout), rank, world_size)
 
 
 TRAITS = Traits(
     dtypes=frozenset(DTYPES),
     averages=REDUCTIONS,
     averages_all_types=True,
+    connects_in_background=True,
     check_options=check_options,
 )

@@ -207,8 +207,13 @@ class Slab:
     def __init__(self, engine: _engine.Engine, rank: int) -> None:
         self._engine = engine
         self._base, self._size = engine.region.slab(rank)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # over `_free`; nothing else is locked under it
         self._free: list[tuple[int, int]] = [(0, self._size)]
         """What is free: (offset, length), by offset, never two next to each other."""
+        self._returned: deque[tuple[int, int]] = deque()
+        """What dead tensors have left. They die on any thread and at any line, even in the middle
+        of `allocate`, so this is all that their end may touch."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor in shared memory; it is given back when the last view of it dies."""
@@ -218,11 +223,13 @@ class Slab:
         if count == 0:
             return torch.empty(*shape, dtype=dtype)
         length = -(-count * dtype.itemsize // GRAIN) * GRAIN
-        offset = self._take(length)
+        with self._lock:
+            self._collect()
+            offset = self._take(length)
         try:
             self._engine.region.reserve(self._base + offset, length)
         except RuntimeError as error:
-            self._give_back(offset, length)
+            self._returned.append((offset, length))
             raise InvalidState(
                 f"no shared memory for {length} bytes: {error}. Free some tensors of "
                 "group.allocate, or give the machine (or container) more memory"
@@ -242,11 +249,17 @@ class Slab:
         )
 
     def _release(self, offset: int, length: int) -> None:
+        if os.getpid() != self._pid:  # a forked child's copy of a tensor that the parent still has
+            return
         self._engine.region.give_back(self._base + offset, length)
-        self._give_back(offset, length)
+        self._returned.append((offset, length))
 
-    def _give_back(self, offset: int, length: int) -> None:
-        insort(self._free, (offset, length))
+    def _collect(self) -> None:
+        """Join what has been returned to what is free."""
+        if not self._returned:
+            return
+        while self._returned:
+            insort(self._free, self._returned.popleft())
         merged: list[tuple[int, int]] = []
         for start, room in self._free:
             if merged and sum(merged[-1]) == start:

@@ -8,10 +8,11 @@ done when it next enters the engine.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -62,15 +63,15 @@ _FOREVER = 3600.0
 class ShmWork:
     """A call under way; it keeps the memory that it works on."""
 
-    def __init__(self, engine: _engine.Engine, ticket: int, tensors: Sequence[Any]) -> None:
-        self._engine = engine
+    def __init__(self, owner: ShmEngine, ticket: int, tensors: Sequence[Any]) -> None:
+        self._owner = owner
         self._ticket = ticket
         self._tensors = tensors
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Do this rank's share and wait for the others'."""
-        outcome = self._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
+        outcome = self._owner._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
         if outcome == FINISHED:
             return True
         if outcome == PENDING:
@@ -79,7 +80,7 @@ class ShmWork:
 
     def is_completed(self) -> bool:
         """Do what can be done now, and tell whether the call has ended."""
-        return self._engine.test(self._ticket)[0] != PENDING
+        return self._owner._engine.test(self._ticket)[0] != PENDING
 
     def get_future(self) -> Future[Any]:
         """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
@@ -105,7 +106,7 @@ class ShmWork:
             self._future.set_result([])
 
     def _error(self) -> RuntimeError:
-        outcome, first, second = self._engine.test(self._ticket)
+        outcome, first, second = self._owner._engine.test(self._ticket)
         if outcome == MISMATCH:
             return EngineMismatch(first, second)
         told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
@@ -118,30 +119,34 @@ class ShmTransfer(ShmWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Move bytes until all have gone."""
         seconds = timeout.total_seconds() or _FOREVER
-        state, peer, length = self._engine.wait_transfer(self._ticket, seconds)
-        if state == FINISHED:
-            return True
+        state, peer, length = self._owner._engine.wait_transfer(self._ticket, seconds)
         if state == PENDING:
             raise RuntimeError("not yet")
+        self._owner._transfers.pop(self._ticket, None)
+        if state == FINISHED:
+            return True
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
 
     def is_completed(self) -> bool:
         """Move what can be moved now, and tell whether it has ended."""
-        return self._engine.test_transfer(self._ticket)[0] != PENDING
+        return self._owner._engine.test_transfer(self._ticket)[0] != PENDING
 
     def _source_rank(self) -> int:
-        return self._engine.test_transfer(self._ticket)[1]
+        return self._owner._engine.test_transfer(self._ticket)[1]
 
 
 class ShmEngine:
     """One rank of a group in shared memory."""
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
-        self._engine = engine
+        self._engine: Any = engine
+        """In a forked child, what refuses instead of it."""
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank)
-        self._pid = os.getpid()
+        self._transfers: dict[int, Tensors] = {}
+        """What sends and receives under way work on, whoever else has let go of it."""
+        _part_with_children(self)
 
     # -- the rank and its peers ------------------------------------------------------------
 
@@ -153,18 +158,16 @@ class ShmEngine:
         """End the waits of this rank, for the group has failed."""
         self._engine.abort()
 
+    def drive(self) -> None:
+        """Get on with transfers that nobody waits for, and let go of those that have ended."""
+        for ticket in list(self._transfers):
+            if self._engine.test_transfer(ticket)[0] != PENDING:
+                self._transfers.pop(ticket, None)
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor that peers can reach where it is."""
+        self._engine.region  # noqa: B018 - which a forked child does not have
         return self._slab.allocate(shape, dtype)
-
-    def _entered(self) -> _engine.Engine:
-        """Return the engine, unless this is a forked child that only looks like the rank."""
-        if os.getpid() != self._pid:
-            raise InvalidState(
-                "this process was forked from a rank and is none itself: use the group in the "
-                "parent only, or start processes with the 'spawn' method"
-            )
-        return self._engine
 
     # -- in place --------------------------------------------------------------------------
 
@@ -185,16 +188,16 @@ class ShmEngine:
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
         """Copy from the root."""
         tensor = tensors[0]
-        ticket = self._entered().issue_in_place(
+        ticket = self._engine.issue_in_place(
             BROADCAST, BYTES, 0, 1.0, opts.rootRank, tensor.data_ptr(), tensor.nbytes, tensor.nbytes
         )
-        return ShmWork(self._engine, ticket, tensors)
+        return ShmWork(self, ticket, tensors)
 
     def barrier(self, opts: Any) -> RawWork:
         """Meet."""
         del opts
-        ticket = self._entered().issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
-        return ShmWork(self._engine, ticket, ())
+        ticket = self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
+        return ShmWork(self, ticket, ())
 
     # -- from many to many -----------------------------------------------------------------
 
@@ -253,14 +256,14 @@ class ShmEngine:
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Send to one rank."""
         tensor = tensors[0]
-        ticket = self._entered().send(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return ShmTransfer(self._engine, ticket, tensors)
+        ticket = self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return self._under_way(ticket, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Receive from one rank."""
         tensor = tensors[0]
-        ticket = self._entered().receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return ShmTransfer(self._engine, ticket, tensors)
+        ticket = self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return self._under_way(ticket, tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         """Receive from anybody."""
@@ -268,8 +271,12 @@ class ShmEngine:
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _under_way(self, ticket: int, tensors: Tensors) -> RawWork:
+        self._transfers[ticket] = tensors
+        return ShmTransfer(self, ticket, tensors)
+
     def _in_place(self, kind: int, tensor: Tensor, op: Any, root: int) -> RawWork:
-        ticket = self._entered().issue_in_place(
+        ticket = self._engine.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
             int(plain_op(op).value),
@@ -279,7 +286,7 @@ class ShmEngine:
             tensor.nbytes,
             tensor.numel(),
         )
-        return ShmWork(self._engine, ticket, (tensor,))
+        return ShmWork(self, ticket, (tensor,))
 
     def _issue(
         self,
@@ -295,7 +302,7 @@ class ShmEngine:
         splits: tuple[list[int], list[int]] = ([], []),
     ) -> RawWork:
         length = 0 if source is None else source.nbytes
-        ticket = self._entered().issue(
+        ticket = self._engine.issue(
             kind,
             type,
             op,
@@ -308,7 +315,42 @@ class ShmEngine:
             output_bytes,
             *splits,
         )
-        return ShmWork(self._engine, ticket, (source, outputs))
+        return ShmWork(self, ticket, (source, outputs))
+
+
+class _Forked:
+    """Stands where the engine was, in a process that was forked from a rank and is none itself.
+
+    It keeps the engine, for the child may still look at tensors in the region.
+    """
+
+    def __init__(self, engine: _engine.Engine) -> None:
+        self._kept = engine
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvalidState(
+            "this process was forked from a rank and is none itself: use the group in the "
+            "parent only, or start processes with the 'spawn' method"
+        )
+
+
+_engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
+_knows_forks = False
+
+
+def _part_with_children(engine: ShmEngine) -> None:
+    """See to it that a forked child does not take the engine's part; costs its calls nothing."""
+    global _knows_forks  # noqa: PLW0603 - on first use, for importing must not register hooks
+    _engines.add(engine)
+    if not _knows_forks:
+        _knows_forks = True
+        os.register_at_fork(after_in_child=_forget_engines)
+
+
+def _forget_engines() -> None:
+    for engine in _engines:
+        engine._engine = _Forked(engine._engine)
+    _engines.clear()
 
 
 def _joined(tensors: Tensors) -> Tensor:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class ShmEngine:
     """One rank of a group in shared memory."""
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
-        self._engine: Any = engine
+        self._engine = engine
         """In a forked child, what refuses instead of it."""
         self._rank = rank
         self._size = size
@@ -189,7 +189,14 @@ class ShmEngine:
         """Copy from the root."""
         tensor = tensors[0]
         ticket = self._engine.issue_in_place(
-            BROADCAST, BYTES, 0, 1.0, opts.rootRank, tensor.data_ptr(), tensor.nbytes, tensor.nbytes
+            BROADCAST,
+            DTYPES[tensor.dtype],
+            0,
+            1.0,
+            opts.rootRank,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            tensor.nbytes,
         )
         return ShmWork(self, ticket, tensors)
 
@@ -236,9 +243,7 @@ class ShmEngine:
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
         op = int(plain_op(opts.reduceOp).value)
-        return self._issue(
-            REDUCE_SCATTER, whole, [output], output.nbytes, op=op, type=DTYPES[whole.dtype]
-        )
+        return self._issue(REDUCE_SCATTER, whole, [output], output.nbytes, op=op)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
@@ -295,7 +300,6 @@ class ShmEngine:
         outputs: Sequence[Tensor],
         output_bytes: int,
         *,
-        type: int = BYTES,  # noqa: A002 - the engine's word
         op: int = 0,
         root: int = 0,
         extent: int | None = None,
@@ -304,7 +308,7 @@ class ShmEngine:
         length = 0 if source is None else source.nbytes
         ticket = self._engine.issue(
             kind,
-            type,
+            DTYPES[outputs[0].dtype if source is None else source.dtype],
             op,
             1.0,
             root,
@@ -349,7 +353,7 @@ def _part_with_children(engine: ShmEngine) -> None:
 
 def _forget_engines() -> None:
     for engine in _engines:
-        engine._engine = _Forked(engine._engine)
+        engine._engine = cast(Any, _Forked(engine._engine))
     _engines.clear()
 
 

@@ -141,6 +141,7 @@ void Engine::forget(int rank) {
 void Engine::abort() {
   const std::lock_guard lock(mutex_);
   failure_.outcome = Outcome::aborted;
+  mine_.broken.publish(1);
   for (int rank = 0; rank < ranks_; ++rank) wake(region_.control(rank).bed);
 }
 

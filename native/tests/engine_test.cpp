@@ -355,6 +355,33 @@ void test_abort_ends_transfers() {
   });
 }
 
+// Whoever comes late to a call that a rank has given up leaves that rank's buffer alone.
+void test_nobody_writes_to_who_has_given_up() {
+  std::atomic<bool> arrived{false}, gave_up{false}, tried{false};
+  run(2, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 1000, true);
+    for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 1;
+    if (rank == 0) {
+      while (!arrived) yield_core();
+      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+      engine.abort();
+      for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 5;
+      gave_up = true;
+      while (!tried) yield_core();
+      bool right = true;
+      for (std::size_t i = 0; i < 1000; ++i) right = right && buffer[i] == 5;
+      CHECK(right);
+    } else {
+      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      arrived = true;
+      while (!gave_up) yield_core();
+      CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::aborted);
+      tried = true;
+    }
+  });
+}
+
 void test_wrong_region() {
   Region region = Region::create("memfd", 2, tiny());
   bool refused = false;
@@ -385,6 +412,7 @@ int main() {
   test_leaving();
   test_disagreement_and_deadline();
   test_abort_ends_transfers();
+  test_nobody_writes_to_who_has_given_up();
   test_wrong_region();
   std::printf("%ld passed, %ld failed\n", passed.load(), failed.load());
   return failed.load() == 0 ? 0 : 1;

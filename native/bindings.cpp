@@ -79,6 +79,8 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double 
 
 NB_MODULE(_engine, module) {
   module.doc() = "The shared-memory engine.";
+  // A group that was not shut down lives as long as the interpreter, which is nobody's bug.
+  nb::set_leak_warnings(false);
   module.attr("MAX_RANKS") = kMaxRanks;
   module.def("instruction_set", &instruction_set);
   module.def("supports", [](int type, int op) {

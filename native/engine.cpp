@@ -89,6 +89,7 @@ std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_
 
 Transfers::Status Engine::test_transfer(std::uint64_t ticket) {
   const std::lock_guard lock(mutex_);
+  if (failure_.outcome == Outcome::aborted) return transfers_.status(ticket);  // memory may be gone
   progress();
   transfers_.progress();
   return transfers_.status(ticket);
@@ -99,10 +100,15 @@ Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nano
   while (true) {
     const Transfers::Status status = test_transfer(ticket);
     if (status.state != Transfers::State::pending || now_ns() >= deadline) return status;
+    const auto aborted = [&] {
+      const std::lock_guard lock(mutex_);
+      return failure_.outcome == Outcome::aborted;
+    };
     const auto news = [&] {
       const std::lock_guard lock(mutex_);
-      return transfers_.has_news() || failure_.outcome != Outcome::pending;
+      return transfers_.has_news() || failure_.outcome == Outcome::aborted;
     };
+    if (aborted()) return status;
     if (!wait_a_while(mine_.bed, pace_, std::min(kNap, nanoseconds), news) &&
         status.peer >= 0 && has_ended(status.peer) && !news())
       return status;  // nothing more will come; the caller asks `dead`
@@ -135,6 +141,7 @@ void Engine::forget(int rank) {
 void Engine::abort() {
   const std::lock_guard lock(mutex_);
   failure_.outcome = Outcome::aborted;
+  mine_.broken.publish(1);
   for (int rank = 0; rank < ranks_; ++rank) wake(region_.control(rank).bed);
 }
 
@@ -188,10 +195,7 @@ bool Engine::finish_next() {
   if (finished_ == shared_) return false;
   const Operation& operation = queue_.front();
   // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
-  const Descriptor& mine = descriptor(rank_, operation.sequence);
-  const bool exposed = mine.offset != kNever && mine.bytes > region_.layout().sizes.small &&
-                       is_source(operation.request, rank_) && !operation.in_windows;
-  if (exposed) {
+  if (operation.direct && is_source(operation.request, rank_)) {
     refresh_members(operation.sequence);
     if (!everybody(&Control::done, operation.sequence)) return false;
   }
@@ -229,12 +233,22 @@ bool Engine::agreed(const Operation& operation) {
     const bool same = theirs.kind == mine.kind && theirs.type == mine.type &&
                       theirs.op == mine.op && theirs.root == mine.root &&
                       theirs.extent == mine.extent && theirs.factor == mine.factor;
-    if (!same) {
+    if (!same || !expects(operation, rank)) {
       failure_ = {Outcome::mismatch, std::min(rank_, rank), std::max(rank_, rank)};
       return false;
     }
   }
   return true;
+}
+
+// In an all-to-all, tells whether a rank sends this one as much as it has room for.
+bool Engine::expects(const Operation& operation, int rank) const {
+  if (operation.request.kind != Kind::alltoall) return true;
+  const std::uint64_t* sent = region_.control(rank).splits[operation.sequence % kRing];
+  const auto me = static_cast<std::size_t>(rank_);
+  const auto them = static_cast<std::size_t>(rank);
+  const std::vector<std::uint64_t>& room = operation.request.receive_at;
+  return sent[me + 1] - sent[me] == room[them + 1] - room[them];
 }
 
 // -- peers ----------------------------------------------------------------------------------------

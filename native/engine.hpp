@@ -101,6 +101,7 @@ class Engine {
     Request request;
     std::uint64_t sequence = 0;
     bool in_windows = false;
+    bool direct = false;  // ranks read, and an all-reduce writes, each other's buffers in place
     std::uint64_t windows = 0;                     // how many it takes
     std::uint64_t filled = 0, worked = 0, finished = 0;  // of them, by this rank
   };
@@ -119,6 +120,7 @@ class Engine {
   bool finish_next();
   void describe(Operation& operation);
   bool agreed(const Operation& operation);
+  bool expects(const Operation& operation, int rank) const;
   bool share(Operation& operation);
   bool run_windows(Operation& operation);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);

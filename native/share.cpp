@@ -147,6 +147,12 @@ bool Engine::share(Operation& operation) {
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
   }
+  for (const int rank : members_)
+    if (region_.control(rank).broken.read() != 0) {
+      failure_.outcome = Outcome::aborted;
+      return false;
+    }
+  operation.direct = true;
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };

@@ -215,6 +215,65 @@ void test_exchange(int ranks) {
   });
 }
 
+Request exchange(Buffer& mine, std::vector<int>& got, std::vector<std::uint64_t> send,
+                 std::vector<std::uint64_t> receive) {
+  Request request;
+  request.kind = Kind::alltoall;
+  request.input = mine.bytes();
+  request.bytes = mine.size();
+  request.outputs = {reinterpret_cast<char*>(got.data())};
+  request.output_bytes = got.size() * sizeof(int);
+  request.send_at = std::move(send);
+  request.receive_at = std::move(receive);
+  return request;
+}
+
+// A small input among large ones is read where it lies, like them: it is not the caller's again
+// before everybody has read it.
+void test_uneven_exchange() {
+  std::atomic<bool> arrived{false}, looked{false};
+  run(2, [&](Engine& engine, int rank) {
+    const std::size_t mine = rank == 0 ? 1 : 100;  // ints for each rank
+    Buffer buffer(engine, 2 * mine, true);
+    for (std::size_t i = 0; i < 2 * mine; ++i) buffer[i] = rank + 1;
+    std::vector<int> got(101);
+    const auto part = mine * sizeof(int);
+    const auto ask = [&] {
+      return engine.issue(exchange(buffer, got, {0, part, 2 * part}, {0, 4, 404}));
+    };
+    if (rank == 0) {
+      while (!arrived) yield_core();
+      const auto ticket = ask();
+      CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+      looked = true;
+      finish(engine, ticket);
+      buffer[0] = buffer[1] = -1;
+    } else {
+      const auto ticket = ask();
+      arrived = true;
+      while (!looked) yield_core();
+      finish(engine, ticket);
+    }
+    CHECK(got[0] == 1 && got[1] == 2 && got[100] == 2);
+  });
+}
+
+// Who is sent more or less than it has room for says so, and nothing is stored.
+void test_exchange_that_does_not_fit() {
+  run(2, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 4, false);
+    std::vector<int> got(4, 7);
+    const auto receive = rank == 0 ? 8u : 4u;  // rank 1 expects one int of rank 0, which sends two
+    const auto verdict =
+        engine.wait(engine.issue(exchange(buffer, got, {0, 8, 16}, {0, receive, receive + 8})),
+                    20 * kSecond);
+    if (rank == 0) return;
+    CHECK(verdict.outcome == Outcome::mismatch);
+    CHECK(verdict.first == 0 && verdict.second == 1);
+    CHECK(got == std::vector<int>(4, 7));
+  });
+}
+
 void test_transfers() {
   run(3, [](Engine& engine, int rank) {
     std::vector<int> first(100, rank), second(7, 10 + rank);
@@ -279,6 +338,50 @@ void test_disagreement_and_deadline() {
   });
 }
 
+// Nothing of a transfer is touched after an abort, and nobody waits for it to move.
+void test_abort_ends_transfers() {
+  run(2, [](Engine& engine, int rank) {
+    Buffer buffer(engine, 100, false);
+    if (rank == 0) {
+      const auto ticket = engine.receive(1, 0, buffer.bytes(), buffer.size());
+      std::thread other([&] {
+        const auto started = now_ns();
+        CHECK(engine.wait_transfer(ticket, 20 * kSecond).state == Transfers::State::pending);
+        CHECK(now_ns() - started < 10 * kSecond);
+      });
+      engine.abort();
+      other.join();
+    }
+  });
+}
+
+// Whoever comes late to a call that a rank has given up leaves that rank's buffer alone.
+void test_nobody_writes_to_who_has_given_up() {
+  std::atomic<bool> arrived{false}, gave_up{false}, tried{false};
+  run(2, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 1000, true);
+    for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 1;
+    if (rank == 0) {
+      while (!arrived) yield_core();
+      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+      engine.abort();
+      for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 5;
+      gave_up = true;
+      while (!tried) yield_core();
+      bool right = true;
+      for (std::size_t i = 0; i < 1000; ++i) right = right && buffer[i] == 5;
+      CHECK(right);
+    } else {
+      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      arrived = true;
+      while (!gave_up) yield_core();
+      CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::aborted);
+      tried = true;
+    }
+  });
+}
+
 void test_wrong_region() {
   Region region = Region::create("memfd", 2, tiny());
   bool refused = false;
@@ -303,9 +406,13 @@ int main() {
     test_gathers(ranks);
     test_exchange(ranks);
   }
+  test_uneven_exchange();
+  test_exchange_that_does_not_fit();
   test_transfers();
   test_leaving();
   test_disagreement_and_deadline();
+  test_abort_ends_transfers();
+  test_nobody_writes_to_who_has_given_up();
   test_wrong_region();
   std::printf("%ld passed, %ld failed\n", passed.load(), failed.load());
   return failed.load() == 0 ? 0 : 1;

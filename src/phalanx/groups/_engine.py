@@ -73,8 +73,9 @@ Engine = Any
 
 Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with the others'
 of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
-ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``sum(tensor)``
-is a quicker way to an allreduce that adds up real numbers.
+ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
+on with what nobody waits for; ``sum(tensor)`` is a quicker way to an allreduce that adds up real
+numbers.
 """
 
 _REAL = frozenset(

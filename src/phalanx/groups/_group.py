@@ -102,6 +102,7 @@ class ProcessGroup(Collectives):
             streams=traits.waits_on_stream,
             lost_ranks=getattr(engine, "lost_ranks", None),
             wake=getattr(engine, "wake", None),
+            drive=getattr(engine, "drive", None),
         )
         self._board = board
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)

@@ -6,6 +6,7 @@ watcher does on behalf of a rank that nobody can ask.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -85,6 +86,7 @@ class Health:
         streams: bool = False,
         lost_ranks: Callable[[], list[int]] | None = None,
         wake: Callable[[], None] | None = None,
+        drive: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -100,7 +102,9 @@ class Health:
         self._recorder = recorder
         self._lost_ranks = lost_ranks
         self._wake = wake
+        self._drive = drive
         self._owner = threading.get_ident()
+        self._pid = os.getpid()
         self._failing = threading.Lock()  # over `failure`, which is set once, by whoever is first
         self._futures: list[Pending] = []
         self._in_flight: dict[Call, Pending] = {}
@@ -161,7 +165,7 @@ class Health:
 
     def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
         """Make `failure` the group's, unless it has failed already; returns what holds."""
-        if self.failure is None and publish and self._board is not None:
+        if self.failure is None and publish and self._board is not None and self._is_the_rank():
             failure = self._board.fail(failure)
         with self._failing:
             first = self.failure is None
@@ -186,13 +190,17 @@ class Health:
 
     def leave(self, site: str) -> None:
         """Tell the others that this rank takes part in nothing after its last call."""
-        if self._board is not None and self.failure is None:
+        if self._board is not None and self.failure is None and self._is_the_rank():
             self._board.leave(sequence=self._recorder.collectives, site=site)
 
     def exit(self) -> None:
         """Tell the others that this rank's program has ended in good order."""
         if not self.closed:
             self.leave("the end of its program")
+
+    def _is_the_rank(self) -> bool:
+        """Tell this process from a forked child, which must not speak for its parent."""
+        return os.getpid() == self._pid
 
     def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
@@ -207,6 +215,8 @@ class Health:
 
     def is_busy(self) -> bool:
         """Tell whether the engine has calls under way, even if the group has given them up."""
+        if not self._is_the_rank():
+            return True  # they are the parent's, and so is the engine
         return any(not work.engine_is_done() for work in list(self._in_flight.values()))
 
     def look_after(self, work: Pending) -> None:
@@ -229,6 +239,8 @@ class Health:
         """Let an engine without a thread of its own get on with calls that nobody waits for."""
         for work in list(self._in_flight.values()):
             work.engine_is_done()
+        if self._drive is not None:
+            self._drive()
 
     def attend_futures(self) -> None:
         """End the futures of calls that cannot succeed any more."""

@@ -11,25 +11,33 @@ import ctypes
 import json
 import os
 import tempfile
+import threading
+import time
 import weakref
 from bisect import insort
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import usable_cores
-from ...errors import InvalidState, RendezvousError
+from ...errors import InvalidState, PeerLost, RendezvousError, RendezvousTimeout
+from .._roster import Member
 
 if TYPE_CHECKING:
     from ...native import _engine
 
 __all__ = ["Slab", "share"]
 
+TURN = timedelta(milliseconds=50)  # for which others cannot ask on the same connection
 GRAIN = 4096  # bytes; slab memory is handed out in pages
 
 
@@ -40,15 +48,18 @@ def share(
     *,
     sizes: _engine.Sizes | None = None,
     places: Sequence[str] | None = None,
+    timeout: timedelta = timedelta(minutes=5),
 ) -> _engine.Engine:
     """Make the engine of one rank, on a region that all ranks have mapped.
 
     If any rank cannot, every rank raises: all come to the same end.
     """
+    peers = _Peers(store, timeout)
+    store.set(f"here/{rank}", json.dumps(Member.here().to_json()))
     refusals = []
     for number, place in enumerate(places or ("memfd", "/dev/shm", tempfile.gettempdir())):
         host = _offer if rank == 0 else _accept
-        engine, verdict = host(store, number, place, rank, size, sizes)
+        engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
             _watch_peers(engine, rank, verdict["pids"])
             return engine
@@ -58,36 +69,94 @@ def share(
     )
 
 
+class _Peers:
+    """What the ranks tell each other until they share memory."""
+
+    def __init__(self, store: Store, timeout: timedelta) -> None:
+        self._store = store
+        self._until = time.monotonic() + timeout.total_seconds()
+
+    def tell(self, key: str, data: object) -> None:
+        """Say something to whoever waits for it."""
+        self._store.set(key, json.dumps(data))
+
+    def hear(self, key: str, rank: int) -> Any:
+        """Wait for what a rank has to say, for as long as it lives.
+
+        In turns, for others ask on the same connection whether somebody has died.
+        """
+        while not self._has_come(key):
+            self._look_at(rank, key)
+        return json.loads(self._store.get(key))
+
+    def _has_come(self, key: str) -> bool:
+        with suppress(DistStoreError):
+            self._store.wait([key], TURN)
+            return True
+        return False
+
+    def _look_at(self, rank: int, key: str) -> None:
+        member = self.member(rank)
+        if member is not None and member.is_dead and not self._store.check([key]):
+            raise PeerLost(f"rank {rank} ({member}) died while forming", ranks=[rank])
+        if time.monotonic() >= self._until:
+            raise RendezvousTimeout(f"rank {rank} did not come to share memory in time")
+
+    def member(self, rank: int) -> Member | None:
+        """Tell which process a rank is, once it has said so."""
+        key = f"here/{rank}"
+        if not self._store.check([key]):
+            return None
+        return Member.from_json(json.loads(self._store.get(key)))
+
+
 def _offer(
-    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
+    peers: _Peers, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del rank
+    verdict: dict[str, Any] = {"pids": [], "why": "", "lost": []}
     try:
         region = _native(size).Region.create(place, size, sizes or _native(size).Sizes())
     except RuntimeError as error:  # what nanobind makes of a system error
-        verdict: dict[str, Any] = {"pids": [], "why": str(error)}
-        store.set(f"offer/{number}", json.dumps(None))
-        store.set(f"verdict/{number}", json.dumps(verdict))
+        verdict["why"] = str(error)
+        peers.tell(f"offer/{number}", None)
+        peers.tell(f"verdict/{number}", verdict)
         return None, verdict
     path, token = region.path, region.token
     engine = _native(size).Engine(region, 0, usable_cores())
-    store.set(f"offer/{number}", json.dumps({"path": path, "token": str(token)}))
-    answers = [json.loads(store.get(f"answer/{number}/{peer}")) for peer in range(1, size)]
+    peers.tell(f"offer/{number}", {"path": path, "token": str(token)})
+    try:
+        answers = [peers.hear(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
+        verdict["pids"] = [os.getpid(), *(answer["pid"] for answer in answers)]
+        verdict["why"] = _objections(engine, answers, peers, size)
+    except Exception as error:
+        verdict.update(why=str(error), lost=getattr(error, "lost", ()))
+        raise
+    finally:
+        engine.region.unlink()
+        peers.tell(f"verdict/{number}", verdict)
+    return (None if verdict["why"] else engine), verdict
+
+
+def _objections(
+    engine: _engine.Engine, answers: list[dict[str, Any]], peers: _Peers, size: int
+) -> str:
+    """Say what keeps ranks from sharing the region that was offered; nothing, in the best case."""
     whys = [answer["why"] for answer in answers if answer["why"]]
     absent = [peer for peer in range(size) if not engine.region.present(peer)]
     if absent and not whys:
         whys.append(f"rank {absent[0]} left no token")
-    verdict = {"pids": [os.getpid(), *(a["pid"] for a in answers)], "why": "; ".join(whys)}
-    engine.region.unlink()
-    store.set(f"verdict/{number}", json.dumps(verdict))
-    return (None if whys else engine), verdict
+    machines = {member.machine for peer in range(size) if (member := peers.member(peer))}
+    if len(machines) > 1 and not whys:
+        whys.append("ranks live in different pid namespaces, and could not see each other die")
+    return "; ".join(whys)
 
 
 def _accept(
-    store: Store, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
+    peers: _Peers, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del place
-    offer = json.loads(store.get(f"offer/{number}"))
+    offer = peers.hear(f"offer/{number}", 0)
     if faultpoints.armed:
         faultpoints.reach("shm:offered")
     engine, why = None, "nothing was offered"
@@ -99,9 +168,22 @@ def _accept(
             engine, why = made.Engine(region, rank, usable_cores()), ""
         except RuntimeError as error:
             why = f"rank {rank}: {error}"
-        store.set(f"answer/{number}/{rank}", json.dumps({"pid": os.getpid(), "why": why}))
-    verdict: dict[str, Any] = json.loads(store.get(f"verdict/{number}"))
+        peers.tell(f"answer/{number}/{rank}", {"pid": os.getpid(), "why": why})
+    try:
+        verdict: dict[str, Any] = peers.hear(f"verdict/{number}", 0)
+    except PeerLost:
+        if offer is not None and engine is not None:
+            _take_away(offer["path"])
+        raise
+    if verdict["lost"]:
+        raise PeerLost(verdict["why"], ranks=verdict["lost"])
     return (None if verdict["why"] else engine), verdict
+
+
+def _take_away(path: str) -> None:
+    """Remove the name of a region whose maker did not live to do so."""
+    with suppress(OSError):  # a memfd has none, and another rank may have been here first
+        os.unlink(path)
 
 
 def _watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
@@ -110,7 +192,8 @@ def _watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
             try:
                 engine.watch(peer, os.pidfd_open(pid))
             except ProcessLookupError:
-                raise RendezvousError(f"rank {peer} (pid {pid}) died while forming") from None
+                told = f"rank {peer} (pid {pid}) died while forming"
+                raise PeerLost(told, ranks=[peer]) from None
 
 
 def _native(size: int) -> Any:
@@ -127,8 +210,13 @@ class Slab:
     def __init__(self, engine: _engine.Engine, rank: int) -> None:
         self._engine = engine
         self._base, self._size = engine.region.slab(rank)
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # over `_free`; nothing else is locked under it
         self._free: list[tuple[int, int]] = [(0, self._size)]
         """What is free: (offset, length), by offset, never two next to each other."""
+        self._returned: deque[tuple[int, int]] = deque()
+        """What dead tensors have left. They die on any thread and at any line, even in the middle
+        of `allocate`, so this is all that their end may touch."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor in shared memory; it is given back when the last view of it dies."""
@@ -138,11 +226,13 @@ class Slab:
         if count == 0:
             return torch.empty(*shape, dtype=dtype)
         length = -(-count * dtype.itemsize // GRAIN) * GRAIN
-        offset = self._take(length)
+        with self._lock:
+            self._collect()
+            offset = self._take(length)
         try:
             self._engine.region.reserve(self._base + offset, length)
         except RuntimeError as error:
-            self._give_back(offset, length)
+            self._returned.append((offset, length))
             raise InvalidState(
                 f"no shared memory for {length} bytes: {error}. Free some tensors of "
                 "group.allocate, or give the machine (or container) more memory"
@@ -162,11 +252,17 @@ class Slab:
         )
 
     def _release(self, offset: int, length: int) -> None:
+        if os.getpid() != self._pid:  # a forked child's copy of a tensor that the parent still has
+            return
         self._engine.region.give_back(self._base + offset, length)
-        self._give_back(offset, length)
+        self._returned.append((offset, length))
 
-    def _give_back(self, offset: int, length: int) -> None:
-        insort(self._free, (offset, length))
+    def _collect(self) -> None:
+        """Join what has been returned to what is free."""
+        if not self._returned:
+            return
+        while self._returned:
+            insort(self._free, self._returned.popleft())
         merged: list[tuple[int, int]] = []
         for start, room in self._free:
             if merged and sum(merged[-1]) == start:

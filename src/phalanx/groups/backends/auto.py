@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ...errors import RendezvousError
+from ...errors import RendezvousError, RendezvousTimeout
 from .._engine import Engine
 from . import gloo, nccl, refuse_options, shm
 
@@ -34,6 +34,8 @@ def make(
         return nccl.make(PrefixStore("nccl", store), *arguments)
     try:
         return shm.make(PrefixStore("shm", store), *arguments)
+    except RendezvousTimeout:
+        raise
     except RendezvousError:  # on every rank alike: they cannot share memory
         return gloo.make(PrefixStore("gloo", store), *arguments)
 

@@ -8,10 +8,11 @@ done when it next enters the engine.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -59,31 +60,21 @@ DTYPES = {
 BYTES = DTYPES[torch.uint8]
 _FOREVER = 3600.0
 
-_forks = 0  # how often this process is a copy of another; asking for its number takes longer
-
-
-def _count_fork() -> None:
-    global _forks  # noqa: PLW0603 - a fork is of the whole process
-    _forks += 1
-
-
-os.register_at_fork(after_in_child=_count_fork)
-
 
 class ShmWork:
     """A call under way; it keeps the memory that it works on."""
 
-    __slots__ = ("_engine", "_future", "_memory", "_ticket")
+    __slots__ = ("_future", "_memory", "_owner", "_ticket")
 
-    def __init__(self, engine: _engine.Engine, ticket: int, memory: object) -> None:
-        self._engine = engine
+    def __init__(self, owner: ShmEngine, ticket: int, memory: object) -> None:
+        self._owner = owner
         self._ticket = ticket
         self._memory = memory
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Do this rank's share and wait for the others'."""
-        outcome = self._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
+        outcome = self._owner._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
         if outcome == FINISHED:
             return True
         if outcome == PENDING:
@@ -92,7 +83,7 @@ class ShmWork:
 
     def is_completed(self) -> bool:
         """Do what can be done now, and tell whether the call has ended."""
-        return self._engine.test(self._ticket)[0] != PENDING
+        return self._owner._engine.test(self._ticket)[0] != PENDING
 
     def get_future(self) -> Future[Any]:
         """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
@@ -118,7 +109,7 @@ class ShmWork:
             self._future.set_result([])
 
     def _error(self) -> RuntimeError:
-        outcome, first, second = self._engine.test(self._ticket)
+        outcome, first, second = self._owner._engine.test(self._ticket)
         if outcome == MISMATCH:
             return EngineMismatch(first, second)
         told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
@@ -133,19 +124,20 @@ class ShmTransfer(ShmWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Move bytes until all have gone."""
         seconds = timeout.total_seconds() or _FOREVER
-        state, peer, length = self._engine.wait_transfer(self._ticket, seconds)
-        if state == FINISHED:
-            return True
+        state, peer, length = self._owner._engine.wait_transfer(self._ticket, seconds)
         if state == PENDING:
             raise RuntimeError("not yet")
+        self._owner._transfers.pop(self._ticket, None)
+        if state == FINISHED:
+            return True
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
 
     def is_completed(self) -> bool:
         """Move what can be moved now, and tell whether it has ended."""
-        return self._engine.test_transfer(self._ticket)[0] != PENDING
+        return self._owner._engine.test_transfer(self._ticket)[0] != PENDING
 
     def _source_rank(self) -> int:
-        return self._engine.test_transfer(self._ticket)[1]
+        return self._owner._engine.test_transfer(self._ticket)[1]
 
 
 class ShmEngine:
@@ -153,10 +145,13 @@ class ShmEngine:
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
         self._engine = engine
+        """In a forked child, what refuses instead of it."""
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank)
-        self._forks = _forks
+        self._transfers: dict[int, Tensors] = {}
+        """What sends and receives under way work on, whoever else has let go of it."""
+        _part_with_children(self)
 
     # -- the rank and its peers ------------------------------------------------------------
 
@@ -168,25 +163,22 @@ class ShmEngine:
         """End the waits of this rank, for the group has failed."""
         self._engine.abort()
 
+    def drive(self) -> None:
+        """Get on with transfers that nobody waits for, and let go of those that have ended."""
+        for ticket in list(self._transfers):
+            if self._engine.test_transfer(ticket)[0] != PENDING:
+                self._transfers.pop(ticket, None)
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor that peers can reach where it is."""
+        self._engine.region  # noqa: B018 - which a forked child does not have
         return self._slab.allocate(shape, dtype)
-
-    def _entered(self) -> _engine.Engine:
-        """Return the engine, unless this is a forked child that only looks like the rank."""
-        if self._forks != _forks:
-            raise InvalidState(
-                "this process was forked from a rank and is none itself: use the group in the "
-                "parent only, or start processes with the 'spawn' method"
-            )
-        return self._engine
 
     # -- in place --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> RawWork:
         """Add up on every rank."""
-        engine = self._engine if self._forks == _forks else self._entered()
-        ticket = engine.issue_in_place(
+        ticket = self._engine.issue_in_place(
             ALLREDUCE,
             DTYPES[tensor.dtype],
             ADD,
@@ -196,7 +188,7 @@ class ShmEngine:
             tensor.nbytes,
             tensor.numel(),
         )
-        return ShmWork(engine, ticket, tensor)
+        return ShmWork(self, ticket, tensor)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce on every rank."""
@@ -215,16 +207,23 @@ class ShmEngine:
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
         """Copy from the root."""
         tensor = tensors[0]
-        ticket = self._entered().issue_in_place(
-            BROADCAST, BYTES, 0, 1.0, opts.rootRank, tensor.data_ptr(), tensor.nbytes, tensor.nbytes
+        ticket = self._engine.issue_in_place(
+            BROADCAST,
+            DTYPES[tensor.dtype],
+            0,
+            1.0,
+            opts.rootRank,
+            tensor.data_ptr(),
+            tensor.nbytes,
+            tensor.nbytes,
         )
-        return ShmWork(self._engine, ticket, tensors)
+        return ShmWork(self, ticket, tensors)
 
     def barrier(self, opts: Any) -> RawWork:
         """Meet."""
         del opts
-        ticket = self._entered().issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
-        return ShmWork(self._engine, ticket, ())
+        ticket = self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
+        return ShmWork(self, ticket, ())
 
     # -- from many to many -----------------------------------------------------------------
 
@@ -263,9 +262,7 @@ class ShmEngine:
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
         op = int(plain_op(opts.reduceOp).value)
-        return self._issue(
-            REDUCE_SCATTER, whole, [output], output.nbytes, op=op, type=DTYPES[whole.dtype]
-        )
+        return self._issue(REDUCE_SCATTER, whole, [output], output.nbytes, op=op)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
@@ -283,14 +280,14 @@ class ShmEngine:
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Send to one rank."""
         tensor = tensors[0]
-        ticket = self._entered().send(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return ShmTransfer(self._engine, ticket, tensors)
+        ticket = self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return self._under_way(ticket, tensors)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Receive from one rank."""
         tensor = tensors[0]
-        ticket = self._entered().receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return ShmTransfer(self._engine, ticket, tensors)
+        ticket = self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
+        return self._under_way(ticket, tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         """Receive from anybody."""
@@ -298,8 +295,12 @@ class ShmEngine:
 
     # -- inside ----------------------------------------------------------------------------
 
+    def _under_way(self, ticket: int, tensors: Tensors) -> RawWork:
+        self._transfers[ticket] = tensors
+        return ShmTransfer(self, ticket, tensors)
+
     def _in_place(self, kind: int, tensor: Tensor, op: Any, root: int) -> RawWork:
-        ticket = self._entered().issue_in_place(
+        ticket = self._engine.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
             int(plain_op(op).value),
@@ -309,7 +310,7 @@ class ShmEngine:
             tensor.nbytes,
             tensor.numel(),
         )
-        return ShmWork(self._engine, ticket, (tensor,))
+        return ShmWork(self, ticket, (tensor,))
 
     def _issue(
         self,
@@ -318,16 +319,15 @@ class ShmEngine:
         outputs: Sequence[Tensor],
         output_bytes: int,
         *,
-        type: int = BYTES,  # noqa: A002 - the engine's word
         op: int = 0,
         root: int = 0,
         extent: int | None = None,
         splits: tuple[list[int], list[int]] = ([], []),
     ) -> RawWork:
         length = 0 if source is None else source.nbytes
-        ticket = self._entered().issue(
+        ticket = self._engine.issue(
             kind,
-            type,
+            DTYPES[outputs[0].dtype if source is None else source.dtype],
             op,
             1.0,
             root,
@@ -338,7 +338,42 @@ class ShmEngine:
             output_bytes,
             *splits,
         )
-        return ShmWork(self._engine, ticket, (source, outputs))
+        return ShmWork(self, ticket, (source, outputs))
+
+
+class _Forked:
+    """Stands where the engine was, in a process that was forked from a rank and is none itself.
+
+    It keeps the engine, for the child may still look at tensors in the region.
+    """
+
+    def __init__(self, engine: _engine.Engine) -> None:
+        self._kept = engine
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvalidState(
+            "this process was forked from a rank and is none itself: use the group in the "
+            "parent only, or start processes with the 'spawn' method"
+        )
+
+
+_engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
+_knows_forks = False
+
+
+def _part_with_children(engine: ShmEngine) -> None:
+    """See to it that a forked child does not take the engine's part; costs its calls nothing."""
+    global _knows_forks  # noqa: PLW0603 - on first use, for importing must not register hooks
+    _engines.add(engine)
+    if not _knows_forks:
+        _knows_forks = True
+        os.register_at_fork(after_in_child=_forget_engines)
+
+
+def _forget_engines() -> None:
+    for engine in _engines:
+        engine._engine = cast(Any, _Forked(engine._engine))
+    _engines.clear()
 
 
 def _joined(tensors: Tensors) -> Tensor:
@@ -367,8 +402,8 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Map the region that the ranks share."""
-    del timeout, device, kwargs
-    return ShmEngine(share(store, rank, world_size), rank, world_size)
+    del device, kwargs
+    return ShmEngine(share(store, rank, world_size, timeout=timeout), rank, world_size)
 
 
 TRAITS = Traits(

@@ -159,6 +159,7 @@ NB_MODULE(_engine, module) {
            })
       .def("forget_transfer", &Engine::forget_transfer)
       .def("dead", &Engine::dead)
+      .def("members", &Engine::members)
       .def("leave", &Engine::leave)
       .def("forget", &Engine::forget)
       .def("abort", &Engine::abort)

@@ -13,6 +13,11 @@ namespace {
 
 constexpr std::uint64_t kNap = 5'000'000;  // nanoseconds asleep between two looks at the peers' lives
 
+bool has_root(Kind kind) {
+  return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
+         kind == Kind::scatter;
+}
+
 }  // namespace
 
 Engine::Engine(Region region, int rank, int cores)
@@ -127,27 +132,47 @@ std::vector<int> Engine::dead() const {
   return ranks;
 }
 
-void Engine::leave() {
+std::vector<int> Engine::members() const {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < ranks_; ++rank)
+    if (!is_forgotten(rank) && region_.control(rank).left_at.read() == kNever)
+      ranks.push_back(rank);
+  return ranks;
+}
+
+bool Engine::leave() {
   const std::lock_guard lock(mutex_);
+  progress();
+  if (finished_ != issued_) return false;
   publish(&Control::left_at, issued_ + 1);
+  return true;
 }
 
 void Engine::forget(int rank) {
   const std::lock_guard lock(mutex_);
   forgotten_ |= std::uint64_t{1} << rank;
-  if (failure_.outcome == Outcome::dead && failure_.first == rank) failure_ = {};
+  if (failure_.outcome != Outcome::dead && failure_.outcome != Outcome::aborted) return;
+  failure_ = {};
+  const std::uint64_t broken = mine_.broken.read();
+  if (broken % 2 != 0) publish(&Control::broken, broken + 1);
 }
 
 void Engine::abort() {
   const std::lock_guard lock(mutex_);
   failure_.outcome = Outcome::aborted;
-  mine_.broken.publish(1);
+  const std::uint64_t broken = mine_.broken.read();
+  if (broken % 2 == 0) mine_.broken.publish(broken + 1);
   for (int rank = 0; rank < ranks_; ++rank) wake(region_.control(rank).bed);
 }
 
 Verdict Engine::verdict(std::uint64_t ticket) const {
-  if (ticket <= finished_) return {Outcome::finished, -1, -1};
-  return failure_;
+  if (ticket > finished_) return failure_;
+  const auto spoiled = spoiled_.find(ticket);
+  return spoiled == spoiled_.end() ? Verdict{Outcome::finished, -1, -1} : spoiled->second;
+}
+
+void Engine::spoil(std::uint64_t sequence, Outcome outcome, int rank) {
+  spoiled_.emplace(sequence, Verdict{outcome, rank, -1});
 }
 
 // -- progress -------------------------------------------------------------------------------------
@@ -185,7 +210,10 @@ bool Engine::share_next() {
   if (!everybody(&Control::arrived, next)) return false;
   Operation& operation = queue_[next - finished_ - 1];
   if (!operation.in_windows && !agreed(operation)) return false;
-  if (!share(operation)) return false;
+  if (has_root(operation.request.kind) && !is_member(operation.request.root))
+    spoil(next, Outcome::rootless, operation.request.root);
+  else if (!share(operation))
+    return false;
   shared_ = next;
   publish(&Control::done, next);
   return true;
@@ -197,7 +225,11 @@ bool Engine::finish_next() {
   // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
   if (operation.direct && is_source(operation.request, rank_)) {
     refresh_members(operation.sequence);
-    if (!everybody(&Control::done, operation.sequence)) return false;
+    int undone = -1;
+    if (!everybody(&Control::done, operation.sequence, &undone)) return false;
+    // Of an all-reduce it is everybody else's result that a rank leaves undone; of all others its own.
+    if (undone >= 0 && operation.request.kind == Kind::allreduce)
+      spoil(operation.sequence, Outcome::torn, undone);
   }
   ++finished_;
   queue_.pop_front();
@@ -258,20 +290,41 @@ bool Engine::expects(const Operation& operation, int rank) const {
 void Engine::refresh_members(std::uint64_t sequence) {
   members_.clear();
   for (int rank = 0; rank < ranks_; ++rank) {
-    const bool lost = (forgotten_ >> rank & 1) != 0 && region_.control(rank).arrived.read() < sequence;
+    // What a dead rank had said before it died, it said to everybody: its words are frozen.
+    const bool lost = is_forgotten(rank) && region_.control(rank).arrived.read() < sequence;
     if (!lost && region_.control(rank).left_at.read() > sequence) members_.push_back(rank);
   }
 }
 
-bool Engine::everybody(Counter Control::*counter, std::uint64_t needed) {
+// Tells whether the members have come so far. One that was lost and gone on without never will: it
+// is not waited for, but named in `undone`.
+bool Engine::everybody(Counter Control::*counter, std::uint64_t needed, int* undone) {
   for (const int rank : members_) {
     const Counter& theirs = region_.control(rank).*counter;
-    if (theirs.read() < needed) {
+    if (theirs.read() >= needed) continue;
+    if (!is_forgotten(rank)) {
       watch_ = {&theirs, needed, rank};
       return false;
     }
+    if (undone != nullptr) *undone = rank;
   }
   return true;
+}
+
+// A rank that has given up may use its buffers for something else, until it goes on.
+bool Engine::anybody_gave_up() {
+  for (const int rank : members_) {
+    const Counter& broken = region_.control(rank).broken;
+    const std::uint64_t now = broken.read();
+    if (now % 2 == 0 || is_forgotten(rank)) continue;
+    watch_ = {&broken, now + 1, rank};
+    return true;
+  }
+  return false;
+}
+
+bool Engine::is_member(int rank) const {
+  return std::find(members_.begin(), members_.end(), rank) != members_.end();
 }
 
 void Engine::publish(Counter Control::*counter, std::uint64_t value) {

@@ -20,6 +20,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <map>
 #include <mutex>
 #include <vector>
 
@@ -44,11 +45,20 @@ struct Request {
   std::vector<std::uint64_t> send_at, receive_at;  // alltoall: where each rank's part begins
 };
 
-enum class Outcome : std::uint8_t { pending, finished, dead, mismatch, aborted };
+// The last two are of one operation and alike on every rank; the group goes on after them.
+enum class Outcome : std::uint8_t {
+  pending,
+  finished,
+  dead,
+  mismatch,
+  aborted,
+  rootless,  // its root had left
+  torn,      // a rank died in the middle of it, and was gone on without
+};
 
 struct Verdict {
   Outcome outcome = Outcome::pending;
-  int first = -1;   // the dead rank, or one side of a mismatch
+  int first = -1;   // the dead or absent rank, or one side of a mismatch
   int second = -1;  // the other side
 };
 
@@ -85,13 +95,18 @@ class Engine {
   // Lists the ranks whose process has ended, whether anybody waits for them or not.
   std::vector<int> dead() const;
 
-  // Takes part in nothing after what was issued so far.
-  void leave();
+  // Lists the ranks that take part in what comes next, as far as is known.
+  std::vector<int> members() const;
 
-  // Goes on without a rank that was found dead; all survivors must do so.
+  // Takes part in nothing after what was issued so far. All of that must have ended: the others
+  // do not look after a rank that has left. Returns whether it had.
+  bool leave();
+
+  // Goes on without a rank that was found dead; all survivors must do so. What it took no part in
+  // goes on among the rest, what it left undone is torn.
   void forget(int rank);
 
-  // Ends every wait of this rank.
+  // Ends every wait of this rank, and keeps the others from its buffers until it goes on.
   void abort();
 
  private:
@@ -122,11 +137,15 @@ class Engine {
   bool agreed(const Operation& operation);
   bool expects(const Operation& operation, int rank) const;
   bool share(Operation& operation);
+  bool is_member(int rank) const;
+  bool is_forgotten(int rank) const { return (forgotten_ >> rank & 1) != 0; }
+  bool anybody_gave_up();
+  void spoil(std::uint64_t sequence, Outcome outcome, int rank);
   bool run_windows(Operation& operation);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);
   void collect_slices(const Operation& operation, std::uint64_t number, std::size_t from);
   void refresh_members(std::uint64_t sequence);
-  bool everybody(Counter Control::*counter, std::uint64_t needed);
+  bool everybody(Counter Control::*counter, std::uint64_t needed, int* undone = nullptr);
   void publish(Counter Control::*counter, std::uint64_t value);
   Verdict verdict(std::uint64_t ticket) const;
   void look_for_dead();
@@ -152,6 +171,7 @@ class Engine {
   std::uint64_t windows_used_ = 0;
   std::vector<int> members_;  // of the operation at hand, in rank order
   std::uint64_t forgotten_ = 0;  // a bit for each rank that was lost and is gone on without
+  std::map<std::uint64_t, Verdict> spoiled_;  // operations that ended, but not well
   Transfers transfers_;
   Watch watch_;
   Verdict failure_;

@@ -81,7 +81,7 @@ struct alignas(kPage) Control {
   Counter worked;
   Counter finished;
 
-  Counter broken;   // not zero once this rank has given up, and has its buffers to itself again
+  Counter broken;   // odd while this rank has given up, and has its buffers to itself again
   Counter present;  // the token, once this rank has mapped the region
   Bed bed;
 

@@ -41,7 +41,7 @@ class Shares {
           reduce_into(request_.outputs[0], 0, at, from, to);
         break;
       case Kind::reduce_scatter: {
-        const std::size_t begin = request_.output_bytes * index_of(engine_.rank_);
+        const std::size_t begin = request_.output_bytes * static_cast<std::size_t>(engine_.rank_);
         reduce_into(request_.outputs[0], begin, at, from, to);
         break;
       }
@@ -112,11 +112,6 @@ class Shares {
            (last - first) / size_of(request_.reduction.type));
   }
 
-  std::size_t index_of(int rank) const {
-    const auto found = std::find(engine_.members_.begin(), engine_.members_.end(), rank);
-    return static_cast<std::size_t>(found - engine_.members_.begin());
-  }
-
   Engine& engine_;
   const Request& request_;
   const Engine::Operation& operation_;
@@ -147,11 +142,7 @@ bool Engine::share(Operation& operation) {
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
   }
-  for (const int rank : members_)
-    if (region_.control(rank).broken.read() != 0) {
-      failure_.outcome = Outcome::aborted;
-      return false;
-    }
+  if (anybody_gave_up()) return false;
   operation.direct = true;
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
@@ -195,8 +186,9 @@ bool Engine::run_windows(Operation& operation) {
       publish(&Control::filled, base + operation.filled);
       moved = true;
     }
+    int undone = -1;  // a lost rank's part; the windows are walked through all the same
     const std::uint64_t work = base + operation.worked;
-    if (operation.worked < operation.filled && everybody(&Control::filled, work + 1)) {
+    if (operation.worked < operation.filled && everybody(&Control::filled, work + 1, &undone)) {
       const std::size_t from = operation.worked * room;
       const auto window = [&](int rank) { return region_.bytes(layout.window(rank, work)); };
       if (sliced) {
@@ -210,12 +202,13 @@ bool Engine::run_windows(Operation& operation) {
     }
     const std::uint64_t finish = base + operation.finished;
     if (operation.finished < operation.worked &&
-        (!sliced || everybody(&Control::worked, finish + 1))) {
+        (!sliced || everybody(&Control::worked, finish + 1, &undone))) {
       if (sliced) collect_slices(operation, finish, operation.finished * room);
       ++operation.finished;
       publish(&Control::finished, base + operation.finished);
       moved = true;
     }
+    if (undone >= 0 && is_source(request, undone)) spoil(operation.sequence, Outcome::torn, undone);
   }
   if (operation.finished < operation.windows) return false;
   windows_used_ += operation.windows;

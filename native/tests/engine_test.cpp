@@ -313,11 +313,76 @@ void test_leaving() {
     };
     CHECK(sum(1) == 3);
     if (rank == 1) {
-      engine.leave();
+      CHECK(engine.leave());
       return;
     }
     CHECK(sum(1) == 2);
     CHECK(sum(5) == 10);
+    CHECK((engine.members() == std::vector<int>{0, 2}));
+  });
+}
+
+// Who still has something under way cannot leave, for the others would not look after it.
+void test_leaving_too_early() {
+  std::atomic<bool> tried{false};
+  run(2, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 40, false);
+    if (rank == 0) {
+      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      CHECK(!engine.leave());
+      tried = true;
+      finish(engine, ticket);
+      CHECK(engine.leave());
+    } else {
+      while (!tried) yield_core();
+      finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+    }
+  });
+}
+
+// What an absent rank was to hand out fails alike for all, and the group goes on.
+void test_root_that_left() {
+  run(3, [](Engine& engine, int rank) {
+    Buffer buffer(engine, 40, false);
+    if (rank == 1) {
+      CHECK(engine.leave());
+      return;
+    }
+    const auto verdict =
+        engine.wait(engine.issue(in_place(Kind::broadcast, buffer, 1)), 20 * kSecond);
+    CHECK(verdict.outcome == Outcome::rootless && verdict.first == 1);
+    finish(engine, engine.issue(in_place(Kind::broadcast, buffer, 2)));
+  });
+}
+
+// Rank 2 dies after it has described `said` of its calls. Its words are frozen from then on, so the
+// others come to the same end: what it took no part in goes on, what it left undone is torn.
+void test_going_on(std::size_t count, bool shared, bool torn) {
+  std::atomic<bool> dead{false};
+  run(3, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, count, shared);
+    const auto sum = [&] {
+      for (std::size_t i = 0; i < count; ++i) buffer[i] = 1;
+      return engine.issue(in_place(Kind::allreduce, buffer));
+    };
+    finish(engine, sum());
+    if (rank == 2) {
+      sum();  // described, and nothing done for it any more
+      dead = true;
+      return;
+    }
+    while (!dead) yield_core();
+    const auto ticket = sum();
+    if (shared || torn) CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+    engine.abort();  // as the group does when it hears of a death
+    engine.forget(2);
+    const auto verdict = engine.wait(ticket, 20 * kSecond);
+    CHECK(verdict.outcome == (torn ? Outcome::torn : Outcome::finished));
+    if (torn) CHECK(verdict.first == 2);
+    if (!torn) CHECK(buffer[count - 1] == 3);
+    finish(engine, sum());
+    CHECK(buffer[0] == 2 && buffer[count - 1] == 2);
+    CHECK((engine.members() == std::vector<int>{0, 1}));
   });
 }
 
@@ -376,7 +441,7 @@ void test_nobody_writes_to_who_has_given_up() {
       const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
       arrived = true;
       while (!gave_up) yield_core();
-      CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::aborted);
+      CHECK(engine.wait(ticket, kSecond / 20).outcome == Outcome::pending);
       tried = true;
     }
   });
@@ -410,6 +475,11 @@ int main() {
   test_exchange_that_does_not_fit();
   test_transfers();
   test_leaving();
+  test_leaving_too_early();
+  test_root_that_left();
+  test_going_on(10, false, false);  // small: its input lies in its slot
+  test_going_on(300, true, true);   // its slice was left undone
+  test_going_on(300, false, true);  // its windows were left empty
   test_disagreement_and_deadline();
   test_abort_ends_transfers();
   test_nobody_writes_to_who_has_given_up();

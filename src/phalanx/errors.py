@@ -6,6 +6,7 @@
     ├── GroupError (RuntimeError)            a group cannot go on
     │   ├── CollectiveTimeout (TimeoutError) a deadline passed; says who is missing
     │   ├── PeerLost                         a rank is dead; says which
+    │   ├── PeerLeft                         a rank that the call needs has left; says which
     │   ├── RankMismatch                     ranks disagree on what to do; names both sides
     │   └── GroupAborted                     somebody called abort or shutdown
     ├── RendezvousError (RuntimeError)       ranks could not meet to form a group
@@ -36,6 +37,7 @@ __all__ = [
     "InvalidState",
     "InvalidType",
     "MisuseError",
+    "PeerLeft",
     "PeerLost",
     "PhalanxError",
     "RankMismatch",
@@ -85,7 +87,7 @@ _STATES = {
     "failed": "gave up",
     "silent": "does not answer (its interpreter is blocked, or its machine is out of reach)",
     "stopped": "stopped by a signal",
-    "left": "shut the group down",
+    "left": "left the group",
     "dead": "dead",
 }
 
@@ -136,6 +138,15 @@ class PeerLost(GroupError):
     @property
     def lost(self) -> tuple[int, ...]:
         """Ranks that are dead, group-local."""
+        return self.ranks
+
+
+class PeerLeft(GroupError):
+    """A rank without which the call means nothing has left the group, which goes on."""
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """Ranks that have left, group-local."""
         return self.ranks
 
 

@@ -31,6 +31,7 @@ class Board:
         self._rank = rank
         self._size = size
         self._lost = False
+        self._page = "failure"
         self._heard = 0  # the ring that this rank answered last
         self.reachable = True
         """Whether the store answered the last time it was asked."""
@@ -60,14 +61,19 @@ class Board:
     def fail(self, failure: Failure) -> Failure:
         """Pin up the cause of a failure; returns the first one, which may be another rank's."""
         mine = json.dumps(failure.to_json())
-        first = self._ask(lambda: self._store.write_once("failure", mine), mine.encode())
+        page = self._page
+        first = self._ask(lambda: self._store.write_once(page, mine), mine.encode())
         self.ring()
         return Failure.from_json(json.loads(first))
 
     def failure(self) -> Failure | None:
         """Read the cause of the group's failure, if there is one."""
-        data = self._read("failure")
+        data = self._read(self._page)
         return None if data is None else Failure.from_json(data)
+
+    def turn_page(self, without: str) -> None:
+        """Leave a failure behind; whoever goes on without the same ranks turns to the same page."""
+        self._page = f"failure without {without}"
 
     def leave(self, *, sequence: int, site: str) -> None:
         """Say that this rank shut the group down after its call number `sequence`."""

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
 
-from ..errors import InternalError
+from ..errors import GroupError, InternalError
 
 __all__ = [
     "REDUCTIONS",
+    "CallSpoiled",
     "ClosedEngine",
     "Engine",
     "EngineMismatch",
@@ -50,6 +51,15 @@ class EngineMismatch(RuntimeError):
         self.ranks = (first, second)
 
 
+class CallSpoiled(RuntimeError):
+    """Raised by an engine's work when this call failed, alike on every rank, and no other did."""
+
+    def __init__(self, kind: type[GroupError], rank: int, told: str) -> None:
+        super().__init__(told)
+        self.kind = kind
+        self.rank = rank
+
+
 class RawWork(Protocol):
     """An engine's own handle of one call."""
 
@@ -76,6 +86,10 @@ of the same number and returns the side of one that says something else; ``lost_
 ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
 on with what nobody waits for; ``sum(tensor)`` is a quicker way to an allreduce that adds up real
 numbers.
+
+An engine whose membership may change has ``members()``, the ranks that take part in what comes
+next; ``leave()``, after which this rank does not and which tells whether nothing was under way; and
+perhaps ``forget(rank)``, to go on without a rank that is dead.
 """
 
 _REAL = frozenset(

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
 from ..errors import GroupAborted, InvalidArgument, PhalanxError
+from . import _membership as membership
 from . import _torch as torch_tables
 from . import _validate as validate
 from ._agree import Agreement, agreement_for
@@ -88,6 +89,7 @@ class ProcessGroup(Collectives):
         self._recorder = Recorder()
         self._splits: dict[tuple[int, ...], int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
+        self._is_away = False  # closed, but only for having left
         # Keeps the order in which calls are numbered the order in which the engine gets them.
         # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
         self._order = threading.Lock()
@@ -103,6 +105,7 @@ class ProcessGroup(Collectives):
             lost_ranks=getattr(engine, "lost_ranks", None),
             wake=getattr(engine, "wake", None),
             drive=getattr(engine, "drive", None),
+            members=getattr(engine, "members", None),
         )
         self._board = board
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
@@ -239,6 +242,30 @@ class ProcessGroup(Collectives):
 
         return merge(self, store, size, timeout=timeout, name=group_name)
 
+    # -- membership ------------------------------------------------------------------------
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Tell the ranks that take part in the next call, as far as is known here."""
+        return membership.members(self)
+
+    def leave(self) -> None:
+        """End this rank's membership: the others' next calls go on without it, at once.
+
+        Waits for the collectives that this rank has begun. Ranks keep their numbers, a mean is
+        taken over those who are left, and what a rank would have filled in an output stays as it
+        is. Nothing but `shutdown` can be called here any more.
+        """
+        membership.leave(self)
+
+    def forget(self, ranks: Sequence[int]) -> None:
+        """Go on without ranks that were lost, as if they had left; every survivor calls it.
+
+        What they took no part in goes on among the rest, so that a ``work`` which raised `PeerLost`
+        can be waited for again. It raises again, on every survivor, if they died in the middle.
+        """
+        membership.forget(self, ranks)
+
     # -- ending ----------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -261,9 +288,9 @@ class ProcessGroup(Collectives):
 
     def _close(self, how: str) -> bool:
         with self._state:
-            if self._closed:
+            if self._closed and not self._is_away:
                 return False
-            self._closed = how
+            self._closed, self._is_away = how, False
         self._health.closed = True
         torch_tables.strike(self)
         return True

@@ -19,7 +19,7 @@ from ._failure import Failure, Kind
 from ._record import Call, Recorder, describe_frame
 from ._roster import Roster
 from ._watch import INTERVAL
-from ._words import Side, first_line, ranks_text
+from ._words import Side, first_line, ranks_text, runs
 
 __all__ = ["Health", "Pending", "is_about_connections", "mismatch"]
 
@@ -70,6 +70,14 @@ class Pending:
         """End the future if the call cannot succeed any more, and tell whether it has ended."""
         raise NotImplementedError
 
+    def settle(self) -> None:
+        """Wait until the call has ended."""
+        raise NotImplementedError
+
+    def revive(self) -> None:
+        """Forget that the group failed, for it goes on."""
+        raise NotImplementedError
+
 
 class Health:
     """The state of one rank's membership in one group."""
@@ -87,6 +95,7 @@ class Health:
         lost_ranks: Callable[[], list[int]] | None = None,
         wake: Callable[[], None] | None = None,
         drive: Callable[[], None] | None = None,
+        members: Callable[[], list[int]] | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
@@ -103,6 +112,8 @@ class Health:
         self._lost_ranks = lost_ranks
         self._wake = wake
         self._drive = drive
+        self._members = members
+        self._forgotten: set[int] = set()
         self._owner = threading.get_ident()
         self._pid = os.getpid()
         self._failing = threading.Lock()  # over `failure`, which is set once, by whoever is first
@@ -201,6 +212,31 @@ class Health:
     def _is_the_rank(self) -> bool:
         """Tell this process from a forked child, which must not speak for its parent."""
         return os.getpid() == self._pid
+
+    # -- membership ------------------------------------------------------------------------
+
+    def absent(self) -> set[int]:
+        """List the ranks that take no part in what comes next."""
+        if self._members is None or self.closed:
+            return set()
+        return set(range(self.size)) - set(self._members())
+
+    def go_on(self, without: set[int]) -> None:
+        """Leave a failure behind that was the death of these ranks."""
+        self._forgotten |= without
+        if self._board is not None:
+            self._board.turn_page(runs(sorted(self._forgotten)))
+        with self._failing:
+            self.failure = None
+        for work in list(self._in_flight.values()):
+            work.revive()
+
+    def settle_all(self) -> None:
+        """Wait for every collective under way."""
+        for work in list(self._in_flight.values()):
+            work.settle()
+
+    # -- calls under way -------------------------------------------------------------------
 
     def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
@@ -304,7 +340,7 @@ class Health:
 
     def _needed(self, pending: Pending, gone: set[int]) -> list[int]:
         """Of the ranks that are gone, list those without whom the call cannot end."""
-        gone = gone - {self.rank}
+        gone = gone - {self.rank} - self.absent()
         if pending.peer is not None:
             return sorted(gone & {pending.peer})
         if pending.call.transfer and len(gone) < self.size - 1:
@@ -331,6 +367,7 @@ class Health:
     def _await_reports(self, board: Board, ring: int) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
         mute |= {rank: RankReport(rank, "dead") for rank in self._dead()}
+        mute |= {rank: RankReport(rank, "left") for rank in self.absent() - self._dead()}
         mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
         until = time.monotonic() + ANSWER_TIME
         while True:
@@ -343,7 +380,8 @@ class Health:
         return reports | {rank: RankReport(rank, "silent") for rank in silent}
 
     def _missing(self, call: Call, reports: Reports) -> list[int]:
-        others = (report for rank, report in sorted(reports.items()) if rank != self.rank)
+        out = self.absent() | {self.rank}
+        others = (report for rank, report in sorted(reports.items()) if rank not in out)
         return [r.rank for r in others if r.collectives is None or r.collectives < call.sequence]
 
     def _engines_clash(self, call: Call, error: EngineMismatch) -> Failure:

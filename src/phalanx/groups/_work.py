@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupError
-from ._engine import RawWork
+from ..errors import GroupError, PeerLeft
+from ._engine import CallSpoiled, RawWork
 from ._failure import Failure
 from ._health import Health, Pending
 from ._record import Call
@@ -154,6 +154,14 @@ class Work(dist.Work, Pending):
         self._raw.get_future().add_done_callback(self._complete_future)
         return self._future
 
+    def settle(self) -> None:
+        """Wait until the call has ended."""
+        self.wait()
+
+    def revive(self) -> None:
+        """Forget that the group failed, for it goes on."""
+        self._error = None
+
     # -- waiting ---------------------------------------------------------------------------
 
     def _limit(self, timeout: timedelta) -> float:
@@ -164,6 +172,9 @@ class Work(dist.Work, Pending):
 
     def _wait_long(self, limit: float, timeout: timedelta) -> None:
         while not self._is_done():
+            if self.peer is not None and self.peer in self._health.absent():
+                self._await_no_more(self.peer)
+                return
             failure = self._health.look(self)
             if failure is not None:
                 self._raise(failure)
@@ -177,9 +188,16 @@ class Work(dist.Work, Pending):
             return False
         try:
             self._raw.wait()
+        except CallSpoiled as spoiled:
+            raise self._spoil(spoiled) from None
         except RuntimeError as error:
             self._raise(self._health.diagnose(self, error), error)
         return True
+
+    def _await_no_more(self, peer: int) -> None:
+        """Take what a rank sent before it left, or say that nothing will come."""
+        if not self._is_done():
+            raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
     def _wait_a_turn(self, seconds: float) -> None:
         with suppress(RuntimeError):  # not yet, or failed: `_is_done` knows
@@ -215,6 +233,21 @@ class Work(dist.Work, Pending):
         self._error = self._health.error(failure, self, self.call)
         raise self._error from cause
 
+    def _spoil(self, spoiled: CallSpoiled) -> GroupError:
+        """End this call, and no other, with an error, which is returned."""
+        call, health = self.call, self._health
+        self._error = error = spoiled.kind(
+            f"{call.what} #{call.sequence} at {call.site} (group {health.name!r}, "
+            f"rank {health.rank}): {spoiled}",
+            group=health.name,
+            operation=call.what,
+            sequence=call.sequence,
+            ranks=(spoiled.rank,),
+        )
+        call.ended = time.monotonic()
+        health.ended(call)
+        return error
+
     def _raise_timeout(self, limit: float, timeout: timedelta) -> NoReturn:
         """Give up; for good only if it is the call's own deadline that has passed."""
         if limit < self.deadline:
@@ -230,6 +263,9 @@ class Work(dist.Work, Pending):
         """Pass on the engine's result; runs on the engine's thread."""
         try:
             raw.wait()
+        except CallSpoiled as spoiled:
+            self._end_future(self._spoil(spoiled))
+            return
         except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
             self._fail_future(self._health.diagnose(self, error))
             return
@@ -252,11 +288,15 @@ class Work(dist.Work, Pending):
         return self._future_ended
 
     def _fail_future(self, failure: Failure) -> None:
-        if self._claim_future():
+        if not self._future_ended:
             failure = self._health.fail(failure)
             self._error = self._health.error(failure, self, self.call)
+            self._end_future(self._error)
+
+    def _end_future(self, error: GroupError) -> None:
+        if self._claim_future():
             assert self._future is not None
-            self._future.set_exception(self._error)
+            self._future.set_exception(error)
 
     def _claim_future(self) -> bool:
         """Tell whether the caller is the first who ends the future."""

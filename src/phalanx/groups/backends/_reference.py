@@ -1,19 +1,22 @@
 """What each collective means, in plain tensor code: the reference for every other engine.
 
-A function gets the arguments of all ranks, in rank order, and fills the outputs of all ranks.
-Sums are added up by rank, never by arrival, so the same inputs give the same bits.
+A function gets the arguments of every rank that takes part, in rank order, and fills their outputs.
+Sums are added up by rank, never by arrival, so the same inputs give the same bits. What a rank that
+has left would have filled stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from ...errors import PeerLeft
 from .._adapt import average, plain_op
+from .._engine import CallSpoiled
 
 __all__ = [
     "allgather",
@@ -31,8 +34,8 @@ __all__ = [
     "scatter",
 ]
 
-Arguments = Sequence[tuple[Any, ...]]
-"""One tuple of arguments per rank, in rank order."""
+Arguments = Mapping[int, tuple[Any, ...]]
+"""One tuple of arguments per rank that takes part, in rank order."""
 
 _BINARY: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -73,9 +76,9 @@ def _combine_sparse(tensors: Sequence[Tensor], kind: Any) -> Tensor:
 
 def allreduce(calls: Arguments) -> None:
     """Give everybody the reduction of everybody's tensors."""
-    opts = calls[0][1]
-    for place in range(len(calls[0][0])):
-        tensors = [tensors[place] for tensors, _ in calls]
+    first, opts = _any(calls)
+    for place in range(len(first)):
+        tensors = [tensors[place] for tensors, _ in calls.values()]
         total = combine(opts.reduceOp, tensors)
         for tensor in tensors:
             put(tensor, total)
@@ -83,76 +86,86 @@ def allreduce(calls: Arguments) -> None:
 
 def reduce(calls: Arguments) -> None:
     """Give the root the reduction of everybody's tensors."""
-    opts = calls[0][1]
-    total = combine(opts.reduceOp, [tensors[0] for tensors, _ in calls])
-    put(calls[opts.rootRank][0][0], total)
+    opts = _any(calls)[-1]
+    total = combine(opts.reduceOp, [tensors[0] for tensors, _ in calls.values()])
+    put(_root(calls)[0][0], total)
 
 
 def broadcast(calls: Arguments) -> None:
     """Give everybody the root's tensor."""
-    root = calls[0][1].rootRank
-    for rank, (tensors, _) in enumerate(calls):
-        if rank != root:
-            put(tensors[0], calls[root][0][0])
+    root = _root(calls)
+    for call in calls.values():
+        if call is not root:
+            put(call[0][0], root[0][0])
 
 
 def allgather(calls: Arguments) -> None:
     """Give everybody everybody's tensor, in a list."""
-    for outputs, _, _ in calls:
-        for output, (_, inputs, _) in zip(outputs[0], calls, strict=True):
-            put(output, inputs[0])
+    for outputs, _, _ in calls.values():
+        for rank, (_, inputs, _) in calls.items():
+            put(outputs[0][rank], inputs[0])
 
 
 def allgather_base(calls: Arguments) -> None:
     """Give everybody everybody's tensor, in one tensor."""
-    whole = torch.cat([part.detach().reshape(-1) for _, part, _ in calls])
-    for output, _, _ in calls:
-        put(output, whole)
+    for output, mine, _ in calls.values():
+        rows = output.detach().view(-1, mine.numel()) if mine.numel() else None
+        for rank, (_, part, _) in calls.items():
+            if rows is not None:
+                put(rows[rank], part)
 
 
 def gather(calls: Arguments) -> None:
     """Give the root everybody's tensor."""
-    outputs = calls[calls[0][2].rootRank][0]
-    for output, (_, inputs, _) in zip(outputs[0], calls, strict=True):
-        put(output, inputs[0])
+    outputs = _root(calls)[0]
+    for rank, (_, inputs, _) in calls.items():
+        put(outputs[0][rank], inputs[0])
 
 
 def scatter(calls: Arguments) -> None:
     """Give everybody their tensor of the root's list."""
-    inputs = calls[calls[0][2].rootRank][1]
-    for value, (outputs, _, _) in zip(inputs[0], calls, strict=True):
-        put(outputs[0], value)
+    inputs = _root(calls)[1]
+    for rank, (outputs, _, _) in calls.items():
+        put(outputs[0], inputs[0][rank])
 
 
 def reduce_scatter(calls: Arguments) -> None:
     """Give rank i the reduction of everybody's i-th tensor."""
-    opts = calls[0][2]
-    for rank, (outputs, _, _) in enumerate(calls):
-        put(outputs[0], combine(opts.reduceOp, [inputs[0][rank] for _, inputs, _ in calls]))
+    opts = _any(calls)[-1]
+    for rank, (outputs, _, _) in calls.items():
+        put(
+            outputs[0], combine(opts.reduceOp, [inputs[0][rank] for _, inputs, _ in calls.values()])
+        )
 
 
 def reduce_scatter_base(calls: Arguments) -> None:
     """Give rank i the reduction of everybody's i-th part."""
-    opts = calls[0][2]
-    parts = [whole.detach().reshape(len(calls), -1) for _, whole, _ in calls]
-    for rank, (output, _, _) in enumerate(calls):
-        put(output, combine(opts.reduceOp, [part[rank] for part in parts]))
+    opts = _any(calls)[-1]
+    for rank, (output, _, _) in calls.items():
+        count = output.numel()
+        parts = [
+            whole.detach().reshape(-1)[rank * count : (rank + 1) * count]
+            for _, whole, _ in calls.values()
+        ]
+        put(output, combine(opts.reduceOp, parts))
 
 
 def alltoall_base(calls: Arguments) -> None:
     """Give rank i the i-th rows of everybody's tensor."""
-    pieces = [source.detach().split(out_of) for _, source, _, out_of, _ in calls]
-    for rank, (output, _, into, _, _) in enumerate(calls):
+    pieces = {
+        rank: source.detach().split(out_of) for rank, (_, source, _, out_of, _) in calls.items()
+    }
+    for rank, (output, _, into, _, _) in calls.items():
         places = output.detach().split(into)
-        for sender, place in enumerate(places):
-            put(place, pieces[sender][rank])
+        for sender, sent in pieces.items():
+            put(places[sender], sent[rank])
 
 
 def alltoall(calls: Arguments) -> None:
     """Give rank i everybody's i-th tensor."""
-    for rank, (outputs, _, _) in enumerate(calls):
-        for output, (_, inputs, _) in zip(outputs, calls, strict=True):
-            put(output, inputs[rank])
+    for rank, (outputs, _, _) in calls.items():
+        for sender, (_, inputs, _) in calls.items():
+            put(outputs[sender], inputs[rank])
 
 
 def barrier(calls: Arguments) -> None:
@@ -170,3 +183,16 @@ def put(target: Tensor, value: Tensor) -> None:
             f"ranks disagree on sizes: {list(value.shape)} was sent, {list(target.shape)} expected"
         )
     target.detach().copy_(value.detach().reshape(target.shape))
+
+
+def _any(calls: Arguments) -> tuple[Any, ...]:
+    """Take what all ranks say alike from one of them."""
+    return next(iter(calls.values()))
+
+
+def _root(calls: Arguments) -> tuple[Any, ...]:
+    """Find what the root brought; every rank's options, which come last, tell who it is."""
+    root = _any(calls)[-1].rootRank
+    if root not in calls:
+        raise CallSpoiled(PeerLeft, root, f"its root, rank {root}, has left the group")
+    return calls[root]

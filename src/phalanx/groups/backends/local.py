@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .._engine import REDUCTIONS, Engine, Traits
+from .._engine import REDUCTIONS, CallSpoiled, Engine, Traits
 from .._patient import borrow_thread
 from .._words import Side
 from . import _reference as reference
@@ -40,16 +40,18 @@ class _Slot:
 
     def run(self) -> None:
         """Do the work for all ranks."""
-        calls = [self.arrived[rank] for rank in sorted(self.arrived)]
+        functions = {function for function, _, _ in self.arrived.values()}
         error: Exception | None = None
         try:
-            if len({function for function, _, _ in calls}) > 1:
+            if len(functions) > 1:
                 raise RuntimeError("ranks called different operations")
             with torch.no_grad():
-                calls[0][0]([arguments for _, arguments, _ in calls])
+                functions.pop()({rank: self.arrived[rank][1] for rank in sorted(self.arrived)})
+        except CallSpoiled as spoiled:
+            error = spoiled
         except (RuntimeError, ValueError, IndexError) as caught:
             error = RuntimeError(str(caught))
-        for _, _, work in calls:
+        for _, _, work in self.arrived.values():
             # Whatever hangs on a future is another rank's business, and may call that rank's group:
             # not on this thread, which is in the middle of a call of its own.
             if work.has_future:
@@ -96,6 +98,8 @@ class _Hub:
         self._statements: dict[int, _Statement] = {}
         self._sends: list[_Post] = []
         self._receives: list[_Post] = []
+        self._left_at: dict[int, int] = {}
+        """The first call that a rank takes no part in, for those who have left."""
         self._aborted = False
 
     def arrive(
@@ -108,18 +112,40 @@ class _Hub:
                 return _refused(work)
             slot = self._slots.setdefault(sequence, _Slot())
             slot.arrived[rank] = (function, arguments, work)
-            if len(slot.arrived) < self._size:
+            if len(slot.arrived) < len(self._members(sequence)):
                 return work
             del self._slots[sequence]
         slot.run()
         return work
+
+    def members(self) -> list[int]:
+        """List the ranks that have not left."""
+        with self._lock:
+            return [rank for rank in range(self._size) if rank not in self._left_at]
+
+    def leave(self, rank: int, sequence: int) -> None:
+        """Take no part from a call on, and carry out what waited for nobody else."""
+        with self._lock:
+            self._left_at[rank] = sequence
+            whole = {
+                number: slot
+                for number, slot in self._slots.items()
+                if len(slot.arrived) == len(self._members(number))
+            }
+            for number in whole:
+                del self._slots[number]
+        for number in sorted(whole):
+            whole[number].run()
+
+    def _members(self, sequence: int) -> list[int]:
+        return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
 
     def agree(self, sequence: int, said: str, side: Side) -> Side | None:
         """Compare with the first rank to arrive, and return its side if it says something else."""
         with self._lock:
             first = self._statements.setdefault(sequence, _Statement(said, side))
             first.heard.add(side.rank)
-            if len(first.heard) == self._size:
+            if len(first.heard) == len(self._members(sequence)):
                 del self._statements[sequence]
         return None if first.said == said else first.side
 
@@ -190,6 +216,15 @@ class LocalEngine:
     def wake(self) -> None:
         """End every call under way, on all ranks."""
         self._hub.abort()
+
+    def members(self) -> list[int]:
+        """List the ranks that take part in what comes next."""
+        return self._hub.members()
+
+    def leave(self) -> bool:
+        """Take part in nothing more."""
+        self._hub.leave(self._rank, self._sequence + 1)
+        return True
 
     def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
         """See `_reference`, as for all of these."""

@@ -20,9 +20,9 @@ from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from ... import native
-from ...errors import InvalidArgument, InvalidState
+from ...errors import InvalidArgument, InvalidState, PeerLeft, PeerLost
 from .._adapt import plain_op
-from .._engine import REDUCTIONS, Engine, EngineMismatch, RawWork, Traits
+from .._engine import REDUCTIONS, CallSpoiled, Engine, EngineMismatch, RawWork, Traits
 from .._joint import JointWork
 from .._patient import borrow_thread
 from . import refuse_options
@@ -39,7 +39,7 @@ Tensors = list[Tensor]
 BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
 GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
 ADD = 0
-PENDING, FINISHED, DEAD, MISMATCH, ABORTED = range(5)
+PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
 DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -112,6 +112,11 @@ class ShmWork:
         outcome, first, second = self._owner._engine.test(self._ticket)
         if outcome == MISMATCH:
             return EngineMismatch(first, second)
+        if outcome == ROOTLESS:
+            return CallSpoiled(PeerLeft, first, f"its root, rank {first}, has left the group")
+        if outcome == TORN:
+            told = f"rank {first} died in the middle of it: what the tensors hold is undefined"
+            return CallSpoiled(PeerLost, first, told)
         told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
         return RuntimeError(f"connection lost: {told}")
 
@@ -162,6 +167,19 @@ class ShmEngine:
     def wake(self) -> None:
         """End the waits of this rank, for the group has failed."""
         self._engine.abort()
+
+    def members(self) -> list[int]:
+        """List the ranks that take part in what comes next."""
+        return self._engine.members()
+
+    def leave(self) -> bool:
+        """Take part in nothing more, unless something is under way; tells which."""
+        self.drive()
+        return not self._transfers and self._engine.leave()
+
+    def forget(self, rank: int) -> None:
+        """Go on without a rank that is dead."""
+        self._engine.forget(rank)
 
     def drive(self) -> None:
         """Get on with transfers that nobody waits for, and let go of those that have ended."""

@@ -1,0 +1,77 @@
+"""Groups whose membership changes: a rank leaves, or is lost and gone on without.
+
+Either way the others' calls go on among those who are left, from a number that all of them see
+alike; how, is the engine's business (see ``docs/design.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InvalidArgument, InvalidState
+from . import _validate as validate
+from ._record import user_site
+from ._words import ranks_text
+
+if TYPE_CHECKING:
+    from ._group import ProcessGroup
+
+__all__ = ["forget", "leave", "members"]
+
+
+def members(group: ProcessGroup) -> tuple[int, ...]:
+    """List the ranks that take part in a group's next call, as far as this rank knows."""
+    absent = group._health.absent()
+    return tuple(rank for rank in range(group._size) if rank not in absent)
+
+
+def leave(group: ProcessGroup) -> None:
+    """End this rank's membership as soon as what it has begun is done."""
+    engine = _changing(group, "leave")
+    site = user_site()
+    with group._order:  # no call is begun after this
+        if group._closed or group._health.failure is not None:
+            group._refuse("leave")
+        group._closed = f"was left at {site}"
+    try:
+        group._health.settle_all()
+        if not engine.leave():
+            raise InvalidState("leave: wait for this rank's sends and receives first")
+    except BaseException:
+        group._closed = ""
+        raise
+    group._is_away = True
+
+
+def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
+    """Go on without ranks that were lost."""
+    engine = _changing(group, "forget")
+    gone = {validate.rank("forget", rank, group._size, word="rank") for rank in ranks}
+    if group._closed:
+        group._refuse("forget")
+    alive = gone - set(engine.lost_ranks())
+    if alive:
+        raise InvalidArgument(
+            f"forget: {ranks_text(sorted(alive))} {'is' if len(alive) == 1 else 'are'} alive; "
+            "only who was lost can be gone on without, anybody else leaves by itself"
+        )
+    failure = group._health.failure
+    if failure is not None and failure.kind != "lost":
+        group._refuse("forget")
+    lost = set(failure.ranks if failure is not None else ()) - gone
+    if lost:
+        raise InvalidArgument(f"forget: {ranks_text(sorted(lost))} was lost, too; pass error.lost")
+    for rank in gone:
+        engine.forget(rank)
+    group._health.go_on(gone)
+
+
+def _changing(group: ProcessGroup, operation: str) -> Any:
+    """Return the engine of a group whose membership may change; refuse other groups."""
+    if not hasattr(group._engine, operation) and not group._closed:
+        raise InvalidState(
+            f"{operation}: {group._backend} cannot go on without a rank; make a group of those who "
+            "are left with split_group, or use shm"
+        )
+    return group._engine

@@ -355,7 +355,7 @@ void test_root_that_left() {
   });
 }
 
-// Rank 2 dies after it has described `said` of its calls. Its words are frozen from then on, so the
+// Rank 2 dies after it has described a call. Its words are frozen from then on, so the
 // others come to the same end: what it took no part in goes on, what it left undone is torn.
 void test_going_on(std::size_t count, bool shared, bool torn) {
   std::atomic<bool> dead{false};

@@ -1,0 +1,293 @@
+"""Ranks that leave, and ranks that are lost and gone on without."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from phalanx.errors import GroupAborted, InvalidArgument, InvalidState, PeerLeft, PeerLost
+from phalanx.testing import Fault, kill
+
+LONG = timedelta(seconds=60)
+BACKENDS = ["local", "shm"]
+# One size for each way that data takes through shared memory: in slots, in windows, where it is.
+WAYS = {"small": (10, False), "windows": (700_000, False), "in place": (50_000, True)}
+
+
+@pytest.fixture
+def crew(request, threads, ranks):
+    """Ranks that fit a backend: threads for `local`, processes for shared memory."""
+    return {"local": threads, "shm": ranks}
+
+
+def tensor_of(group, way, value):
+    count, shared = WAYS[way]
+    tensor = group.allocate((count,)) if shared else torch.empty(count)
+    return tensor.fill_(value)
+
+
+def wait_for_death(group, rank):
+    until = time.monotonic() + 20
+    while rank not in group._engine.lost_ranks():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+# -- leaving -------------------------------------------------------------------------------
+
+
+def leave_one_by_one(ctx, backend, way):
+    group = ctx.group(backend, timeout=LONG)
+    for leaver in (2, 0, 3):
+        tensor = tensor_of(group, way, ctx.rank + 1)
+        left = {2: (), 0: (2,), 3: (0, 2)}[leaver]
+        rest = [rank for rank in range(4) if rank not in left]
+        group.allreduce(tensor).wait()
+        assert tensor.unique().tolist() == [sum(rank + 1 for rank in rest)]
+        assert not set(left) & set(group.members)
+        if ctx.rank == leaver:
+            group.leave()
+            return
+    tensor = tensor_of(group, way, 7)
+    group.allreduce(tensor).wait()
+    assert tensor.unique().tolist() == [7.0]
+    assert group.members == (1,)
+    assert group.size() == 4
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_others_go_on_when_ranks_leave(crew, backend, way):
+    crew[backend].run(leave_one_by_one, 4, args=(backend, way))
+
+
+def call_everything_among_the_rest(ctx, backend, count):
+    group = ctx.group(backend, timeout=LONG)
+    if ctx.rank == 1:
+        group.leave()
+        return
+    mine = torch.full((count,), float(ctx.rank))
+    mean = mine.clone()
+    group.allreduce(mean, op=ReduceOp.AVG).wait()
+    assert mean.unique().tolist() == [1.0]  # of 0 and 2
+
+    rows = [torch.full((count,), -1.0) for _ in range(3)]
+    group.allgather([rows], [mine]).wait()
+    assert [row.unique().tolist() for row in rows] == [[0.0], [-1.0], [2.0]]
+
+    whole = torch.full((3 * count,), -1.0)
+    group.all_gather_single(whole, mine).wait()
+    assert whole.view(3, count)[:, 0].tolist() == [0.0, -1.0, 2.0]
+
+    part = torch.empty(count)
+    group.reduce_scatter_single(part, torch.arange(3.0).repeat_interleave(count)).wait()
+    assert part.unique().tolist() == [2.0 * ctx.rank]  # the part that bears this rank's number
+
+    got = torch.full((3,), -1.0)
+    group.all_to_all_single(got, torch.tensor([0.0, 1.0, 2.0]) + 10 * ctx.rank).wait()
+    assert got.tolist() == [ctx.rank + 0.0, -1.0, ctx.rank + 20.0]
+
+    group.broadcast(mine, root=2).wait()
+    assert mine.unique().tolist() == [2.0]
+    group.barrier().wait()
+
+
+@pytest.mark.parametrize("count", [4, 300_000])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_collective_goes_on_among_the_rest(crew, backend, count):
+    crew[backend].run(call_everything_among_the_rest, 3, args=(backend, count))
+
+
+def ask_an_absent_root(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if ctx.rank == 1:
+        group.leave()
+        return
+    tensor = torch.ones(3)
+    with pytest.raises(PeerLeft, match="its root, rank 1, has left the group") as caught:
+        group.broadcast(tensor, root=1).wait()
+    assert caught.value.left == (1,)
+    group.allreduce(tensor).wait()
+    assert tensor.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_absent_root_is_named_and_the_group_goes_on(crew, backend):
+    crew[backend].run(ask_an_absent_root, 3, args=(backend,))
+
+
+def leave_with_work_under_way(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    tensor = tensor_of(group, "in place", 1.0)
+    work = group.allreduce(tensor)
+    if ctx.rank == 0:
+        group.leave()
+        assert tensor.unique().tolist() == [2.0]  # for leaving waits for it
+        return
+    work.wait()
+    assert tensor.unique().tolist() == [2.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_leaving_waits_for_what_was_begun(crew, backend):
+    crew[backend].run(leave_with_work_under_way, 2, args=(backend,))
+
+
+def call_after_leaving(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if ctx.rank == 0:
+        group.leave()
+        for call in (lambda: group.allreduce(torch.ones(1)), group.leave):
+            with pytest.raises(GroupAborted, match=r"was left at .*test_membership.py:\d+ here"):
+                call()
+        group.shutdown()
+    else:
+        group.allreduce(torch.ones(1)).wait()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_who_has_left_is_told_so(crew, backend):
+    crew[backend].run(call_after_leaving, 2, args=(backend,))
+
+
+def leave_and_die(ctx):
+    group, other = ctx.group("shm", timeout=LONG), ctx.group("shm", timeout=LONG)
+    if ctx.rank == 2:
+        group.leave()
+        other.barrier()  # where it is killed
+    wait_for_death(group, 2)
+    for _ in range(3):
+        tensor = torch.ones(2)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_the_death_of_who_has_left_is_nobodys_business(ranks):
+    ranks.run(leave_and_die, 3, faults=[Fault("barrier:before", kill(), rank=2)])
+
+
+def wait_for_who_has_left(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    if ctx.rank == 0:
+        group.send(torch.ones(2), 1).wait()
+        group.leave()
+        return
+    first, second = torch.zeros(2), torch.zeros(2)
+    group.recv(first, 0).wait()
+    assert first.tolist() == [1.0, 1.0]
+    with pytest.raises(PeerLeft, match="rank 0 has left the group"):
+        group.recv(second, 0).wait()
+
+
+def test_nothing_is_received_from_who_has_left(ranks):
+    ranks.run(wait_for_who_has_left, 2)
+
+
+def cannot_go_on(ctx):
+    group = ctx.group("gloo")
+    with pytest.raises(InvalidState, match="gloo cannot go on without a rank; .*split_group"):
+        group.leave()
+    with pytest.raises(InvalidState, match="gloo cannot go on without a rank"):
+        group.forget([0])
+    assert group.members == tuple(range(ctx.size))
+
+
+def test_an_engine_that_cannot_says_so(ranks):
+    ranks.run(cannot_go_on, 1)
+
+
+# -- losing --------------------------------------------------------------------------------
+
+
+def go_on(group, way, expected):
+    for _ in range(3):
+        tensor = tensor_of(group, way, 1.0)
+        group.allreduce(tensor).wait()
+        assert tensor.unique().tolist() == [expected]
+    assert group.members == (0, 2)
+
+
+def lose_one_who_never_came(ctx, way):
+    group = ctx.group("shm", timeout=LONG)
+    tensor = tensor_of(group, way, 1.0)
+    work = group.allreduce(tensor)  # which rank 1 does not live to make
+    with pytest.raises(PeerLost) as caught:
+        work.wait()
+    with pytest.raises(PeerLost, match="is dead"):
+        group.barrier()
+    group.forget(caught.value.lost)
+    work.wait()
+    assert tensor.unique().tolist() == [2.0]
+    go_on(group, way, 2.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_lost_took_no_part_in_goes_on(ranks, way):
+    strike = Fault("allreduce:before", kill(), rank=1)
+    ranks.run(lose_one_who_never_came, 3, args=(way,), faults=[strike])
+
+
+def lose_one_in_the_middle(ctx, way):
+    group = ctx.group("shm", timeout=LONG)
+    tensor = tensor_of(group, way, 1.0)
+    if ctx.rank == 1:
+        group.allreduce(tensor)  # announced, and then it is killed with nothing done for it
+    wait_for_death(group, 1)
+    work = group.allreduce(tensor)
+    if way == "small":  # all that it had to bring was there
+        work.wait()
+        assert tensor.unique().tolist() == [3.0]
+        with pytest.raises(PeerLost):
+            group.barrier().wait()
+        group.forget([1])
+    else:
+        with pytest.raises(PeerLost, match="is dead"):
+            work.wait()
+        group.forget([1])
+        with pytest.raises(PeerLost, match="rank 1 died in the middle of it") as caught:
+            work.wait()
+        assert caught.value.lost == (1,)
+        group.barrier().wait()
+    go_on(group, way, 2.0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_lost_left_undone_is_torn_for_all(ranks, way):
+    strike = Fault("allreduce:issued", kill(), rank=1)
+    ranks.run(lose_one_in_the_middle, 3, args=(way,), faults=[strike])
+
+
+def lose_two(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    tensor, lost = torch.ones(5), set()
+    work = group.allreduce(tensor)
+    while True:  # both at once or one after the other, as each rank happens to hear of it
+        try:
+            work.wait()
+            break
+        except PeerLost as error:
+            lost |= set(error.lost)
+            group.forget(error.lost)
+    assert lost == {1, 3}
+    assert tensor.tolist() == [2.0] * 5
+    go_on(group, "in place", 2.0)
+
+
+def test_several_may_be_lost(ranks):
+    strikes = [Fault("allreduce:before", kill(), rank=rank) for rank in (1, 3)]
+    ranks.run(lose_two, 4, faults=strikes)
+
+
+def forget_the_living(ctx):
+    group = ctx.group("shm")
+    with pytest.raises(InvalidArgument, match="rank 1 is alive"):
+        group.forget([1])
+    with pytest.raises(InvalidArgument, match="rank 5 is not a rank"):
+        group.forget([5])
+    group.barrier().wait()
+
+
+def test_only_the_lost_are_gone_on_without(ranks):
+    ranks.run(forget_the_living, 2)

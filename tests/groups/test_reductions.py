@@ -264,7 +264,7 @@ def test_parameters_and_parts_of_other_tensors_can_be_reduced(group):
     assert torch.equal(outside, torch.full((4, 4), float(group.rank())))
 
 
-@over_groups(backends=("local", "gloo"), sizes=(SIZE,))  # shm says that it adds dense ones only
+@over_groups(sizes=(SIZE,))
 def test_sparse_tensors_can_be_summed(group):
     rank = group.rank()
     dense = torch.zeros(4, 2)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from phalanx import native
-from phalanx.errors import CollectiveTimeout, GroupAborted, InvalidState, PeerLost, RendezvousError
+from phalanx.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    InvalidState,
+    PeerLost,
+    RendezvousError,
+)
 from phalanx.groups.backends._region import share
 from phalanx.testing import Fault, kill, stop
 
@@ -286,3 +293,32 @@ def die_during_the_handshake(ctx):
 def test_a_death_during_the_handshake_is_noticed(ranks):
     strike = Fault("shm:offered", kill(), rank=1)
     ranks.run(die_during_the_handshake, 2, faults=[strike])
+
+
+def sum_sparse_tensors(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    for entries in ([0, 3, 1], [0, 0, 0], [2, 2, 2]):
+        count = entries[ctx.rank]
+        places = torch.arange(count) * 2 + ctx.rank
+        tensor = torch.sparse_coo_tensor(
+            places[None], torch.ones(count, 5), (9, 5), check_invariants=True
+        )
+        group.allreduce(tensor).wait()
+        expected = torch.zeros(9, 5)
+        for rank, n in enumerate(entries):
+            expected[torch.arange(n) * 2 + rank] += 1.0
+        assert torch.equal(tensor.to_dense(), expected)
+
+
+def test_sparse_tensors_may_have_any_number_of_entries(ranks):
+    ranks.run(sum_sparse_tensors, 3)
+
+
+def sum_sparse_tensors_of_different_shapes(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    with pytest.raises(InvalidArgument, match=r"different shapes: \['\[3\]', '\[4\]'\]"):
+        group.allreduce(torch.ones(3 + ctx.rank).to_sparse_coo())
+
+
+def test_sparse_tensors_must_have_one_shape(ranks):
+    ranks.run(sum_sparse_tensors_of_different_shapes, 2)

@@ -64,10 +64,7 @@ class _ComparedByCards:
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
         raw = self._engine._allgather_base(cards, card, options)
-        work = Work(self._health, call, timeout, raw, [cards])
-        self._health.begun(call, work)
-        work.await_engine()
-        self._health.ended(call)
+        Work(self._health, call, timeout, raw, [cards]).await_part()
         mine = _read(card)
         for rank, row in enumerate(cards.view(size, CARD_BYTES)):
             said, what, site = _read(row)

@@ -19,6 +19,7 @@ from . import _validate as validate
 from ._adapt import adapt_reduction, as_bytes, is_sum, plain_op
 from ._engine import Engine, RawWork, Traits
 from ._joint import JointWork
+from ._sparse import SparseSum
 from ._work import Work
 
 __all__ = ["CollectiveBase", "Tensors", "Timeout", "also_named", "is_plain_real", "with_op"]
@@ -84,6 +85,10 @@ class CollectiveBase(dist.ProcessGroup):
 
     def _issue_sum(self, tensor: Tensor) -> Work:
         """Do the same for a plain sum of one tensor, in the shortest way."""
+        raise NotImplementedError  # `ProcessGroup` has it
+
+    def _await_part(self, raw: RawWork) -> None:
+        """Wait for the first part of a call that is being started, with the group's deadline."""
         raise NotImplementedError  # `ProcessGroup` has it
 
     # -- options ---------------------------------------------------------------------------
@@ -250,13 +255,13 @@ class CollectiveBase(dist.ProcessGroup):
         validate.on_device("allreduce", tensors[0], self._devices, self._backend)
         if not is_sum(op):
             raise InvalidArgument("allreduce of sparse tensors can only SUM: make them dense first")
+        start: Callable[[], RawWork] = functools.partial(self._engine.allreduce, tensors, opts)
+        finish = None
+        if not self._traits.sums_sparse:
+            whole = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
+            start, finish = functools.partial(whole.start, self._await_part), whole.finish
         return self._issue(
-            "allreduce",
-            tensors,
-            self._engine.allreduce,
-            (tensors, opts),
-            timeout=opts.timeout,
-            uneven=True,
+            "allreduce", tensors, start, (), timeout=opts.timeout, uneven=True, finish=finish
         )
 
     def _exchange(

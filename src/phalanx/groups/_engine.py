@@ -139,6 +139,8 @@ class Traits:
     """Whether it knows it of integers and complex numbers too."""
     premultiplies: bool = False
     """Whether it knows ``ReduceOp.PREMUL_SUM``."""
+    sums_sparse: bool = True
+    """Whether it adds up sparse tensors."""
     alltoall_lists: bool = False
     """Whether the tensors of an all-to-all's lists may have different sizes."""
     waits_on_stream: bool = False

@@ -361,6 +361,11 @@ class ProcessGroup(Collectives):
         self._health.begun(call, work)
         return work
 
+    def _await_part(self, raw: RawWork) -> None:
+        call = self._recorder.last
+        assert call is not None, "a call is recorded before its engine sees it"
+        Work(self._health, call, self._timeout, raw, []).await_part()
+
     def _refuse(self, operation: str) -> NoReturn:
         failure = self._health.failure
         if self._closed and (failure is None or failure.kind == "aborted"):

@@ -101,6 +101,12 @@ class Work(dist.Work, Pending):
         finally:
             health.waiting = None
 
+    def await_part(self) -> None:
+        """Block until a part of a call is done that is still being started."""
+        self._health.begun(self.call, self)
+        self.await_engine()
+        self._health.ended(self.call)
+
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
         if self._settled or self._error is not None or self._health.failure is not None:

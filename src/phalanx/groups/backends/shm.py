@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from ... import native
-from ...errors import InvalidArgument, InvalidState, PeerLeft, PeerLost
+from ...errors import InvalidState, PeerLeft, PeerLost
 from .._adapt import plain_op
 from .._engine import REDUCTIONS, CallSpoiled, Engine, EngineMismatch, RawWork, Traits
 from .._joint import JointWork
@@ -210,8 +210,6 @@ class ShmEngine:
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce on every rank."""
-        if tensors[0].is_sparse:
-            raise InvalidArgument("shm adds up dense tensors only: pass tensor.to_dense()")
         return self._in_place(ALLREDUCE, tensors[0], opts.reduceOp, 0)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
@@ -428,6 +426,7 @@ TRAITS = Traits(
     dtypes=frozenset(DTYPES),
     averages=REDUCTIONS,
     averages_all_types=True,
+    sums_sparse=False,
     connects_in_background=True,
     check_options=check_options,
 )

@@ -223,12 +223,16 @@ bool Engine::finish_next() {
   if (finished_ == shared_) return false;
   const Operation& operation = queue_.front();
   // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
-  if (operation.direct && is_source(operation.request, rank_)) {
+  const Request& request = operation.request;
+  const bool source = is_source(request, rank_);
+  if (operation.direct && (source || operation.helped)) {
     refresh_members(operation.sequence);
+    if (!source) members_ = {request.root};  // who alone stores into this rank's buffer
     int undone = -1;
     if (!everybody(&Control::done, operation.sequence, &undone)) return false;
-    // Of an all-reduce it is everybody else's result that a rank leaves undone; of all others its own.
-    if (undone >= 0 && operation.request.kind == Kind::allreduce)
+    // What a lost rank leaves undone is its own, but where it stores into the others' buffers.
+    if (undone >= 0 && (request.kind == Kind::allreduce ||
+                        (operation.helped && undone == request.root)))
       spoil(operation.sequence, Outcome::torn, undone);
   }
   ++finished_;

@@ -117,6 +117,7 @@ class Engine {
     std::uint64_t sequence = 0;
     bool in_windows = false;
     bool direct = false;  // ranks read, and an all-reduce writes, each other's buffers in place
+    bool helped = false;  // a broadcast whose root stores a part into the others' buffers
     std::uint64_t windows = 0;                     // how many it takes
     std::uint64_t filled = 0, worked = 0, finished = 0;  // of them, by this rank
   };
@@ -141,6 +142,7 @@ class Engine {
   bool is_forgotten(int rank) const { return (forgotten_ >> rank & 1) != 0; }
   bool anybody_gave_up();
   void spoil(std::uint64_t sequence, Outcome outcome, int rank);
+  void broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);
   void collect_slices(const Operation& operation, std::uint64_t number, std::size_t from);

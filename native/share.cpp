@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "copy.hpp"
 #include "engine.hpp"
 
 namespace phalanx {
@@ -79,7 +80,7 @@ class Shares {
     if (first >= last) return;
     char* const into = target + (first - begin);
     const char* const source = at(rank) + (first - from);
-    if (into != source) std::memcpy(into, source, last - first);
+    if (into != source) copy_bytes(into, source, last - first);
   }
 
   template <class At>
@@ -144,6 +145,10 @@ bool Engine::share(Operation& operation) {
   }
   if (anybody_gave_up()) return false;
   operation.direct = true;
+  if (request.kind == Kind::broadcast) {
+    broadcast(operation, longest);
+    return true;
+  }
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };
@@ -161,6 +166,23 @@ bool Engine::share(Operation& operation) {
   for (const int rank : members_) buffers[count++] = place(rank) + own.first * size;
   reduce_to_all(request.reduction, {buffers, count}, own.last - own.first);
   return true;
+}
+
+// Every receiver copies from the root's buffer. The root, which would have nothing to do, takes the
+// last of as many parts as there are members off those whose buffers it can reach.
+void Engine::broadcast(Operation& operation, std::size_t bytes) {
+  const int root = operation.request.root;
+  const std::size_t part = bytes / members_.size() / kLine * kLine;
+  const auto place = [&](int rank) { return descriptor(rank, operation.sequence).offset; };
+  const char* const source = region_.bytes(place(root));
+  for (const int rank : members_) {
+    const bool helped = rank != root && place(rank) != kNever;
+    operation.helped = operation.helped || helped;
+    if (rank_ == root && helped)
+      copy_bytes(region_.bytes(place(rank)) + (bytes - part), source + (bytes - part), part);
+    if (rank_ == rank && rank != root)
+      copy_bytes(operation.request.outputs[0], source, helped ? bytes - part : bytes);
+  }
 }
 
 // Three hands on the same windows: fill mine, work on everybody's, finish with everybody's. Each is

@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "copy.hpp"
 #include "engine.hpp"
 
 using namespace phalanx;
@@ -461,6 +462,42 @@ void test_wrong_region() {
   CHECK(region.control(1).arrived.read() == 7);
 }
 
+// Copies past the cache, whatever lies before and after whole lines.
+void test_large_copies() {
+  std::vector<char> from(kStreamed + 200), into(kStreamed + 200);
+  for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 % 251);
+  for (const std::size_t skew : {0u, 1u, 63u}) {
+    std::fill(into.begin(), into.end(), char{1});
+    copy_bytes(into.data() + skew, from.data() + 5, kStreamed + 70);
+    CHECK(std::equal(into.begin() + static_cast<long>(skew),
+                     into.begin() + static_cast<long>(skew + kStreamed + 70), from.begin() + 5));
+    CHECK(into[skew + kStreamed + 70] == 1);
+    CHECK(skew == 0 || into[skew - 1] == 1);
+  }
+}
+
+// A root that dies after it has described a broadcast: who was to get a part of it from the root is
+// left without, and so all say; where nobody was, nothing is missing.
+void test_lost_root(bool shared) {
+  std::atomic<bool> dead{false};
+  run(3, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 300, shared || rank == 2);
+    for (std::size_t i = 0; i < 300; ++i) buffer[i] = rank;
+    if (rank == 2) {
+      engine.issue(in_place(Kind::broadcast, buffer, 2));
+      dead = true;
+      return;
+    }
+    while (!dead) yield_core();
+    const auto ticket = engine.issue(in_place(Kind::broadcast, buffer, 2));
+    engine.forget(2);
+    const auto verdict = engine.wait(ticket, 20 * kSecond);
+    CHECK(verdict.outcome == (shared ? Outcome::torn : Outcome::finished));
+    CHECK(buffer[0] == 2 && (shared || buffer[299] == 2));
+    finish(engine, engine.issue(in_place(Kind::broadcast, buffer, 1)));
+  });
+}
+
 }  // namespace
 
 int main() {
@@ -480,9 +517,12 @@ int main() {
   test_going_on(10, false, false);  // small: its input lies in its slot
   test_going_on(300, true, true);   // its slice was left undone
   test_going_on(300, false, true);  // its windows were left empty
+  test_lost_root(true);
+  test_lost_root(false);
   test_disagreement_and_deadline();
   test_abort_ends_transfers();
   test_nobody_writes_to_who_has_given_up();
+  test_large_copies();
   test_wrong_region();
   std::printf("%ld passed, %ld failed\n", passed.load(), failed.load());
   return failed.load() == 0 ? 0 : 1;

@@ -88,7 +88,11 @@ def fork_and_end(ctx, how):
     # Who waits long enough rings, and looks whether anybody has left.
     if ctx.rank == 0:
         group.get_group_store().wait(["board/alarm"])
-    group.barrier().wait()
+        group.barrier().wait()
+        ctx.store.wait(["passed"])
+    else:
+        group.barrier().wait()
+        ctx.store.set("passed", "")
 
 
 @pytest.mark.parametrize("how", ["exit", "shutdown"])

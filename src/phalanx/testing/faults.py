@@ -10,7 +10,8 @@ or is injected by the body itself, into whoever runs it::
         ...
 
 Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``, and
-``form:signed in`` while they form; a body marks its own points with `reach`.
+``form:signed in`` and, in shared memory, ``form:mapped`` while they form; a body marks its own
+points with `reach`.
 """
 
 from __future__ import annotations

@@ -125,6 +125,8 @@ def _offer(
     path, token = region.path, region.token
     engine = _native(size).Engine(region, 0, usable_cores())
     peers.tell(f"offer/{number}", {"path": path, "token": str(token)})
+    if faultpoints.armed:
+        faultpoints.reach("form:mapped")
     try:
         answers = [peers.hear(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
         verdict["pids"] = [os.getpid(), *(answer["pid"] for answer in answers)]
@@ -168,6 +170,8 @@ def _accept(
             engine, why = made.Engine(region, rank, usable_cores()), ""
         except RuntimeError as error:
             why = f"rank {rank}: {error}"
+        if faultpoints.armed:
+            faultpoints.reach("form:mapped")
         peers.tell(f"answer/{number}/{rank}", {"pid": os.getpid(), "why": why})
     try:
         verdict: dict[str, Any] = peers.hear(f"verdict/{number}", 0)

@@ -283,18 +283,6 @@ def test_shared_memory_is_the_default():
     assert inspect.signature(new_group).parameters["backend"].default == "auto"
 
 
-def die_during_the_handshake(ctx):
-    started = time.monotonic()
-    with pytest.raises(PeerLost):
-        ctx.group("shm", timeout=timedelta(seconds=40))
-    assert time.monotonic() - started < 10
-
-
-def test_a_death_during_the_handshake_is_noticed(ranks):
-    strike = Fault("shm:offered", kill(), rank=1)
-    ranks.run(die_during_the_handshake, 2, faults=[strike])
-
-
 def sum_sparse_tensors(ctx):
     group = ctx.group("shm", timeout=LONG)
     for entries in ([0, 3, 1], [0, 0, 0], [2, 2, 2]):

@@ -122,6 +122,7 @@ class _Threads:
             job = inbox.get()
             self._out.add(me)
             job()
+            del job  # and with it all that it made and nobody wants any more
             self._out.discard(me)
             self._idle.append(inbox)
 

@@ -159,8 +159,6 @@ def _accept(
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del place
     offer = peers.hear(f"offer/{number}", 0)
-    if faultpoints.armed:
-        faultpoints.reach("shm:offered")
     engine, why = None, "nothing was offered"
     if offer is not None:
         try:

@@ -1,0 +1,268 @@
+"""What shared memory promises: the same bits, every type, any length, groups that do not wait
+for each other.
+
+``PHALANX_HUGE=1 make test ARGS=tests/groups/test_shm_guarantees.py`` for tensors of more than
+4 GiB, which need 10 GB of memory and a minute.
+"""
+
+import mmap
+import os
+import random
+import threading
+from datetime import timedelta
+from functools import reduce
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed import ReduceOp
+
+from phalanx import native
+from phalanx.groups.backends._region import share
+
+pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+
+LONG = timedelta(seconds=60)
+GIB = 1 << 30
+
+
+# -- the same bits -------------------------------------------------------------------------
+
+# A sum of these depends on the order in which they are added, in every type of float.
+AWKWARD = [1e8, 3.14159, -1e8, 1e-3]
+
+
+def brought(rank, count, dtype):
+    numbers = torch.linspace(1, 2, count, dtype=torch.float64) * AWKWARD[rank]
+    return (numbers / (3e4 if dtype is torch.float16 else 1)).to(dtype)
+
+
+def by_rank(order, count, dtype):
+    """Add up in an order, halves in single precision."""
+    total = torch.zeros(count, dtype=torch.float32)
+    for rank in order:
+        total += brought(rank, count, dtype).float()
+    return total.to(dtype)
+
+
+def arrive_in_turn(ctx, orders):
+    group = ctx.group("shm", timeout=LONG)
+    for number, order in enumerate(orders):
+        for count in (5, 3_000, 200_000):  # small, and not
+            for dtype in (torch.float32, torch.float16):
+                for kind in ("shared", "ordinary", "mixed"):
+                    shared = kind == "shared" or (kind == "mixed" and ctx.rank % 2 == 0)
+                    tensor = (group.allocate if shared else torch.empty)((count,), dtype=dtype)
+                    tensor.copy_(brought(ctx.rank, count, dtype))
+                    turn = order.index(ctx.rank)
+                    said = f"{number}/{count}/{dtype}/{kind}"
+                    if turn > 0:
+                        ctx.store.wait([f"{said}/{turn - 1}"])
+                    work = group.allreduce(tensor)
+                    ctx.store.set(f"{said}/{turn}", "")
+                    work.wait()
+                    expected = by_rank(range(ctx.size), count, dtype)
+                    assert torch.equal(tensor, expected), (order, count, dtype, kind)
+
+
+def test_a_sum_has_the_same_bits_whoever_comes_first(ranks):
+    forward, backward = (
+        by_rank(range(4), 50, torch.float32),
+        by_rank([3, 2, 1, 0], 50, torch.float32),
+    )
+    assert not torch.equal(forward, backward), "the order shows"
+    orders = [(3, 2, 1, 0), *random.sample(list(permutations(range(4))), 2)]
+    ranks.run(arrive_in_turn, 4, args=(orders,))
+
+
+# -- every type ----------------------------------------------------------------------------
+
+# torch has no arithmetic for these, so `local` cannot be asked; numpy has.
+UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
+FOLDS = {
+    "SUM": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+}
+
+
+def unsigned(rank, count, dtype):
+    """Make numbers of all bits, so that sums wrap around."""
+    bits = torch.randint(0, 256, (count * dtype.itemsize,), generator=seeded(rank))
+    return bits.to(torch.uint8).view(dtype).numpy()
+
+
+def seeded(rank):
+    return torch.Generator().manual_seed(rank)
+
+
+def reduce_unsigned(ctx, dtype):
+    group = ctx.group("shm", timeout=LONG)
+    for count in (3, 10_000, 400_000):
+        inputs = [unsigned(rank, count, dtype) for rank in range(ctx.size)]
+        for make in (group.allocate, torch.empty):
+            for name, fold in FOLDS.items():
+                tensor = make((count,), dtype=dtype).copy_(torch.from_numpy(inputs[ctx.rank]))
+                group.allreduce(tensor, getattr(ReduceOp, name)).wait()
+                assert np.array_equal(tensor.numpy(), reduce(fold, inputs)), (name, count)
+            tensor = make((count,), dtype=dtype).copy_(torch.from_numpy(inputs[ctx.rank]))
+            group.allreduce(tensor, ReduceOp.AVG).wait()
+            assert np.array_equal(tensor.numpy(), reduce(np.add, inputs) // ctx.size), count
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED, ids=str)
+def test_unsigned_integers_are_reduced_like_any_other(ranks, dtype):
+    ranks.run(reduce_unsigned, 3, args=(dtype,))
+
+
+# -- groups that do not wait for each other ------------------------------------------------
+
+
+def use_one_while_another_waits(ctx):
+    """Rank 1 comes to the slow group only when the quick one is through: or never."""
+    slow, quick = (ctx.group("shm", name=name, timeout=LONG) for name in ("slow", "quick"))
+    through = threading.Event()
+    sums = []
+
+    def take_part():
+        if ctx.rank == 1:
+            assert through.wait(30)
+        tensor = torch.ones(300_000)
+        slow.allreduce(tensor).wait()
+        sums.append(tensor.unique().tolist())
+
+    thread = threading.Thread(target=take_part)
+    thread.start()
+    for turn in range(200):
+        tensor = torch.full(([3, 300_000][turn % 20 == 0],), float(turn))
+        quick.allreduce(tensor).wait()
+        assert tensor.unique().tolist() == [2.0 * turn]
+    assert ctx.rank == 1 or thread.is_alive(), "the slow group is still waiting"
+    quick.barrier().wait()
+    through.set()
+    thread.join(30)
+    assert sums == [[2.0]]
+
+
+def test_a_group_that_waits_holds_up_no_other(ranks):
+    ranks.run(use_one_while_another_waits, 2)
+
+
+# -- any length ----------------------------------------------------------------------------
+
+
+def reach_far_into_a_slab(ctx):
+    """Use memory more than 4 GiB into the slab, without using the memory before it."""
+    group = ctx.group("shm", timeout=LONG)
+    slab = group._engine._slab
+    slab._free = [(5 * GIB, GIB)]
+    tensor = group.allocate((100_000,)).fill_(ctx.rank + 1)
+    assert tensor.data_ptr() - slab._base == 5 * GIB
+    group.allreduce(tensor).wait()
+    assert tensor.unique().tolist() == [3.0]
+    group.broadcast(tensor.fill_(ctx.rank), root=1).wait()
+    assert tensor.unique().tolist() == [1.0]
+
+
+def test_offsets_have_more_than_32_bits(ranks):
+    ranks.run(reach_far_into_a_slab, 2)
+
+
+ALLREDUCE, ALLTOALL = 2, 9  # of `native/layout.hpp`
+UINT8 = 8  # of `native/types.hpp`
+FINISHED, MISMATCH = 1, 3  # of `native/engine.hpp`
+
+
+def tell_lengths_apart(ctx):
+    """Lengths that are alike in their last 32 bits are not the same."""
+    engine = share(ctx.store, ctx.rank, ctx.size)
+    place, _ = engine.region.slab(ctx.rank)
+    length = 4 * GIB * ctx.rank + 20_000
+    ticket = engine.issue_in_place(ALLREDUCE, UINT8, 0, 1.0, 0, place, length, length)
+    assert engine.wait(ticket, 20.0) == MISMATCH
+
+
+def test_lengths_have_more_than_32_bits(ranks):
+    ranks.run(tell_lengths_apart, 2)
+
+
+def send_the_end_of_something_long(ctx):
+    """Rank 0 brings 4 GiB of nothing, which take no memory, and a few bytes after them."""
+    sizes = native.engine.Sizes()
+    sizes.window = 16 << 20  # fewer and larger ones, for speed
+    engine = share(ctx.store, ctx.rank, ctx.size, sizes=sizes)
+    received = torch.zeros(100, dtype=torch.uint8)
+    if ctx.rank == 0:
+        source = mmap.mmap(-1, 4 * GIB + 100, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        source[4 * GIB :] = bytes(range(100))
+        address = np.frombuffer(source, dtype=np.uint8).ctypes.data
+        length, sent, room = 4 * GIB + 100, [4 * GIB, 4 * GIB, 4 * GIB + 100], [0, 0, 0]
+    else:
+        address, length, sent, room = 0, 0, [0, 0, 0], [0, 100, 100]
+    ticket = engine.issue(
+        ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, [received.data_ptr()], 100, sent, room
+    )
+    assert engine.wait(ticket, 60.0) == FINISHED
+    assert received.tolist() == (list(range(100)) if ctx.rank == 1 else [0] * 100)
+
+
+def test_positions_have_more_than_32_bits(ranks):
+    ranks.run(send_the_end_of_something_long, 2)
+
+
+def holds(tensor, value):
+    """Tell whether a huge tensor holds nothing else, without making another."""
+    return all(bool((part == value).all()) for part in tensor.split(1 << 26))
+
+
+def reduce_and_copy_huge(ctx, shared):
+    group = ctx.group("shm", timeout=timedelta(minutes=5))
+    count = 4 * GIB + 4099
+    tensor = (group.allocate if shared else torch.empty)((count,), dtype=torch.uint8)
+    tensor.fill_(ctx.rank + 1)
+    tensor[-1] = 10
+    group.allreduce(tensor).wait()
+    assert tensor[-1] == 20
+    assert holds(tensor[:-1], 3)
+    tensor.fill_(ctx.rank + 5)
+    group.broadcast(tensor, root=1).wait()
+    assert holds(tensor, 6)
+    other = 1 - ctx.rank
+    if ctx.rank == 0:
+        group.send(tensor.fill_(9), other).wait()
+    else:
+        group.recv(tensor, other).wait()
+    assert holds(tensor, 9)
+
+
+def gather_huge(ctx):
+    group = ctx.group("shm", timeout=timedelta(minutes=5))
+    part = 2 * GIB + 4099
+    whole = torch.zeros(2 * part, dtype=torch.uint8)
+    mine = whole[ctx.rank * part : (ctx.rank + 1) * part].fill_(ctx.rank + 1)
+    group.all_gather_single(whole, mine).wait()  # in place
+    assert holds(whole[:part], 1)
+    assert holds(whole[part:], 2)
+
+
+huge = pytest.mark.skipif(
+    "PHALANX_HUGE" not in os.environ, reason="needs PHALANX_HUGE=1, and 10 GB"
+)
+
+
+@huge
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
+def test_more_than_4_gib_are_reduced_and_copied(ranks, shared):
+    ranks.run(reduce_and_copy_huge, 2, args=(shared,), timeout=380)
+
+
+@huge
+@pytest.mark.timeout(400)
+def test_more_than_4_gib_are_gathered(ranks):
+    ranks.run(gather_huge, 2, timeout=380)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import launch
+from phalanx import launch, native
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,6 +40,19 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     function = re.search(r"def .*?\n\n", source, flags=re.DOTALL).group()
     assert len(function.strip().splitlines()) <= 5
     ranks.run(use_the_documented_backend, 2, args=(source,))
+
+
+@pytest.mark.skipif(native.engine is None, reason=native.why_missing)
+def test_the_documented_torch_script_trains(tmp_path):
+    source = code("docs/groups.md", containing="dist.init_process_group(")
+    body, last = source.rsplit("\n", 2)[:2]
+    check = "means = [p.grad.clone() for p in model.parameters()]\n"
+    check += "for mean, p in zip(means, model.parameters()):\n"
+    check += "    dist.all_reduce(mean, dist.ReduceOp.AVG)\n"
+    check += "    assert dist.get_backend() == 'shm' and torch.equal(mean, p.grad)\n"
+    script = tmp_path / "train.py"
+    script.write_text(f"{body}\n{check}{last}\n")
+    launch.run(str(script), ranks=2)
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)

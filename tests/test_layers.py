@@ -18,12 +18,22 @@ LAYERS = [
     {"ddp", "checkpoint"},
     {"launch"},
     {"testing"},
+    {"_registration"},
     {"__init__", "__main__"},
 ]
 """From the bottom up; what shares a line knows nothing of its neighbours."""
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
-FREE_OF_TORCH = {"errors", "env", "_faultpoints", "_signals", "launch", "__main__"}
+FREE_OF_TORCH = {
+    "errors",
+    "env",
+    "_faultpoints",
+    "_signals",
+    "launch",
+    "_registration",
+    "__init__",
+    "__main__",
+}
 """What may not import torch when it is imported itself."""
 
 

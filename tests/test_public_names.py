@@ -17,6 +17,7 @@ PROMISED = {
         "InvalidState",
         "InvalidType",
         "MisuseError",
+        "PeerLeft",
         "PeerLost",
         "PhalanxError",
         "RankMismatch",

@@ -12,7 +12,10 @@ The layers, from the top; each imports only from those below it::
 from importlib.metadata import version
 
 from . import errors
+from ._registration import register_with_torch as _register_with_torch
 
 __all__ = ["__version__", "errors"]
 
 __version__ = version("phalanx")
+
+_register_with_torch()

@@ -23,7 +23,7 @@ from ._registry import Backend, find_backend
 from ._roster import Member, Roster
 from ._stores import Meeting, check_place, meet, own_connection
 
-__all__ = ["DEFAULT_TIMEOUT", "merge", "new_group", "split"]
+__all__ = ["DEFAULT_TIMEOUT", "build", "merge", "new_group", "split"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -61,7 +61,7 @@ def new_group(
     seats = range(meeting.size)
     patience = timeout.total_seconds()
     label = name or next_default_name(PatientStore(meeting.store, patience=patience), meeting.rank)
-    return _build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
+    return build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
 
 
 def split(
@@ -83,7 +83,7 @@ def split(
     if store is None:
         return _build_alone(found, recipe, label, mine, global_ranks)
     meeting = Meeting(own_connection(store), mine, len(ranks), lent_store=parent._lent_store)
-    return _build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
+    return build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
 
 
 def merge(
@@ -110,10 +110,10 @@ def merge(
         global_ranks = list(range(size))
     meeting = Meeting(lobby.raw, first + group.rank(), size, lent_store=store)
     found = find_backend(recipe.backend)
-    return _build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
+    return build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
 
 
-def _build(
+def build(
     backend: Backend,
     recipe: Recipe,
     meeting: Meeting,
@@ -121,7 +121,9 @@ def _build(
     *,
     seats: Sequence[int],
     global_ranks: Sequence[int],
+    torch_name: str = "",
 ) -> ProcessGroup:
+    """Form a group with those who meet; `torch_name` is for one that torch keeps account of."""
     terms = Terms(
         name=label,
         seats=tuple(seats),
@@ -174,6 +176,7 @@ def _build(
         ),
         roster=roster,
         global_ranks=global_ranks,
+        torch_name=torch_name,
     )
 
 

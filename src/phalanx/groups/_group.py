@@ -69,6 +69,7 @@ class ProcessGroup(Collectives):
         board: Board | None,
         roster: Roster,
         global_ranks: Sequence[int],
+        torch_name: str = "",
     ) -> None:
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -111,7 +112,9 @@ class ProcessGroup(Collectives):
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
         self._start_sum = summing(engine)
         self._quick_types = traits.real_dtypes if self._takes_cpu else frozenset()
-        self._torch_name = torch_tables.enlist(self, engine)
+        # What torch has named it enters in its tables itself, and takes out again.
+        self._is_enlisted = not torch_name
+        self._torch_name = torch_name or torch_tables.enlist(self, engine)
         guard(self._health, engine)
         if board is not None:
             watch(self._health)
@@ -292,7 +295,8 @@ class ProcessGroup(Collectives):
                 return False
             self._closed, self._is_away = how, False
         self._health.closed = True
-        torch_tables.strike(self)
+        if self._is_enlisted:
+            torch_tables.strike(self)
         return True
 
     def _retire(self) -> None:

@@ -109,9 +109,9 @@ class Health:
         self._roster = roster
         self._board = board
         self._recorder = recorder
-        self._lost_ranks = lost_ranks
-        self._wake = wake
-        self._drive = drive
+        self._lost_ranks = lost_ranks or list[int]
+        self._wake = wake or _nothing
+        self._drive = drive or _nothing
         self._members = members
         self._forgotten: set[int] = set()
         self._owner = threading.get_ident()
@@ -181,7 +181,7 @@ class Health:
         with self._failing:
             first = self.failure is None
             self.failure = self.failure or failure
-        if first and self._wake is not None:
+        if first:
             self._wake()
         return self.failure
 
@@ -255,6 +255,12 @@ class Health:
             return True  # they are the parent's, and so is the engine
         return any(not work.engine_is_done() for work in list(self._in_flight.values()))
 
+    def let_go(self) -> None:
+        """Forget the engine: the group is closed, and nothing is under way any more."""
+        self._lost_ranks, self._wake, self._drive = list[int], _nothing, _nothing
+        self._members = None
+        self._in_flight.clear()
+
     def look_after(self, work: Pending) -> None:
         """Let the watcher see to it that the work's future ends."""
         self._futures.append(work)
@@ -275,8 +281,7 @@ class Health:
         """Let an engine without a thread of its own get on with calls that nobody waits for."""
         for work in list(self._in_flight.values()):
             work.engine_is_done()
-        if self._drive is not None:
-            self._drive()
+        self._drive()
 
     def attend_futures(self) -> None:
         """End the futures of calls that cannot succeed any more."""
@@ -349,10 +354,7 @@ class Health:
 
     def _dead(self) -> set[int]:
         """List the other ranks that are provably dead."""
-        dead = set(self._roster.dead())
-        if self._lost_ranks is not None:
-            dead.update(self._lost_ranks())
-        return dead - {self.rank}
+        return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
 
     def _whereabouts(self, rank: int) -> str:
         member = self._roster.members[rank]
@@ -409,6 +411,10 @@ class Health:
                 mine = Side(self.rank, call.what, call.site)
                 return mismatch(mine, Side(rank, str(report.operation), str(report.site)), call)
         return None
+
+
+def _nothing() -> None:
+    """Do what an engine without such a thing does."""
 
 
 def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:

@@ -122,7 +122,7 @@ class _Threads:
             job = inbox.get()
             self._out.add(me)
             job()
-            del job  # and with it all that it made and nobody wants any more
+            del job  # what it worked on must not live until the next one comes
             self._out.discard(me)
             self._idle.append(inbox)
 

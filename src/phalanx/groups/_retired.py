@@ -38,6 +38,9 @@ def retire(health: Health, engine: Engine) -> None:
         _retired[:] = [(old, kept) for old, kept in _retired if old.is_busy()]
         if health.is_busy():
             _retired.append((health, engine))
+        else:
+            # torch holds on to groups that have ended; the memory of their engines is not to stay.
+            health.let_go()
 
 
 def _abandon_busy() -> None:

@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
 from ..errors import GroupError, PeerLeft
+from . import _futures as futures
 from ._engine import CallSpoiled, RawWork
 from ._failure import Failure
 from ._health import Health, Pending
@@ -271,9 +272,13 @@ class Work(dist.Work, Pending):
             raw.wait()
         except CallSpoiled as spoiled:
             self._end_future(self._spoil(spoiled))
+            spoiled.__traceback__ = None
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
             self._fail_future(self._health.diagnose(self, error))
+            # It leads to this frame, and from here back to the future that holds it, in C++, where
+            # no collector sees the circle.
+            error.__traceback__ = None
             return
         self._settle()
         if self._claim_future():
@@ -302,7 +307,7 @@ class Work(dist.Work, Pending):
     def _end_future(self, error: GroupError) -> None:
         if self._claim_future():
             assert self._future is not None
-            self._future.set_exception(error)
+            futures.fail(self._future, error)
 
     def _claim_future(self) -> bool:
         """Tell whether the caller is the first who ends the future."""

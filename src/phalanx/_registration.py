@@ -1,0 +1,88 @@
+"""Makes ``torch.distributed`` know the backend ``shm``, whether it is imported before us or after.
+
+Nothing here imports torch: the launcher imports this package too, and has to be there at once. So
+if torch is not there yet, a finder stands first among those that Python asks for modules. It knows
+nothing but the one module of torch that keeps the backends, leaves it to the other finders to find
+and load that, and goes away when it has been loaded.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .groups import ProcessGroup
+
+__all__ = ["register_with_torch"]
+
+BACKEND = "shm"
+REGISTRY = "torch.distributed.distributed_c10d"
+
+
+def register_with_torch() -> None:
+    """Register the backend, now or as soon as torch is imported."""
+    if REGISTRY in sys.modules:
+        # Which waits, should another thread be in the middle of it.
+        _register(importlib.import_module(REGISTRY))
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(registry: ModuleType) -> None:
+    if BACKEND not in registry.Backend.backend_list:  # somebody else's of that name stays
+        registry.Backend.register_backend(BACKEND, _make, extended_api=True, devices=["cpu"])
+
+
+def _make(asked: Any, options: Any) -> ProcessGroup:
+    """Make a group for torch; what that takes is not imported before."""
+    from .groups._for_torch import make
+
+    return make(BACKEND, asked, options)
+
+
+class _Finder:
+    """Finds the module of torch that keeps the backends, as the other finders do."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Have others find the module, and see to it that we hear when it is there."""
+        if fullname != REGISTRY:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((each for each in found if each is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._loaded)  # type: ignore[assignment]
+        return spec
+
+    def _loaded(self, registry: ModuleType) -> None:
+        _register(registry)
+        with suppress(ValueError):
+            sys.meta_path.remove(self)
+
+
+class _Loader:
+    """Loads a module as its own loader does, and tells when that is done."""
+
+    def __init__(self, own: Any, tell: Callable[[ModuleType], None]) -> None:
+        self._own = own
+        self._tell = tell
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the module's code."""
+        # From here on nobody can tell that the module was not loaded in the ordinary way.
+        module.__loader__ = self._own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        self._tell(module)

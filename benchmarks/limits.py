@@ -1,4 +1,4 @@
-"""What nothing can beat: a plain copy of the same bytes, and the call alone."""
+"""What an engine cannot be expected to beat: plain work on as many bytes, and the call alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from phalanx.testing import RankContext
 
 from .entry import SelfTimed
 
-__all__ = ["alone", "lone_group", "memcpy", "warm"]
+__all__ = ["alone", "in_place", "lone_group", "memcpy", "warm"]
 
 _memcpy = ctypes.CDLL(None).memcpy
 _memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -34,6 +34,16 @@ def memcpy(nbytes: int) -> Callable[[], None]:
         _memcpy(target.data_ptr(), source.data_ptr(), nbytes)
 
     return copy
+
+
+def in_place(nbytes: int) -> Callable[[], object]:
+    """Prepare one pass over private memory that reads and writes every byte.
+
+    When all ranks do it at once, that is what an allreduce in place asks of the memory, whatever
+    the number of ranks: every buffer is read and written once, and nobody has to wait.
+    """
+    memory = warm(nbytes)
+    return memory.neg_
 
 
 def alone(ctx: RankContext, call: Callable[[], object]) -> SelfTimed:

@@ -3,8 +3,9 @@
 ``shared`` reduces tensors of ``group.allocate`` where they are, ``ordinary`` any others, through
 windows. ``gloo`` is torch's, ``mpi`` is MPICH through mpi4py, in place, in processes of its own.
 ``memcpy`` is one private copy by one rank while the others sleep, ``memcpy by all`` the same by
-all ranks at once: what the memory of this machine allows. ``call`` is the call of ``shared`` in a
-group of one rank: what it costs where nobody is waited for.
+all ranks at once. ``in place by all`` is the limit at large sizes: every rank reads and writes as
+many bytes of its own as an allreduce makes it touch, and waits for nobody. ``call``, at small
+sizes, is the call of ``shared`` in a group of one rank: what it costs where nobody is waited for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.entries.group_overhead import torch_group
 from benchmarks.entry import Aim, Competitor, Competitors, entry
-from benchmarks.limits import alone, lone_group, memcpy, warm
+from benchmarks.limits import alone, in_place, lone_group, memcpy, warm
 from benchmarks.mpi import mpi
 from benchmarks.stats import Compare
 from phalanx.groups import ProcessGroup
@@ -70,7 +71,11 @@ def allreduce(ctx: RankContext, **grid: Any) -> Iterator[Competitors]:
     nbytes = grid["bytes"]
     copy = memcpy(nbytes)
     with engines(ctx, nbytes) as competitors:
-        limits: dict[str, Competitor] = {"memcpy": alone(ctx, copy), "memcpy by all": copy}
+        limits: dict[str, Competitor] = {
+            "memcpy": alone(ctx, copy),
+            "memcpy by all": copy,
+            "in place by all": in_place(nbytes),
+        }
         if nbytes in SMALL:
             lone = lone_group(ctx, "shm")
             limits["call"] = reduction(lone, lone.allocate((nbytes // 4,)).zero_())

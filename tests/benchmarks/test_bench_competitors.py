@@ -7,7 +7,7 @@ import time
 import pytest
 from benchmarks.busy import busy_cores
 from benchmarks.entry import Absent, SelfTimed, find
-from benchmarks.limits import alone, lone_group, memcpy
+from benchmarks.limits import alone, in_place, lone_group, memcpy
 from benchmarks.mpi import MpiRanks, Unavailable, mpi
 from benchmarks.runner import run
 
@@ -82,6 +82,7 @@ def limits(ctx):
     assert isinstance(turn, SelfTimed)
     lone = lone_group(ctx, "local")
     memcpy(4096)()
+    in_place(4096)()
     return len(made), turn.run(5) > 0, len(made), lone.size()
 
 
@@ -92,7 +93,7 @@ def test_limits():
 def test_an_allreduce_from_end_to_end():
     (entry,) = run([find("allreduce")], quick=True, repeats=2, tell=lambda _: None).entries
     (case,) = entry.cases
-    measured = {"shared", "ordinary", "gloo", "memcpy", "memcpy by all", "call"}
+    measured = {"shared", "ordinary", "gloo", "memcpy", "memcpy by all", "in place by all", "call"}
     assert measured <= case.samples.keys()
     assert case.samples.keys() | case.absent.keys() == {*measured, "mpi"}
     judged = {(found.aim.competitor, found.peer) for found in entry.verdicts(case)}

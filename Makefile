@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+BENCH  := $(VENV)/.ready-bench
 
 .PHONY: demo test native-test lint format bench clean
 
@@ -27,8 +28,9 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)
-	$(BIN)/python -m benchmarks $(ARGS)
+# Prints tables, keeps every sample, and brings the figures and the picture in docs/ up to date.
+bench: $(BENCH)
+	$(BIN)/python -m benchmarks $(or $(ARGS),--json benchmarks/results/latest.json --docs docs)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache
@@ -36,4 +38,8 @@ clean:
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,native]'
+	touch $@
+
+$(BENCH): $(READY)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
 	touch $@

@@ -6,6 +6,7 @@
     python -m benchmarks group_overhead --quick   one of them, just to see that it works
     python -m benchmarks --json out.json          keep every sample
     python -m benchmarks --show out.json --markdown
+    python -m benchmarks --json out.json --docs docs   what `make bench` does
 
 An entry is a module in `benchmarks.entries`; its name is the entry's. It has one generator function
 that sets its competitors up on one rank, yields them, and tidies up when it is resumed::
@@ -25,5 +26,6 @@ that sets its competitors up on one rank, yields them, and tidies up when it is 
 
 What happens then is told in `measure` (how the clock is kept) and `stats` (what is made of it).
 Modules, from the bottom: `stats`, `entry`, `machine` | `measure`, `results` | `runner`, `table` |
-`__main__`.
+`page`, `picture` | `__main__`. For entries to use: `mpi` (whose ranks are `mpi_rank`), `limits`,
+`busy`.
 """

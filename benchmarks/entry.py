@@ -14,7 +14,7 @@ from phalanx.errors import InvalidArgument
 
 from .stats import Compare
 
-__all__ = ["Aim", "Case", "Competitors", "Entry", "SelfTimed", "entry", "find", "names"]
+__all__ = ["Absent", "Aim", "Case", "Competitors", "Entry", "SelfTimed", "entry", "find", "names"]
 
 Value = int | float | str
 
@@ -27,8 +27,18 @@ class SelfTimed:
     """Makes so many calls and returns the seconds that they took together."""
 
 
-Competitors = Mapping[str, Callable[[], object] | SelfTimed]
-"""What is timed, by name; a plain callable is called again and again."""
+@dataclass(frozen=True)
+class Absent:
+    """A competitor that cannot take part here; all ranks say so, or none."""
+
+    why: str
+
+
+Competitor = Callable[[], object] | SelfTimed | Absent
+"""A plain callable is called again and again."""
+
+Competitors = Mapping[str, Competitor]
+"""What is timed, by name."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +50,10 @@ class Aim:
     at_least: float | None = None
     where: Mapping[str, Value] = field(default_factory=dict)
     """The parameters, ``ranks`` among them, of the cases that it is for; all by default."""
+    against: str | None = None
+    """The peer that it is about, if not the entry's."""
+    compare: Compare | None = None
+    """How to compare with the peer, if not as the entry does."""
 
     def __post_init__(self) -> None:
         assert (self.at_most is None) != (self.at_least is None), "one bound, and one only"

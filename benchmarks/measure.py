@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.testing import RankContext
 
-from .entry import Case, Competitors, SelfTimed, load
+from .entry import Absent, Case, Competitors, SelfTimed, load
 
 __all__ = ["Plan", "RankSamples", "measure"]
 
@@ -51,12 +52,14 @@ class RankSamples:
     threads: int
     """How many threads an operation of torch may use."""
     cpu: float
-    """Seconds that this process has kept a core busy, with all that it did for the case."""
+    """Seconds that this process, and what it started, have kept a core busy for the case."""
+    absent: dict[str, str]
+    """Which competitors could not take part, and why."""
 
 
 def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSamples:
     """Time the competitors of the entry in `module`, as one rank."""
-    begun = time.process_time()
+    begun = _cpu_seconds()
     ranks = _Ranks(ctx)
     with contextlib.contextmanager(load(module).setup)(ctx, **case.params) as competitors:
         turns = _turns(competitors)
@@ -68,8 +71,15 @@ def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSample
                 ranks.align()
                 seconds[name].append(turns[name](calls[name]) / calls[name])
         ranks.align()  # nobody tidies up while another is still at it
-    spent = time.process_time() - begun
-    return RankSamples(seconds, calls, torch.get_num_threads(), spent)
+    spent = _cpu_seconds() - begun
+    absent = {name: made.why for name, made in competitors.items() if isinstance(made, Absent)}
+    return RankSamples(seconds, calls, torch.get_num_threads(), spent, absent)
+
+
+def _cpu_seconds() -> float:
+    """Tell what this process has used, and those that it started and waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 Turn = Callable[[int], float]
@@ -79,6 +89,7 @@ def _turns(competitors: Competitors) -> dict[str, Turn]:
     return {
         name: made.run if isinstance(made, SelfTimed) else _timed(made)
         for name, made in competitors.items()
+        if not isinstance(made, Absent)
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from phalanx.errors import InvalidArgument
@@ -24,6 +24,9 @@ class Verdict:
     """How a case came out, measured by an aim."""
 
     aim: Aim
+    peer: str | None
+    """The competitor that the aim is about; where there is none, it is about the time."""
+    compare: Compare
     found: Spread
 
     @property
@@ -60,14 +63,16 @@ class CaseResult:
     """How many threads an operation of torch could use."""
     others: float | None
     """How many cores were busy with something else meanwhile."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Which competitors could not take part, and why."""
 
     def times(self) -> dict[str, Spread]:
         """Tell the seconds per call of every competitor, with quartiles."""
         return {name: quartiles(samples) for name, samples in self.samples.items()}
 
     def against(self, peer: str | None, how: Compare) -> dict[str, Spread]:
-        """Hold every other competitor against the peer; nobody, where there is none."""
-        if peer is None:
+        """Hold every other competitor against the peer; nobody, where it is not there."""
+        if peer is None or peer not in self.samples:
             return {}
         return {
             name: compare_pairs(how, samples, self.samples[peer])
@@ -93,9 +98,30 @@ class EntryResult:
         return cls(entry.name, entry.title, entry.peer, entry.compare, tuple(entry.aims), cases)
 
     def verdicts(self, result: CaseResult) -> list[Verdict]:
-        """Judge a case by the aims that are for it."""
-        found = {**result.times(), **result.against(self.peer, self.compare)}
-        return [Verdict(aim, found[aim.competitor]) for aim in self.aims if aim.covers(result.case)]
+        """Judge a case by the aims that are for it, as far as those concerned took part."""
+        return [
+            self._judge(aim, result)
+            for aim in self.aims
+            if aim.covers(result.case) and self.concerned(aim) <= result.samples.keys()
+        ]
+
+    def unjudged(self, result: CaseResult) -> list[Aim]:
+        """List the aims that are for a case, but about somebody who did not take part."""
+        return [
+            aim
+            for aim in self.aims
+            if aim.covers(result.case) and not self.concerned(aim) <= result.samples.keys()
+        ]
+
+    def concerned(self, aim: Aim) -> set[str]:
+        """Tell whose samples an aim needs."""
+        peer = aim.against or self.peer
+        return {aim.competitor} if peer is None else {aim.competitor, peer}
+
+    def _judge(self, aim: Aim, result: CaseResult) -> Verdict:
+        peer, how = aim.against or self.peer, aim.compare or self.compare
+        found = {**result.times(), **result.against(peer, how)}
+        return Verdict(aim, peer, how, found[aim.competitor])
 
 
 @dataclass(frozen=True)
@@ -141,11 +167,17 @@ def _read_entry(told: dict[str, Any]) -> EntryResult:
         title=told["title"],
         peer=told["peer"],
         compare=Compare(told["compare"]),
-        aims=tuple(Aim(**aim) for aim in told["aims"]),
+        aims=tuple(_read_aim(aim) for aim in told["aims"]),
         cases=[_read_case(case) for case in told["cases"]],
     )
 
 
+def _read_aim(told: dict[str, Any]) -> Aim:
+    how = told.get("compare")
+    return Aim(**{**told, "compare": None if how is None else Compare(how)})
+
+
 def _read_case(told: dict[str, Any]) -> CaseResult:
     known = {name: told[name] for name in ("samples", "calls", "threads", "others")}
+    known["absent"] = told.get("absent", {})  # older files had none
     return CaseResult(case=Case(**told["case"]), **known)

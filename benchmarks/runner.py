@@ -78,12 +78,14 @@ def _run_part(pool: RankPool, entry: Entry, case: Case, plan: Plan) -> Part:
 
 def join(case: Case, parts: Sequence[Part]) -> CaseResult:
     """Make one result of what several sets of processes have found."""
-    first = parts[0].ranks[0]
+    firsts = [part.ranks[0] for part in parts]
+    names = [name for name in firsts[0].seconds if all(name in first.seconds for first in firsts)]
     others = [part.others for part in parts if part.others is not None]
     return CaseResult(
         case=case,
-        samples={name: [s for part in parts for s in part.slowest(name)] for name in first.seconds},
-        calls={name: min(part.ranks[0].calls[name] for part in parts) for name in first.calls},
-        threads=first.threads,
+        samples={name: [s for part in parts for s in part.slowest(name)] for name in names},
+        calls={name: min(first.calls[name] for first in firsts) for name in names},
+        threads=firsts[0].threads,
         others=round(mean(others), 2) if others else None,
+        absent={name: why for first in firsts for name, why in first.absent.items()},
     )

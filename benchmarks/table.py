@@ -4,27 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .entry import Aim
+from .machine import Machine
 from .results import CaseResult, EntryResult, Results, Verdict
 from .stats import Compare, Spread
 
-__all__ = ["render"]
+__all__ = ["entry_text", "machine_line", "render", "seconds", "size"]
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BUSY = 0.2
 """How many cores others may use before the reader is warned."""
+
+_AGAINST = {
+    Compare.ADDED: "added to {}",
+    Compare.COST: "x the time of {}",
+    Compare.SPEED: "x the speed of {}",
+}
 
 Row = Sequence[str]
 
 
 def render(results: Results, *, markdown: bool = False) -> str:
     """Write results down for people."""
-    parts = [_head(results)]
+    parts = [machine_line(results.machine)]
     for entry in results.entries:
-        rows = [row for result in entry.cases for row in _rows(entry, result)]
-        table = _markdown if markdown else _columns
         mark = "### " if markdown else ""
-        parts += [f"{mark}{entry.name}: {entry.title}", table(_header(entry), rows), _notes(entry)]
-    return "\n\n".join(part for part in parts if part)
+        parts += [f"{mark}{entry.name}: {entry.title}", entry_text(entry, markdown=markdown)]
+    return "\n\n".join(parts)
+
+
+def entry_text(entry: EntryResult, *, markdown: bool = False) -> str:
+    """Write down what one entry has found: the times, the aims, what to know about them."""
+    table = _markdown if markdown else _columns
+    times = [row for result in entry.cases for row in _rows(entry, result)]
+    parts = [table(_header(entry), times)]
+    if aims := [row for result in entry.cases for row in _aim_rows(entry, result)]:
+        parts.append(table([*_labels(entry), "aim", "found (95%)", "verdict"], aims))
+    return "\n\n".join([*parts, _notes(entry)])
 
 
 def seconds(value: float, *, signed: bool = False) -> str:
@@ -39,8 +55,16 @@ def _digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _head(results: Results) -> str:
-    machine = results.machine
+def size(count: int) -> str:
+    """Write a number of bytes as people say it: ``25 MiB``."""
+    for scale, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count and count % scale == 0:
+            return f"{count // scale} {unit}"
+    return f"{count} B"
+
+
+def machine_line(machine: Machine) -> str:
+    """Write down where and when it was measured."""
     busy = " (busy)" if machine.load > machine.cores / 2 else ""
     return (
         f"{machine.cpu}, {machine.cores} cores, {machine.system}, Python {machine.python}, "
@@ -52,26 +76,67 @@ def _head(results: Results) -> str:
 
 
 def _header(entry: EntryResult) -> Row:
-    words = {
-        Compare.ADDED: f"added to {entry.peer} (95%)",
-        Compare.COST: f"x the time of {entry.peer} (95%)",
-        Compare.SPEED: f"x the speed of {entry.peer} (95%)",
-    }
-    labels = list(entry.cases[0].case.labels)
-    against = [words[entry.compare]] if entry.peer is not None else []
-    return [*labels, "competitor", "per call (middle half)", *against]
+    against = (
+        [f"{_AGAINST[entry.compare].format(entry.peer)} (95%)"] if entry.peer is not None else []
+    )
+    return [*_labels(entry), "competitor", "per call (middle half)", *against]
+
+
+def _labels(entry: EntryResult) -> list[str]:
+    return list(entry.cases[0].case.labels)
+
+
+def _label_cells(result: CaseResult, rows: int) -> list[Row]:
+    """Write down the parameters once for each case, which is enough."""
+    labels = [
+        size(value) if name == "bytes" and isinstance(value, int) else str(value)
+        for name, value in result.case.labels.items()
+    ]
+    return [labels, *([""] * len(labels) for _ in range(rows - 1))]
 
 
 def _rows(entry: EntryResult, result: CaseResult) -> list[Row]:
-    labels = [str(value) for value in result.case.labels.values()]
     against = result.against(entry.peer, entry.compare)
+    times = result.times()
     rows: list[Row] = []
-    for name, time in result.times().items():
+    for labels, (name, time) in zip(_label_cells(result, len(times)), times.items(), strict=True):
         told = f"{seconds(time.median)} ({_between(time)})"
         compared = [_against(entry.compare, against.get(name))] if entry.peer is not None else []
         rows.append([*labels, name, told, *compared])
-        labels = [""] * len(labels)  # once for each case is enough
     return rows
+
+
+def _aim_rows(entry: EntryResult, result: CaseResult) -> list[Row]:
+    judged = [_judged(verdict) for verdict in entry.verdicts(result)]
+    for aim in entry.unjudged(result):
+        missing = sorted(entry.concerned(aim) - result.samples.keys())
+        peer, how = aim.against or entry.peer, aim.compare or entry.compare
+        judged.append([_bound(aim, peer, how), "", f"no {' and no '.join(missing)} here"])
+    if not judged:
+        return []
+    cells = _label_cells(result, len(judged))
+    return [[*labels, *rest] for labels, rest in zip(cells, judged, strict=True)]
+
+
+def _judged(verdict: Verdict) -> Row:
+    if verdict.peer is None:
+        found = f"{seconds(verdict.found.median)} ({_between(verdict.found)})"
+    else:
+        found = _against(verdict.compare, verdict.found)
+    how = "met" if verdict.met else "missed"
+    sure = "" if verdict.sure else ", not sure"
+    return [_bound(verdict.aim, verdict.peer, verdict.compare), found, f"{how}{sure}"]
+
+
+def _bound(aim: Aim, peer: str | None, how: Compare) -> str:
+    is_time = peer is None or how is Compare.ADDED
+    write = seconds if is_time else _digits
+    bound = (
+        f"≤ {write(aim.at_most)}" if aim.at_most is not None else f"≥ {write(aim.at_least or 0)}"
+    )
+    if peer is None:
+        return f"{aim.competitor} {bound}"
+    return f"{aim.competitor} {bound} {_AGAINST[how].format(peer)}"
 
 
 def _between(spread: Spread, *, signed: bool = False) -> str:
@@ -106,35 +171,17 @@ def _markdown(header: Row, rows: Sequence[Row]) -> str:
 
 
 def _notes(entry: EntryResult) -> str:
-    notes = [
-        f"aim at {_where(result)}: {_judged(entry, verdict)}"
-        for result in entry.cases
-        for verdict in entry.verdicts(result)
-    ]
     rounds = {time.count for result in entry.cases for time in result.times().values()}
     threads = {result.threads for result in entry.cases}
-    notes.append(f"rounds: {_each(rounds)}, threads per rank: {_each(threads)}")
+    notes = [f"rounds: {_each(rounds)}, threads per rank: {_each(threads)}"]
     others = [result.others for result in entry.cases if result.others is not None]
     if others:
         warning = ": a busy machine" if max(others) > BUSY else ""
         notes.append(f"cores that others used: {min(others)} to {max(others)}{warning}")
+    absent = {name: why for result in entry.cases for name, why in result.absent.items()}
+    notes += [f"{name} did not take part: {why}" for name, why in absent.items()]
     return "\n".join(f"- {note}" for note in notes)
 
 
 def _each(numbers: set[int]) -> str:
     return " or ".join(map(str, sorted(numbers)))
-
-
-def _where(result: CaseResult) -> str:
-    return ", ".join(f"{name} {value}" for name, value in result.case.labels.items())
-
-
-def _judged(entry: EntryResult, verdict: Verdict) -> str:
-    aim = verdict.aim
-    is_time = entry.peer is None or entry.compare is Compare.ADDED
-    write = seconds if is_time else _digits
-    bound = (
-        f"≤ {write(aim.at_most)}" if aim.at_most is not None else f"≥ {write(aim.at_least or 0)}"
-    )
-    how = "met" if verdict.met else f"missed by {write(-verdict.slack)}"
-    return f"{aim.competitor} {bound}: {how}{'' if verdict.sure else ' (may be chance)'}"

@@ -1,24 +1,37 @@
 """Results: verdicts, the table, and the way to JSON and back."""
 
 import json
+import re
 
 import pytest
 from benchmarks.entry import Aim, Case
 from benchmarks.machine import Machine, busy_seconds
 from benchmarks.results import CaseResult, EntryResult, Results
 from benchmarks.stats import Compare
-from benchmarks.table import render, seconds
+from benchmarks.table import render, seconds, size
 
 from phalanx.errors import InvalidArgument
 
 
-def results(*, own, peer, aims=(), compare=Compare.SPEED, load=0.1, others=0.0, threads=1):
+def results(
+    *,
+    own,
+    peer,
+    aims=(),
+    compare=Compare.SPEED,
+    load=0.1,
+    others=0.0,
+    threads=1,
+    more=None,
+    absent=(),
+):
     case = CaseResult(
-        case=Case(2, {"size": "16 KiB"}),
-        samples={"ours": own, "torch": peer},
+        case=Case(2, {"bytes": 16384}),
+        samples={"ours": own, "torch": peer, **(more or {})},
         calls={"ours": 10, "torch": 5},
         threads=threads,
         others=others,
+        absent=dict(absent),
     )
     entry = EntryResult("allreduce", "An allreduce", "torch", compare, aims, [case])
     machine = Machine("2026-01-01", "A processor", 2, load, "Linux 6", "3.11", "2.13")
@@ -54,16 +67,39 @@ def test_an_aim_may_be_for_some_cases_only():
     assert verdict(own=[1.0], peer=[2.0], aims=elsewhere).aim is elsewhere[1]
 
 
+def test_an_aim_may_have_a_peer_of_its_own():
+    aims = [Aim("ours", at_most=0.6, against="limit", compare=Compare.COST)]
+    found = verdict(own=[1.0] * 6, peer=[9.0] * 6, more={"limit": [2.0] * 6}, aims=aims)
+    assert (found.peer, found.compare, found.found.median) == ("limit", Compare.COST, 0.5)
+    assert found.met
+
+
+def test_an_aim_about_somebody_absent_is_not_judged():
+    aims = (Aim("ours", at_least=1, against="mpi"), Aim("mpi", at_least=1), Aim("ours", at_least=2))
+    without = results(own=[1.0], peer=[2.0], aims=aims, absent={"mpi": "no mpiexec"})
+    (entry,) = without.entries
+    assert [found.aim for found in entry.verdicts(entry.cases[0])] == [aims[2]]
+    assert entry.unjudged(entry.cases[0]) == [*aims[:2]]
+    text = render(without)
+    assert re.search("ours ≥ 1.00 x the speed of mpi +no mpi here\n", text)
+    assert "- mpi did not take part: no mpiexec" in text
+    assert Results.from_json(without.to_json()) == without
+
+
 def test_an_aim_without_a_peer_is_about_the_time():
     case = CaseResult(Case(1, {}), {"ours": [3.0, 4.0, 5.0]}, {"ours": 1}, 1, None)
     entry = EntryResult("alone", "Alone", None, Compare.SPEED, [Aim("ours", at_most=4.5)], [case])
     (found,) = entry.verdicts(case)
     assert (found.found.median, found.met) == (4.0, True)
-    assert "x the speed" not in render(Results(Machine.here(), [entry]))
+    text = render(Results(Machine.here(), [entry]))
+    assert "x the speed" not in text
+    assert "ours ≤ 4.50 s  4.00 s (3.50 to 4.50 s)  met, not sure" in text
 
 
 def test_json_there_and_back():
-    aims = (Aim("ours", at_least=10, where={"size": "16 KiB"}),)
+    aims = (
+        Aim("ours", at_least=10, where={"bytes": 16384}, compare=Compare.COST, against="torch"),
+    )
     before = results(own=[1.0, 2.0], peer=[10.0, 18.0], aims=aims)
     text = before.to_json()
     assert Results.from_json(text) == before
@@ -71,6 +107,14 @@ def test_json_there_and_back():
     assert derived["seconds"]["torch"]["median"] == 14.0
     assert derived["against_peer"]["ours"]["median"] == 9.5
     assert derived["aims"][0]["met"] is False
+
+
+def test_older_files_can_be_read():
+    before = results(own=[1.0], peer=[2.0], aims=(Aim("ours", at_least=1),))
+    told = json.loads(before.to_json())
+    del told["entries"][0]["cases"][0]["absent"]
+    del told["entries"][0]["aims"][0]["against"], told["entries"][0]["aims"][0]["compare"]
+    assert Results.from_json(json.dumps(told)) == before
 
 
 def test_other_json_is_refused():
@@ -83,8 +127,8 @@ def test_the_table_tells_it_all():
     text = render(results(own=[1e-6] * 6, peer=[12e-6] * 6, aims=aims))
     assert "load average before: 0.10\n" in text
     assert "2      16 KiB  ours        1.00 µs (1.00 to 1.00 µs)  12.0 (12.0 to 12.0)" in text
-    assert "aim at ranks 2, size 16 KiB: ours ≥ 10.0: met\n" in text
-    assert "aim at ranks 2, size 16 KiB: ours ≤ 9.50: missed by 2.50\n" in text
+    assert "2      16 KiB  ours ≥ 10.0 x the speed of torch  12.0 (12.0 to 12.0)  met\n" in text
+    assert "               ours ≤ 9.50 x the speed of torch  12.0 (12.0 to 12.0)  missed\n" in text
     assert "rounds: 6, threads per rank: 1\n" in text
     assert "busy" not in text
     assert max(map(len, text.splitlines())) <= 100
@@ -92,7 +136,7 @@ def test_the_table_tells_it_all():
 
 def test_markdown_is_a_table():
     text = render(results(own=[1.0], peer=[2.0], compare=Compare.ADDED), markdown=True)
-    assert "| ranks | size | competitor | per call (middle half) | added to torch (95%) |" in text
+    assert "| ranks | bytes | competitor | per call (middle half) | added to torch (95%) |" in text
     assert "| 2 | 16 KiB | ours | 1.00 s (1.00 to 1.00 s) | -1.00 s (-1.00 to -1.00 s) |" in text
 
 
@@ -115,6 +159,14 @@ def test_a_busy_machine_is_told():
 )
 def test_times_have_three_digits(value, text):
     assert seconds(value) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (4, "4 B"), (1536, "1536 B"), (16384, "16 KiB"), (25 << 20, "25 MiB")],
+)
+def test_sizes_are_said_as_people_do(count, text):
+    assert size(count) == text
 
 
 def test_the_machine_is_described():

@@ -7,8 +7,8 @@ import pytest
 import tiny_entry
 from benchmarks.__main__ import main
 from benchmarks.entry import Aim, Case, find, load, names
-from benchmarks.measure import Plan, measure
-from benchmarks.runner import run
+from benchmarks.measure import Plan, RankSamples, measure
+from benchmarks.runner import Part, join, run
 from click.testing import CliRunner
 
 from phalanx.errors import InvalidArgument
@@ -61,13 +61,21 @@ def test_competitors_take_turns_and_the_set_up_is_resumed_at_the_end():
     assert found.seconds == {"once": [3, 3, 3], "twice": [6, 6, 6]}
 
 
+def test_who_was_absent_once_is_left_out():
+    with_it = RankSamples({"a": [1.0], "b": [2.0]}, {"a": 1, "b": 1}, 1, 0.0, {})
+    without = RankSamples({"a": [3.0]}, {"a": 1}, 1, 0.0, {"b": "it did not start"})
+    found = join(Case(1, {}), [Part([with_it], None), Part([without], None)])
+    assert found.samples == {"a": [1.0, 3.0]}
+    assert found.absent == {"b": "it did not start"}
+
+
 def test_names():
-    assert {"group_overhead", "recorder"} <= set(names())
+    assert {"allreduce", "group_overhead", "recorder"} <= set(names())
     assert find("recorder").name == "recorder"
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("recoder", "did you mean 'recorder'"), ("x", "there are group_overhead")]
+    ("name", "hint"), [("recoder", "did you mean 'recorder'"), ("x", "there are allreduce")]
 )
 def test_an_unknown_name_is_refused(name, hint):
     with pytest.raises(InvalidArgument, match=f"there is no benchmark '{name}': {hint}"):

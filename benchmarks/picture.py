@@ -1,0 +1,170 @@
+"""Results as a picture: size against time, one line for each engine, as PNG and SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .results import EntryResult, Results
+from .stats import Spread
+from .table import seconds, size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How a competitor is drawn."""
+
+    label: str
+    colour: str
+    marker: str
+    dash: str = "-"
+
+
+# Okabe and Ito's colours, which those who are colour-blind can tell apart; markers for print.
+STYLES = {
+    "gloo": Style("Gloo", "#D55E00", "s"),
+    "mpi": Style("MPI (MPICH)", "#009E73", "^"),
+    "ordinary": Style("phalanx,\nordinary tensors", "#56B4E9", "D"),
+    "shared": Style("phalanx,\ngroup.allocate", "#0072B2", "o"),
+    "memcpy": Style("one memcpy of\nthe same bytes", "#666666", "", "--"),
+}
+TITLES = {
+    "allreduce": "Allreduce of float32 by two ranks on one machine: time by size",
+    "allreduce_busy": "Allreduce by two ranks while other processes keep every core busy",
+}
+"""The entries that are drawn."""
+
+Curve = Mapping[int, Spread]
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """Draw the entries that are a matter of size, and return the files."""
+    from matplotlib import rc_context
+
+    # The salt is fixed and the date left out, so that the same figures give the same file.
+    with rc_context({"svg.hashsalt": "phalanx", "font.size": 10, "font.family": "DejaVu Sans"}):
+        return [
+            path
+            for entry in results.entries
+            if entry.name in TITLES
+            for path in _draw_entry(entry, _small_print(results), folder / entry.name)
+        ]
+
+
+def _small_print(results: Results) -> str:
+    machine = results.machine
+    return (
+        "Median of all rounds; the band is the middle half. The Python call is included. "
+        f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, {machine.date[:10]}."
+    )
+
+
+def _draw_entry(entry: EntryResult, small_print: str, stem: Path) -> list[Path]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    figure = Figure(figsize=(9, 5.4), layout=ConstrainedLayoutEngine(rect=(0, 0, 0.985, 1)))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    curves = _curves(entry)
+    for name, curve in curves.items():
+        _draw_curve(axes, STYLES[name], curve)
+    _dress(axes, sorted({x for curve in curves.values() for x in curve}))
+    axes.set_title(TITLES[entry.name], loc="left", fontsize=12, fontweight="bold", pad=12)
+    figure.supxlabel(small_print, fontsize=7.5, color="#555555", x=0.01, ha="left")
+    figure.draw_without_rendering()  # the limits are final: labels can be placed by them
+    _label_ends(axes, curves)
+    files = {stem.with_suffix(".png"): {"Software": None}, stem.with_suffix(".svg"): {"Date": None}}
+    for path, metadata in files.items():
+        figure.savefig(path, dpi=160, metadata=metadata)
+    return list(files)
+
+
+def _curves(entry: EntryResult) -> dict[str, Curve]:
+    """Gather what each competitor took by size."""
+    curves: dict[str, dict[int, Spread]] = {}
+    for result in entry.cases:
+        for name, time in result.times().items():
+            curves.setdefault(name, {})[int(result.case.params["bytes"])] = time
+    return {name: curves[name] for name in STYLES if name in curves}
+
+
+def _draw_curve(axes: Axes, style: Style, curve: Curve) -> None:
+    sizes, times = list(curve), list(curve.values())
+    axes.plot(
+        sizes,
+        [time.median for time in times],
+        color=style.colour,
+        marker=style.marker,
+        linestyle=style.dash,
+        markersize=5,
+        linewidth=1.8,
+    )
+    low, high = [time.low for time in times], [time.high for time in times]
+    axes.fill_between(sizes, low, high, color=style.colour, alpha=0.22, linewidth=0)
+
+
+def _dress(axes: Axes, sizes: Sequence[int]) -> None:
+    """Write the axes in people's units, and leave out what says nothing."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [size(value).replace(" ", "\n") for value in sizes])
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: _round_time(value))
+    axes.set_ylabel("time of one call (less is better)")
+    axes.set_xlabel("size of the tensor")
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.02)
+
+
+def _round_time(value: float) -> str:
+    number, unit = seconds(value * 1.0000001).split()  # so that 1e-6 is not 1000 ns
+    return f"{float(number):g} {unit}"
+
+
+def _label_ends(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    """Write each line's name at its right end, pushed apart where two would overlap."""
+    last = max(x for curve in curves.values() for x in curve)
+    ends = {name: curve[max(curve)].median for name, curve in curves.items()}
+    bottom, top = (math.log10(limit) for limit in axes.get_ylim())
+    height = (top - bottom) / 5.4 / 4.4  # of one line of text, in powers of ten
+    wanted = sorted((math.log10(time), name) for name, time in ends.items())
+    heights = [height * (1 + STYLES[name].label.count("\n")) + height / 3 for _, name in wanted]
+    for (_, name), y in zip(wanted, _apart([y for y, _ in wanted], heights), strict=True):
+        axes.annotate(
+            STYLES[name].label,
+            xy=(last, ends[name]),
+            xytext=(1.03, (y - bottom) / (top - bottom)),
+            textcoords="axes fraction",
+            color=STYLES[name].colour,
+            fontweight="bold" if name == "shared" else "normal",
+            va="center",
+            annotation_clip=False,
+            arrowprops=_thin_line(STYLES[name].colour),
+        )
+
+
+def _thin_line(colour: str) -> dict[str, Any]:
+    return {"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 2, "shrinkB": 4}
+
+
+def _apart(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
+    """Move sorted positions as little as needed for labels of these heights not to overlap."""
+    placed = list(wanted)
+    for _ in range(200):
+        for i in range(len(placed) - 1):
+            overlap = (heights[i] + heights[i + 1]) / 2 - (placed[i + 1] - placed[i])
+            if overlap > 1e-9:
+                placed[i] -= overlap / 2
+                placed[i + 1] += overlap / 2
+    return placed

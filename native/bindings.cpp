@@ -128,6 +128,9 @@ NB_MODULE(_engine, module) {
              new (self) Engine(std::move(region), rank, cores);  // the region moves in
            })
       .def("watch", &Engine::watch)
+      .def("start_driver", &Engine::start_driver)
+      .def("stop_driver", [](Engine& engine) { unlocked([&] { engine.stop_driver(); }); })
+      .def_prop_ro("has_driver", &Engine::has_driver)
       .def("issue", &issue)
       .def("issue_in_place", &issue_in_place)
       .def("test",

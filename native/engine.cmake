@@ -3,6 +3,7 @@
 set(native ${CMAKE_CURRENT_LIST_DIR})
 add_library(phalanx_engine STATIC
   ${native}/copy.cpp
+  ${native}/driver.cpp
   ${native}/engine.cpp
   ${native}/reduce.cpp
   ${native}/reduce_avx2.cpp

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <utility>
 
+#include "driver.hpp"
+
 namespace phalanx {
 
 namespace {
@@ -24,6 +26,7 @@ Engine::Engine(Region region, int rank, int cores)
     : region_(std::move(region)),
       rank_(rank),
       ranks_(region_.layout().ranks),
+      cores_(cores),
       pace_(pace_for(ranks_, cores)),
       mine_(region_.control(rank)),
       transfers_(region_, rank) {
@@ -32,6 +35,7 @@ Engine::Engine(Region region, int rank, int cores)
 }
 
 Engine::~Engine() {
+  driver_.reset();
   for (const int fd : pidfds_)
     if (fd >= 0) ::close(fd);
 }
@@ -39,21 +43,29 @@ Engine::~Engine() {
 void Engine::watch(int rank, int pidfd) { pidfds_[rank] = pidfd; }
 
 std::uint64_t Engine::issue(Request request) {
+  if (driver_) return driver_->hand_in(std::move(request));
   const std::lock_guard lock(mutex_);
-  Operation& operation = queue_.emplace_back();
-  operation.request = std::move(request);
-  operation.sequence = ++issued_;
+  enqueue(std::move(request));
   progress();
   return issued_;
 }
 
+void Engine::enqueue(Request request) {
+  Operation& operation = queue_.emplace_back();
+  operation.request = std::move(request);
+  operation.sequence = ++issued_;
+}
+
 Verdict Engine::test(std::uint64_t ticket) {
+  if (has_driver()) return look(ticket);
   const std::lock_guard lock(mutex_);
   progress();
   return verdict(ticket);
 }
 
 Verdict Engine::wait(std::uint64_t ticket, std::uint64_t nanoseconds) {
+  if (driver_ && ended_well(ticket)) return {Outcome::finished, -1, -1};
+  const Driver::Caller caller(driver_.get());
   std::uint64_t deadline = 0;  // the clock is read only when the first look was in vain
   while (true) {
     Watch watch;
@@ -65,7 +77,8 @@ Verdict Engine::wait(std::uint64_t ticket, std::uint64_t nanoseconds) {
       watch = watch_;
     }
     const auto moved = [&] {
-      return watch.counter == nullptr || watch.counter->read() >= watch.needed;
+      return watch.counter == nullptr || watch.counter->read() >= watch.needed ||
+             (driver_ && driver_->has_mail());
     };
     if (wait_a_while(mine_.bed, pace_, std::min(kNap, nanoseconds), moved)) continue;
     {
@@ -82,6 +95,7 @@ std::uint64_t Engine::send(int to, std::int64_t tag, const char* data, std::size
   const std::lock_guard lock(mutex_);
   const std::uint64_t ticket = transfers_.send(to, tag, data, bytes);
   transfers_.progress();
+  nudge();
   return ticket;
 }
 
@@ -89,13 +103,14 @@ std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_
   const std::lock_guard lock(mutex_);
   const std::uint64_t ticket = transfers_.receive(from, tag, data, bytes);
   transfers_.progress();
+  nudge();
   return ticket;
 }
 
 Transfers::Status Engine::test_transfer(std::uint64_t ticket) {
   const std::lock_guard lock(mutex_);
   if (failure_.outcome == Outcome::aborted) return transfers_.status(ticket);  // memory may be gone
-  progress();
+  if (!has_driver()) progress();
   transfers_.progress();
   return transfers_.status(ticket);
 }
@@ -111,7 +126,8 @@ Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nano
     };
     const auto news = [&] {
       const std::lock_guard lock(mutex_);
-      return transfers_.has_news() || failure_.outcome == Outcome::aborted;
+      return transfers_.has_news() || failure_.outcome == Outcome::aborted ||
+             transfers_.status(ticket).state != Transfers::State::pending;
     };
     if (aborted()) return status;
     if (!wait_a_while(mine_.bed, pace_, std::min(kNap, nanoseconds), news) &&
@@ -142,6 +158,7 @@ std::vector<int> Engine::members() const {
 
 bool Engine::leave() {
   const std::lock_guard lock(mutex_);
+  if (driver_) driver_->take_in();
   progress();
   if (finished_ != issued_) return false;
   publish(&Control::left_at, issued_ + 1);
@@ -151,10 +168,12 @@ bool Engine::leave() {
 void Engine::forget(int rank) {
   const std::lock_guard lock(mutex_);
   forgotten_ |= std::uint64_t{1} << rank;
-  if (failure_.outcome != Outcome::dead && failure_.outcome != Outcome::aborted) return;
-  failure_ = {};
-  const std::uint64_t broken = mine_.broken.read();
-  if (broken % 2 != 0) publish(&Control::broken, broken + 1);
+  if (failure_.outcome == Outcome::dead || failure_.outcome == Outcome::aborted) {
+    failure_ = {};
+    const std::uint64_t broken = mine_.broken.read();
+    if (broken % 2 != 0) publish(&Control::broken, broken + 1);
+  }
+  nudge();
 }
 
 void Engine::abort() {
@@ -173,6 +192,7 @@ Verdict Engine::verdict(std::uint64_t ticket) const {
 
 void Engine::spoil(std::uint64_t sequence, Outcome outcome, int rank) {
   spoiled_.emplace(sequence, Verdict{outcome, rank, -1});
+  spoilt_.store(true, std::memory_order_relaxed);
 }
 
 // -- progress -------------------------------------------------------------------------------------
@@ -180,13 +200,20 @@ void Engine::spoil(std::uint64_t sequence, Outcome outcome, int rank) {
 void Engine::progress() {
   if (failure_.outcome != Outcome::pending) return;
   watch_ = {};
-  bool moved = true;
-  while (moved && failure_.outcome == Outcome::pending) {
-    moved = announce_next();
-    moved |= share_next();
-    moved |= finish_next();
+  while (step()) {
   }
   if (transfers_.is_busy()) transfers_.progress();
+  if (driver_) driver_->note();
+}
+
+bool Engine::step() {
+  if (failure_.outcome != Outcome::pending) return false;
+  if (driver_) driver_->take_in();
+  bool moved = announce_next();
+  moved |= share_next();
+  moved |= finish_next();
+  ended_.store(finished_, std::memory_order_release);
+  return moved;
 }
 
 // A place in the ring, with its slot, is free again when everybody is done with what was there.

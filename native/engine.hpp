@@ -1,4 +1,5 @@
-// One rank of a group, and how it gets its operations done without a thread of its own.
+// One rank of a group, and how it gets its operations done without a thread of its own; one that
+// has a thread as well lets it do the same in the background (`driver.hpp`).
 //
 // An operation is described, then announced by `arrived`; from then on the peers can see it, and the
 // caller goes on. Whoever enters the engine next (the next call, a wait, a test) does this rank's
@@ -18,9 +19,11 @@
 
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <vector>
 
@@ -62,6 +65,8 @@ struct Verdict {
   int second = -1;  // the other side
 };
 
+class Driver;
+
 class Engine {
  public:
   Engine(Region region, int rank, int cores);
@@ -75,6 +80,11 @@ class Engine {
 
   // Watches a peer through a descriptor that becomes readable when its process ends (a pidfd).
   void watch(int rank, int pidfd);
+
+  // Has a thread do this rank's share in the background, before anything is issued; and ends it.
+  void start_driver();
+  void stop_driver();
+  bool has_driver() const;
 
   // Queues an operation; returns the ticket to wait with. Tickets count up from 1.
   std::uint64_t issue(Request request);
@@ -110,6 +120,7 @@ class Engine {
   void abort();
 
  private:
+  friend class Driver;
   friend class Shares;
 
   struct Operation {
@@ -131,6 +142,8 @@ class Engine {
 
   // All of these expect `mutex_` to be held.
   void progress();
+  bool step();  // of progress; whether anything moved
+  void enqueue(Request request);
   bool announce_next();
   bool share_next();
   bool finish_next();
@@ -151,6 +164,14 @@ class Engine {
   void publish(Counter Control::*counter, std::uint64_t value);
   Verdict verdict(std::uint64_t ticket) const;
   void look_for_dead();
+
+  // With a driver; the first two expect `mutex_` to be held, the others do not wait for it.
+  void be_brief();
+  void nudge();
+  bool is_small(const Request& request) const;
+  bool ended_well(std::uint64_t ticket) const;
+  Verdict look(std::uint64_t ticket);
+
   bool has_ended(int rank) const;
 
   const Descriptor& descriptor(int rank, std::uint64_t sequence) const {
@@ -161,10 +182,19 @@ class Engine {
   Region region_;
   const int rank_;
   const int ranks_;
+  const int cores_;
   const Pace pace_;
   Control& mine_;
 
-  std::mutex mutex_;  // over everything below; held while progress is made, never while waiting
+  // For those who would not wait for the lock: `finished_`, and whether `spoiled_` holds anything.
+  // Who reads the first may touch the memory of what has finished, so it is stored with release and
+  // read with acquire semantics, which the second relies on too.
+  std::atomic<std::uint64_t> ended_{0};
+  std::atomic<bool> spoilt_{false};
+
+  // Over everything below; held while progress is made, never while waiting. The driver's lock over
+  // its inbox comes after it.
+  std::mutex mutex_;
   std::deque<Operation> queue_;
   std::uint64_t issued_ = 0;
   std::uint64_t announced_ = 0;  // tickets and sequence numbers are the same
@@ -178,6 +208,7 @@ class Engine {
   Watch watch_;
   Verdict failure_;
   int pidfds_[kMaxRanks];
+  std::unique_ptr<Driver> driver_;  // set before the first operation, or never; ends before the rest
 };
 
 }  // namespace phalanx

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from phalanx.errors import InvalidArgument
 
-__all__ = ["RankEnv", "read_rank_env", "usable_cores"]
+__all__ = ["RankEnv", "local_ranks", "read_rank_env", "usable_cores"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,11 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks the launcher has started on this machine; None if it does not say."""
+    return _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
 
 
 def usable_cores() -> int:

@@ -128,7 +128,7 @@ def build(
         name=label,
         seats=tuple(seats),
         backend=backend.name,
-        options=_options_text(recipe),
+        options=_options_text(recipe, backend.traits.own_options),
         site=user_site(),
     )
     roster, room = form(
@@ -209,9 +209,10 @@ def _build_alone(
     )
 
 
-def _options_text(recipe: Recipe) -> str:
+def _options_text(recipe: Recipe, own: frozenset[str]) -> str:
     """Tell what ranks must agree on beyond the backend's name."""
-    told = {"device": recipe.device.type, **recipe.options}
+    shared = {name: value for name, value in recipe.options.items() if name not in own}
+    told = {"device": recipe.device.type, **shared}
     if recipe.checks is not None:
         told["checks"] = recipe.checks
     return ", ".join(f"{key}={value!r}" for key, value in sorted(told.items()))

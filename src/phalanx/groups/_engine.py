@@ -84,8 +84,9 @@ Engine = Any
 Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with the others'
 of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
 ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
-on with what nobody waits for; ``sum(tensor)`` is a quicker way to an allreduce that adds up real
-numbers.
+on with what nobody waits for; ``rest()`` ends a thread of its own, for the group that kept the
+memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allreduce that adds up
+real numbers.
 
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
 next; ``leave()``, after which this rank does not and which tells whether nothing was under way; and
@@ -157,6 +158,8 @@ class Traits:
     """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None
     """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""
+    own_options: frozenset[str] = frozenset()
+    """Options that every rank chooses for itself; the others need not agree."""
 
     @property
     def real_dtypes(self) -> frozenset[torch.dtype]:

@@ -29,6 +29,16 @@ def guard(health: Health, engine: Engine) -> None:
             atexit.unregister(_abandon_busy)
             atexit.register(_abandon_busy)
         _guarded[health] = engine
+    if hasattr(engine, "rest"):
+        # The group keeps the memory of calls that nobody waits for; before it goes, at the exit of
+        # the interpreter too, nobody may be working on that any more.
+        weakref.finalize(health, _rest, weakref.ref(engine))
+
+
+def _rest(engine: weakref.ref[Engine]) -> None:
+    alive = engine()
+    if alive is not None:
+        alive.rest()
 
 
 def retire(health: Health, engine: Engine) -> None:

@@ -1,8 +1,8 @@
 """Shared memory: ranks on one machine read and write each other's buffers.
 
-The engine is native (see ``native/`` and ``docs/design.md``); here it gets torch's call forms. It
-has no thread of its own: a call says that this rank is ready, and the rank's share of the work is
-done when it next enters the engine.
+The engine is native (see ``native/`` and ``docs/design.md``); here it gets torch's call forms. A
+call says that this rank is ready, and the rank's share of the work is done when it next enters the
+engine, or by a thread in the background where there is a core for one (`_driver`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -25,7 +26,7 @@ from .._adapt import plain_op
 from .._engine import REDUCTIONS, CallSpoiled, Engine, EngineMismatch, RawWork, Traits
 from .._joint import JointWork
 from .._patient import borrow_thread
-from . import refuse_options
+from ._driver import OPTION, check_driver, start_driver
 from ._region import Slab, share
 
 if TYPE_CHECKING:
@@ -148,7 +149,9 @@ class ShmTransfer(ShmWork):
 class ShmEngine:
     """One rank of a group in shared memory."""
 
-    def __init__(self, engine: _engine.Engine, rank: int, size: int) -> None:
+    def __init__(
+        self, engine: _engine.Engine, rank: int, size: int, driver: object = None
+    ) -> None:
         self._engine = engine
         """In a forked child, what refuses instead of it."""
         self._rank = rank
@@ -157,6 +160,7 @@ class ShmEngine:
         self._transfers: dict[int, Tensors] = {}
         """What sends and receives under way work on, whoever else has let go of it."""
         _part_with_children(self)
+        self.driver = start_driver(engine, driver, size)
 
     # -- the rank and its peers ------------------------------------------------------------
 
@@ -180,6 +184,11 @@ class ShmEngine:
     def forget(self, rank: int) -> None:
         """Go on without a rank that is dead."""
         self._engine.forget(rank)
+
+    def rest(self) -> None:
+        """End the thread, if there is one."""
+        with suppress(InvalidState):  # a forked child has none
+            self._engine.stop_driver()
 
     def drive(self) -> None:
         """Get on with transfers that nobody waits for, and let go of those that have ended."""
@@ -403,8 +412,8 @@ def _offsets(rows: list[int], tensor: Tensor) -> list[int]:
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Refuse options: sizes that fit all are chosen here."""
-    refuse_options("shm")(options)
+    """Refuse options but the driver: sizes that fit all are chosen here."""
+    check_driver(options)
     if native.engine is None:
         raise InvalidState(f"there is no shared memory here: {native.why_missing}")
 
@@ -418,8 +427,9 @@ def make(
     **kwargs: object,
 ) -> Engine:
     """Map the region that the ranks share."""
-    del device, kwargs
-    return ShmEngine(share(store, rank, world_size, timeout=timeout), rank, world_size)
+    del device
+    engine = share(store, rank, world_size, timeout=timeout)
+    return ShmEngine(engine, rank, world_size, kwargs.get(OPTION))
 
 
 TRAITS = Traits(
@@ -429,4 +439,5 @@ TRAITS = Traits(
     sums_sparse=False,
     connects_in_background=True,
     check_options=check_options,
+    own_options=frozenset({OPTION}),
 )

@@ -1,0 +1,322 @@
+// The thread that does a rank's share: what it does by itself, and that it is in nobody's way.
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <memory>
+
+#include "harness.hpp"
+
+namespace {
+
+// Memory at whose first touch a thread stops until it is let go: a share that takes long.
+class Trap {
+ public:
+  static constexpr std::size_t kBytes = 4096;
+
+  Trap() {
+    page_ = static_cast<char*>(
+        ::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    struct sigaction action {};
+    action.sa_handler = [](int) { spring(); };
+    sigemptyset(&action.sa_mask);
+    ::sigaction(SIGSEGV, &action, &before_);
+    caught_ = let_go_ = false;
+    outlasted_ = false;
+  }
+  ~Trap() {
+    ::sigaction(SIGSEGV, &before_, nullptr);
+    ::munmap(page_, kBytes);
+  }
+
+  char* page() const { return page_; }
+  void await() const {
+    while (!caught_) yield_core();
+  }
+  void let_go() { let_go_ = true; }
+  bool outlasted() const { return outlasted_; }  // nobody let go in time
+
+ private:
+  static void spring() {
+    caught_ = true;
+    const auto until = now_ns() + 10 * kSecond;
+    while (!let_go_ && now_ns() < until) yield_core();
+    outlasted_ = !let_go_;
+    ::mprotect(page_, kBytes, PROT_READ | PROT_WRITE);
+  }
+
+  static inline char* page_ = nullptr;
+  static inline std::atomic<bool> caught_, let_go_, outlasted_;
+  struct sigaction before_ {};
+};
+
+Verdict await_end(Engine& engine, std::uint64_t ticket) {
+  const auto until = now_ns() + 20 * kSecond;
+  Verdict verdict;
+  while (verdict.outcome == Outcome::pending && now_ns() < until) {
+    yield_core();
+    verdict = engine.test(ticket);  // which does nothing itself
+  }
+  return verdict;
+}
+
+// Rank 0 never enters the engine again after it has issued; the other one waits for it.
+void test_work_is_done_in_the_background() {
+  for (const bool shared : {false, true})
+    for (const std::size_t count : {1u, 1000u}) {
+      std::atomic<bool> done{false};
+      run(2, [&](Engine& engine, int rank) {
+        Buffer one(engine, count, shared), two(engine, count, shared, 8192);
+        one.fill(rank + 1);
+        two.fill(rank + 10);
+        engine.issue(in_place(Kind::allreduce, one));
+        const auto last = engine.issue(in_place(Kind::allreduce, two));
+        if (rank == 0) {
+          while (!done) yield_core();
+          CHECK(await_end(engine, last).outcome == Outcome::finished);
+        } else {
+          finish(engine, last);
+          done = true;
+        }
+        CHECK(one.holds(3) && two.holds(21));
+      });
+    }
+}
+
+void test_a_caller_need_not_wait_for_a_share_under_way() {
+  Trap trap;
+  run(2, [&](Engine& engine, int rank) {
+    Buffer small(engine, 4, false), large(engine, Trap::kBytes / sizeof(int), false);
+    small.fill(1);
+    char* const data = rank == 0 ? trap.page() : large.bytes();
+    const auto first = engine.issue(in_place(Kind::allreduce, data, Trap::kBytes));
+    if (rank == 0) {
+      trap.await();
+      const auto second = engine.issue(in_place(Kind::allreduce, small));
+      CHECK(engine.test(first).outcome == Outcome::pending);
+      CHECK(engine.test(second).outcome == Outcome::pending);
+      trap.let_go();
+      CHECK(await_end(engine, second).outcome == Outcome::finished);
+      CHECK(!trap.outlasted());
+    } else {
+      finish(engine, engine.issue(in_place(Kind::allreduce, small)));
+    }
+    CHECK(engine.test(first).outcome == Outcome::finished);
+    CHECK(small.holds(2));
+  });
+}
+
+// What has ended is the caller's, though the thread is at the next.
+void test_a_wait_ends_with_its_operation() {
+  Trap trap;
+  run(2, [&](Engine& engine, int rank) {
+    Buffer small(engine, 4, false), large(engine, Trap::kBytes / sizeof(int), false);
+    small.fill(1);
+    const auto first = engine.issue(in_place(Kind::allreduce, small));
+    CHECK(await_end(engine, first).outcome == Outcome::finished);
+    char* const data = rank == 0 ? trap.page() : large.bytes();
+    const auto second = engine.issue(in_place(Kind::allreduce, data, Trap::kBytes));
+    if (rank == 0) {
+      trap.await();
+      finish(engine, first);
+      CHECK(!trap.outlasted());
+      trap.let_go();
+    }
+    finish(engine, second);
+  });
+}
+
+void test_several_threads_may_wait() {
+  run(3, [&](Engine& engine, int) {
+    constexpr std::size_t kCalls = 200;
+    std::vector<Buffer> buffers;
+    for (std::size_t call = 0; call < kCalls; ++call) {
+      buffers.emplace_back(engine, call % 60, call % 2 == 0, call * 256);
+      buffers.back().fill(static_cast<int>(call));
+    }
+    std::atomic<std::uint64_t> last{0};
+    const auto wait = [&](std::uint64_t every) {
+      for (std::uint64_t ticket = every; ticket <= kCalls; ticket += every) {
+        while (last < ticket) yield_core();
+        finish(engine, ticket);
+      }
+    };
+    std::thread others[] = {std::thread(wait, 1), std::thread(wait, 7), std::thread(wait, 50)};
+    for (Buffer& buffer : buffers) last = engine.issue(in_place(Kind::allreduce, buffer));
+    for (auto& other : others) other.join();
+    bool right = true;
+    for (std::size_t call = 0; call < kCalls; ++call)
+      right = right && buffers[call].holds(3 * static_cast<int>(call));
+    CHECK(right);
+    Buffer none(engine, 0, false);
+    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+  });
+}
+
+void test_transfers_move_in_the_background() {
+  std::atomic<bool> received{false};
+  run(2, [&](Engine& engine, int rank) {
+    Buffer buffer(engine, 1000, false);  // many times what a channel holds
+    buffer.fill(rank + 1);
+    Buffer sum(engine, 500, true);
+    sum.fill(1);
+    if (rank == 0) {
+      engine.send(1, 0, buffer.bytes(), buffer.size());
+      const auto ticket = engine.issue(in_place(Kind::allreduce, sum));
+      while (!received) yield_core();
+      CHECK(await_end(engine, ticket).outcome == Outcome::finished);
+    } else {
+      const auto ticket = engine.receive(0, 0, buffer.bytes(), buffer.size());
+      CHECK(engine.wait_transfer(ticket, 20 * kSecond).state == Transfers::State::finished);
+      CHECK(buffer.holds(1));
+      received = true;
+      finish(engine, engine.issue(in_place(Kind::allreduce, sum)));
+    }
+    CHECK(sum.holds(2));
+  });
+}
+
+// Starts a process that does nothing, for a peer that can die.
+pid_t bystander() {
+  const pid_t pid = ::fork();
+  if (pid == 0)
+    while (true) ::pause();
+  return pid;
+}
+
+void test_a_death_is_known_although_nobody_waits() {
+  const pid_t peer = bystander();
+  std::atomic<int> seen{0};
+  run(3, [&](Engine& engine, int rank) {
+    if (rank == 2) return;  // dead to the others
+    engine.watch(2, static_cast<int>(::syscall(SYS_pidfd_open, peer, 0)));
+    Buffer buffer(engine, 100, rank == 0);
+    buffer.fill(1);
+    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+    CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
+    if (++seen == 2) ::kill(peer, SIGKILL);
+    const Verdict verdict = await_end(engine, ticket);
+    CHECK(verdict.outcome == Outcome::dead && verdict.first == 2);
+    engine.forget(2);  // and the thread gets on without it
+    CHECK(await_end(engine, ticket).outcome == Outcome::finished);
+    CHECK(buffer.holds(2));
+    finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+  });
+  ::waitpid(peer, nullptr, 0);
+}
+
+void test_abort_reaches_the_thread() {
+  run(2, [](Engine& engine, int rank) {
+    if (rank == 1) return;
+    auto buffer = std::make_unique<Buffer>(engine, 100u, false);
+    const auto ticket = engine.issue(in_place(Kind::allreduce, *buffer));
+    engine.abort();
+    buffer.reset();  // AddressSanitizer would see a touch
+    CHECK(engine.test(ticket).outcome == Outcome::aborted);
+    const auto refused = engine.issue(in_place(Kind::barrier, nullptr, 0));
+    CHECK(engine.wait(refused, kSecond).outcome == Outcome::aborted);
+  });
+}
+
+// An engine ends promptly wherever its thread is, and what was under way is left alone.
+void test_an_engine_may_end_at_any_time() {
+  std::atomic<int> gone{0};
+  run(2, [&](Engine& engine, int rank) {
+    const auto started = now_ns();
+    for (int turn = 0; turn < 20; ++turn) {
+      Engine other(engine.region().alias(), rank, 2);
+      other.start_driver();
+      if (turn % 2 == 0) continue;  // idle; perhaps not even started
+      Buffer buffer(other, 100, false);
+      if (rank == 0) other.issue(in_place(Kind::allreduce, buffer));  // nobody else comes
+      if (turn % 4 == 1) ::usleep(2000);
+      other.stop_driver();
+    }
+    CHECK(now_ns() - started < 10 * kSecond);
+    ++gone;
+    while (gone < 2) yield_core();
+  });
+}
+
+void test_callers_take_over_when_the_thread_has_ended() {
+  run(2, [](Engine& engine, int rank) {
+    Buffer before(engine, 300, false), after(engine, 300, true);
+    before.fill(rank);
+    after.fill(rank);
+    const auto first = engine.issue(in_place(Kind::allreduce, before));
+    engine.stop_driver();
+    engine.stop_driver();
+    CHECK(!engine.has_driver());
+    finish(engine, first);
+    finish(engine, engine.issue(in_place(Kind::allreduce, after)));
+    CHECK(before.holds(1) && after.holds(1));
+  });
+}
+
+// A forked child has a copy of the engine and no thread; to end the copy must not hang.
+void test_a_forked_child_has_nothing_to_join() {
+  Region region = Region::create("memfd", 2, tiny());
+  auto engine = std::make_unique<Engine>(region.alias(), 0, 2);
+  engine->start_driver();
+  Trap trap;  // so that the child's copy of the lock is taken for ever
+  Engine peer(region.alias(), 1, 2);
+  Buffer theirs(peer, Trap::kBytes / sizeof(int), false);
+  const auto ticket = engine->issue(in_place(Kind::allreduce, trap.page(), Trap::kBytes));
+  const auto other = peer.issue(in_place(Kind::allreduce, theirs));
+  trap.await();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(10);
+    engine->stop_driver();
+    engine.reset();
+    ::_exit(7);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+  trap.let_go();
+  finish(peer, other);
+  CHECK(await_end(*engine, ticket).outcome == Outcome::finished);
+}
+
+void test_idle_threads_sleep() {
+  run(3, [](Engine& engine, int) {
+    Buffer buffer(engine, 100, false);
+    finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+  });
+  Region region = Region::create("memfd", 1, tiny());
+  std::vector<std::unique_ptr<Engine>> engines;
+  for (int i = 0; i < 8; ++i) {
+    engines.push_back(std::make_unique<Engine>(region.alias(), 0, 2));
+    engines.back()->start_driver();
+  }
+  ::usleep(20'000);
+  timespec before{}, after{};
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &before);
+  ::usleep(200'000);
+  ::clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &after);
+  const double spent = static_cast<double>(after.tv_sec - before.tv_sec) +
+                       static_cast<double>(after.tv_nsec - before.tv_nsec) / 1e9;
+  CHECK(spent < 0.05);
+}
+
+}  // namespace
+
+int main() {
+  driven = Driven::by_threads;
+  test_work_is_done_in_the_background();
+  test_a_caller_need_not_wait_for_a_share_under_way();
+  test_a_wait_ends_with_its_operation();
+  test_several_threads_may_wait();
+  test_transfers_move_in_the_background();
+  test_a_death_is_known_although_nobody_waits();
+  test_abort_reaches_the_thread();
+  test_an_engine_may_end_at_any_time();
+  test_callers_take_over_when_the_thread_has_ended();
+  test_a_forked_child_has_nothing_to_join();
+  test_idle_threads_sleep();
+  return tell();
+}

@@ -4,7 +4,6 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-BENCH  := $(VENV)/.ready-bench
 
 .PHONY: demo test native-test lint format bench clean
 
@@ -29,7 +28,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 # Prints tables, keeps every sample, and brings the figures and the picture in docs/ up to date.
-bench: $(BENCH)
+bench: $(READY)
 	$(BIN)/python -m benchmarks $(or $(ARGS),--json benchmarks/results/latest.json --docs docs)
 
 clean:
@@ -37,9 +36,5 @@ clean:
 
 $(READY): pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,native]'
-	touch $@
-
-$(BENCH): $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[bench]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[demo,test,lint,native,bench]'
 	touch $@

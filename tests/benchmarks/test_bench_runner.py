@@ -54,11 +54,13 @@ def in_a_thread(ctx: RankContext, plan: Plan):
 
 def test_competitors_take_turns_and_the_set_up_is_resumed_at_the_end():
     tiny_entry.happened.clear()
-    (found,) = ThreadRanks(1).run(in_a_thread, args=(Plan(3, 0.0),))
-    there_and_back = ["once", "twice", "twice", "once", "once", "twice"]
-    assert tiny_entry.happened[-7:] == [*there_and_back, "the end"]
+    (found,) = ThreadRanks(1).run(in_a_thread, args=(Plan(9, 0.0),))
+    *turns, end = tiny_entry.happened[-19:]
+    rounds = {tuple(turns[i : i + 2]) for i in range(0, 18, 2)}
+    assert rounds == {("once", "twice"), ("twice", "once")}
+    assert end == "the end"
     assert found.calls == {"once": 1, "twice": 1}
-    assert found.seconds == {"once": [3, 3, 3], "twice": [6, 6, 6]}
+    assert found.seconds == {"once": [3] * 9, "twice": [6] * 9}
 
 
 def test_who_was_absent_once_is_left_out():

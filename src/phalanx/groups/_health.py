@@ -23,7 +23,7 @@ from ._words import Side, first_line, ranks_text, runs
 
 __all__ = ["Health", "Pending", "is_about_connections", "mismatch"]
 
-ANSWER_TIME = 4 * INTERVAL
+ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
 
 DIAGNOSIS_TIME = 3.0

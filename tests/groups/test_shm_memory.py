@@ -1,0 +1,266 @@
+"""The memory behind shared memory: whose it is, where it comes from, and that it goes back."""
+
+import gc
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx import native
+from phalanx.errors import InvalidState
+from phalanx.groups.backends._region import share
+
+from .test_shm_deaths import regions, settled
+
+pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+
+LONG = timedelta(seconds=60)
+MIB = 1 << 20
+
+
+# -- a second user -------------------------------------------------------------------------
+
+NOBODY = 65534
+SPY = """
+import os, sys
+path, pid = sys.argv[1:]
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+open(f"/proc/{pid}/stat").close()  # what anybody may read
+for flags in (os.O_RDONLY, os.O_RDWR):
+    try:
+        os.open(path, flags)
+        sys.exit(f"opened {path}")
+    except PermissionError:
+        pass
+"""
+
+
+def be_spied_on(ctx, place):
+    """Share memory with a peer who takes its time, while somebody else knows where it is.
+
+    The store tells anybody who asks.
+    """
+    if ctx.rank == 1:
+        ctx.store.wait(["spied"])
+    sizes = native.engine.Sizes()
+    sizes.slab = MIB
+    shared = []
+    forming = threading.Thread(
+        target=lambda: shared.append(share(ctx.store, ctx.rank, 2, sizes=sizes, places=[place]))
+    )
+    forming.start()
+    if ctx.rank == 0:
+        own = ctx.store.clone()  # a connection: the other is busy
+        spy_on(json.loads(own.get("offer/0"))["path"])
+        ctx.store.set("spied", "")
+    forming.join()
+    assert shared
+
+
+def spy_on(path):
+    """Try to open a region as somebody else; where this user cannot become one, look at modes."""
+    mine = os.geteuid()
+    if mine == 0:
+        spy = subprocess.run(
+            [sys.executable, "-I", "-c", SPY, path, str(os.getpid())],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert spy.returncode == 0, spy.stderr
+    # A memfd is reached only through the folder of its owner's descriptors.
+    gate = os.stat(os.path.dirname(path) if path.startswith("/proc/") else path)
+    assert (gate.st_uid, stat.S_IMODE(gate.st_mode) & 0o077) == (mine, 0)
+
+
+@pytest.mark.parametrize("place", ["memfd", "/dev/shm"])
+def test_another_user_cannot_open_a_region_that_is_being_shared(ranks, place):
+    ranks.run(be_spied_on, 2, args=(place,))
+
+
+def test_a_region_of_another_user_is_not_mapped(tmp_path):
+    """Somebody who can write to the store could offer one."""
+    sizes = native.engine.Sizes()
+    sizes.slab = MIB
+    region = native.engine.Region.create(str(tmp_path), 2, sizes)
+    if os.geteuid() == 0:
+        os.chown(region.path, NOBODY, NOBODY)
+        with pytest.raises(RuntimeError, match="is not this group's region"):
+            native.engine.Region.open(region.path, region.token, 2, sizes)
+        os.chown(region.path, 0, 0)
+    native.engine.Region.open(region.path, region.token, 2, sizes)
+    region.unlink()
+
+
+# -- scarce --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scarce(tmp_path_factory):
+    """What ranks find on a machine with hardly any memory to share; see the program."""
+    program = Path(__file__).with_name("scarce.py")
+    folders = [tmp_path_factory.mktemp(name) for name in ("tiny", "rich")]
+    told = subprocess.run(
+        [sys.executable, program, *folders],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    return json.loads(told.stdout.splitlines()[-1])
+
+
+def found_by_ranks(scarce, what):
+    if what not in scarce:
+        pytest.skip("this user may not mount a file system of its own")
+    assert set(scarce[what]["statuses"]) == {0}, "a signal, such as SIGBUS, ended a rank"
+    return scarce[what]["found"]
+
+
+def test_a_small_dev_shm_and_no_memfd_are_avoided(scarce):
+    expected = {"backend": "shm", "sum": [2.0]}
+    assert found_by_ranks(scarce, "a file will do") == [expected] * 2
+    assert scarce["left"] == []
+
+
+def test_no_memory_anywhere_is_explained_on_every_rank(scarce):
+    one, other = found_by_ranks(scarce, "nowhere")
+    assert one == other
+    assert one["error"] == "RendezvousError"
+    assert "memfd_create: Operation not permitted" in one["told"]
+    assert "/dev/shm: No space left on device" in one["told"]
+    assert one["told"].count("No space left on device") == 2
+
+
+def test_a_limit_on_the_size_of_files_is_explained_on_every_rank(scarce):
+    one, other = found_by_ranks(scarce, "within a limit")
+    assert one == other
+    assert one["error"] == "RendezvousError"
+    assert one["told"].count("File too large") == 3
+
+
+def test_no_memory_anywhere_means_another_engine_by_default(scarce):
+    expected = {"backend": "gloo", "sum": [2.0]}
+    assert found_by_ranks(scarce, "another engine") == [expected] * 2
+
+
+def test_ranks_that_could_not_see_each_other_die_share_no_memory(scarce):
+    """Each in a container, they have the same files, and the same pids for other processes."""
+    expected = {"backend": "gloo", "sum": [2.0]}
+    assert found_by_ranks(scarce, "containers") == [expected] * 2
+
+
+def test_a_tensor_that_there_is_no_memory_for_is_refused(scarce):
+    (found,) = found_by_ranks(scarce, "exhausted")
+    assert found["told"].startswith("InvalidState: no shared memory for 1048576 bytes")
+    assert "No space left on device" in found["told"]
+    assert found["intact"]
+    assert 10 < found["got"] < 24, "all of it, and not more"
+
+
+# -- given back ----------------------------------------------------------------------------
+
+
+def shared_bytes():
+    """Tell how much memory stands behind the regions that this process holds."""
+    blocks = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            if "memfd:phalanx" in os.readlink(descriptor):
+                blocks.append(os.stat(descriptor).st_blocks)
+        except FileNotFoundError:
+            continue
+    return 512 * sum(blocks)
+
+
+def give_memory_back(ctx):
+    before = regions()
+    group = ctx.group("shm", timeout=LONG)
+    empty = shared_bytes()
+    tensor = group.allocate((8 * MIB,))
+    assert shared_bytes() == empty + 32 * MIB
+    view = tensor[MIB:].view(7, MIB)
+    del tensor
+    gc.collect()
+    assert shared_bytes() == empty + 32 * MIB, "a view keeps it"
+    view.fill_(3)
+    group.shutdown()
+    del group
+    ctx.leave_open()
+    gc.collect()
+    assert view.unique().tolist() == [3.0], "it outlives its group"
+    del view
+    assert settled(before), "a region is left over"
+
+
+def test_memory_goes_back_to_the_machine_when_the_last_view_dies(ranks):
+    ranks.run(give_memory_back, 1)
+
+
+def allocate_on_threads(ctx):
+    """Make and drop tensors of one group on several threads: no two may share any memory."""
+    group = ctx.group("shm", timeout=LONG)
+    taken, clashes = set(), []
+
+    def work(seed):
+        chance = random.Random(seed)
+        kept = []
+        for _ in range(3_000):
+            tensor = group.allocate((chance.choice([10, 2_000]),))
+            pages = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, 4096)
+            clashes.extend(taken.intersection(pages))
+            taken.update(pages)
+            kept.append((tensor, pages))
+            if len(kept) > 5:
+                tensor, pages = kept.pop(chance.randrange(len(kept)))
+                taken.difference_update(pages)
+        for _, pages in kept:
+            taken.difference_update(pages)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not clashes
+    gc.collect()
+    slab = group._engine._slab
+    slab.allocate((1,), torch.uint8)
+    assert len(slab._free) == 1, "all pieces are one again"
+
+
+def test_several_threads_may_allocate_at_once(ranks):
+    ranks.run(allocate_on_threads, 1)
+
+
+def fill_the_slab(ctx):
+    """Take all of a slab's addresses, which are more than its memory."""
+    group = ctx.group("shm", timeout=LONG)
+    slab = group._engine._slab
+    slab._free = [(0, 4 * MIB)]
+    kept = [group.allocate((MIB,), torch.uint8) for _ in range(4)]
+    with pytest.raises(InvalidState, match=r"no room for 4096 bytes.*free some tensors"):
+        group.allocate((1,))
+    del kept[1]
+    again = group.allocate((MIB // 4,)).fill_(1)
+    assert again.data_ptr() == kept[0].data_ptr() + MIB
+
+
+def test_a_full_slab_is_explained_and_used_again(ranks):
+    ranks.run(fill_the_slab, 1)

@@ -15,7 +15,7 @@ def test_it_prints_coordinates_groups_and_hosts(phalanx):
     assert done.returncode == 0
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "dp=8 × pp=16 × tp=8: 1024 ranks, 8 to a host",  # noqa: RUF001
+        "dp=8 × pp=16 × tp=8: 1024 ranks, hosts of 8",  # noqa: RUF001
         "rank 513 is at dp=4, pp=0, tp=1, on host 64",
         "",
         "axis  size  stride  crosses hosts  at  group of rank 513",

@@ -78,14 +78,14 @@ class _Mesh:
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
         position = self.start + self.layout.rank_of(coordinate)
-        return position if self.rank_map is None else int(self.rank_map[position])
+        return position if self.rank_map is None else self.rank_map[position]
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
         if self.rank_map is None:
             return self.layout.coordinate_of(rank - self.start)
-        positions = (place for place, each in enumerate(self.rank_map) if int(each) == rank)
-        position = next(positions, None)
-        return None if position is None else self.layout.coordinate_of(position - self.start)
+        if rank not in self.rank_map:
+            return None
+        return self.layout.coordinate_of(self.rank_map.index(rank) - self.start)
 
 
 def look(
@@ -144,7 +144,7 @@ def _title(mesh: _Mesh, *, named: bool) -> str:
     shape = " × ".join(parts)  # noqa: RUF001 - the sign for it
     count = mesh.layout.numel()
     ranks = f"{count} {'rank' if count == 1 else 'ranks'}"
-    hosts = "" if mesh.ranks_per_host is None else f", {mesh.ranks_per_host} to a host"
+    hosts = "" if mesh.ranks_per_host is None else f", hosts of {mesh.ranks_per_host}"
     return f"{shape}: {ranks}{hosts}" if len(parts) > 1 or named else f"{ranks}{hosts}"
 
 

@@ -1,10 +1,11 @@
-"""The command line: `phalanx run` and `phalanx doctor`."""
+"""The command line: `phalanx run`, `phalanx doctor` and `phalanx mesh`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -25,6 +26,13 @@ Examples:
   phalanx run -n 8 --nnodes 2 --rdzv-endpoint host0:29400 train.py
 """
 
+_MESH_EXAMPLES = """\b
+Examples:
+  phalanx mesh 8x16x8 --names dp,pp,tp --rank 513
+  phalanx mesh 8x16x8 --names dp,pp,tp --rank 513 --hosts 128
+  phalanx mesh 2x4 --hosts 2 --draw --svg mesh.svg
+"""
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="phalanx", message="phalanx %(version)s")
@@ -34,6 +42,7 @@ def main() -> None:
     \b
     phalanx run -n 4 train.py       start four ranks of a script
     phalanx doctor                  check this machine and measure it
+    phalanx mesh 8x16x8 --rank 513  show where a rank of a mesh is, and its groups
     """
 
 
@@ -184,3 +193,43 @@ def doctor(*, as_json: bool) -> None:
     examination = examine()
     click.echo(render_json(examination) if as_json else render(examination), color=_colour())
     click.get_current_context().exit(0 if examination.ok else 1)
+
+
+# A shape with a minus is no option, but a mistake that deserves a better answer.
+@main.command(epilog=_MESH_EXAMPLES, context_settings={"ignore_unknown_options": True})
+@click.option("--names", metavar="NAME,...", help="A name for each axis.")
+@click.option("--rank", type=int, metavar="RANK", help="Show where this rank is, and its groups.")
+@click.option("--hosts", type=int, metavar="N", help="How many hosts share the ranks evenly.")
+@click.option("--draw", is_flag=True, help="Draw the mesh, too.")
+@click.option(
+    "--svg",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE",
+    help="Write a picture of the mesh to a file.",
+)
+@click.argument("shape")
+def mesh(
+    *,
+    shape: str,
+    names: str | None,
+    rank: int | None,
+    hosts: int | None,
+    draw: bool,
+    svg: str | None,
+) -> None:
+    """Show the mesh of a SHAPE such as 8x16x8, without starting anything.
+
+    The last axis runs fastest: its groups are of consecutive ranks. Hosts hold consecutive ranks,
+    so the last axes are those that can stay on one host.
+    """
+    # Not needed to start ranks, so not loaded for it.
+    from ..mesh._plan import plan
+
+    with _errors_as_usage():
+        planned = plan(shape, names=names, rank=rank, hosts=hosts)
+    click.echo(planned.text(picture=draw))
+    if svg is not None:
+        try:
+            Path(svg).write_text(planned.svg(), encoding="utf-8")
+        except OSError as error:
+            raise click.FileError(svg, error.strerror or str(error)) from error

@@ -1,0 +1,48 @@
+"""Device meshes: ranks with coordinates, and groups along their axes when they are used.
+
+The names and meanings of ``torch.distributed.device_mesh``, and beyond them: a mesh is a layout to
+compute with, a group is made on first use by its members only, and meshes stand on any group.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ._errors import InvalidMesh, NotInMesh, UnknownAxis
+from .layout import FlatLayout, MeshLayout, _FlatLayout, _MeshLayout
+
+if TYPE_CHECKING:
+    from ._current_mesh import _mesh_resources, _MeshEnv
+    from ._device_mesh import DeviceMesh
+    from ._make import init_device_mesh
+
+__all__ = [
+    "DeviceMesh",
+    "FlatLayout",
+    "InvalidMesh",
+    "MeshLayout",
+    "NotInMesh",
+    "UnknownAxis",
+    "_FlatLayout",
+    "_MeshEnv",
+    "_MeshLayout",
+    "_mesh_resources",
+    "init_device_mesh",
+]
+
+# What needs torch is imported when it is asked for: planning a mesh does without.
+_LATER = {
+    "DeviceMesh": "_device_mesh",
+    "_MeshEnv": "_current_mesh",
+    "_mesh_resources": "_current_mesh",
+    "init_device_mesh": "_make",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value

@@ -1,0 +1,210 @@
+"""Meshes out of meshes: slices, flattened and unflattened axes, several in one.
+
+All of it is arithmetic with layouts: no groups, and no cost that depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import InvalidState, InvalidType
+from ._axis_options import AxisOptions, Override, Overrides, for_axes, for_one_axis
+from ._checks import check_names
+from ._errors import InvalidMesh, UnknownAxis
+from .layout import FlatLayout, MeshLayout
+
+if TYPE_CHECKING:
+    from ._device_mesh import DeviceMesh
+
+__all__ = ["concatenate", "find_axis", "flatten", "slice_layout", "slice_mesh", "unflatten"]
+
+Axis = tuple[FlatLayout, AxisOptions]
+
+
+def find_axis(mesh: DeviceMesh, axis: int | str, *, what: str = "axis") -> int:
+    """Return the number of an axis that is given by name or number."""
+    names = mesh.mesh_dim_names
+    if isinstance(axis, str):
+        if names is not None and axis in names:
+            return names.index(axis)
+        allowed = f"it has {_listed(names)}" if names else "its axes have no names"
+        raise UnknownAxis(f"{mesh} has no {what} {axis!r}: {allowed}")
+    if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
+        return axis % mesh.ndim
+    raise UnknownAxis(f"{mesh} has no {what} {axis!r}: {_numbers(mesh.ndim)}, or a name")
+
+
+def slice_mesh(mesh: DeviceMesh, wanted: str | Sequence[str]) -> DeviceMesh:
+    """Return a mesh of some axes, in the order of the mesh."""
+    names = (wanted,) if isinstance(wanted, str) else wanted
+    if mesh.mesh_dim_names and names == mesh.mesh_dim_names:
+        return mesh
+    axes = _sliced(mesh, names)
+    return mesh._derive(_layout_of(axes), tuple(names), tuple([options for _, options in axes]))
+
+
+def slice_layout(mesh: DeviceMesh, wanted: Sequence[str]) -> MeshLayout:
+    """Return the layout that a slice has."""
+    return _layout_of(_sliced(mesh, wanted))
+
+
+def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> DeviceMesh:
+    """Return a mesh of one axis with the ranks of all."""
+    names, family = mesh.mesh_dim_names, mesh._family
+    if not names:
+        raise InvalidState(f"{mesh} cannot be flattened: its axes have no names")
+    name = name or "_".join(names)
+    if (name,) == names:
+        return mesh
+    _check_free_name(mesh, name)
+    layout, options = mesh._layout.flatten(), (for_one_axis(override),)
+    known = family.flattened.get(name)
+    if known is None:
+        known = family.flattened.setdefault(name, mesh._derive(layout, (name,), options))
+        family.note_axes((name,), layout)
+    if known._layout != layout or (override is not None and known._options != options):
+        raise InvalidMesh(
+            f"{name!r} is the name of a flattened axis with other ranks or options, {known}: "
+            "choose another one"
+        )
+    return known
+
+
+def unflatten(
+    mesh: DeviceMesh,
+    dim: int | str,
+    sizes: Sequence[int],
+    names: Sequence[str],
+    overrides: Overrides | None,
+) -> DeviceMesh:
+    """Return a mesh with several axes in place of one."""
+    axis, parts = _parts(mesh, dim, sizes, names)
+    given = for_axes(overrides, len(parts), names)
+    own = mesh.mesh_dim_names or ()
+    all_names = (*own[:axis], *names, *own[axis + 1 :])
+    check_names(all_names, len(all_names))
+    options = (*mesh._options[:axis], *given, *mesh._options[axis + 1 :])
+    mesh._family.note_axes(names, parts)
+    return mesh._derive(mesh._layout.splice(axis, axis + 1, parts), all_names, options)
+
+
+def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return a mesh with the axes of several."""
+    axes, names = _joined(meshes)
+    check_names(names, len(names))
+    options = tuple([options for _, options in axes])
+    return meshes[0]._derive(_layout_of(axes), names, options)
+
+
+def _sliced(mesh: DeviceMesh, wanted: Sequence[str]) -> list[Axis]:
+    """Return some axes of a mesh, in its order; the root's may be flattened ones."""
+    names = mesh.mesh_dim_names
+    if not names:
+        raise InvalidState(f"{mesh} cannot be sliced: its axes have no names")
+    try:
+        wanted = tuple(wanted)
+    except TypeError:
+        raise InvalidType(f"a mesh is sliced by the names of axes, not by {wanted!r}") from None
+    own = dict(zip(names, zip(mesh._layout, mesh._options, strict=True), strict=True))
+    flattened = mesh._family.flattened if mesh is mesh._family.root else {}
+    known = own | {name: (flat._layout[0], flat._options[0]) for name, flat in flattened.items()}
+    for name in wanted:
+        if name not in known:
+            raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_listed(known)}")
+    axes = [known[name] for name in wanted]
+    _check_order(mesh, wanted, _layout_of(axes))
+    return axes
+
+
+def _check_order(mesh: DeviceMesh, wanted: Sequence[str], layout: MeshLayout) -> None:
+    twice = [name for name in wanted if wanted.count(name) > 1]
+    if twice:
+        raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axis {twice[0]!r} more than once")
+    if not layout.check_sorted():
+        raise UnknownAxis(
+            f"slice {tuple(wanted)} of {mesh} is not in the order of its axes, which is "
+            f"{_listed(mesh.mesh_dim_names or ())}: concatenate() takes any order"
+        )
+    if not layout.check_orthogonal():
+        raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axes that overlap")
+
+
+def _check_free_name(mesh: DeviceMesh, name: str) -> None:
+    """Refuse a name for a flattened axis that an axis of the mesh or of its root has."""
+    root = mesh.get_root_mesh()
+    for owner in (root, mesh):
+        if name in (owner.mesh_dim_names or ()):
+            taken = {
+                *(root.mesh_dim_names or ()),
+                *(mesh.mesh_dim_names or ()),
+                *root._family.flattened,
+            }
+            raise InvalidMesh(
+                f"{name!r} is an axis of {owner} already: choose a name that is not one of "
+                f"{_listed(sorted(taken))}"
+            )
+
+
+def _parts(
+    mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: Sequence[str]
+) -> tuple[int, MeshLayout]:
+    """Return which axis becomes several, and these."""
+    axis = find_axis(mesh, dim)
+    own = mesh.mesh_dim_names
+    if own is None:
+        raise InvalidType(f"{mesh} cannot be unflattened: its axes have no names")
+    if len(sizes) != len(names):
+        raise InvalidMesh(
+            f"axis {own[axis]!r} is to become {len(sizes)} axes {tuple(sizes)} with {len(names)} "
+            f"names {tuple(names)}: give one name for each"
+        )
+    size = mesh._layout[axis].numel()
+    if math.prod(sizes) != size:
+        raise InvalidMesh(
+            f"axis {own[axis]!r} has size {size}, which is not the product of {tuple(sizes)}"
+        )
+    return axis, mesh._layout[axis].composition(MeshLayout.from_sizes_strides(tuple(sizes)))
+
+
+def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
+    """Return the axes of several meshes of one root, and their names."""
+    if not meshes:
+        raise UnknownAxis("there is nothing to concatenate: give at least one mesh")
+    axes: list[Axis] = []
+    names: list[str] = []
+    first = meshes[0]
+    for mesh in meshes:
+        if not mesh._family.is_like(first._family):
+            raise InvalidMesh(
+                f"{mesh} and {first} come from different meshes, {mesh.get_root_mesh()} and "
+                f"{first.get_root_mesh()}: only slices of one can be concatenated"
+            )
+        if mesh.mesh_dim_names is None:
+            raise InvalidType(f"{mesh} cannot be concatenated: its axes have no names")
+        for name, axis in zip(
+            mesh.mesh_dim_names, zip(mesh._layout, mesh._options, strict=True), strict=True
+        ):
+            if not _layout_of([*axes, axis]).check_orthogonal():
+                raise InvalidMesh(
+                    f"axis {name!r} overlaps with {_listed(names)}, so they cannot be concatenated"
+                )
+            names.append(name)
+            axes.append(axis)
+    return axes, tuple(names)
+
+
+def _layout_of(axes: Sequence[Axis]) -> MeshLayout:
+    """Return the layout that some axes make."""
+    return MeshLayout([layout for layout, _ in axes])
+
+
+def _listed(names: Sequence[str] | dict[str, Axis] | None) -> str:
+    return ", ".join(map(repr, names or ())) or "none"
+
+
+def _numbers(ndim: int) -> str:
+    return (
+        f"axes are 0 to {ndim - 1}" if ndim > 1 else f"it has {ndim} axis" + ("" if ndim else "es")
+    )

@@ -1,0 +1,358 @@
+"""The mesh itself: ranks with coordinates, and a group along every axis when it is used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import InvalidType
+from . import _derive as derive
+from ._axis_options import AxisOptions, Override, Overrides, for_axes
+from ._bases import Base, base_of, find_base
+from ._checks import check_device_type, check_names, check_ranks, read_ranks
+from ._current_mesh import _mesh_resources
+from ._errors import InvalidMesh
+from ._family import Family, found
+from .layout import MeshLayout
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+
+__all__ = ["DeviceMesh"]
+
+
+class DeviceMesh:
+    """Ranks in an array of one or more axes, as layouts that cost the same for any number of them.
+
+    `mesh` is an array of ranks of `group`. Axes are numbered, and have names if `mesh_dim_names`
+    gives them. See `init_device_mesh` for the other arguments, and to make one by shape.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+        backend_override: Overrides | None = None,
+        group: dist.ProcessGroup | None = None,
+        _init_backend: bool = True,
+        _rank: int | None = None,
+    ) -> None:
+        if mesh is None:
+            raise InvalidType("mesh is missing: give an array of ranks, or use init_device_mesh")
+        sizes, ranks = read_ranks(mesh)
+        names = check_names(mesh_dim_names or None, len(sizes))
+        check_device_type(device_type)
+        options = for_axes(backend_override, len(sizes), names)
+        base: Base | None = None
+        if group is not None or _init_backend:
+            base = find_base(device_type) if group is None else base_of(group)
+        check_ranks(ranks, size=None if base is None else base.size)
+        found(
+            self,
+            Family(device_type, ranks, base=base, rank=_rank),
+            MeshLayout.from_sizes_strides(sizes),
+            names,
+            options,
+        )
+
+    def _become(
+        self,
+        family: Family,
+        layout: MeshLayout,
+        names: tuple[str, ...] | None,
+        options: tuple[AxisOptions, ...],
+    ) -> None:
+        self._family = family
+        self._layout = layout
+        self._names = names
+        self._options = options
+        self._groups: dict[int | str | None, dist.ProcessGroup] = {}
+        self._tensor: torch.Tensor | None = None
+        self._hash: int | None = None
+
+    def _derive(
+        self, layout: MeshLayout, names: tuple[str, ...], options: tuple[AxisOptions, ...]
+    ) -> DeviceMesh:
+        """Return another mesh of the same family."""
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh._become(self._family, layout, names, options)
+        return mesh
+
+    # -- what it is ------------------------------------------------------------------------
+
+    @property
+    def device_type(self) -> str:
+        """Tell the type of the ranks' devices."""
+        return self._family.device_type
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...] | None:
+        """Tell the names of the axes, if they have any."""
+        return self._names
+
+    @property
+    def ndim(self) -> int:
+        """Tell how many axes there are."""
+        return len(self._layout)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Tell the size of every axis."""
+        return self._layout.top_level_sizes
+
+    @property
+    def layout(self) -> MeshLayout:
+        """Tell where its ranks are among those of the root mesh."""
+        return self._layout
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Tell the group whose ranks the mesh is made of."""
+        base = self._family.base
+        return None if base is None else base.group
+
+    def size(self, mesh_dim: int | str | None = None) -> int:
+        """Return the number of ranks, or the size of one axis."""
+        if mesh_dim is None:
+            return self._layout.numel()
+        return self._layout[derive.find_axis(self, mesh_dim)].numel()
+
+    @property
+    def mesh(self) -> torch.Tensor:
+        """The ranks, as an array of the mesh's shape; made when it is first asked for.
+
+        That of a slice holds the ranks that share this rank's place on the other axes.
+        """
+        if self._tensor is None:
+            with _disable_current_modes():
+                self._tensor = self._family.tensor(self._layout)
+        return self._tensor
+
+    def get_rank(self) -> int:
+        """Return this rank, in the group that the mesh is made on."""
+        return self._family.rank
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Return this rank's place on every axis, or None if it is not in the mesh."""
+        position = self._family.position
+        return None if position is None else self._layout.locate(position)[1]
+
+    def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
+        """Return this rank's place on one axis."""
+        flattened = self._family.flattened.get(mesh_dim) if isinstance(mesh_dim, str) else None
+        if flattened is not None and mesh_dim not in (self._names or ()):
+            return flattened.get_local_rank()
+        axis = self._only_axis("get_local_rank") if mesh_dim is None else mesh_dim
+        number = derive.find_axis(self, axis)
+        position = self._family.require_position("it has no place on its axes")
+        return self._layout.locate(position)[1][number]
+
+    def _only_axis(self, method: str) -> int:
+        if self.ndim != 1:
+            raise InvalidMesh(f"{self} has {self.ndim} axes: tell {method} which one is meant")
+        return 0
+
+    def __repr__(self) -> str:
+        names = self._names or (None,) * self.ndim
+        axes = ", ".join(
+            f"{size}" if name is None else f"{name}={size}"
+            for name, size in zip(names, self.shape, strict=True)
+        )
+        place = self.get_coordinate()
+        told = "not in it" if place is None else f"at {place}"
+        size = self.size()
+        of = f"{size} rank{'s' if size > 1 else ''}"
+        return f"DeviceMesh(({axes}), {self.device_type!r}, {of}, rank {self.get_rank()} {told})"
+
+    # -- groups ----------------------------------------------------------------------------
+
+    def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
+        """Return this rank's group along an axis; the first call makes it, with its other members.
+
+        Nobody else takes part. Meshes whose axes have the same ranks and options share a group.
+        """
+        try:
+            return self._groups[mesh_dim]
+        except (KeyError, TypeError):
+            return self._find_group(mesh_dim)
+
+    def _find_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
+        flattened = self._family.flattened.get(mesh_dim) if isinstance(mesh_dim, str) else None
+        if flattened is not None and mesh_dim not in (self._names or ()):
+            group = flattened.get_group()
+        else:
+            axis = self._only_axis("get_group") if mesh_dim is None else mesh_dim
+            number = derive.find_axis(self, axis)
+            name = self._names[number] if self._names else str(number)
+            group = self._family.make_group(self._layout[number], name, self._options[number])
+        self._groups[mesh_dim] = group
+        return group
+
+    def get_all_groups(self) -> list[dist.ProcessGroup]:
+        """Return this rank's groups along all axes."""
+        return [self.get_group(axis) for axis in range(self.ndim)]
+
+    def shutdown(self) -> None:
+        """End this rank's part in all groups that were made for meshes on the same group.
+
+        The group itself goes on, and so do groups that meshes were made of.
+        """
+        self._family.groups.shutdown()
+
+    @staticmethod
+    def from_group(
+        group: dist.ProcessGroup | list[dist.ProcessGroup],
+        device_type: str,
+        mesh: Any = None,
+        *,
+        mesh_dim_names: tuple[str, ...] | None = None,
+    ) -> DeviceMesh:
+        """Make a mesh whose axes have groups that are there already: one each.
+
+        Several groups need names and an array of global ranks, which one group needs not.
+        """
+        from ._make import from_groups
+
+        return from_groups(group, device_type, mesh, names=mesh_dim_names)
+
+    # -- meshes out of this one ------------------------------------------------------------
+
+    def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
+        return derive.slice_mesh(self, mesh_dim_names)
+
+    def flatten(
+        self, mesh_dim_name: str | None = None, backend_override: Override | None = None
+    ) -> DeviceMesh:
+        """Return a mesh of one axis with the ranks of all; the root knows it by its name.
+
+        The name is by default that of all axes, with underscores between them.
+        """
+        return derive.flatten(self, mesh_dim_name, backend_override)
+
+    def unflatten(
+        self,
+        dim: int | str,
+        mesh_sizes: tuple[int, ...],
+        mesh_dim_names: tuple[str, ...],
+        backend_override: Overrides | None = None,
+    ) -> DeviceMesh:
+        """Return a mesh with several axes in place of one; the last of them runs fastest."""
+        return derive.unflatten(self, dim, mesh_sizes, mesh_dim_names, backend_override)
+
+    @staticmethod
+    def concatenate(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
+        """Return a mesh with the axes of several meshes of one root, in this order."""
+        return derive.concatenate(device_mesh_list)
+
+    def get_root_mesh(self) -> DeviceMesh:
+        """Return the mesh that this one was derived from: itself if from none."""
+        return self._family.root
+
+    def get_root_mesh_dim(self) -> int | None:
+        """Return which axis of the root mesh the only axis of this one is."""
+        if self._names is None:
+            return None
+        self._only_axis("get_root_mesh_dim")
+        return derive.find_axis(self._family.root, self._names[0])
+
+    def get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
+        """Return the number of the axis of that name."""
+        return derive.find_axis(self, str(mesh_dim_name))
+
+    def get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> MeshLayout:
+        """Return the layout that a slice by these names has."""
+        return derive.slice_layout(self, mesh_dim_names)
+
+    def get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
+        """Return the meshes along one axis, for all ranks of the root: one for each group."""
+        from ._make import lines
+
+        return lines(self, self.get_mesh_dim_by_name(mesh_dim_name))
+
+    # -- as an object ----------------------------------------------------------------------
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return (
+            self._layout == other._layout
+            and self._names == other._names
+            and self._family.is_like(other._family)
+        )
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            family = self._family
+            self._hash = hash((self._layout, self._names, family.device_type, family.ranks))
+        return self._hash
+
+    def __enter__(self) -> DeviceMesh:
+        _mesh_resources.mesh_stack.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _mesh_resources.mesh_stack.pop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        from ._make import pickled
+
+        return pickled(self)
+
+    def draw(self, *, ranks_per_host: int | None = None, svg: bool = False) -> str:
+        """Return a picture of axes, hosts and this rank: as text, or as SVG."""
+        from . import _draw  # pictures are rarely wanted
+
+        family = self._family
+        start = 0 if family.position is None else self._layout.locate(family.position)[0]
+        return (_draw.svg if svg else _draw.text)(
+            self._layout,
+            names=self._names,
+            rank=None if family.position is None else family.rank,
+            ranks_per_host=ranks_per_host,
+            start=start,
+            rank_map=family.ranks,
+        )
+
+    def _repr_html_(self) -> str:
+        return self.draw(svg=True)
+
+    def to_torch(self, *, as_default: bool = False) -> TorchMesh:
+        """Return torch's mesh of the same ranks with the same groups, for DTensor and FSDP2.
+
+        All ranks of the mesh call it, for it makes the groups of all axes. Meshes of one root
+        become meshes of one root. DTensor wants a default group: `as_default` makes the mesh's
+        group that where torch has none.
+        """
+        from ._torch_mesh import to_torch
+
+        return to_torch(self, as_default=as_default)
+
+    @staticmethod
+    def from_torch(mesh: TorchMesh) -> DeviceMesh:
+        """Return a mesh of the ranks of torch's mesh, with the groups that it has."""
+        from ._torch_mesh import from_torch
+
+        return from_torch(mesh)
+
+    _get_root_mesh = get_root_mesh
+    _get_root_mesh_dim = get_root_mesh_dim
+    _get_mesh_dim_by_name = get_mesh_dim_by_name
+    _get_slice_mesh_layout = get_slice_mesh_layout
+    _get_all_submeshes = get_all_submeshes
+    _flatten = flatten
+    _unflatten = unflatten
+    _concatenate = concatenate

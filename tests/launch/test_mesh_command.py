@@ -1,0 +1,96 @@
+"""The command `phalanx mesh`."""
+
+import resource
+import subprocess
+import sys
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from .conftest import clean_env
+
+
+def test_it_prints_coordinates_groups_and_hosts(phalanx):
+    done = phalanx("mesh", "8x16x8", "--names", "dp,pp,tp", "--rank", 513, "--hosts", 128)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "dp=8 × pp=16 × tp=8: 1024 ranks, hosts of 8",  # noqa: RUF001
+        "rank 513 is at dp=4, pp=0, tp=1, on host 64",
+        "",
+        "axis  size  stride  crosses hosts  at  group of rank 513",
+        "dp    8     128     yes            4   1,129,257,385,513,641,769,897 on 8 hosts",
+        "pp    16    8       yes            0   513,521,529,…,633 on 16 hosts",
+        "tp    8     1       no             1   512-519 on host 64",
+    ]
+
+
+def test_a_shape_is_enough(phalanx):
+    done = phalanx("mesh", "2x4")
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [
+        "2 × 4: 8 ranks",  # noqa: RUF001
+        "",
+        "axis    size  stride",
+        "axis 0  2     4",
+        "axis 1  4     1",
+    ]
+
+
+def test_it_draws_as_text_and_as_svg(phalanx, tmp_path):
+    done = phalanx("mesh", "2x4", "--rank", 5, "--hosts", 2, "--draw", "--svg", "mesh.svg")
+    assert done.returncode == 0
+    assert "axis 0=1   4  [5]  6   7   host 1" in done.stdout
+    picture = ET.parse(tmp_path / "mesh.svg").getroot()
+    assert picture.tag == "{http://www.w3.org/2000/svg}svg"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["foo"], ["'foo'", "8x16x8"]),
+        (["8x0"], ["size 0"]),
+        (["-8x2"], ["size -8"]),
+        (["2x3", "--names", "dp"], ["'dp'", "2 axes"]),
+        (["2x3", "--rank", "6"], ["rank 6", "0 to 5"]),
+        (["2x3", "--rank", "-1"], ["rank -1"]),
+        (["2x3", "--rank", "two"], ["'two'", "integer"]),
+        (["2x3", "--hosts", "4"], ["4 hosts", "such as 3"]),
+        (["2x3", "--svg", "no/such/place.svg"], ["no/such/place.svg"]),
+        (["2x3", "--svg", "."], ["directory"]),
+        (["2x3", "--bogus"], ["--bogus"]),
+        ([], ["SHAPE"]),
+    ],
+)
+def test_a_mistake_is_explained_without_a_traceback(phalanx, args, words):
+    done = phalanx("mesh", *args)
+    assert done.returncode in {1, 2}
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def test_it_answers_at_once_and_without_torch():
+    code = (
+        "import sys; from phalanx.launch.cli import main\n"
+        "main(['mesh', '64x64x64', '--rank', '70000', '--hosts', '64'], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+
+    def seconds():
+        # The processor's time, not the clock's: the machine may be busy with something else.
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-c", code], env=clean_env(), capture_output=True, check=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert min(seconds() for _ in range(3)) < 0.3
+
+
+def test_help_says_what_it_is_for(phalanx):
+    done = phalanx("mesh", "--help")
+    assert done.returncode == 0
+    for word in ["8x16x8", "--names", "--hosts", "--svg", "--draw"]:
+        assert word in done.stdout

@@ -1,0 +1,73 @@
+"""The page on meshes: its code runs, its values are right, and its pictures are current."""
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from phalanx.groups import process_group
+from phalanx.mesh._plan import plan
+from phalanx.testing import ThreadRanks
+
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "mesh.md").read_text()
+PICTURES = runpy.run_path(str(DOCS / "mesh/pictures.py"))["pictures"]()
+
+
+def blocks(language):
+    """Return the code of the page; torch's meshes need processes, and have their own tests."""
+    found = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
+    return [block for block in found if "to_torch" not in block]
+
+
+def read_along(context):
+    """Run the page and return each value that it shows, with what it shows."""
+    names, seen = {"print": lambda *_: None}, []
+    with process_group(context.group()):
+        for block in blocks("python"):
+            lines = block.splitlines()
+            for statement in ast.parse(block).body:
+                source = ast.get_source_segment(block, statement)
+                _, arrow, promised = lines[statement.end_lineno - 1].partition("# -> ")
+                if arrow:
+                    seen.append((source, repr(eval(source, names)), promised))  # noqa: S307
+                else:
+                    exec(source, names)  # noqa: S102 - our own document
+        drawn = names["mesh"].draw(ranks_per_host=8)
+        names["mesh"].shutdown()
+    return seen, drawn
+
+
+@pytest.fixture(scope="module")
+def read():
+    return ThreadRanks(16).run(read_along)
+
+
+def test_every_value_on_the_page_is_what_rank_6_sees(read):
+    seen, _ = read[6]
+    assert len(seen) > 20
+    for source, value, promised in seen:
+        assert value == promised, source
+
+
+def test_the_page_shows_the_mesh_as_it_is_drawn(read):
+    _, drawn = read[6]
+    assert f"{drawn}\n" in blocks("text")
+
+
+def test_the_page_shows_the_plan_as_it_is_printed():
+    planned = plan("8x16x8", names="dp,pp,tp", rank=513, hosts=128).text()
+    [shown] = blocks("console")
+    assert shown.partition("\n")[2] == f"{planned}\n"
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_pictures_are_current(name):
+    current = (DOCS / "mesh" / name).read_text() == PICTURES[name]
+    assert current, "run python docs/mesh/pictures.py"
+
+
+def test_every_picture_is_on_the_page():
+    assert set(re.findall(r"\(mesh/(.*?\.svg)\)", TEXT)) == set(PICTURES)

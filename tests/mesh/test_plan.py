@@ -1,0 +1,101 @@
+"""Planning a mesh: what it says is what a count by hand says."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.errors import InvalidArgument
+from phalanx.mesh._plan import abbreviate, plan
+
+LAW = settings(max_examples=100, deadline=None)
+
+
+@st.composite
+def planned(draw):
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+    ranks = math.prod(sizes)
+    hosts = draw(st.sampled_from([count for count in range(1, ranks + 1) if ranks % count == 0]))
+    rank = draw(st.integers(0, ranks - 1))
+    return plan("x".join(map(str, sizes)), rank=rank, hosts=hosts), hosts
+
+
+@LAW
+@given(planned())
+def test_an_axis_crosses_hosts_if_any_of_its_groups_does(both):
+    mesh, hosts = both
+    ranks = mesh.layout.numel()
+    for number, axis in enumerate(mesh.axes):
+        groups = mesh.layout[number].global_ranks(ranks)
+        spans = [{rank // (ranks // hosts) for rank in group} for group in groups]
+        assert axis.crosses_hosts is any(len(span) > 1 for span in spans)
+
+
+@LAW
+@given(planned())
+def test_the_groups_of_the_rank_are_those_of_the_layout(both):
+    mesh, hosts = both
+    ranks = mesh.layout.numel()
+    assert tuple(axis.place for axis in mesh.axes) == mesh.layout.coordinate_of(mesh.rank)
+    lines = mesh.text().splitlines()[-len(mesh.axes) :]
+    for number, (axis, line) in enumerate(zip(mesh.axes, lines, strict=True)):
+        [group] = [g for g in mesh.layout[number].global_ranks(ranks) if mesh.rank in g]
+        assert list(axis.ranks) == group
+        spanned = {rank // (ranks // hosts) for rank in group}
+        where = f"host {min(spanned)}" if len(spanned) == 1 else f"{len(spanned)} hosts"
+        assert line.endswith(f"{abbreviate(group)} on {where}")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "short"),
+    [
+        (range(1), "0"),
+        (range(2), "0,1"),
+        (range(8), "0-7"),
+        (range(1, 64, 8), "1,9,17,25,33,41,49,57"),
+        (range(512, 640, 8), "512,520,528,…,632"),
+        ([5], "5"),
+    ],
+)
+def test_ranks_are_abbreviated(ranks, short):
+    assert abbreviate(ranks) == short
+
+
+@pytest.mark.parametrize("shape", ["2x3", "2X3", " 2 x 3 ", "2,3", "2×3"])  # noqa: RUF001
+def test_a_shape_is_written_in_several_ways(shape):
+    assert plan(shape).layout.top_level_sizes == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ("", {}, ["''", "as 8x16x8"]),
+        ("8x", {}, ["'8x'", "as 8x16x8"]),
+        ("8x1.5", {}, ["'8x1.5'"]),
+        ("9" * 5000, {}, ["as 8x16x8"]),
+        ("9999999999x9999999999", {}, ["give fewer"]),
+        ("2x0", {}, ["size 0", "1 rank or more"]),
+        ("2x-3", {}, ["size -3"]),
+        ("2x3", {"names": "dp"}, ["'dp'", "2 axes", "one name for each"]),
+        ("6", {"names": "dp,tp"}, ["1 axis:"]),
+        ("2x3", {"names": "dp,"}, ["empty"]),
+        ("2x3", {"names": "dp,dp"}, ["'dp' twice"]),
+        ("2x3", {"rank": 6}, ["rank 6", "from 0 to 5"]),
+        ("2x3", {"rank": -1}, ["rank -1", "from 0 to 5"]),
+        ("2x3", {"hosts": 4}, ["6 ranks", "4 hosts", "such as 3"]),
+        ("2x3", {"hosts": 0}, ["0 hosts", "1 or more"]),
+        ("2x3", {"hosts": 7}, ["such as 6"]),
+    ],
+)
+def test_a_mistake_is_named_with_what_to_do(shape, options, words):
+    with pytest.raises(InvalidArgument) as caught:
+        plan(shape, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_plan_of_very_many_ranks_costs_nothing():
+    text = plan("999999999x999999999", rank=7, hosts=3).text(picture=True)
+    assert "0-999999998 on host 0" in text
+    assert "on 3 hosts" in text

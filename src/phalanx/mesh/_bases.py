@@ -236,7 +236,7 @@ def _split(
             "not there: an axis of a 'fake' group is 'fake' too"
         )
     meeting = Meeting(own_connection(store), mine, len(members), lent_store=lent_store)
-    return create._build(backend, recipe, meeting, label, seats=list(ranks), global_ranks=members)
+    return create.build(backend, recipe, meeting, label, seats=list(ranks), global_ranks=members)
 
 
 def base_of(group: dist.ProcessGroup) -> Base:

@@ -149,9 +149,7 @@ class ShmTransfer(ShmWork):
 class ShmEngine:
     """One rank of a group in shared memory."""
 
-    def __init__(
-        self, engine: _engine.Engine, rank: int, size: int, driver: object = None
-    ) -> None:
+    def __init__(self, engine: _engine.Engine, rank: int, size: int, driver: object = None) -> None:
         self._engine = engine
         """In a forked child, what refuses instead of it."""
         self._rank = rank

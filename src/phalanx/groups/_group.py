@@ -22,7 +22,8 @@ from ._collective_base import SUM
 from ._collectives import Collectives
 from ._engine import ClosedEngine, Engine, RawWork, Traits, summing
 from ._failure import Failure
-from ._health import Health, Pending, is_about_connections
+from ._health import Health, is_about_connections
+from ._pending import Pending
 from ._record import Call, Record, Recorder, user_site
 from ._retired import guard, retire
 from ._watch import watch

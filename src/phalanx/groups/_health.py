@@ -16,12 +16,13 @@ from ..errors import GroupError, RankReport
 from ._board import Board
 from ._engine import EngineMismatch
 from ._failure import Failure, Kind
+from ._pending import Pending
 from ._record import Call, Recorder, describe_frame
 from ._roster import Roster
 from ._watch import INTERVAL
 from ._words import Side, first_line, ranks_text, runs
 
-__all__ = ["Health", "Pending", "is_about_connections", "mismatch"]
+__all__ = ["Health", "is_about_connections", "mismatch"]
 
 ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
@@ -39,44 +40,6 @@ Reports = dict[int, RankReport]
 
 # Here every rank passes the same shape, so a different one is the cause of the hang.
 _SYMMETRIC = frozenset({"allreduce", "broadcast", "reduce", "barrier", "allgather"})
-
-
-class Pending:
-    """What is known of a call that is being waited for; a `Work` is one."""
-
-    call: Call
-    timeout: float
-    """Seconds that the call may take."""
-    peer: int | None = None
-    """The one rank that a send or receive depends on; None where it is everybody."""
-
-    # Filled in once the call is overdue; most never are, so these cost an ordinary call nothing.
-    dead_since: float | None = None
-
-    @property
-    def deadline(self) -> float:
-        """When the call must have ended."""
-        return self.call.started + self.timeout
-
-    def is_completed(self) -> bool:
-        """Tell whether the call has ended, well or badly."""
-        raise NotImplementedError
-
-    def engine_is_done(self) -> bool:
-        """Tell whether the engine has let go of the call, whatever the group thinks of it."""
-        raise NotImplementedError
-
-    def attend_future(self) -> bool:
-        """End the future if the call cannot succeed any more, and tell whether it has ended."""
-        raise NotImplementedError
-
-    def settle(self) -> None:
-        """Wait until the call has ended."""
-        raise NotImplementedError
-
-    def revive(self) -> None:
-        """Forget that the group failed, for it goes on."""
-        raise NotImplementedError
 
 
 class Health:

@@ -18,7 +18,8 @@ from ..errors import GroupError, PeerLeft
 from . import _futures as futures
 from ._engine import CallSpoiled, RawWork
 from ._failure import Failure
-from ._health import Health, Pending
+from ._health import Health
+from ._pending import Pending
 from ._record import Call
 
 __all__ = ["Work"]

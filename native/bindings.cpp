@@ -139,9 +139,7 @@ NB_MODULE(_engine, module) {
            })
       .def("wait",
            [](Engine& engine, std::uint64_t ticket, double seconds) {
-             const Verdict verdict =
-                 unlocked([&] { return engine.wait(ticket, nanoseconds(seconds)); });
-             return static_cast<int>(verdict.outcome);
+             return told(unlocked([&] { return engine.wait(ticket, nanoseconds(seconds)); }));
            })
       .def("send",
            [](Engine& engine, int to, std::int64_t tag, Address data, std::size_t bytes) {

@@ -15,6 +15,10 @@ namespace {
 
 constexpr std::uint64_t kNap = 5'000'000;  // nanoseconds asleep between two looks at the peers' lives
 
+// How long a rank that gives up waits for one in the middle of a share: that takes milliseconds, and
+// one that is stopped there must not hold up the rest.
+constexpr std::uint64_t kPatience = 500'000'000;
+
 bool has_root(Kind kind) {
   return kind == Kind::reduce || kind == Kind::broadcast || kind == Kind::gather ||
          kind == Kind::scatter;
@@ -180,7 +184,10 @@ void Engine::abort() {
   const std::lock_guard lock(mutex_);
   failure_.outcome = Outcome::aborted;
   const std::uint64_t broken = mine_.broken.read();
-  if (broken % 2 == 0) mine_.broken.publish(broken + 1);
+  if (broken % 2 == 0) {
+    mine_.broken.publish(broken + 1);
+    wait_until_untouched();
+  }
   for (int rank = 0; rank < ranks_; ++rank) wake(region_.control(rank).bed);
 }
 
@@ -261,6 +268,14 @@ bool Engine::finish_next() {
     if (undone >= 0 && (request.kind == Kind::allreduce ||
                         (operation.helped && undone == request.root)))
       spoil(operation.sequence, Outcome::torn, undone);
+  }
+  if (operation.direct) {
+    // One that gave up before it died may have used its buffer for something else.
+    refresh_members(operation.sequence);
+    for (const int rank : members_)
+      if (is_forgotten(rank) && is_source(request, rank) &&
+          region_.control(rank).broken.read() % 2 != 0)
+        spoil(operation.sequence, Outcome::torn, rank);
   }
   ++finished_;
   queue_.pop_front();
@@ -347,11 +362,33 @@ bool Engine::anybody_gave_up() {
   for (const int rank : members_) {
     const Counter& broken = region_.control(rank).broken;
     const std::uint64_t now = broken.read();
-    if (now % 2 == 0 || is_forgotten(rank)) continue;
+    // Nobody is at the buffers of one who has left: all that it took part in has ended.
+    const bool left = region_.control(rank).left_at.read() != kNever;
+    if (now % 2 == 0 || is_forgotten(rank) || left) continue;
     watch_ = {&broken, now + 1, rank};
     return true;
   }
   return false;
+}
+
+// Whoever is about to touch others' buffers says so before it looks who has given up; whoever gives
+// up says so before it looks who touches. In one total order at least one sees the other.
+bool Engine::reach_for_others() {
+  mine_.touching.publish(mine_.touching.read() + 1);
+  if (!anybody_gave_up()) return true;
+  let_go_of_others();
+  return false;
+}
+
+void Engine::let_go_of_others() { mine_.touching.publish(mine_.touching.read() + 1); }
+
+void Engine::wait_until_untouched() {
+  const std::uint64_t until = now_ns() + kPatience;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    const Counter& touching = region_.control(rank).touching;
+    while (rank != rank_ && touching.read() % 2 != 0 && !has_ended(rank) && now_ns() < until)
+      yield_core();
+  }
 }
 
 bool Engine::is_member(int rank) const {

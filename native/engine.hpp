@@ -154,7 +154,11 @@ class Engine {
   bool is_member(int rank) const;
   bool is_forgotten(int rank) const { return (forgotten_ >> rank & 1) != 0; }
   bool anybody_gave_up();
+  bool reach_for_others();
+  void let_go_of_others();
+  void wait_until_untouched();
   void spoil(std::uint64_t sequence, Outcome outcome, int rank);
+  void share_in_place(Operation& operation, std::size_t longest);
   void broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);

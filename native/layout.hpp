@@ -81,7 +81,8 @@ struct alignas(kPage) Control {
   Counter worked;
   Counter finished;
 
-  Counter broken;   // odd while this rank has given up, and has its buffers to itself again
+  Counter broken;    // odd while this rank has given up, and has its buffers to itself again
+  Counter touching;  // odd while this rank reads or writes buffers of the others
   Counter present;  // the token, once this rank has mapped the region
   Bed bed;
 

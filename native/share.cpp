@@ -143,19 +143,21 @@ bool Engine::share(Operation& operation) {
     operation.windows = (longest + layout.sizes.window - 1) / layout.sizes.window;
     return run_windows(operation);
   }
-  if (anybody_gave_up()) return false;
+  if (!reach_for_others()) return false;
   operation.direct = true;
-  if (request.kind == Kind::broadcast) {
-    broadcast(operation, longest);
-    return true;
-  }
+  share_in_place(operation, longest);
+  let_go_of_others();
+  return true;
+}
+
+// Every input lies in the region: ranks read, and an all-reduce writes, where it is.
+void Engine::share_in_place(Operation& operation, std::size_t longest) {
+  const Request& request = operation.request;
+  if (request.kind == Kind::broadcast) return broadcast(operation, longest);
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };
-  if (request.kind != Kind::allreduce) {
-    Shares(*this, operation).run(place, 0, longest);
-    return true;
-  }
+  if (request.kind != Kind::allreduce) return Shares(*this, operation).run(place, 0, longest);
   // Each member reduces its slice over all buffers and stores the result into all of them.
   const std::size_t size = size_of(request.reduction.type);
   const auto part = static_cast<std::size_t>(
@@ -165,7 +167,6 @@ bool Engine::share(Operation& operation) {
   std::size_t count = 0;
   for (const int rank : members_) buffers[count++] = place(rank) + own.first * size;
   reduce_to_all(request.reduction, {buffers, count}, own.last - own.first);
-  return true;
 }
 
 // Every receiver copies from the root's buffer. The root, which would have nothing to do, takes the

@@ -55,7 +55,7 @@ class _Finder:
         """Have others find the module, and see to it that we hear when it is there."""
         if fullname != REGISTRY:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self)
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((each for each in found if each is not None), None)
         if spec is not None and spec.loader is not None:

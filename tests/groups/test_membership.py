@@ -1,5 +1,8 @@
 """Ranks that leave, and ranks that are lost and gone on without."""
 
+import atexit
+import os
+import threading
 import time
 from datetime import timedelta
 
@@ -185,6 +188,71 @@ def test_nothing_is_received_from_who_has_left(ranks):
     ranks.run(wait_for_who_has_left, 2)
 
 
+def receive_and_leave(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    if ctx.rank == 0:
+        group.leave()
+        return
+    with pytest.raises(PeerLeft):
+        group.recv(torch.zeros(2), 0).wait()
+    group.leave()  # which waits for nobody who is not there
+
+
+def test_who_waited_in_vain_may_leave(ranks):
+    ranks.run(receive_and_leave, 2)
+
+
+def exchange_lists(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if ctx.rank == 1:
+        group.leave()
+        return
+    got = [torch.full((2,), -7.0) for _ in range(3)]
+    group.alltoall(got, [torch.full((2,), float(ctx.rank))] * 3).wait()
+    assert [row[0].item() for row in got] == [0.0, -7.0, 2.0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lists_keep_what_the_absent_would_have_filled(crew, backend):
+    crew[backend].run(exchange_lists, 3, args=(backend,))
+
+
+def compare_calls_among_the_rest(ctx):
+    group = ctx.group("shm", timeout=LONG, checks=True)
+    if ctx.rank == 1:
+        group.leave()
+        return
+    tensor = torch.ones(2)
+    group.allreduce(tensor).wait()
+    assert tensor.tolist() == [2.0, 2.0]
+
+
+def test_the_absent_agree_with_everything(ranks):
+    ranks.run(compare_calls_among_the_rest, 3)
+
+
+def shut_down_while_leaving(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    if ctx.rank == 1:
+        ctx.store.wait(["shut down"])
+        return
+    group.barrier()  # for which the other never comes
+    closer = threading.Timer(0.2, group.abort)
+    closer.start()
+    started = time.monotonic()
+    with pytest.raises(GroupAborted):
+        group.leave()
+    assert time.monotonic() - started < 10
+    closer.join()
+    ctx.store.set("shut down", "")
+    with pytest.raises(GroupAborted, match="was aborted here"):
+        group.barrier()
+
+
+def test_a_group_may_be_closed_while_it_is_left(ranks):
+    ranks.run(shut_down_while_leaving, 2)
+
+
 def cannot_go_on(ctx):
     group = ctx.group("gloo")
     with pytest.raises(InvalidState, match="gloo cannot go on without a rank; .*split_group"):
@@ -278,6 +346,48 @@ def lose_two(ctx):
 def test_several_may_be_lost(ranks):
     strikes = [Fault("allreduce:before", kill(), rank=rank) for rank in (1, 3)]
     ranks.run(lose_two, 4, faults=strikes)
+
+
+def receive_after_a_death(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    if ctx.rank == 1:
+        group.barrier()  # where it is killed
+    tensor = torch.zeros(2)
+    received = group.recv(tensor, 2) if ctx.rank == 0 else None
+    with pytest.raises(PeerLost):
+        group.allreduce(torch.ones(1)).wait()
+    if received is not None:
+        with pytest.raises(PeerLost):
+            received.wait()
+    group.forget([1])
+    if received is None:
+        group.send(torch.ones(2), 0).wait()
+    else:
+        received.wait()
+        assert tensor.tolist() == [1.0, 1.0]
+    group.barrier().wait()
+
+
+def test_transfers_between_survivors_go_on(ranks):
+    strike = Fault("barrier:before", kill(), rank=1)
+    ranks.run(receive_after_a_death, 3, faults=[strike])
+
+
+def end_by_an_exception(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    tensor = group.allocate((50_000,)) if ctx.rank == 1 else torch.empty(50_000)
+    tensor.fill_(7.0 if ctx.rank == 1 else 0.0)
+    if ctx.rank == 1:
+        group.broadcast(tensor, root=1)
+        atexit._run_exitfuncs()  # as the interpreter does; `sys.exit` would be caught here
+        os._exit(3)
+    wait_for_death(group, 1)
+    group.broadcast(tensor, root=1).wait()
+    assert tensor.unique().tolist() == [7.0]
+
+
+def test_what_a_rank_leaves_behind_is_whole_even_if_it_exits_in_good_order(ranks):
+    ranks.run(end_by_an_exception, 3, expect_dead=[1])
 
 
 def forget_the_living(ctx):

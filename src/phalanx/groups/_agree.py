@@ -60,7 +60,7 @@ class _ComparedByCards:
     def check(self, call: Call, timeout: float, terms: tuple[Any, ...], *, uneven: bool) -> None:
         size = self._health.size
         card = _card(_say(call, terms, uneven=uneven), call)
-        cards = torch.empty(size * CARD_BYTES, dtype=torch.uint8)
+        cards = card.repeat(size)  # those who have left agree
         options = c10d.AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
         raw = self._engine._allgather_base(cards, card, options)

@@ -271,7 +271,8 @@ class CollectiveBase(dist.ProcessGroup):
         if self._traits.alltoall_lists:
             return self._engine.alltoall, (outputs, inputs, opts), None
         sizes = [tensor.numel() for tensor in outputs]
-        received = outputs[0].new_empty(sum(sizes))
+        # A copy, for what a rank that has left would have sent stays as it is.
+        received = torch.cat([tensor.detach().reshape(-1) for tensor in outputs])
 
         def hand_out() -> None:
             for output, part in zip(outputs, torch.split(received, sizes), strict=True):

@@ -22,7 +22,7 @@ from ._roster import Roster
 from ._watch import INTERVAL
 from ._words import Side, first_line, ranks_text, runs
 
-__all__ = ["Health", "is_about_connections", "mismatch"]
+__all__ = ["Health", "Reports", "is_about_connections", "mismatch"]
 
 ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
@@ -79,7 +79,11 @@ class Health:
         self._forgotten: set[int] = set()
         self._owner = threading.get_ident()
         self._pid = os.getpid()
-        self._failing = threading.Lock()  # over `failure`, which is set once, by whoever is first
+        # Over `failure`, which is set once, by whoever is first, and `_forgotten`.
+        self._failing = threading.Lock()
+        self._resume = _nothing
+        self.half_begun = ""
+        """A call that failed between two of its parts: ranks may have begun different ones."""
         self._futures: list[Pending] = []
         self._in_flight: dict[Call, Pending] = {}
 
@@ -139,14 +143,24 @@ class Health:
 
     def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
         """Make `failure` the group's, unless it has failed already; returns what holds."""
+        if self._is_over(failure):
+            return failure
         if self.failure is None and publish and self._board is not None and self._is_the_rank():
             failure = self._board.fail(failure)
         with self._failing:
+            if self._is_over(failure):
+                return failure
             first = self.failure is None
-            self.failure = self.failure or failure
+            self.failure = holds = self.failure or failure
         if first:
             self._wake()
-        return self.failure
+            if self._is_over(failure):  # the group went on before its calls were ended
+                self._resume()
+        return holds
+
+    def _is_over(self, failure: Failure) -> bool:
+        """Tell whether it is a death that the group has left behind, heard of late."""
+        return failure.kind == "lost" and set(failure.ranks) <= self._forgotten
 
     def error(
         self,
@@ -184,15 +198,24 @@ class Health:
             return set()
         return set(range(self.size)) - set(self._members())
 
-    def go_on(self, without: set[int]) -> None:
+    def go_on(self, without: set[int], forget: Callable[[int], None]) -> None:
         """Leave a failure behind that was the death of these ranks."""
-        self._forgotten |= without
-        if self._board is not None:
-            self._board.turn_page(runs(sorted(self._forgotten)))
         with self._failing:
+            self._forgotten |= without
+            if self._board is not None:
+                self._board.turn_page(runs(sorted(self._forgotten)))
             self.failure = None
-        for work in list(self._in_flight.values()):
-            work.revive()
+
+        def resume() -> None:
+            for rank in sorted(self._forgotten):
+                forget(rank)
+
+        self._resume = resume
+        resume()
+
+    def is_forgotten(self, rank: int) -> bool:
+        """Tell whether a rank was lost and is gone on without."""
+        return rank in self._forgotten
 
     def settle_all(self) -> None:
         """Wait for every collective under way."""
@@ -282,7 +305,7 @@ class Health:
     def _look_for_dead(self, pending: Pending, *, sure: bool = False) -> Failure | None:
         """Find ranks that died before they did their part; `sure` when the engine failed too."""
         assert self._board is not None
-        dead = self._needed(pending, self._dead() - set(self._board.left()))
+        dead = self._needed(pending, self.dead() - set(self._board.left()))
         if not dead:
             pending.dead_since = None
             return None
@@ -311,11 +334,12 @@ class Health:
         gone = gone - {self.rank} - self.absent()
         if pending.peer is not None:
             return sorted(gone & {pending.peer})
-        if pending.call.transfer and len(gone) < self.size - 1:
+        others = self.size - 1 - len(self.absent() - {self.rank})
+        if pending.call.transfer and len(gone) < others:
             return []  # a receive from anybody: one sender is enough
         return sorted(gone)
 
-    def _dead(self) -> set[int]:
+    def dead(self) -> set[int]:
         """List the other ranks that are provably dead."""
         return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
 
@@ -331,8 +355,8 @@ class Health:
 
     def _await_reports(self, board: Board, ring: int) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
-        mute |= {rank: RankReport(rank, "dead") for rank in self._dead()}
-        mute |= {rank: RankReport(rank, "left") for rank in self.absent() - self._dead()}
+        mute |= {rank: RankReport(rank, "dead") for rank in self.dead()}
+        mute |= {rank: RankReport(rank, "left") for rank in self.absent() - self.dead()}
         mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
         until = time.monotonic() + ANSWER_TIME
         while True:

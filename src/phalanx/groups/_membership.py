@@ -30,18 +30,19 @@ def leave(group: ProcessGroup) -> None:
     """End this rank's membership as soon as what it has begun is done."""
     engine = _changing(group, "leave")
     site = user_site()
-    with group._order:  # no call is begun after this
+    with group._order, group._state:  # no call is begun after this
         if group._closed or group._health.failure is not None:
             group._refuse("leave")
-        group._closed = f"was left at {site}"
+        group._closed, group._is_away = f"was left at {site}", True
     try:
         group._health.settle_all()
         if not engine.leave():
             raise InvalidState("leave: wait for this rank's sends and receives first")
     except BaseException:
-        group._closed = ""
+        with group._state:
+            if group._is_away:  # and not closed meanwhile
+                group._closed, group._is_away = "", False
         raise
-    group._is_away = True
 
 
 def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
@@ -50,7 +51,7 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     gone = {validate.rank("forget", rank, group._size, word="rank") for rank in ranks}
     if group._closed:
         group._refuse("forget")
-    alive = gone - set(engine.lost_ranks())
+    alive = gone - group._health.dead()
     if alive:
         raise InvalidArgument(
             f"forget: {ranks_text(sorted(alive))} {'is' if len(alive) == 1 else 'are'} alive; "
@@ -59,12 +60,15 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     failure = group._health.failure
     if failure is not None and failure.kind != "lost":
         group._refuse("forget")
+    if group._health.half_begun:
+        raise InvalidState(
+            f"forget: {group._health.half_begun} was half begun on some ranks and not on others; "
+            "go on with those who are left in a new group, of split_group"
+        )
     lost = set(failure.ranks if failure is not None else ()) - gone
     if lost:
         raise InvalidArgument(f"forget: {ranks_text(sorted(lost))} was lost, too; pass error.lost")
-    for rank in gone:
-        engine.forget(rank)
-    group._health.go_on(gone)
+    group._health.go_on(gone, engine.forget)
 
 
 def _changing(group: ProcessGroup, operation: str) -> Any:

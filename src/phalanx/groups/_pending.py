@@ -39,7 +39,3 @@ class Pending:
     def settle(self) -> None:
         """Wait until the call has ended."""
         raise NotImplementedError
-
-    def revive(self) -> None:
-        """Forget that the group failed, for it goes on."""
-        raise NotImplementedError

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupError, PeerLeft
+from ..errors import GroupError, PeerLeft, PeerLost
 from . import _futures as futures
 from ._engine import CallSpoiled, RawWork
 from ._failure import Failure
-from ._health import Health
+from ._health import Health, Reports
 from ._pending import Pending
 from ._record import Call
 
@@ -41,6 +41,7 @@ class Work(dist.Work, Pending):
     _finish: Callable[[], None] | None = None
     _settled = False
     _error: GroupError | None = None
+    _failure: Failure | None = None
     _future: Future[Any] | None = None
     _future_ended = False
 
@@ -84,7 +85,7 @@ class Work(dist.Work, Pending):
 
     def await_engine(self, timeout: timedelta = _NO_TIMEOUT) -> None:
         """Block until the engine is done, well; raise the reason if that cannot be."""
-        if self._error is not None:
+        if self._error is not None and not self._is_revived():
             raise self._error
         health, call = self._health, self.call
         if health.streams:
@@ -106,12 +107,16 @@ class Work(dist.Work, Pending):
     def await_part(self) -> None:
         """Block until a part of a call is done that is still being started."""
         self._health.begun(self.call, self)
-        self.await_engine()
+        try:
+            self.await_engine()
+        except GroupError:
+            self._health.half_begun = self.call.what
+            raise
         self._health.ended(self.call)
 
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
-        if self._settled or self._error is not None or self._health.failure is not None:
+        if self._settled or self.exception() or self._health.failure is not None:
             return True
         if not self._raw.is_completed():
             return False
@@ -125,10 +130,12 @@ class Work(dist.Work, Pending):
 
     def is_success(self) -> bool:
         """Tell whether the call has ended well."""
-        return self.is_completed() and self._error is None and self._settled
+        return self.is_completed() and self._settled and self._error is None
 
     def exception(self) -> GroupError | None:
         """Return what the call failed with, if it has."""
+        if self._error is not None and self._is_revived():
+            return None
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -166,10 +173,6 @@ class Work(dist.Work, Pending):
         """Wait until the call has ended."""
         self.wait()
 
-    def revive(self) -> None:
-        """Forget that the group failed, for it goes on."""
-        self._error = None
-
     # -- waiting ---------------------------------------------------------------------------
 
     def _limit(self, timeout: timedelta) -> float:
@@ -204,8 +207,11 @@ class Work(dist.Work, Pending):
 
     def _await_no_more(self, peer: int) -> None:
         """Take what a rank sent before it left, or say that nothing will come."""
-        if not self._is_done():
-            raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
+        if self._is_done():
+            return
+        if self._health.is_forgotten(peer):
+            raise self._spoil(CallSpoiled(PeerLost, peer, f"rank {peer} is dead"))
+        raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
     def _wait_a_turn(self, seconds: float) -> None:
         with suppress(RuntimeError):  # not yet, or failed: `_is_done` knows
@@ -237,9 +243,21 @@ class Work(dist.Work, Pending):
                 self._finish = None
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
-        failure = self._health.fail(failure)
-        self._error = self._health.error(failure, self, self.call)
-        raise self._error from cause
+        raise self._fail(failure) from cause
+
+    def _fail(self, failure: Failure, reports: Reports | None = None) -> GroupError:
+        """Fail the group, and this call with it; returns the error."""
+        self._failure = failure = self._health.fail(failure)
+        self._error = error = self._health.error(failure, self, self.call, reports)
+        return error
+
+    def _is_revived(self) -> bool:
+        """Tell whether the group has left behind what this call failed with, and forget it then."""
+        if self._failure is None or self._health.failure is self._failure:
+            return False
+        self._failure = self._error = None
+        self.timeout += time.monotonic() - self.call.started  # the time until now was for nothing
+        return True
 
     def _spoil(self, spoiled: CallSpoiled) -> GroupError:
         """End this call, and no other, with an error, which is returned."""
@@ -262,8 +280,7 @@ class Work(dist.Work, Pending):
             failure, reports = self._health.timed_out(self, after=timeout.total_seconds())
             raise self._health.error(failure, self, self.call, reports)
         failure, reports = self._health.timed_out(self, after=self.timeout)
-        self._error = self._health.error(self._health.fail(failure), self, self.call, reports)
-        raise self._error
+        raise self._fail(failure, reports)
 
     # -- futures: somebody waits where we have no hand in ----------------------------------
 
@@ -301,9 +318,7 @@ class Work(dist.Work, Pending):
 
     def _fail_future(self, failure: Failure) -> None:
         if not self._future_ended:
-            failure = self._health.fail(failure)
-            self._error = self._health.error(failure, self, self.call)
-            self._end_future(self._error)
+            self._end_future(self._fail(failure))
 
     def _end_future(self, error: GroupError) -> None:
         if self._claim_future():

@@ -240,7 +240,8 @@ class Slab:
                 "group.allocate, or give the machine (or container) more memory"
             ) from error
         buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(self._base + offset)
-        weakref.finalize(buffer, self._release, offset, length)
+        # Not at exit: peers may still be reading, and the kernel frees it all anyway.
+        weakref.finalize(buffer, self._release, offset, length).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
 
     def _take(self, length: int) -> int:

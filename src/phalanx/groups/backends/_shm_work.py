@@ -35,12 +35,13 @@ class ShmWork:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Do this rank's share and wait for the others'."""
-        outcome = self._owner._engine.wait(self._ticket, timeout.total_seconds() or _FOREVER)
-        if outcome == FINISHED:
+        seconds = timeout.total_seconds() or _FOREVER
+        verdict = self._owner._engine.wait(self._ticket, seconds)
+        if verdict[0] == FINISHED:
             return True
-        if outcome == PENDING:
+        if verdict[0] == PENDING:
             raise RuntimeError("not yet")
-        raise self._error()
+        raise _error(*verdict)
 
     def is_completed(self) -> bool:
         """Do what can be done now, and tell whether the call has ended."""
@@ -69,18 +70,6 @@ class ShmWork:
         else:
             self._future.set_result([])
 
-    def _error(self) -> RuntimeError:
-        outcome, first, second = self._owner._engine.test(self._ticket)
-        if outcome == MISMATCH:
-            return EngineMismatch(first, second)
-        if outcome == ROOTLESS:
-            return CallSpoiled(PeerLeft, first, f"its root, rank {first}, has left the group")
-        if outcome == TORN:
-            told = f"rank {first} died in the middle of it: what the tensors hold is undefined"
-            return CallSpoiled(PeerLost, first, told)
-        told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
-        return RuntimeError(f"connection lost: {told}")
-
 
 class ShmTransfer(ShmWork):
     """A send or receive under way."""
@@ -104,3 +93,15 @@ class ShmTransfer(ShmWork):
 
     def _source_rank(self) -> int:
         return self._owner._engine.test_transfer(self._ticket)[1]
+
+
+def _error(outcome: int, first: int, second: int) -> RuntimeError:
+    if outcome == MISMATCH:
+        return EngineMismatch(first, second)
+    if outcome == ROOTLESS:
+        return CallSpoiled(PeerLeft, first, f"its root, rank {first}, has left the group")
+    if outcome == TORN:
+        told = f"rank {first} died in the middle of it: what the tensors hold is undefined"
+        return CallSpoiled(PeerLost, first, told)
+    told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
+    return RuntimeError(f"connection lost: {told}")

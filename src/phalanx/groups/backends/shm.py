@@ -90,7 +90,9 @@ class ShmEngine:
     def leave(self) -> bool:
         """Take part in nothing more, unless something is under way; tells which."""
         self.drive()
-        return not self._transfers and self._engine.leave()
+        there = set(self.members())
+        waited_for = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
+        return not waited_for & there and self._engine.leave()
 
     def forget(self, rank: int) -> None:
         """Go on without a rank that is dead."""

@@ -1,0 +1,152 @@
+"""Our mesh in torch's own code: DTensor, tensor parallelism, FSDP2, and back."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from phalanx.groups import ProcessGroup
+from phalanx.mesh import DeviceMesh, init_device_mesh
+
+SECONDS = timedelta(seconds=20)
+
+
+def on_default_group(ctx, body):
+    dist.init_process_group(
+        "gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size, timeout=SECONDS
+    )
+    try:
+        body(ctx, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def on_our_group(ctx, body, backend):
+    """Run on a group of ours, which becomes torch's default group."""
+    group = ctx.group(backend)
+    # DTensor keeps what it has worked out for a mesh that looks the same: so no other looks so.
+    names = (f"dp of {backend}", f"tp of {backend}")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, group=group)
+    mesh.to_torch(as_default=True)
+    try:
+        assert dist.group.WORLD is group
+        body(ctx, mesh)
+        dist.barrier()
+    finally:
+        mesh.shutdown()
+        dist.destroy_process_group()
+
+
+def distributes(ctx, mesh):
+    theirs = mesh.to_torch()
+    assert theirs is mesh.to_torch()
+    assert [theirs.get_group(axis) for axis in (0, 1)] == mesh.get_all_groups()
+    assert theirs.get_coordinate() == mesh.get_coordinate()
+    matrix = torch.arange(16.0).reshape(4, 4)
+    spread = distribute_tensor(matrix, theirs, [Shard(0), Shard(1)])
+    row, column = mesh.get_coordinate()
+    assert torch.equal(spread.to_local(), matrix.chunk(2)[row].chunk(2, 1)[column])
+    rows = spread.redistribute(theirs, [Replicate(), Shard(0)])
+    assert torch.equal(rows.to_local(), matrix.chunk(2)[column])
+    whole = spread.redistribute(theirs, [Replicate(), Replicate()])
+    assert torch.equal(whole.to_local(), matrix)
+    assert torch.equal((spread @ whole).full_tensor(), matrix @ matrix)
+
+
+def trains_in_parallel(ctx, mesh):
+    data, model = mesh.mesh_dim_names
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
+    batch = torch.randn(4, 4)
+    expected = net(batch)
+    expected.square().mean().backward()
+    gradient = net[0].weight.grad.clone()
+    net.zero_grad()
+    parallelize_module(
+        net, mesh[model].to_torch(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
+    fully_shard(net, mesh=mesh[data].to_torch())
+    output = net(batch)
+    assert torch.allclose(output, expected, atol=1e-6)
+    output.square().mean().backward()
+    assert torch.allclose(net[0].weight.grad.full_tensor(), gradient, atol=1e-6)
+
+
+def comes_back(ctx, mesh):
+    theirs = mesh.to_torch()
+    _, model = mesh.mesh_dim_names
+    part = mesh[model].to_torch()
+    assert part._get_root_mesh() is theirs
+    for ours, torchs in ((mesh, theirs), (mesh[model], part)):
+        again = DeviceMesh.from_torch(torchs)
+        assert again == ours
+        assert again.get_all_groups() == ours.get_all_groups()
+        assert again.to_torch() == torchs
+    flat = mesh.flatten("both")
+    assert flat.to_torch().mesh.tolist() == [0, 1, 2, 3]
+    assert theirs.get_group("both") is mesh.get_group("both")
+    assert DeviceMesh.from_torch(theirs)["both"] == flat
+    unflat = mesh.unflatten(0, (1, 2), ("u", "v")).to_torch()
+    assert unflat.mesh_dim_names == ("u", "v", model)
+    assert unflat.get_group("v").size() == 2
+
+
+def takes_torchs_own(ctx, mesh):
+    theirs = torch_init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    ours = DeviceMesh.from_torch(theirs)
+    assert ours.shape == (2, 2)
+    for name in "ab":
+        group = theirs.get_group(name)
+        assert not isinstance(group, ProcessGroup)
+        assert ours.get_group(name) is ours[name].get_group() is group
+        assert DeviceMesh.from_torch(theirs[name]).get_group() is group
+    assert isinstance(mesh.get_group(1), ProcessGroup)  # the same ranks, but made by us
+    unnamed = DeviceMesh.from_torch(torch_init_device_mesh("cpu", (4, 1)))
+    assert unnamed.mesh_dim_names is None
+    assert unnamed.get_group(0) is dist.group.WORLD
+
+
+@pytest.mark.parametrize(
+    "body",
+    [distributes, trains_in_parallel, comes_back, takes_torchs_own],
+    ids=lambda b: b.__name__,
+)
+def test_on_torchs_default_group(ranks, body):
+    ranks.run(on_default_group, 4, args=(body,))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "body", [distributes, trains_in_parallel, comes_back], ids=lambda b: b.__name__
+)
+def test_on_a_group_of_ours(ranks, body, backend):
+    ranks.run(on_our_group, 4, args=(body, backend))
+
+
+def without_a_default(ctx):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), group=ctx.group("local"))
+    assert mesh.to_torch().mesh.tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(RuntimeError, match="as_default=True"):
+        mesh["tp"].to_torch()
+    half = ctx.closing(mesh.get_group("tp"))
+    part = init_device_mesh("cpu", (2,), group=half)
+    if ctx.rank > 1:
+        with pytest.raises(RuntimeError, match="all global ranks"):
+            part.to_torch(as_default=True)
+        assert part.to_torch().mesh.tolist() == [2, 3]
+    mesh.shutdown()
+
+
+def test_without_a_default_group_a_whole_mesh_converts(threads):
+    threads.run(without_a_default, 4)

@@ -1,12 +1,11 @@
 """Plain torch scripts over shared memory: ``dist.init_process_group("shm")`` and what follows."""
 
-import importlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx import _registration as registration
 from phalanx import native
 from phalanx.errors import (
     CollectiveTimeout,
@@ -45,6 +43,10 @@ def world(ctx, backend="shm", *, timeout=LONG, prefix="", **options):
     dist.init_process_group(backend, **place, **options)
     try:
         yield dist.group.WORLD
+        if backend == "gloo":
+            # Whoever destroys Gloo while a peer is at work makes that peer hang, barrier or not.
+            store.set(f"done {ctx.rank}", "")
+            store.wait([f"done {rank}" for rank in range(ctx.size)])
     finally:
         sys.excepthook = hook
         dist.destroy_process_group()
@@ -238,20 +240,20 @@ class Forked(nn.Module):
 
 
 def train(ctx, backend, flags):
-    generator = torch.Generator().manual_seed(5)
-    batches = torch.randn(3, 2, 8, 4, generator=generator)
-    # torch's own Gloo at times hangs when it is initialized once more; our group of it does not.
-    with world(ctx) if backend == "shm" else nullcontext(ctx.group(backend)) as group:
-        torch.manual_seed(ctx.rank)  # DDP begins with rank 0's
-        model = DistributedDataParallel(
-            Forked(), process_group=group, bucket_cap_mb=0.0001, **flags
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step, batch in enumerate(batches):
-            optimizer.zero_grad()
-            way = "right" if step == 1 and flags.get("find_unused_parameters") else "left"
-            model(batch[ctx.rank], way).square().mean().backward()
-            optimizer.step()
+    with world(ctx, backend):
+        return learn(ctx.rank, flags)
+
+
+def learn(rank, flags):
+    batches = torch.randn(3, 2, 8, 4, generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(rank)  # DDP begins with rank 0's
+    model = DistributedDataParallel(Forked(), bucket_cap_mb=0.0001, **flags)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, batch in enumerate(batches):
+        optimizer.zero_grad()
+        way = "right" if step == 1 and "find_unused_parameters" in flags else "left"
+        model(batch[rank], way).square().mean().backward()
+        optimizer.step()
     return torch.cat([parameter.detach().view(-1) for parameter in model.parameters()])
 
 
@@ -268,42 +270,36 @@ def test_torchs_ddp_learns_bit_for_bit_what_it_does_over_gloo(ranks, flags):
     assert torch.equal(ours[0], theirs[0])
 
 
+# -- the end -------------------------------------------------------------------------------
+
+
+def regions():
+    """List the shared memory that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ph" in line]
+
+
+def come_and_go(ctx):
+    before = regions()  # other tests may have kept a group
+    models = []
+    for _ in range(3):
+        with world(ctx, prefix="the same"):
+            assert len(regions()) > len(before)
+            models.append(DistributedDataParallel(nn.Linear(3, 3)))  # which holds on to its group
+            models[-1](torch.ones(1, 3)).sum().backward()
+            dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
+        assert not c10d._world.pg_map
+        deadline = time.monotonic() + 10  # threads that filled a future may be on their way home
+        while regions() != before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert regions() == before
+
+
+@WITH_ENGINE
+def test_destroying_gives_the_memory_back_and_one_may_begin_again(ranks):
+    ranks.run(come_and_go, 2)
+
+
 # -- what goes wrong -----------------------------------------------------------------------
-
-
-def lose_a_rank(ctx):
-    with world(ctx):
-        tensor = torch.ones(3)
-        last = time.monotonic()
-        with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+ on .*\) is dead") as caught:
-            for _ in range(9):
-                dist.all_reduce(tensor)
-                last = time.monotonic()
-        assert time.monotonic() - last < 5
-        assert caught.value.lost == (1,)
-        assert Path(__file__).name in str(caught.value)  # the line of the script
-
-
-@WITH_ENGINE
-def test_a_killed_rank_is_named(ranks):
-    ranks.run(lose_a_rank, 3, faults=[Fault("allreduce:issued", kill(), rank=1, nth=5)])
-
-
-def lose_a_rank_in_backward(ctx):
-    with world(ctx):
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-        with pytest.raises(RuntimeError, match=r"rank 1 \(pid \d+ on .*\) is dead"):
-            for _ in range(9):
-                model(torch.ones(2, 4)).sum().backward()
-        with pytest.raises(PeerLost) as caught:  # what C++ made of it has lost its type
-            dist.barrier()
-        assert caught.value.lost == (1,)
-
-
-@WITH_ENGINE
-def test_a_rank_that_is_killed_in_torchs_ddp_is_named(ranks):
-    strike = Fault("allreduce:issued", kill(), rank=1, nth=4)
-    ranks.run(lose_a_rank_in_backward, 3, faults=[strike])
 
 
 def miss_a_rank(ctx):
@@ -359,33 +355,39 @@ def test_what_it_cannot_do_is_refused(ranks):
     ranks.run(bring_options, 1)
 
 
-# -- the end -------------------------------------------------------------------------------
-
-
-def regions():
-    """List the shared memory that this process has mapped."""
-    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ph" in line]
-
-
-def come_and_go(ctx):
-    before = regions()  # other tests may have kept a group
-    models = []
-    for _ in range(3):
-        with world(ctx, prefix="the same"):
-            assert len(regions()) > len(before)
-            models.append(DistributedDataParallel(nn.Linear(3, 3)))  # which holds on to its group
-            models[-1](torch.ones(1, 3)).sum().backward()
-            dist.all_reduce(torch.ones(3), async_op=True).get_future().wait()
-        assert not c10d._world.pg_map
-        deadline = time.monotonic() + 10  # threads that filled a future may be on their way home
-        while regions() != before and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert regions() == before
+def lose_a_rank_in_backward(ctx):
+    with world(ctx):
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        with pytest.raises(RuntimeError, match=r"rank 1 \(pid \d+ on .*\) is dead"):
+            for _ in range(9):
+                model(torch.ones(2, 4)).sum().backward()
+        with pytest.raises(PeerLost) as caught:  # what C++ made of it has lost its type
+            dist.barrier()
+        assert caught.value.lost == (1,)
 
 
 @WITH_ENGINE
-def test_destroying_gives_the_memory_back_and_one_may_begin_again(ranks):
-    ranks.run(come_and_go, 2)
+def test_a_rank_that_is_killed_in_torchs_ddp_is_named(ranks):
+    strike = Fault("allreduce:issued", kill(), rank=1, nth=4)
+    ranks.run(lose_a_rank_in_backward, 2, faults=[strike])
+
+
+def lose_a_rank(ctx):
+    with world(ctx):
+        tensor = torch.ones(3)
+        last = time.monotonic()
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid \d+ on .*\) is dead") as caught:
+            for _ in range(9):
+                dist.all_reduce(tensor)
+                last = time.monotonic()
+        assert time.monotonic() - last < 5
+        assert caught.value.lost == (1,)
+        assert Path(__file__).name in str(caught.value)  # the line of the script
+
+
+@WITH_ENGINE
+def test_a_killed_rank_is_named(ranks):
+    ranks.run(lose_a_rank, 3, faults=[Fault("allreduce:issued", kill(), rank=1, nth=5)])
 
 
 # -- plain scripts -------------------------------------------------------------------------
@@ -420,82 +422,3 @@ def test_a_plain_script_needs_one_line_more(tmp_path):
     assert done.stdout == "shm [3.0, 3.0, 3.0]\n" * 2
     assert "Error" not in done.stderr
     assert "leak" not in done.stderr
-
-
-# -- before torch is there -----------------------------------------------------------------
-
-
-def test_importing_phalanx_imports_no_torch():
-    code = "import sys, phalanx; print([name for name in sys.modules if 'torch' in name])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-REGISTRY = """
-    import os
-    if os.environ.get("REGISTRY_FAILS"):
-        raise ImportError("not today")
-    class Backend:
-        backend_list = {known}
-        registered = []
-        @classmethod
-        def register_backend(cls, name, func, *, extended_api, devices):
-            cls.backend_list.append(name)
-            cls.registered.append((name, devices))
-"""
-
-
-@pytest.fixture
-def write_registry(tmp_path, monkeypatch):
-    """Write a module that stands for torch's, under a name that nobody has imported."""
-    name = f"registry_{os.getpid()}"
-    monkeypatch.setattr(registration, "REGISTRY", name)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-
-    def write(known="[]"):
-        (tmp_path / f"{name}.py").write_text(textwrap.dedent(REGISTRY).format(known=known))
-        importlib.invalidate_caches()
-        return name
-
-    yield write
-    sys.modules.pop(name, None)
-
-
-def test_it_waits_for_torch_and_then_steps_aside(write_registry):
-    before = list(sys.meta_path)
-    name = write_registry()
-    registration.register_with_torch()
-    registration.register_with_torch()  # as a second import of the package would
-    assert len(sys.meta_path) == len(before) + 1
-    module = importlib.import_module(name)
-    assert module.Backend.registered == [("shm", ["cpu"])]
-    assert sys.meta_path == before
-    assert type(module.__loader__).__module__ == "_frozen_importlib_external"
-    assert module.__spec__.loader is module.__loader__
-    registration.register_with_torch()
-    assert module.Backend.registered == [("shm", ["cpu"])]
-
-
-def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
-    before = list(sys.meta_path)
-    name = write_registry()
-    registration.register_with_torch()
-    monkeypatch.setenv("REGISTRY_FAILS", "yes")
-    with pytest.raises(ImportError, match="not today"):
-        importlib.import_module(name)
-    monkeypatch.delenv("REGISTRY_FAILS")
-    assert importlib.import_module(name).Backend.registered
-    assert sys.meta_path == before
-
-
-def test_a_torch_that_cannot_be_found_is_missed_as_usual(write_registry):
-    registration.register_with_torch()
-    with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(registration.REGISTRY)
-
-
-def test_somebody_elses_backend_of_that_name_stays(write_registry):
-    name = write_registry(known="['shm']")
-    registration.register_with_torch()
-    assert importlib.import_module(name).Backend.registered == []

@@ -267,7 +267,8 @@ bool Engine::everybody(Counter Control::*counter, std::uint64_t needed) {
   for (const int rank : members_) {
     const Counter& theirs = region_.control(rank).*counter;
     if (theirs.read() < needed) {
-      watch_ = {&theirs, needed, rank};
+      watch_ = {&theirs, needed, counter, 0};
+      for (const int member : members_) watch_.members |= std::uint64_t{1} << member;
       return false;
     }
   }
@@ -280,12 +281,19 @@ void Engine::publish(Counter Control::*counter, std::uint64_t value) {
     if (rank != rank_) wake(region_.control(rank).bed);
 }
 
-// Only a rank that is being waited for matters. Its words do not change any more once it is dead, so
-// they are read again after that is known: what it did before it died counts.
+// Only ranks that are waited for matter, but all of them: the one in front may be alive and late. A
+// dead rank's words do not change any more, so they are read again after its death is known: what it
+// did before it died counts.
 void Engine::look_for_dead() {
-  if (failure_.outcome != Outcome::pending || watch_.rank < 0) return;
-  if (has_ended(watch_.rank) && watch_.counter->read() < watch_.needed)
-    failure_ = {Outcome::dead, watch_.rank, -1};
+  if (failure_.outcome != Outcome::pending || watch_.counter == nullptr) return;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    const bool needed = rank != rank_ && (watch_.members >> rank & 1) != 0;
+    if (!needed || !has_ended(rank)) continue;
+    if ((region_.control(rank).*watch_.which).read() < watch_.needed) {
+      failure_ = {Outcome::dead, rank, -1};
+      return;
+    }
+  }
 }
 
 bool Engine::has_ended(int rank) const {

@@ -349,7 +349,9 @@ bool Engine::everybody(Counter Control::*counter, std::uint64_t needed, int* und
     const Counter& theirs = region_.control(rank).*counter;
     if (theirs.read() >= needed) continue;
     if (!is_forgotten(rank)) {
-      watch_ = {&theirs, needed, rank};
+      watch_ = {&theirs, needed, counter, 0};
+      for (const int member : members_)
+        if (!is_forgotten(member)) watch_.members |= std::uint64_t{1} << member;
       return false;
     }
     if (undone != nullptr) *undone = rank;
@@ -365,7 +367,7 @@ bool Engine::anybody_gave_up() {
     // Nobody is at the buffers of one who has left: all that it took part in has ended.
     const bool left = region_.control(rank).left_at.read() != kNever;
     if (now % 2 == 0 || is_forgotten(rank) || left) continue;
-    watch_ = {&broken, now + 1, rank};
+    watch_ = {&broken, now + 1, &Control::broken, std::uint64_t{1} << rank};
     return true;
   }
   return false;
@@ -401,12 +403,19 @@ void Engine::publish(Counter Control::*counter, std::uint64_t value) {
     if (rank != rank_) wake(region_.control(rank).bed);
 }
 
-// Only a rank that is being waited for matters. Its words do not change any more once it is dead, so
-// they are read again after that is known: what it did before it died counts.
+// Only ranks that are waited for matter, but all of them: the one in front may be alive and late. A
+// dead rank's words do not change any more, so they are read again after its death is known: what it
+// did before it died counts.
 void Engine::look_for_dead() {
-  if (failure_.outcome != Outcome::pending || watch_.rank < 0) return;
-  if (has_ended(watch_.rank) && watch_.counter->read() < watch_.needed)
-    failure_ = {Outcome::dead, watch_.rank, -1};
+  if (failure_.outcome != Outcome::pending || watch_.counter == nullptr) return;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    const bool needed = rank != rank_ && (watch_.members >> rank & 1) != 0;
+    if (!needed || !has_ended(rank)) continue;
+    if ((region_.control(rank).*watch_.which).read() < watch_.needed) {
+      failure_ = {Outcome::dead, rank, -1};
+      return;
+    }
+  }
 }
 
 bool Engine::has_ended(int rank) const {

@@ -133,11 +133,12 @@ class Engine {
     std::uint64_t filled = 0, worked = 0, finished = 0;  // of them, by this rank
   };
 
-  // What the rank at the head of its queue waits for.
+  // What this rank waits for: a counter of one peer, and of all others who are needed too.
   struct Watch {
     const Counter* counter = nullptr;
     std::uint64_t needed = 0;
-    int rank = -1;
+    Counter Control::*which = nullptr;
+    std::uint64_t members = 0;  // a bit for each
   };
 
   // All of these expect `mutex_` to be held.

@@ -44,7 +44,7 @@ def test_a_timeout_carries_its_facts():
 
 
 @pytest.mark.parametrize(
-    "state", ["waiting", "idle", "failed", "silent", "stopped", "left", "dead"]
+    "state", ["waiting", "idle", "failed", "busy", "silent", "stopped", "left", "dead"]
 )
 def test_every_state_has_words(state):
     assert str(errors.RankReport(0, state)).startswith("rank 0: ")

@@ -1,6 +1,8 @@
 // The engine, with threads for ranks: every collective on every way that data can take, in sizes so
 // small that each test goes around the rings and through many windows.
 
+#include <unistd.h>
+
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -326,6 +328,22 @@ void test_disagreement_and_deadline() {
   });
 }
 
+// A death is noticed even while the rank in front of the dead one is alive and late.
+void test_death_behind_a_late_rank() {
+  run(3, [](Engine& engine, int rank) {
+    if (rank != 0) return;
+    int ends[2];
+    CHECK(::pipe(ends) == 0);
+    ::close(ends[1]);  // the other end reads as ended, like the pidfd of a process that has
+    engine.watch(2, ends[0]);
+    Buffer buffer(engine, 4, false);
+    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+    const auto verdict = engine.wait(ticket, 20 * kSecond);
+    CHECK(verdict.outcome == Outcome::dead);
+    CHECK(verdict.first == 2);
+  });
+}
+
 // Nothing of a transfer is touched after an abort, and nobody waits for it to move.
 void test_abort_ends_transfers() {
   run(2, [](Engine& engine, int rank) {
@@ -434,6 +452,7 @@ void test_all_ways() {
   test_leaving_too_early();
   test_root_that_left();
   test_disagreement_and_deadline();
+  test_death_behind_a_late_rank();
   test_abort_ends_transfers();
 }
 

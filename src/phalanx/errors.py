@@ -56,7 +56,8 @@ class RankReport:
     rank: int
     """Its rank in the group that failed."""
     state: str
-    """One of ``waiting``, ``idle``, ``failed``, ``silent``, ``stopped``, ``left``, ``dead``."""
+    """One of ``waiting``, ``idle``, ``failed``, ``busy``, ``silent``, ``stopped``, ``left``,
+    ``dead``."""
     operation: str | None = None
     """Its last call with its tensors: ``allreduce float32[10]``."""
     sequence: int | None = None
@@ -85,6 +86,7 @@ _STATES = {
     "waiting": "waiting",
     "idle": "alive, in user code",
     "failed": "gave up",
+    "busy": "busy, and nobody waited for what it has to say",
     "silent": "does not answer (its interpreter is blocked, or its machine is out of reach)",
     "stopped": "stopped by a signal",
     "left": "left the group",

@@ -84,6 +84,36 @@ def test_whoever_waits_learns_of_a_death_at_once(ranks, size, shared):
     assert max(times) < SOON
 
 
+def die_while_another_is_busy(ctx):
+    """Rank 1, the next in line, is alive and in user code when rank 2 dies."""
+    group = ctx.group("shm", timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 1:
+        ctx.store.wait(["noticed"])
+        return None
+    if ctx.rank == 2:
+        ctx.store.wait(["waits"])
+        ctx.store.set("died", str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = group.allreduce(torch.ones(4))
+    ctx.store.set("waits", "")
+    with pytest.raises(PeerLost) as caught:
+        work.wait()
+    noticed = time.monotonic()
+    ctx.store.set("noticed", "")
+    assert caught.value.lost == (2,)
+    assert set(caught.value.reports) == {1, 2}
+    return noticed - float(ctx.store.get("died"))
+
+
+def test_a_death_behind_a_rank_that_is_busy_is_noticed_as_soon(ranks):
+    turns = range(max(3, KILLS // 8))
+    times = [ranks.run(die_while_another_is_busy, 3, expect_dead=[2])[0] for _ in turns]
+    tell("with another in user code", times)
+    assert max(times) < SOON
+    assert min(times) < 0.4, "sooner than anybody would wonder about a call that takes long"
+
+
 def tell(what, times):
     """Print the spread, for whoever runs this with ``-s``."""
     ordered = sorted(1000 * each for each in times)

@@ -27,6 +27,9 @@ __all__ = ["Health", "Reports", "is_about_connections", "mismatch"]
 ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
 
+AT_ONCE = 0.03
+"""Seconds for the same where the engine knows of a death: whoever waits too answers by itself."""
+
 DIAGNOSIS_TIME = 3.0
 """Seconds to find out why an engine's connection broke before saying only that it did."""
 
@@ -172,7 +175,8 @@ class Health:
         """Make the error that this rank raises for `failure`."""
         if reports is None:
             asks = pending is not None and failure.kind in _MYSTERIES
-            reports = self._gather_reports() if asks else {}
+            known = failure.kind == "lost" and self._lost_ranks is not None
+            reports = self._gather_reports(AT_ONCE if known else ANSWER_TIME) if asks else {}
         reports.pop(self.rank, None)  # this rank's own part is told by the error itself
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
@@ -309,10 +313,12 @@ class Health:
         if not dead:
             pending.dead_since = None
             return None
-        # What a rank sent before it ended may still be on its way: look once more.
+        # What a rank did before it ended may be seen only now: look once more; later, where it may
+        # still be on its way.
         now = time.monotonic()
-        pending.dead_since = pending.dead_since or now
-        if not sure and now - pending.dead_since < INTERVAL / 2:
+        first, pending.dead_since = pending.dead_since is None, pending.dead_since or now
+        patience = INTERVAL / 2 if self._lost_ranks is None else 0
+        if not sure and (first or now - pending.dead_since < patience):
             return None
         who = " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in dead)
         verb = "is" if len(dead) == 1 else "are"
@@ -347,26 +353,27 @@ class Health:
         member = self._roster.members[rank]
         return str(member) if member.is_dead else f"a thread of {member}"
 
-    def _gather_reports(self) -> Reports:
+    def _gather_reports(self, within: float = ANSWER_TIME) -> Reports:
         """Collect what every rank is doing, allowing the watchers time to answer."""
         if self._board is None:
             return {}
-        return self._await_reports(self._board, self._board.ring())
+        return self._await_reports(self._board, self._board.ring(), within)
 
-    def _await_reports(self, board: Board, ring: int) -> Reports:
+    def _await_reports(self, board: Board, ring: int, within: float) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
         mute |= {rank: RankReport(rank, "dead") for rank in self.dead()}
         mute |= {rank: RankReport(rank, "left") for rank in self.absent() - self.dead()}
         mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
-        until = time.monotonic() + ANSWER_TIME
+        until = time.monotonic() + within
         while True:
             board.answer(self.report)  # this may be the watcher itself, and the others ask too
             reports = board.reports(since=ring) | mute
             silent = [rank for rank in range(self.size) if rank not in reports]
             if silent in ([], [self.rank]) or time.monotonic() >= until:
                 break
-            time.sleep(0.02)
-        return reports | {rank: RankReport(rank, "silent") for rank in silent}
+            time.sleep(0.01)
+        state = "silent" if within == ANSWER_TIME else "busy"
+        return reports | {rank: RankReport(rank, state) for rank in silent}
 
     def _missing(self, call: Call, reports: Reports) -> list[int]:
         out = self.absent() | {self.rank}

@@ -10,7 +10,8 @@
 //                 free the caller announces the operation itself, and does the share of a small
 //                 one; to wake a thread for that would take longer.
 //   stepping back A caller that waits does the work itself, on a core that is awake; the thread
-//                 leaves it the lock after the share at hand and stays away until it has gone.
+//                 leaves it the lock after the share at hand and stays away until it has gone. So
+//                 it does for callers that need the lock for something else.
 //   the cot       Where the thread sleeps while nothing is queued, or a caller does the work. It is
 //                 not the rank's bed, so peers do not ring for it. In bed, beside callers, it
 //                 sleeps only while it waits for a peer.
@@ -61,7 +62,7 @@ class Driver {
   // Has the thread look again, wherever it sleeps.
   void nudge();
 
-  // While there is one, a caller does the work and the thread stays away.
+  // While there is one, a caller has the lock or waits for it, and the thread stays away.
   class Caller {
    public:
     explicit Caller(Driver* driver);
@@ -98,7 +99,7 @@ class Driver {
   std::atomic<bool> stop_{false};
   std::atomic<bool> running_{false};
   std::atomic<bool> unfinished_{false};  // written under either lock when true, both when false
-  std::atomic<int> callers_{0};          // that wait for an operation
+  std::atomic<int> callers_{0};
   std::atomic<std::uint64_t> nudges_{0};
 
   std::mutex inbox_mutex_;  // over the next three; taken after the engine's lock, never before

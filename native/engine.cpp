@@ -39,7 +39,7 @@ Engine::Engine(Region region, int rank, int cores)
 }
 
 Engine::~Engine() {
-  driver_.reset();
+  stop_driver();  // before `driver_` goes, which the thread looks at
   for (const int fd : pidfds_)
     if (fd >= 0) ::close(fd);
 }
@@ -96,6 +96,7 @@ Verdict Engine::wait(std::uint64_t ticket, std::uint64_t nanoseconds) {
 }
 
 std::uint64_t Engine::send(int to, std::int64_t tag, const char* data, std::size_t bytes) {
+  const Driver::Caller caller(driver_.get());
   const std::lock_guard lock(mutex_);
   const std::uint64_t ticket = transfers_.send(to, tag, data, bytes);
   transfers_.progress();
@@ -104,6 +105,7 @@ std::uint64_t Engine::send(int to, std::int64_t tag, const char* data, std::size
 }
 
 std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_t bytes) {
+  const Driver::Caller caller(driver_.get());
   const std::lock_guard lock(mutex_);
   const std::uint64_t ticket = transfers_.receive(from, tag, data, bytes);
   transfers_.progress();
@@ -112,6 +114,7 @@ std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_
 }
 
 Transfers::Status Engine::test_transfer(std::uint64_t ticket) {
+  const Driver::Caller caller(driver_.get());
   const std::lock_guard lock(mutex_);
   if (failure_.outcome == Outcome::aborted) return transfers_.status(ticket);  // memory may be gone
   if (!has_driver()) progress();
@@ -181,6 +184,7 @@ void Engine::forget(int rank) {
 }
 
 void Engine::abort() {
+  const Driver::Caller caller(driver_.get());
   const std::lock_guard lock(mutex_);
   failure_.outcome = Outcome::aborted;
   const std::uint64_t broken = mine_.broken.read();

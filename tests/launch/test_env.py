@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from phalanx.env import RankEnv, _quotas, read_rank_env, usable_cores
+from phalanx.env import RankEnv, _quotas, local_ranks, read_rank_env, usable_cores
 from phalanx.errors import InvalidArgument
 
 FULL = {
@@ -32,6 +32,11 @@ def test_reads_what_a_launcher_writes():
         restart_count=2,
         agent_store=True,
     )
+
+
+def test_ranks_of_this_machine_are_told_by_the_launcher_or_not_at_all():
+    assert local_ranks(FULL) == 4
+    assert local_ranks({}) is None
 
 
 def test_rank_and_world_size_are_enough():

@@ -10,8 +10,9 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
 
+# On two processes: most of the time goes into waiting, for deadlines and for interpreters to start.
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # The engine's own tests, under the sanitizers that fit together.
 native-test: $(READY)

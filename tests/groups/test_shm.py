@@ -107,7 +107,17 @@ def share_at(ctx, places):
 def test_every_kind_of_memory_can_be_shared(ranks, places, tmp_path):
     before = set(Path("/dev/shm").glob("phalanx*"))
     assert ranks.run(share_at, 2, args=(places,)) == ["", ""]
-    assert set(Path("/dev/shm").glob("phalanx*")) == before
+    assert no_names_but(before)
+
+
+def no_names_but(before):
+    """Tell whether no region keeps its name; one of a test beside this one may, for a moment."""
+    until = time.monotonic() + 5
+    while set(Path("/dev/shm").glob("phalanx*")) - before:
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 def test_a_file_will_do(ranks, tmp_path):

@@ -7,7 +7,8 @@ import types
 import pytest
 
 PROMISED = {
-    "phalanx": {"__version__", "errors"},
+    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
+    "phalanx.ddp": {"DDP", "DistributedDataParallel", "StepStats"},
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",

@@ -4,18 +4,33 @@ The layers, from the top; each imports only from those below it::
 
     launch      starts ranks: phalanx run, phalanx doctor
     testing     ranks for tests, and faults for them
+    ddp         data-parallel modules: wrapper, reducer, buckets
+    mesh        device meshes: layouts, and groups when they are used
     groups      process groups as objects; one file per backend
     native      the shared-memory engine, where it could be built
     errors, env what goes wrong, and what the launcher says
 """
 
 from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 from ._registration import register_with_torch as _register_with_torch
 
-__all__ = ["__version__", "errors"]
+if TYPE_CHECKING:
+    from .ddp import DDP, DistributedDataParallel
+
+__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors"]
 
 __version__ = version("phalanx")
 
 _register_with_torch()
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the launcher imports this package too, and has no need of torch.
+    if name in ("DDP", "DistributedDataParallel"):
+        from . import ddp
+
+        return getattr(ddp, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -148,6 +148,8 @@ class Traits:
     """Whether waiting orders a device's stream instead of blocking the caller."""
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
     """Makes a send or receive that may be waited for in short turns, given its timeout."""
+    compares_calls: bool = False
+    """Whether it sees by itself, and at once, that ranks call different operations."""
     needs_store: bool = True
     """Whether its ranks have to meet in a store before there is a group."""
     ranks_are_threads: bool = False

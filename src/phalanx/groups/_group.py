@@ -148,6 +148,11 @@ class ProcessGroup(Collectives):
         return self._devices
 
     @property
+    def compares_calls(self) -> bool:
+        """Tell whether ranks that make different calls find out at once, at no cost."""
+        return self._traits.compares_calls
+
+    @property
     def timeout(self) -> timedelta:
         """Tell how long a call may take where it does not say itself."""
         return timedelta(seconds=self._timeout)

@@ -332,6 +332,7 @@ def _enter_hub(store: Store, rank: int, size: int) -> _Hub:
 
 
 TRAITS = Traits(
+    compares_calls=True,
     devices=frozenset({"cpu", "cuda", "meta"}),
     dtypes=frozenset(
         {

@@ -350,6 +350,7 @@ TRAITS = Traits(
     averages=REDUCTIONS,
     averages_all_types=True,
     sums_sparse=False,
+    compares_calls=True,
     connects_in_background=True,
     check_options=check_options,
     own_options=frozenset({OPTION}),

@@ -1,0 +1,99 @@
+"""Whether ranks have the same module, and the same numbers in it."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidState, RankMismatch
+from ._channel import Channel
+
+__all__ = ["Named", "assert_same_values", "fingerprint", "verify_parameters"]
+
+Named = Sequence[tuple[str, Tensor]]
+
+
+def verify_parameters(named: Named, channel: Channel) -> None:
+    """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
+    mine = [_describe(name, tensor) for name, tensor in named]
+    if not _all_same(_digest("\n".join(mine)), channel):
+        theirs = [text.split("\n") for text in channel.exchange("\n".join(mine))]
+        raise RankMismatch(
+            f"ranks have different modules: {_difference(theirs)}. "
+            "Make the same module on every rank before wrapping it",
+            group=getattr(channel.group, "label", ""),
+            operation="DistributedDataParallel",
+        )
+
+
+def assert_same_values(named: Named, channel: Channel) -> None:
+    """Raise, on every rank, naming the first parameter whose value is not the same on all."""
+    mine = [_fingerprint_of(tensor) for _, tensor in named]
+    card = torch.tensor(mine, dtype=torch.int64, device=channel.device)
+    cards = [part.tolist() for part in channel.gather(card)]
+    for place, (name, _) in enumerate(named):
+        values = [card[place] for card in cards]
+        if len(set(values)) > 1:
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            more = sum(len({card[i] for card in cards}) > 1 for i in range(place + 1, len(named)))
+            raise RankMismatch(
+                f"parameter {name!r} differs: {_ranks(odd)} not what rank 0 has"
+                f"{f' (and {more} more parameters differ)' if more else ''}. Something has changed "
+                "it on some ranks only, outside of the optimizer step that all make alike",
+                group=getattr(channel.group, "label", ""),
+                operation="assert_in_sync",
+                ranks=odd,
+            )
+
+
+def fingerprint(named: Named) -> int:
+    """Tell 60 bits that depend on every bit of the values."""
+    return _digest(" ".join(str(_fingerprint_of(tensor)) for _, tensor in named)) >> 3
+
+
+def _fingerprint_of(tensor: Tensor) -> int:
+    tensor = tensor.detach()
+    if tensor.device.type == "cpu":
+        return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return int(torch.hash_tensor(tensor).item()) & (2**63 - 1)
+
+
+def _describe(name: str, tensor: Tensor) -> str:
+    if tensor.is_meta:
+        raise InvalidState(f"parameter {name!r} has no memory: it is on the meta device")
+    grad = "" if tensor.requires_grad else ", frozen"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{grad}"
+
+
+def _digest(text: str) -> int:
+    """Tell 63 bits, the same for the same text in every process."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _all_same(number: int, channel: Channel) -> bool:
+    card = torch.tensor([number], dtype=torch.int64, device=channel.device)
+    return len({int(part) for part in channel.gather(card)}) == 1
+
+
+def _difference(lists: list[list[str]]) -> str:
+    """Say where two ranks differ first."""
+    rank = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
+    theirs = lists[rank]
+    for place, (first, other) in enumerate(zip(lists[0], theirs, strict=False)):
+        if first != other:
+            return f"parameter {place} is {first!r} on rank 0 and {other!r} on rank {rank}"
+    longer, who = (lists[0], 0) if len(lists[0]) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(lists[0]), len(theirs))]
+    return (
+        f"rank 0 has {len(lists[0])} parameters and rank {rank} has {len(theirs)}; "
+        f"only rank {who} has {extra!r}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    told = ", ".join(map(str, ranks))
+    return f"rank {told} has" if len(ranks) == 1 else f"ranks {told} have"

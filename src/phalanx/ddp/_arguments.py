@@ -1,0 +1,138 @@
+"""The constructor's arguments: what they mean, and what is wrong with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import Parameter
+
+from ..errors import InvalidArgument, InvalidState, InvalidType
+from ..groups import current_process_group
+from ._plan import MIB, Caps
+
+__all__ = [
+    "buffer_syncing",
+    "check_parameters",
+    "choose_caps",
+    "choose_group",
+    "devices_of",
+    "find_group",
+    "sparse_names",
+]
+
+FIRST_BUCKET = MIB
+BUCKET = 25 * MIB
+
+
+def find_group() -> dist.ProcessGroup:
+    """Find the group that this thread works in, or torch's default group."""
+    group = current_process_group()
+    if group is None and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        raise InvalidArgument(
+            "there is no group to reduce gradients in: pass process_group=phalanx.groups."
+            "new_group(), or enter one with phalanx.groups.process_group(group)"
+        )
+    return group
+
+
+def choose_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """Choose the group that an argument names."""
+    if process_group is not None and device_mesh is not None:
+        raise InvalidState("pass process_group or device_mesh, not both")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise InvalidState(
+                f"gradients are reduced over one axis, and this mesh has {device_mesh.ndim}: "
+                "slice it, as in mesh['dp']"
+            )
+        found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return found
+    if process_group is None:
+        return find_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidType(f"process_group is a group, not {type(process_group).__name__}")
+    return process_group
+
+
+def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse parameters that no gradient could be reduced of."""
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidState(
+                f"parameter {name!r} has no shape yet: run the module once before wrapping it"
+            )
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
+    types = sorted({parameter.device.type for _, parameter in named})
+    if len(types) > 1:
+        raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
+
+
+def devices_of(
+    named: Sequence[tuple[str, Parameter]], device_ids: Any, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """Tell on which device inputs are wanted and where outputs go, if anywhere in particular."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise InvalidArgument(f"device_ids has one device at most, not {len(device_ids)}")
+    devices = {parameter.device for _, parameter in named}
+    if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
+        if device_ids or output_device:
+            told = ", ".join(sorted(map(str, devices)))
+            raise InvalidArgument(
+                f"device_ids={device_ids} and output_device={output_device} are for a module on "
+                f"one accelerator; this one is on {told}: leave them out"
+            )
+        return None, None
+    (inputs,) = (torch._utils._get_device_index(device, True) for device in device_ids)
+    if output_device is None:
+        return [inputs], inputs
+    return [inputs], torch._utils._get_device_index(output_device, True)
+
+
+def buffer_syncing(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Tell whether buffers are sent before every forward pass, and whether at the start."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated: use forward_sync_buffers, which does not keep "
+            "buffers from being sent once at the start"
+            + ("" if forward_sync_buffers is None else "; it is ignored beside the other"),
+            FutureWarning,
+            stacklevel=4,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    both = broadcast_buffers is not False
+    return both, both
+
+
+def choose_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
+    """Tell how big buckets are."""
+    if bucket_cap_mb_list:
+        return Caps(BUCKET, each=tuple(_bytes(cap) for cap in bucket_cap_mb_list))
+    if bucket_cap_mb is None:
+        return Caps(BUCKET, first=FIRST_BUCKET)
+    return Caps(_bytes(bucket_cap_mb))
+
+
+def _bytes(mebibytes: float) -> int:
+    if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
+        raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
+    return max(1, int(mebibytes * MIB))
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """List the parameters whose gradients are sparse, for their layer says so."""
+    return frozenset(
+        f"{prefix}.weight".removeprefix(".")
+        for prefix, layer in module.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    )

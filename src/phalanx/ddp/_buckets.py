@@ -1,0 +1,209 @@
+"""Where gradients lie while they travel: one flat tensor per bucket, and views of it.
+
+Nothing here communicates. A bucket knows how to take gradients in, whatever they look like, and
+what belongs to which parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ._plan import BucketPlan
+
+__all__ = ["Allocate", "Bucket", "DenseBucket", "Gradients", "SparseBucket", "count_missing"]
+
+Gradients = Sequence[Tensor | None]
+Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+class Bucket:
+    """The gradients of some parameters, which are reduced together."""
+
+    def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
+        self.index = index
+        self.members = plan.members
+        """Which parameters they are, by their place among all."""
+        self.parameters = [parameters[i] for i in plan.members]
+
+    @property
+    def payload(self) -> Tensor:
+        """What is reduced."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Tell how many bytes travel."""
+        raise NotImplementedError
+
+    def gather(self, news: Gradients, olds: Gradients) -> None:
+        """Take in the gradients of a backward pass, and those that there were before it."""
+        raise NotImplementedError
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        """Add to the gradient at a place."""
+        raise NotImplementedError
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients."""
+        raise NotImplementedError
+
+    def nothing(self, place: int) -> Tensor:
+        """Make a gradient for a place that changes nothing when it is added."""
+        raise NotImplementedError
+
+    def results(self) -> Sequence[Tensor]:
+        """List the gradients, as they are now, by place."""
+        raise NotImplementedError
+
+
+class DenseBucket(Bucket):
+    """Gradients one after the other in a flat tensor, which may have room for more behind them."""
+
+    def __init__(
+        self,
+        index: int,
+        plan: BucketPlan,
+        parameters: Sequence[Parameter],
+        allocate: Allocate,
+        *,
+        extra: int = 0,
+    ) -> None:
+        super().__init__(index, plan, parameters)
+        numel = sum(p.numel() for p in self.parameters)
+        self.flat = allocate(numel + extra, plan.dtype, plan.device)
+        self.gradients = self.flat[:numel]
+        self.extra = self.flat[numel:]
+        self.views = _views(self.gradients, self.parameters)
+
+    @property
+    def payload(self) -> Tensor:
+        return self.flat
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes
+
+    def gather(self, news: Gradients, olds: Gradients) -> None:
+        if not olds and not count_missing(news):
+            torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
+            return
+        for place, (view, new) in enumerate(zip(self.views, news, strict=True)):
+            old = olds[place] if olds else None
+            _settle(view, old)
+            if new is not None:
+                _add(view, new) if old is not None else _copy(view, new)
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        _add(self.views[place], gradient)
+
+    def scale(self, factor: float) -> None:
+        if factor:
+            self.gradients.mul_(factor)
+        else:
+            self.gradients.zero_()  # whatever is in there, even what is not a number
+
+    def nothing(self, place: int) -> Tensor:
+        return torch.zeros_like(self.views[place])
+
+    def results(self) -> Sequence[Tensor]:
+        return self.views
+
+
+class SparseBucket(Bucket):
+    """One sparse gradient."""
+
+    def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
+        super().__init__(index, plan, parameters)
+        (self._parameter,) = self.parameters
+        self._sum = _nothing(self._parameter)
+
+    @property
+    def payload(self) -> Tensor:
+        return self._sum
+
+    @property
+    def nbytes(self) -> int:
+        return self._sum._values().nbytes + self._sum._indices().nbytes
+
+    def gather(self, news: Gradients, olds: Gradients) -> None:
+        parts = [part for part in (*olds, *news) if part is not None]
+        total = _nothing(self._parameter)
+        for part in parts:
+            total = total + (part if part.is_sparse else part.to_sparse(total.sparse_dim()))
+        self._sum = total.coalesce()
+
+    def add(self, place: int, gradient: Tensor) -> None:
+        del place
+        self._sum = (self._sum + gradient).coalesce()
+
+    def scale(self, factor: float) -> None:
+        self._sum = self._sum * factor if factor else _nothing(self._parameter)
+
+    def nothing(self, place: int) -> Tensor:
+        del place
+        return _nothing(self._parameter)
+
+    def results(self) -> Sequence[Tensor]:
+        return [self._sum]
+
+
+def count_missing(gradients: Gradients) -> int:
+    """Tell how many of the gradients are None."""
+    return sum(map(is_, gradients, repeat(None)))  # without a Python frame per gradient
+
+
+def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
+    """Show parts of a flat tensor in the shapes of parameters, and in the order of their memory."""
+    offset, views = 0, []
+    for parameter in parameters:
+        numel = parameter.numel()
+        part = flat[offset : offset + numel]
+        if not parameter.is_contiguous() and _is_dense(parameter):
+            view = part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
+        else:
+            view = part.view(parameter.shape)
+        views.append(view)
+        offset += numel
+    return views
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor's elements fill its memory, in whichever order of dims."""
+    expected = 1
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent != 1 and stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+def _settle(view: Tensor, old: Tensor | None) -> None:
+    """Have a view hold the gradient that there was before."""
+    if old is None:
+        view.zero_()
+    elif old is not view:
+        _copy(view, old)
+
+
+def _copy(view: Tensor, gradient: Tensor) -> None:
+    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _add(view: Tensor, gradient: Tensor) -> None:
+    view.add_(gradient)  # which takes a sparse one as well
+
+
+def _nothing(parameter: Parameter) -> Tensor:
+    """Make a sparse gradient without an entry: rows of the first dim, as embeddings have them."""
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
+        torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
+        parameter.shape,
+        check_invariants=False,
+    )

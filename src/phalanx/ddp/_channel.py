@@ -1,0 +1,91 @@
+"""A group as gradients see it: flat tensors that it reaches best, and their sums and means.
+
+Groups of ours and of torch's differ in what they can do by themselves. Here they become alike, and
+nothing above knows which it is.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+
+from ..errors import InvalidState
+from ..groups import ProcessGroup, ReduceOp, Work
+
+__all__ = ["Channel", "Handle"]
+
+Handle = Work | dist.Work
+
+
+class Channel:
+    """What the reducer and the wrapper ask of a group."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        """Where small tensors have to be for the group to take them."""
+        self._ours = group if isinstance(group, ProcessGroup) else None
+
+    @property
+    def sees_calls(self) -> bool:
+        """Tell whether a rank that makes another call than its peers is found out at once."""
+        return self._ours is not None and self._ours.compares_calls
+
+    def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Make a flat tensor where the group reaches it without a copy, if it can."""
+        if self._ours is not None and device.type == "cpu":
+            try:
+                return self._ours.allocate((count,), dtype)
+            except InvalidState as error:
+                warnings.warn(f"gradients stay in ordinary memory, which is slower: {error}",
+                              RuntimeWarning, stacklevel=2)  # fmt: skip
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def mean(self, flat: Tensor) -> Handle:
+        """Replace a tensor by its mean over the ranks."""
+        if self._ours is not None:
+            return self._ours.allreduce(flat, op=ReduceOp.AVG)
+        return self.sum(flat.div_(self.size))  # not every engine of torch's knows a mean
+
+    def sum(self, flat: Tensor) -> Handle:
+        """Replace a tensor by its sum over the ranks."""
+        if self._ours is not None:
+            return self._ours.allreduce(flat)
+        return self.group.allreduce([flat], c10d.AllreduceOptions())
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
+        """Copy a tensor from one rank to all."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        return self.group.broadcast([tensor], options)
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Wait for everybody's tensor of the same size."""
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        self.group.allgather([parts], [tensor], c10d.AllgatherOptions()).wait()
+        return parts
+
+    def exchange(self, text: str) -> list[str]:
+        """Wait for everybody's text, of any length."""
+        data = text.encode()
+        lengths = [int(part) for part in self.gather(self._small([len(data)], torch.int64))]
+        card = self._small(list(data.ljust(max(lengths), b"\0")), torch.uint8)
+        cards = self.gather(card)
+        return [
+            bytes(card.tolist())[:length].decode()
+            for card, length in zip(cards, lengths, strict=True)
+        ]
+
+    def announce(self) -> Handle:
+        """Say to peers that see it that a backward pass was kept local; nobody waits for it."""
+        return self.group.barrier(c10d.BarrierOptions())
+
+    def _small(self, values: list[Any], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype, device=self.device)

@@ -1,0 +1,248 @@
+"""The wrapper: a module whose gradients are the same on every rank after backward."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from ..errors import InvalidArgument, InvalidState
+from . import _arguments as arguments
+from ._agreement import assert_same_values, verify_parameters
+from ._buffers import broadcast_tensors
+from ._channel import Channel
+from ._outputs import on_backward
+from ._reducer import Reducer
+from ._state import DataParallelState
+from ._stats import StepStats
+from ._upstream import UpstreamNames
+
+__all__ = ["DistributedDataParallel"]
+
+REDUCTIONS = ("mean", "sum")
+
+
+class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
+    """Wraps a module so that every rank has the gradient of all ranks' batches after backward.
+
+    Takes what torch's class of the same name takes, and needs none of its hints: parameters that
+    are not used, graphs that change, and activation checkpointing are right by default.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = True,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        reduce: str = "mean",
+        check_sync_every: int = 0,
+    ) -> None:
+        super().__init__()
+        _refuse_what_is_not_there(
+            delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
+        )
+        if reduce not in REDUCTIONS:
+            raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
+        if check_reduction:
+            warnings.warn(
+                "check_reduction is deprecated, and does nothing", FutureWarning, stacklevel=2
+            )
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = self._named_parameters_of(module)
+        arguments.check_parameters(named)
+        self.process_group = arguments.choose_group(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)
+        self.forward_sync_buffers, at_start = arguments.buffer_syncing(
+            broadcast_buffers, forward_sync_buffers
+        )
+        self.dim = dim
+        self.module = module
+        self.device = named[0][1].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({p.device for _, p in named}) > 1
+        self.find_unused_parameters = find_unused_parameters
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.batched_grad_copy = batched_grad_copy
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.require_forward_param_sync = True
+        self._reduce = reduce
+        self._check_sync_every = check_sync_every
+        self._caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._connect()
+        if init_sync:
+            verify_parameters(named, self._channel)
+            states = [p for _, p in named] + (list(self._buffers_to_sync()) if at_start else [])
+            broadcast_tensors(states, self._channel)
+
+    def _connect(self) -> None:
+        """Make what works through the group."""
+        self._channel = Channel(self.process_group, self.device)
+        self.reducer = Reducer(
+            self._named_parameters_of(self.module),
+            self._channel,
+            caps=self._caps,
+            sparse=arguments.sparse_names(self.module),
+            reduce=self._reduce,
+            keeps_views=self.gradient_as_bucket_view,
+            is_static=self.static_graph,
+            check_every=self._check_sync_every,
+        )
+
+    def _named_parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        ignored = self.parameters_to_ignore
+        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
+
+    # -- training --------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
+        began = time.perf_counter()
+        if torch.is_grad_enabled():
+            self.reducer.prepare()
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        if self.device_ids:
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        self.require_forward_param_sync = (
+            torch.is_grad_enabled() and self.require_backward_grad_sync
+        )
+        if torch.is_grad_enabled():
+            on_backward(output, self.reducer.begin)
+        self.reducer.forward_seconds += time.perf_counter() - began
+        return output
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass is reduced; what it says when that begins counts."""
+        return self.reducer.synchronises
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, synchronises: bool) -> None:
+        self.reducer.synchronises = synchronises
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Keep backward passes in the body local; the first one after it reduces the sum.
+
+        What counts is where backward is called, on every rank alike.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    @property
+    def weight(self) -> float | None:
+        """What this rank's loss is a mean over: its number of samples or tokens, say.
+
+        Once it is set, on every rank, gradients are those of the mean over everything that the
+        ranks have processed since they were reduced last. None counts every rank the same.
+        """
+        return self.reducer.weights.current
+
+    @weight.setter
+    def weight(self, weight: float | None) -> None:
+        self.reducer.weights.current = weight
+
+    def backward(self, loss: Tensor, *, weight: float | None = None, **kwargs: Any) -> None:
+        """Call ``loss.backward(**kwargs)``, with a weight for this pass."""
+        before = self.weight
+        self.weight = weight
+        try:
+            loss.backward(**kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            self.weight = before
+
+    def train(self, mode: bool = True) -> DistributedDataParallel:
+        """Set whether the module trains or evaluates."""
+        super().train(mode)
+        return self
+
+    # -- what it shows ---------------------------------------------------------------------
+
+    def stats(self) -> list[StepStats]:
+        """List what the last steps cost, oldest first."""
+        return self.reducer.stats.steps()
+
+    def assert_in_sync(self) -> None:
+        """Raise, on every rank, if any parameter has not the same value on all; all ranks call."""
+        assert_same_values(self._named_parameters_of(self.module), self._channel)
+
+    # -- buffers ---------------------------------------------------------------------------
+
+    def _buffers_to_sync(self) -> list[Tensor]:
+        """List the buffers that the module has now: it may have replaced some."""
+        ignored = self.parameters_to_ignore
+        return [b for name, b in self.module.named_buffers() if name not in ignored]
+
+    def will_sync_module_buffers(self) -> bool:
+        """Tell whether the next forward pass begins with rank 0's buffers."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and bool(self._buffers_to_sync())
+        )
+
+    def _sync_buffers(self) -> None:
+        broadcast_tensors(self._buffers_to_sync(), self._channel)
+
+    # -- devices ---------------------------------------------------------------------------
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
+        """Divide inputs over devices, along `dim`."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
+        """Move inputs to a device."""
+        from torch.distributed.utils import _to_kwargs
+
+        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
+
+    def gather(self, outputs: Any, output_device: Any) -> Any:
+        """Collect outputs on a device, along `dim`."""
+        return gather(outputs, output_device, dim=self.dim)
+
+
+def _refuse_what_is_not_there(delayed: Any, hooked: Any, mixed_precision: Any) -> None:
+    if (delayed is None) != (hooked is None):
+        raise InvalidArgument(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
+        )
+    for name, value in (
+        ("delay_all_reduce_named_params", delayed),
+        ("mixed_precision", mixed_precision),
+    ):
+        if value is not None:
+            raise InvalidState(f"{name} is not there yet: leave it out")

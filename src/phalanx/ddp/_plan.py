@@ -1,0 +1,97 @@
+"""Which gradients travel together: pure arithmetic, with the same result on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["BucketPlan", "Caps", "Shape", "plan_buckets"]
+
+MIB = 1 << 20
+EXACT = (torch.float32, torch.float64)
+"""Types that a header can travel in: its counts and clocks would be rounded in others."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """How many bytes a bucket takes before it is full."""
+
+    rest: int
+    first: int | None = None
+    """Of the bucket that is reduced first, so that something is under way soon."""
+    each: tuple[int, ...] = ()
+    """One by one; the last holds for all that follow. It goes before the other two."""
+
+    def of(self, number: int) -> int:
+        """Tell how many bytes the bucket of that number takes."""
+        if self.each:
+            return self.each[min(number, len(self.each) - 1)]
+        return self.first if number == 0 and self.first is not None else self.rest
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan has to know of a parameter."""
+
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False
+    """Its gradient is a sparse tensor, which fits in no bucket with others."""
+
+
+@dataclass
+class BucketPlan:
+    """The parameters whose gradients travel in one flat tensor, in this order."""
+
+    dtype: torch.dtype
+    device: torch.device
+    is_sparse: bool = False
+    members: list[int] = field(default_factory=list)
+    nbytes: int = 0
+    ready: int = -1
+    """Where its latest member stands in the order of arrival."""
+
+    def add(self, member: int, shape: Shape, position: int) -> None:
+        """Take a parameter in."""
+        self.members.append(member)
+        self.nbytes += shape.numel * shape.dtype.itemsize
+        self.ready = position
+
+    @property
+    def can_carry_header(self) -> bool:
+        """Tell whether small counts and times come through exactly in this bucket."""
+        return not self.is_sparse and self.dtype in EXACT
+
+
+def plan_buckets(shapes: Sequence[Shape], order: Sequence[int], caps: Caps) -> list[BucketPlan]:
+    """Divide parameters into buckets, in the order in which their gradients are expected.
+
+    The last bucket can carry a header. If no parameter has a type that can, it has no parameters.
+    """
+    plans: list[BucketPlan] = []
+    filling: dict[tuple[torch.dtype, torch.device], tuple[BucketPlan, int]] = {}
+    for position, i in enumerate(order):
+        shape = shapes[i]
+        if shape.is_sparse:
+            plans.append(BucketPlan(shape.dtype, shape.device, is_sparse=True))
+            plans[-1].add(i, shape, position)
+            continue
+        key = shape.dtype, shape.device
+        if key not in filling:
+            filling[key] = BucketPlan(*key), caps.of(len(plans))
+            plans.append(filling[key][0])
+        plan, cap = filling[key]
+        plan.add(i, shape, position)
+        if plan.nbytes >= cap:
+            del filling[key]
+    plans.sort(key=lambda plan: plan.ready)
+    return _with_carrier_last(plans, shapes[0].device)
+
+
+def _with_carrier_last(plans: list[BucketPlan], device: torch.device) -> list[BucketPlan]:
+    carriers = [plan for plan in plans if plan.can_carry_header]
+    last = carriers[-1] if carriers else BucketPlan(torch.float32, device)
+    return [*(plan for plan in plans if plan is not last), last]

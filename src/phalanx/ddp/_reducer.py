@@ -1,0 +1,248 @@
+"""Reduces the gradients of a module: one pass after the other, on buckets that it arranges.
+
+A gradient's way: autograd makes it and the last one of a bucket calls (`_arrivals`); the pass under
+way copies the bucket's gradients into flat storage and launches it (`_pass`, `_buckets`); the group
+reduces it in place (`_channel`); ``.grad`` becomes a view of the storage.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from ._arrivals import Arrivals
+from ._buckets import Bucket, DenseBucket, SparseBucket
+from ._channel import Channel, Handle
+from ._header import Header
+from ._pass import LocalPass, Pass, Setting, Timing
+from ._plan import BucketPlan, Caps, Shape, plan_buckets
+from ._scale import Mean, Scale, Sum
+from ._stats import Stats
+from ._weights import Weights
+
+__all__ = ["Reducer"]
+
+
+class Reducer:
+    """Sees to it that a backward pass leaves the same gradients on every rank."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        channel: Channel,
+        *,
+        caps: Caps,
+        sparse: frozenset[str] = frozenset(),
+        reduce: str = "mean",
+        keeps_views: bool = True,
+        is_static: bool = False,
+        check_every: int = 0,
+    ) -> None:
+        self._named = list(named)
+        self._sparse = sparse
+        self.channel = channel
+        self._caps = caps
+        self._reduce = reduce
+        self._keeps_views = keeps_views
+        self.is_static = is_static
+        self._check_every = check_every
+        self.was_surprised = False
+        """The graph has changed at some time."""
+        self.weights = Weights()
+        self.stats = Stats()
+        self.forward_seconds = 0.0
+        self.synchronises = True
+        """Whether the next backward pass is reduced; asked when it begins."""
+        self._passes = 0
+        self._is_unsynced = False  # gradients hold what only this rank has
+        self._under_way: Pass | LocalPass | None = None
+        self._announced: Handle | None = None
+        self._order: list[int] | None = None  # a better one, from the first pass
+        self._has_ordered = False
+        self._since = time.perf_counter()
+        self._take_on()
+
+    # -- the plan --------------------------------------------------------------------------
+
+    def _take_on(self) -> None:
+        """Begin with the parameters that need gradients now."""
+        taken = [(name, p) for name, p in self._named if p.requires_grad]
+        self.names = [name for name, _ in taken]
+        self.parameters = [p for _, p in taken]
+        self._frozen = [p for _, p in self._named if not p.requires_grad]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+        self._arrivals = Arrivals(self.parameters)
+        self._has_ordered = False
+        # They are registered as forward uses them, most often; backward goes the other way.
+        self._arrange(list(reversed(range(len(taken)))))
+        self._arrivals.learn(self._on_arrival)
+
+    def _arrange(self, order: list[int]) -> None:
+        shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
+        plans = plan_buckets(shapes, order, self._caps)
+        room = {
+            "size": self.channel.size,
+            "parameters": len(self.parameters),
+            "buckets": len(plans),
+        }
+        extras = [0] * (len(plans) - 1) + [Header.room(**room)]
+        self.buckets: list[Bucket] = [
+            self._make_bucket(number, plan, extra)
+            for number, (plan, extra) in enumerate(zip(plans, extras, strict=True))
+        ]
+        last = self.buckets[-1]
+        assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
+        self._header = Header(last.extra, rank=self.channel.rank, **room)
+        self._absent = [0] * len(plans)
+
+    def _shape(self, name: str, p: Parameter) -> Shape:
+        return Shape(p.numel(), p.dtype, p.device, is_sparse=name in self._sparse)
+
+    def _make_bucket(self, number: int, plan: BucketPlan, extra: int) -> Bucket:
+        if plan.is_sparse:
+            return SparseBucket(number, plan, self.parameters)
+        return DenseBucket(number, plan, self.parameters, self.channel.allocate, extra=extra)
+
+    def prepare(self) -> None:
+        """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
+        if self._under_way is not None and torch._C._current_graph_task_id() == -1:
+            self._abandon()
+        if self._frozen and any(p.requires_grad for p in self._frozen):
+            self._take_on()
+        elif self._order is not None:
+            seen = set(self._arrivals.order)
+            self._arrange(self._order)
+            self._order = None
+            self._follow(seen)
+
+    def _follow(self, seen: set[int]) -> None:
+        self._arrivals.follow([bucket.members for bucket in self.buckets], self._on_ready)
+        self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Tell whether a backward pass has begun and not ended."""
+        return self._under_way is not None
+
+    # -- a pass ----------------------------------------------------------------------------
+
+    def begin(self, *, blind: bool = False) -> None:
+        """Begin a backward pass, unless one is under way or this one leaves gradients alone.
+
+        `blind`: some gradients may have come already, so what there is cannot be told from them.
+        """
+        if self._under_way is not None or not self._will_accumulate():
+            return
+        self._passes += 1
+        self._arrivals.restart()
+        # Whoever asked autograd for a pass gets what we raise there.
+        Variable._execution_engine.queue_callback(self._end)
+        if not self.synchronises:
+            self.weights.accumulate(self.parameters)
+            self._is_unsynced = True
+            self._under_way = LocalPass(self.channel)
+            return
+        self._under_way = Pass(
+            self._setting(),
+            self._scale(),
+            number=self._passes,
+            olds_count=blind or self._is_unsynced,
+            proof=self._named if self._is_check_due() else (),
+            timing=Timing(self._since, self.forward_seconds),
+        )
+
+    def _will_accumulate(self) -> bool:
+        """Tell whether the pass of autograd that is running ends in ``.grad`` of ours."""
+        try:
+            return any(map(torch._C._will_engine_execute_node, self._nodes))
+        except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
+            return False
+
+    def _setting(self) -> Setting:
+        return Setting(
+            channel=self.channel,
+            names=self.names,
+            parameters=self.parameters,
+            buckets=self.buckets,
+            header=self._header,
+            keeps_views=self._keeps_views,
+            absent=self._absent,
+            is_learning=self._arrivals.is_learning,
+        )
+
+    def _is_check_due(self) -> bool:
+        return self._check_every > 0 and self._passes % self._check_every == 0
+
+    def _scale(self) -> Scale:
+        if self.weights.current is not None:
+            return self.weights.scale(self.parameters)
+        return Mean(self.channel.size) if self._reduce == "mean" else Sum()
+
+    def _on_arrival(self, i: int) -> None:
+        if self._under_way is None:
+            self.begin(blind=True)
+        if self._under_way is not None:
+            with torch.no_grad():
+                self._under_way.arrived(i)
+
+    def _on_ready(self, number: int) -> None:
+        if self._under_way is None:
+            self.begin(blind=True)
+        if self._under_way is not None:
+            with torch.no_grad():
+                self._under_way.ready(number)
+
+    def _end(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        with torch.no_grad():
+            if isinstance(under_way, LocalPass):
+                self._announced = under_way.finish()
+            elif under_way is not None:
+                under_way.finish()
+                self._learn_from(under_way)
+                self._note(under_way)
+
+    def _note(self, done: Pass) -> None:
+        self._is_unsynced = False
+        self._announced = None
+        self.was_surprised |= done.is_surprised
+        self.weights.clear()
+        self.stats.add(done.timing, self._header.clocks(), self.buckets)
+        self._since, self.forward_seconds = done.timing.ended, 0.0
+
+    def _learn_from(self, done: Pass) -> None:
+        if not self._has_ordered:
+            self._agree_on_order()
+        elif self._arrivals.is_learning:
+            self._follow(set(self._arrivals.order))
+        elif done.is_surprised:
+            if self.is_static:
+                warnings.warn(
+                    "the graph of this backward pass is not that of the one before, although "
+                    "static_graph=True says so; the gradients are right all the same",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._arrivals.learn(self._on_arrival)
+
+    def _agree_on_order(self) -> None:
+        """Take over the order in which gradients came on rank 0, from the next forward on."""
+        seen = self._arrivals.order
+        unseen = [i for i in reversed(range(len(self.parameters))) if i not in set(seen)]
+        order = torch.tensor([*seen, *unseen], dtype=torch.int64, device=self.channel.device)
+        self.channel.broadcast(order).wait()
+        self._order = order.tolist()
+        self._has_ordered = True
+
+    def _abandon(self) -> None:
+        """Forget a pass that did not come to its end, because something raised in it."""
+        self._under_way = None
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        self._arrivals.remove()

@@ -1,0 +1,98 @@
+"""What the ranks' gradients become together: their mean, their sum, or a mean by weight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._buckets import Bucket
+from ._channel import Channel, Handle
+from ._header import NO_WEIGHT
+
+__all__ = ["Mean", "Scale", "Sum", "WeightedMean"]
+
+
+class Scale:
+    """How gradients are scaled on the way into a reduction and out of it."""
+
+    weight = NO_WEIGHT
+    """What this rank's header says."""
+    divisor = 1
+    """By how much the reduction divides a sum over the ranks."""
+
+    def before(self, bucket: Bucket) -> None:
+        """Scale a bucket that is about to be reduced."""
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        """Start the reduction."""
+        raise NotImplementedError
+
+    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
+        """Scale the buckets when all are reduced and every rank's weight is known."""
+
+    def scaled(self, part: Tensor) -> Tensor:
+        """Scale one gradient that is about to be reduced by itself."""
+        return part
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        """Scale the result of that."""
+        return part
+
+
+class Mean(Scale):
+    """Every rank counts the same."""
+
+    def __init__(self, size: int) -> None:
+        self.divisor = size
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return channel.sum(payload) if payload.is_sparse else channel.mean(payload)
+
+    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
+        del weights
+        for bucket in buckets:
+            if bucket.payload.is_sparse:  # which engines add up only
+                bucket.scale(1 / self.divisor)
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        return part / self.divisor if part.is_sparse else part
+
+
+class Sum(Scale):
+    """Gradients are added up."""
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return channel.sum(payload)
+
+
+class WeightedMean(Scale):
+    """Every rank counts by its samples, or whatever the loss of a rank is a mean over."""
+
+    def __init__(self, factor: float, weight: float) -> None:
+        self._factor = factor
+        """What one gradient of this rank stands for: the weight of its last pass."""
+        self.weight = weight
+        """What they stand for together, since gradients were reduced last."""
+        self._total = 0.0
+
+    def before(self, bucket: Bucket) -> None:
+        bucket.scale(self._factor)
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return channel.sum(payload)
+
+    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
+        self._total = sum(weights)
+        for bucket in buckets:
+            bucket.scale(self._share)
+
+    @property
+    def _share(self) -> float:
+        return 1 / self._total if self._total else 0.0
+
+    def scaled(self, part: Tensor) -> Tensor:
+        return part * self._factor
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        return part * self._share

@@ -1,0 +1,86 @@
+"""State of the wrapper: under the module's own names, and without the group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..errors import InvalidState, MisuseError
+from . import _arguments as arguments
+from ._reducer import Reducer
+
+__all__ = ["DataParallelState"]
+
+PREFIX = "module."
+LEFT_BEHIND = ("reducer", "process_group", "_channel", "device_mesh")
+
+
+class DataParallelState(nn.Module):
+    """What saving, loading, copying and pickling a wrapped module mean."""
+
+    module: nn.Module
+    reducer: Reducer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(_accept_both)  # type: ignore[no-untyped-call]
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state under the names that it has in the module itself."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state with the module's own names, or with ``module.`` before each."""
+        plain = _without_prefix(self.module, state_dict, "")
+        return self.module.load_state_dict(plain, strict=strict, assign=assign)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}
+        state["_synchronises"] = self.reducer.synchronises
+        state["_weight"] = self.reducer.weights.current
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        synchronises, weight = state.pop("_synchronises"), state.pop("_weight")
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        try:
+            self.process_group = arguments.find_group()
+        except MisuseError as error:
+            raise InvalidState(
+                "a wrapped module is copied or loaded without its group, and needs another: enter "
+                "one first, with phalanx.groups.process_group(group)"
+            ) from error
+        self.device_mesh = None
+        self._connect()
+        self.reducer.synchronises = synchronises
+        self.reducer.weights.current = weight
+
+
+def _accept_both(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Have torch find the entries of a wrapper that is part of a module which is being loaded."""
+    module = getattr(wrapper, "module")  # noqa: B009 - nn.Module does not know its attributes
+    own = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
+    plain = _without_prefix(module, own, prefix)
+    for name in own:
+        del state_dict[name]
+    for name, value in plain.items():
+        state_dict[prefix + PREFIX + name.removeprefix(prefix)] = value
+
+
+def _without_prefix(module: nn.Module, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Take ``module.`` off names that have it and are not those of a part that is called so."""
+    known = module.state_dict().keys()
+    plain: dict[str, Any] = {}
+    for name, value in state.items():
+        own = name.removeprefix(prefix)
+        if own not in known and own.startswith(PREFIX):
+            own = own.removeprefix(PREFIX)
+        plain[prefix + own] = value
+    return plain

@@ -1,0 +1,143 @@
+"""Names of torch's class that other projects use, in terms of what we have."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import InvalidState
+from ._buffers import broadcast_tensors
+from ._channel import Channel
+from ._reducer import Reducer
+
+__all__ = ["UpstreamNames"]
+
+
+class UpstreamNames:
+    """Torch's underscore names."""
+
+    _active_ddp_module: ClassVar[Any] = None
+    reducer: Reducer
+    module: nn.Module
+    process_group: dist.ProcessGroup
+    parameters_to_ignore: set[str]
+    static_graph: bool
+    forward_sync_buffers: bool
+    _channel: Channel
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Torch's older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    # -- the module that runs --------------------------------------------------------------
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> Any:
+        return UpstreamNames._active_ddp_module
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Generator[None, None, None]:
+        before = UpstreamNames._active_ddp_module
+        UpstreamNames._active_ddp_module = self
+        try:
+            yield
+        finally:
+            UpstreamNames._active_ddp_module = before
+
+    # -- parameters ------------------------------------------------------------------------
+
+    @staticmethod
+    def _get_data_parallel_params(module: Any, named_params: bool = False) -> Iterable[Any]:
+        """Yield the parameters whose gradients are reduced."""
+        ignored: set[str] = getattr(module, "parameters_to_ignore", set())
+        inner = module.module if isinstance(module, UpstreamNames) else module
+        for name, parameter in inner.named_parameters():
+            if name not in ignored:
+                yield (name, parameter) if named_params else parameter
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
+    ) -> None:
+        """Have parameters and buffers of a module left alone when it is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, parameter in module.named_parameters():
+            if name in params_and_buffers_to_ignore:
+                parameter._ddp_ignored = True  # type: ignore[attr-defined]
+        for name, buffer in module.named_buffers():
+            if name in params_and_buffers_to_ignore:
+                buffer._ddp_ignored = True  # type: ignore[attr-defined]
+
+    # -- the reducer -----------------------------------------------------------------------
+
+    def _set_static_graph(self) -> None:
+        self.static_graph = self.reducer.is_static = True
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.close()
+
+    def _check_reducer_finalized(self) -> None:
+        if self.reducer.is_under_way:
+            raise InvalidState("a backward pass of this module has not come to its end")
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accept a setting of torch's: here outputs are never copied."""
+
+    def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
+        """Accept a hint of torch's: here the entries of sparse gradients are found."""
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Reduce in another group from now on; between steps, and on every rank of it."""
+        self._check_reducer_finalized()
+        self.reducer.close()
+        self.process_group = new_process_group
+        self._connect()
+
+    def _connect(self) -> None:
+        raise NotImplementedError
+
+    # -- buffers ---------------------------------------------------------------------------
+
+    def _distributed_broadcast_coalesced(
+        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        broadcast_tensors(tensors, self._channel, root=authoritative_rank, chunk=buffer_size)
+
+    # -- logging ---------------------------------------------------------------------------
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Accept a setting of torch's: here every step is measured."""
+        if sample_rate < 1:
+            raise InvalidState(f"a sample rate is 1 or more, not {sample_rate}")
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Tell about the module under torch's names."""
+        steps = self.reducer.stats.steps()
+        data: dict[str, Any] = {
+            "world_size": self._channel.size,
+            "rank": self._channel.rank,
+            "module_name": type(self.module).__name__,
+            "backend_name": self.process_group.name(),
+            "broadcast_buffers": self.forward_sync_buffers,
+            "num_parameter_tensors": len(self.reducer.parameters),
+            "total_parameter_size_bytes": sum(p.nbytes for p in self.reducer.parameters),
+            "bucket_sizes": ", ".join(str(b.nbytes) for b in self.reducer.buckets),
+            "static_graph": self.static_graph,
+            "can_set_static_graph": not self.reducer.was_surprised,
+            "iteration": len(steps),
+        }
+        if steps:
+            last = steps[-1]
+            data["avg_forward_compute_time"] = int(last.forward * 1e9)
+            data["avg_backward_compute_time"] = int((last.backward - last.exposed) * 1e9)
+            data["avg_backward_comm_time"] = int(last.exposed * 1e9)
+        return data

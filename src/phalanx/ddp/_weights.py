@@ -1,0 +1,70 @@
+"""Gradients by weight: what a rank's gradients stand for, over several passes.
+
+A rank accumulates ``.grad = sum of w_j * g_j / w`` with w the weight of its last pass: as long as
+the weight stays the same that is what autograd does by itself, and where it changes, what there is
+is scaled once. Multiplied by w and added up over the ranks it is the gradient of everything, times
+the sum of all weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.nn import Parameter
+
+from ..errors import InvalidArgument, InvalidState
+from ._scale import WeightedMean
+
+__all__ = ["Weights"]
+
+
+class Weights:
+    """The weights of one rank since gradients were reduced last."""
+
+    def __init__(self) -> None:
+        self._current: float | None = None
+        self._last: float | None = None
+        self._sum = 0.0
+
+    @property
+    def current(self) -> float | None:
+        """The weight of the passes that follow; None to count every rank the same."""
+        return self._current
+
+    @current.setter
+    def current(self, weight: float | None) -> None:
+        if weight is not None:
+            weight = float(weight)
+            if not (math.isfinite(weight) and weight >= 0):
+                raise InvalidArgument(f"a weight is a number of samples, 0 or more, not {weight}")
+        self._current = weight
+
+    def accumulate(self, parameters: Sequence[Parameter]) -> None:
+        """Take the current weight into account, before gradients are added to those there are."""
+        weight = self._current
+        if weight is None:
+            return
+        if weight == 0 and self._last:
+            raise InvalidState(
+                "a pass of weight 0 cannot be added to gradients that have weight: leave it out"
+            )
+        if self._last is not None and self._last != weight:
+            held = [p.grad for p in parameters if p.grad is not None]
+            if held:
+                with torch.no_grad():
+                    torch._foreach_mul_(held, self._last / weight)
+        self._last = weight
+        self._sum += weight
+
+    def scale(self, parameters: Sequence[Parameter]) -> WeightedMean:
+        """Tell how to scale what will have been accumulated at the end of the coming pass."""
+        weight = self._current
+        assert weight is not None, "asked for by somebody who has set it"
+        self.accumulate(parameters)
+        return WeightedMean(weight, self._sum)
+
+    def clear(self) -> None:
+        """Begin anew: the gradients have been reduced."""
+        self._last, self._sum = None, 0.0

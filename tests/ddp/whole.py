@@ -1,0 +1,72 @@
+"""The oracle: one process that saw the whole batch, in plain torch.
+
+Bodies run on any group. A rank's rows are its share of a batch that every rank makes alike, so each
+rank can run the oracle itself, on a copy of the module.
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP
+
+ROWS = 4  # per rank and step
+
+
+def batch(step, size, width=5):
+    """Make the batch of all ranks; the generator is our own, for ranks may be threads."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randn(ROWS * size, width, generator=generator)
+
+
+def share(rows, group):
+    """Tell this rank's part of a batch."""
+    return rows[group.rank() * ROWS :][:ROWS]
+
+
+def seeded(make, seed=0):
+    """Make a module whose weights depend on the seed alone, even among threads."""
+    module = make()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_complex() or parameter.is_floating_point():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+    return module
+
+
+def wrapped(make, group, **options):
+    """Wrap a module that has other weights on every rank, and return it with an equal copy."""
+    module = seeded(make, seed=group.rank())
+    ddp = DDP(module, process_group=group, **options)
+    whole = seeded(make, seed=0)
+    for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs), f"{name} was not broadcast"
+    return ddp, whole
+
+
+def assert_same_gradients(module, whole, rtol=1e-6):
+    """Compare every gradient with the oracle's, by the largest element."""
+    for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None), f"{name}: one has no gradient"
+        if mine.grad is not None:
+            assert_close(mine.grad, theirs.grad, name, rtol)
+
+
+def assert_close(mine, theirs, name="", rtol=1e-6):
+    """Compare two tensors, relative to the largest element."""
+    mine, theirs = (t.to_dense() if t.is_sparse else t for t in (mine, theirs))
+    largest = max(theirs.abs().max().item() if theirs.numel() else 0.0, 1e-3)
+    worst = (mine - theirs).abs().max().item() if theirs.numel() else 0.0
+    assert worst <= rtol * largest, f"{name}: off by {worst / largest:.2e} of the largest"
+
+
+def mlp():
+    """Make a small network."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def copy_of(module):
+    """Copy a module that is not wrapped."""
+    return copy.deepcopy(module)

@@ -73,7 +73,12 @@ class Arrivals:
         self.is_learning = False
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
+        is_frozen = not parameter.requires_grad
+        if is_frozen:  # torch takes no hook then, but keeps one; it may be unfrozen at any time
+            parameter.requires_grad_(True)
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if is_frozen:
+            parameter.requires_grad_(False)
         self._handles.append(handle)
 
 

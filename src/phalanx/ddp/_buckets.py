@@ -90,14 +90,22 @@ class DenseBucket(Bucket):
         return self.flat.nbytes
 
     def gather(self, news: Gradients, olds: Gradients) -> None:
-        if not olds and not count_missing(news):
-            torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
+        if not olds and not count_missing(news) and self._copy_all(news):
             return
         for place, (view, new) in enumerate(zip(self.views, news, strict=True)):
             old = olds[place] if olds else None
             _settle(view, old)
             if new is not None:
                 _add(view, new) if old is not None else _copy(view, new)
+
+    def _copy_all(self, news: Gradients) -> bool:
+        """Copy gradients all at once; tell if that cannot be done, for some are sparse."""
+        try:
+            if self.views:  # the bucket of a header only has none
+                torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
+        except RuntimeError:
+            return False
+        return True
 
     def add(self, place: int, gradient: Tensor) -> None:
         _add(self.views[place], gradient)

@@ -65,6 +65,7 @@ class Reducer:
         self._order: list[int] | None = None  # a better one, from the first pass
         self._has_ordered = False
         self._since = time.perf_counter()
+        self._arrivals = Arrivals([])
         self._take_on()
 
     # -- the plan --------------------------------------------------------------------------
@@ -76,8 +77,9 @@ class Reducer:
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+        self._arrivals.remove()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
-        self._has_ordered = False
+        self._has_ordered, self._order = False, None
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
         self._arrivals.learn(self._on_arrival)

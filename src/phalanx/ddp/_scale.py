@@ -21,6 +21,10 @@ class Scale:
     divisor = 1
     """By how much the reduction divides a sum over the ranks."""
 
+    def kept(self, old: Tensor) -> Tensor:
+        """Scale a gradient that has been reduced before, so that it comes out as it is."""
+        return old
+
     def before(self, bucket: Bucket) -> None:
         """Scale a bucket that is about to be reduced."""
 
@@ -61,6 +65,12 @@ class Mean(Scale):
 
 class Sum(Scale):
     """Gradients are added up."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def kept(self, old: Tensor) -> Tensor:
+        return old / self._size
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)

@@ -16,7 +16,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import InvalidArgument, InvalidState
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
-from ._buffers import broadcast_tensors
+from ._buffers import broadcast_tensors, buffers_of
 from ._channel import Channel
 from ._outputs import on_backward
 from ._reducer import Reducer
@@ -75,6 +75,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = self._named_parameters_of(module)
         arguments.check_parameters(named)
+        arguments.check_layers(module, named[0][1].device)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)
@@ -203,9 +204,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
     # -- buffers ---------------------------------------------------------------------------
 
     def _buffers_to_sync(self) -> list[Tensor]:
-        """List the buffers that the module has now: it may have replaced some."""
-        ignored = self.parameters_to_ignore
-        return [b for name, b in self.module.named_buffers() if name not in ignored]
+        return buffers_of(self.module, self.parameters_to_ignore)
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward pass begins with rank 0's buffers."""

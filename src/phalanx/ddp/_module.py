@@ -16,7 +16,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import InvalidArgument, InvalidState
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
-from ._buffers import broadcast_tensors
+from ._buffers import BufferList, broadcast_tensors
 from ._channel import Channel
 from ._outputs import on_backward
 from ._reducer import Reducer
@@ -98,11 +98,12 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self._connect()
         if init_sync:
             verify_parameters(named, self._channel)
-            states = [p for _, p in named] + (list(self._buffers_to_sync()) if at_start else [])
+            states = [p for _, p in named] + (self._buffer_list.now() if at_start else [])
             broadcast_tensors(states, self._channel)
 
     def _connect(self) -> None:
         """Make what works through the group."""
+        self._buffer_list = BufferList(self.module, self.parameters_to_ignore)
         self._channel = Channel(self.process_group, self.device)
         self.reducer = Reducer(
             self._named_parameters_of(self.module),
@@ -202,21 +203,16 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
 
     # -- buffers ---------------------------------------------------------------------------
 
-    def _buffers_to_sync(self) -> list[Tensor]:
-        """List the buffers that the module has now: it may have replaced some."""
-        ignored = self.parameters_to_ignore
-        return [b for name, b in self.module.named_buffers() if name not in ignored]
-
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward pass begins with rank 0's buffers."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and bool(self._buffers_to_sync())
+            and bool(self._buffer_list.now())
         )
 
     def _sync_buffers(self) -> None:
-        broadcast_tensors(self._buffers_to_sync(), self._channel)
+        broadcast_tensors(self._buffer_list.now(), self._channel)
 
     # -- devices ---------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Reducer:
         self._has_ordered = False
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
-        self._arrivals.learn(self._on_arrival)
+        self._learn()
 
     def _arrange(self, order: list[int]) -> None:
         shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
@@ -120,9 +120,14 @@ class Reducer:
             self._order = None
             self._follow(seen)
 
+    def _learn(self) -> None:
+        self._arrivals.learn(self._on_arrival)
+        self._settle()
+
     def _follow(self, seen: set[int]) -> None:
         self._arrivals.follow([bucket.members for bucket in self.buckets], self._on_ready)
         self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
+        self._settle()
 
     @property
     def is_under_way(self) -> bool:
@@ -148,7 +153,7 @@ class Reducer:
             self._under_way = LocalPass(self.channel)
             return
         self._under_way = Pass(
-            self._setting(),
+            self._setting,
             self._scale(),
             number=self._passes,
             olds_count=blind or self._is_unsynced,
@@ -163,8 +168,9 @@ class Reducer:
         except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
             return False
 
-    def _setting(self) -> Setting:
-        return Setting(
+    def _settle(self) -> None:
+        """Put together what the passes that follow have in common."""
+        self._setting = Setting(
             channel=self.channel,
             names=self.names,
             parameters=self.parameters,
@@ -228,7 +234,7 @@ class Reducer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._arrivals.learn(self._on_arrival)
+            self._learn()
 
     def _agree_on_order(self) -> None:
         """Take over the order in which gradients came on rank 0, from the next forward on."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ._buckets import Bucket
 from ._channel import Channel, Handle
-from ._header import NO_WEIGHT
+from ._header import NO_WEIGHT, Header
 
 __all__ = ["Mean", "Scale", "Sum", "WeightedMean"]
 
@@ -28,7 +28,7 @@ class Scale:
         """Start the reduction."""
         raise NotImplementedError
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
         """Scale the buckets when all are reduced and every rank's weight is known."""
 
     def scaled(self, part: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ class Mean(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload) if payload.is_sparse else channel.mean(payload)
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
-        del weights
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        del header
         for bucket in buckets:
             if bucket.payload.is_sparse:  # which engines add up only
                 bucket.scale(1 / self.divisor)
@@ -82,8 +82,8 @@ class WeightedMean(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
-        self._total = sum(weights)
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        self._total = sum(header.weights())
         for bucket in buckets:
             bucket.scale(self._share)
 

@@ -14,7 +14,7 @@ from ._reducer import Reducer
 __all__ = ["DataParallelState"]
 
 PREFIX = "module."
-LEFT_BEHIND = ("reducer", "process_group", "_channel", "device_mesh")
+LEFT_BEHIND = ("reducer", "process_group", "_channel", "_buffer_list", "device_mesh")
 
 
 class DataParallelState(nn.Module):

@@ -27,6 +27,9 @@ __all__ = [
 
 FIRST_BUCKET = MIB
 BUCKET = 25 * MIB
+SHARED_BUCKET = 4 * MIB
+"""Where nothing is sent, big buckets gain nothing, and gradients in small ones are still in the
+cache when they are reduced."""
 
 
 def find_group() -> dist.ProcessGroup:
@@ -114,10 +117,14 @@ def buffer_syncing(
     return both, both
 
 
-def choose_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
-    """Tell how big buckets are."""
+def choose_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, shared: bool
+) -> Caps:
+    """Tell how big buckets are; `shared`: ranks reach each other's memory."""
     if bucket_cap_mb_list:
         return Caps(BUCKET, each=tuple(_bytes(cap) for cap in bucket_cap_mb_list))
+    if bucket_cap_mb is None and shared:
+        return Caps(SHARED_BUCKET)
     if bucket_cap_mb is None:
         return Caps(BUCKET, first=FIRST_BUCKET)
     return Caps(_bytes(bucket_cap_mb))

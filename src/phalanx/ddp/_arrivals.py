@@ -73,6 +73,8 @@ class Arrivals:
         self.is_learning = False
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
+        if not parameter.requires_grad:
+            return  # frozen since
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         self._handles.append(handle)
 

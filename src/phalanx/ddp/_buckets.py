@@ -90,6 +90,8 @@ class DenseBucket(Bucket):
         return self.flat.nbytes
 
     def gather(self, news: Gradients, olds: Gradients) -> None:
+        if not news:
+            return
         if not olds and not count_missing(news):
             torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
             return

@@ -94,7 +94,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self.require_forward_param_sync = True
         self._reduce = reduce
         self._check_sync_every = check_sync_every
-        self._caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
         self._connect()
         if init_sync:
             verify_parameters(named, self._channel)
@@ -108,7 +108,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self.reducer = Reducer(
             self._named_parameters_of(self.module),
             self._channel,
-            caps=self._caps,
+            caps=arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory),
             sparse=arguments.sparse_names(self.module),
             reduce=self._reduce,
             keeps_views=self.gradient_as_bucket_view,

@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 from ..errors import GroupError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
-from ._buckets import Bucket, count_missing
+from ._buckets import Bucket, Gradients, count_missing
 from ._channel import Channel, Handle
 from ._header import CYCLE, Header
 from ._scale import Scale
@@ -126,7 +126,7 @@ class Pass:
         self._olds = _put_aside(setting.parameters)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
-        self._own: dict[int, list[Tensor | None]] = {}
+        self._own: dict[int, Gradients] = {}
         """Tensors for ``.grad`` where it is not to be a view, by bucket."""
 
     # -- while gradients arrive ------------------------------------------------------------
@@ -157,13 +157,13 @@ class Pass:
             self._mark_arrival()
             self._launch(bucket)
 
-    def _gather(self, bucket: Bucket, news: list[Tensor | None]) -> None:
-        olds = [self._olds[i] for i in bucket.members] if self._olds else []
+    def _gather(self, bucket: Bucket, news: Gradients) -> None:
+        olds: Gradients = [self._olds[i] for i in bucket.members] if self._olds else []
         if count_missing(news):
             self._note_unused(bucket, news, olds)
         if not self._setting.keeps_views:
             self._own[bucket.index] = _first_of(olds, news)
-        bucket.gather(news, olds)
+        bucket.gather(news, olds if self._olds_count else self._scale.olds(olds))
         self._states[bucket.index] = State.GATHERED
 
     def _clear(self, bucket: Bucket) -> None:
@@ -171,9 +171,7 @@ class Pass:
         for parameter in bucket.parameters:
             parameter.grad = None
 
-    def _note_unused(
-        self, bucket: Bucket, news: list[Tensor | None], olds: list[Tensor | None]
-    ) -> None:
+    def _note_unused(self, bucket: Bucket, news: Gradients, olds: Gradients) -> None:
         for place, i in enumerate(bucket.members):
             old = olds[place] if olds else None
             if news[place] is None and not (self._olds_count and old is not None):
@@ -189,6 +187,12 @@ class Pass:
 
     def _mark_arrival(self) -> None:
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
+
+    def abandon(self) -> None:
+        """Give back the gradients that were there before a pass that does not come to its end."""
+        for parameter, old in zip(self._setting.parameters, self._olds, strict=False):
+            if parameter.grad is None:
+                parameter.grad = old
 
     # -- when backward is over -------------------------------------------------------------
 
@@ -358,7 +362,7 @@ def _homes(buckets: Sequence[Bucket]) -> dict[int, int]:
     return {i: bucket.index for bucket in buckets for i in bucket.members}
 
 
-def _first_of(olds: list[Tensor | None], news: list[Tensor | None]) -> list[Tensor | None]:
+def _first_of(olds: Gradients, news: Gradients) -> Gradients:
     if not olds:
         return news
     return [new if old is None else old for old, new in zip(olds, news, strict=True)]

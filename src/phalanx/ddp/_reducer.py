@@ -47,7 +47,8 @@ class Reducer:
         self._sparse = sparse
         self.channel = channel
         self._caps = caps
-        self._reduce = reduce
+        kind = {"mean": Mean, "sum": Sum}[reduce]
+        self._plain_scale: Scale = kind(channel.size)
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
@@ -148,8 +149,7 @@ class Reducer:
         # Whoever asked autograd for a pass gets what we raise there.
         Variable._execution_engine.queue_callback(self._end)
         if not self.synchronises:
-            self.weights.accumulate(self.parameters)
-            self._is_unsynced = True
+            self._accumulate()
             self._under_way = LocalPass(self.channel)
             return
         self._under_way = Pass(
@@ -160,6 +160,19 @@ class Reducer:
             proof=self._named if self._is_check_due() else (),
             timing=Timing(self._since, self.forward_seconds),
         )
+
+    def _accumulate(self) -> None:
+        """Prepare gradients for more that only this rank has."""
+        self.weights.accumulate(self.parameters)
+        if not self._is_unsynced:
+            for parameter, old in zip(
+                self.parameters,
+                self._plain_scale.olds([p.grad for p in self.parameters]),
+                strict=True,
+            ):
+                if old is not parameter.grad:
+                    parameter.grad = old
+        self._is_unsynced = True
 
     def _will_accumulate(self) -> bool:
         """Tell whether the pass of autograd that is running ends in ``.grad`` of ours."""
@@ -187,7 +200,7 @@ class Reducer:
     def _scale(self) -> Scale:
         if self.weights.current is not None:
             return self.weights.scale(self.parameters)
-        return Mean(self.channel.size) if self._reduce == "mean" else Sum()
+        return self._plain_scale
 
     def _on_arrival(self, i: int) -> None:
         if self._under_way is None:
@@ -247,7 +260,9 @@ class Reducer:
 
     def _abandon(self) -> None:
         """Forget a pass that did not come to its end, because something raised in it."""
-        self._under_way = None
+        under_way, self._under_way = self._under_way, None
+        if isinstance(under_way, Pass):
+            under_way.abandon()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._buckets import Bucket
+from ._buckets import Bucket, Gradients
 from ._channel import Channel, Handle
 from ._header import NO_WEIGHT, Header
 
@@ -20,6 +20,10 @@ class Scale:
     """What this rank's header says."""
     divisor = 1
     """By how much the reduction divides a sum over the ranks."""
+
+    def olds(self, gradients: Gradients) -> Gradients:
+        """Scale gradients that all ranks have alike, so that a reduction leaves them alone."""
+        return gradients
 
     def before(self, bucket: Bucket) -> None:
         """Scale a bucket that is about to be reduced."""
@@ -61,6 +65,12 @@ class Mean(Scale):
 
 class Sum(Scale):
     """Gradients are added up."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def olds(self, gradients: Gradients) -> Gradients:
+        return [None if old is None else old / self._size for old in gradients]
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)

@@ -43,17 +43,23 @@ SMALLEST = "MLP, 8 tensors"
     seconds=0.2,
 )
 def ddp(ctx: RankContext, *, model: str) -> Iterator[Competitors]:
+    yield steps(ctx, model)
+
+
+def steps(ctx: RankContext, model: str) -> Competitors:
+    """Prepare a step of the same training, in every way."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, make_batch = MODELS[model]
     module, batch = make(), make_batch()
     theirs = torch_group(PrefixStore("torch", ctx.store), ctx.rank, ctx.size)
+    shm, gloo = ctx.group("shm"), ctx.group("gloo")
     modules = {
         "alone": copy.deepcopy(module),
         "torch": TorchDDP(
             copy.deepcopy(module), process_group=theirs, gradient_as_bucket_view=True
         ),
-        "shm": DDP(copy.deepcopy(module), process_group=ctx.group("shm")),
-        "gloo": DDP(copy.deepcopy(module), process_group=ctx.group("gloo")),
+        "shm": DDP(copy.deepcopy(module), process_group=shm),
+        "gloo": DDP(copy.deepcopy(module), process_group=gloo),
     }
-    yield {name: step_of(each, batch) for name, each in modules.items()}
+    return {name: step_of(each, batch) for name, each in modules.items()}

@@ -22,7 +22,6 @@ __all__ = [
     "choose_group",
     "devices_of",
     "find_group",
-    "sparse_names",
 ]
 
 FIRST_BUCKET = MIB
@@ -71,6 +70,8 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
             raise InvalidState(
                 f"parameter {name!r} has no shape yet: run the module once before wrapping it"
             )
+        if parameter.is_meta:
+            raise InvalidState(f"parameter {name!r} has no values: it is on the meta device")
     if not any(parameter.requires_grad for _, parameter in named):
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
     types = sorted({parameter.device.type for _, parameter in named})
@@ -134,12 +135,3 @@ def _bytes(mebibytes: float) -> int:
     if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
         raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
     return max(1, int(mebibytes * MIB))
-
-
-def sparse_names(module: nn.Module) -> frozenset[str]:
-    """List the parameters whose gradients are sparse, for their layer says so."""
-    return frozenset(
-        f"{prefix}.weight".removeprefix(".")
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-    )

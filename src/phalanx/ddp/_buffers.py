@@ -2,42 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._channel import Channel
 
-__all__ = ["BufferList", "broadcast_tensors"]
+__all__ = ["broadcast_tensors"]
 
 CHUNK = 250 << 20  # bytes that are sent at once
-
-
-class BufferList:
-    """The buffers of a module, as they are at any time: a module may replace some.
-
-    Walking through all modules takes longer than a small model's forward pass, so where buffers
-    can be is found out once.
-    """
-
-    def __init__(self, module: nn.Module, ignored: Collection[str]) -> None:
-        self._ignored = set(ignored)
-        self._places = [
-            (f"{prefix}." if prefix else "", part._buffers)
-            for prefix, part in module.named_modules()
-        ]
-
-    def now(self) -> list[Tensor]:
-        """List them, each once."""
-        found = {
-            id(buffer): buffer
-            for prefix, buffers in self._places
-            if buffers
-            for name, buffer in buffers.items()
-            if buffer is not None and prefix + name not in self._ignored
-        }
-        return list(found.values())
 
 
 def broadcast_tensors(

@@ -16,12 +16,13 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import InvalidArgument, InvalidState
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
-from ._buffers import BufferList, broadcast_tensors
+from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._outputs import on_backward
 from ._reducer import Reducer
 from ._state import DataParallelState
 from ._stats import StepStats
+from ._survey import Survey
 from ._upstream import UpstreamNames
 
 __all__ = ["DistributedDataParallel"]
@@ -73,7 +74,8 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
                 "check_reduction is deprecated, and does nothing", FutureWarning, stacklevel=2
             )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self._named_parameters_of(module)
+        self._survey = Survey.of(module, self.parameters_to_ignore)
+        named = self._survey.parameters
         arguments.check_parameters(named)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
@@ -98,27 +100,23 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self._connect()
         if init_sync:
             verify_parameters(named, self._channel)
-            states = [p for _, p in named] + (self._buffer_list.now() if at_start else [])
-            broadcast_tensors(states, self._channel)
+            self.reducer.broadcast_parameters()
+            if at_start:
+                self._sync_buffers()
 
     def _connect(self) -> None:
         """Make what works through the group."""
-        self._buffer_list = BufferList(self.module, self.parameters_to_ignore)
         self._channel = Channel(self.process_group, self.device)
         self.reducer = Reducer(
-            self._named_parameters_of(self.module),
+            self._survey.parameters,
             self._channel,
             caps=arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory),
-            sparse=arguments.sparse_names(self.module),
+            sparse=self._survey.sparse,
             reduce=self._reduce,
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
         )
-
-    def _named_parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        ignored = self.parameters_to_ignore
-        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
 
     # -- training --------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
 
     def assert_in_sync(self) -> None:
         """Raise, on every rank, if any parameter has not the same value on all; all ranks call."""
-        assert_same_values(self._named_parameters_of(self.module), self._channel)
+        assert_same_values(self._survey.parameters, self._channel)
 
     # -- buffers ---------------------------------------------------------------------------
 
@@ -208,11 +206,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and bool(self._buffer_list.now())
+            and bool(self._survey.buffers())
         )
 
     def _sync_buffers(self) -> None:
-        broadcast_tensors(self._buffer_list.now(), self._channel)
+        broadcast_tensors(self._survey.buffers(), self._channel)
 
     # -- devices ---------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 
 from ._arrivals import Arrivals
 from ._buckets import Bucket, DenseBucket, SparseBucket
+from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._header import Header
 from ._pass import LocalPass, Pass, Setting, Timing
@@ -64,7 +66,7 @@ class Reducer:
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
         self._order: list[int] | None = None  # a better one, from the first pass
-        self._has_ordered = False
+        self._arrivals = Arrivals([])
         self._since = time.perf_counter()
         self._take_on()
 
@@ -76,12 +78,13 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+        self._nodes: list[Any] = []
+        self._arrivals.remove()
         self._arrivals = Arrivals(self.parameters)
-        self._has_ordered = False
+        self._order, self._has_ordered = None, False
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
-        self._learn()
+        self._must_learn = True
 
     def _arrange(self, order: list[int]) -> None:
         shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
@@ -115,6 +118,8 @@ class Reducer:
             self._abandon()
         if self._frozen and any(p.requires_grad for p in self._frozen):
             self._take_on()
+        if self._must_learn:
+            self._learn()
         elif self._order is not None:
             seen = set(self._arrivals.order)
             self._arrange(self._order)
@@ -122,6 +127,7 @@ class Reducer:
             self._follow(seen)
 
     def _learn(self) -> None:
+        self._must_learn = False
         self._arrivals.learn(self._on_arrival)
         self._settle()
 
@@ -134,6 +140,22 @@ class Reducer:
     def is_under_way(self) -> bool:
         """Tell whether a backward pass has begun and not ended."""
         return self._under_way is not None
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
+        dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+        with torch.no_grad():
+            for bucket in dense:
+                if bucket.members:
+                    bucket.broadcast_through(
+                        lambda flat: self.channel.broadcast(flat, root).wait(),
+                        is_root=self.channel.rank == root,
+                    )
+        rest = {id(p): p for _, p in self._named}
+        for bucket in dense:
+            for parameter in bucket.parameters:
+                del rest[id(parameter)]
+        broadcast_tensors(list(rest.values()), self.channel, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
 
@@ -177,9 +199,16 @@ class Reducer:
     def _will_accumulate(self) -> bool:
         """Tell whether the pass of autograd that is running ends in ``.grad`` of ours."""
         try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes))
+            return any(map(torch._C._will_engine_execute_node, self._accumulators()))
         except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
             return False
+
+    def _accumulators(self) -> Iterator[Any]:
+        """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
+        yield from self._nodes
+        for parameter in self.parameters[len(self._nodes) :]:
+            self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+            yield self._nodes[-1]
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""

@@ -10,6 +10,13 @@ import torch
 from torch import nn
 
 from phalanx.ddp import DDP
+from phalanx.testing import over_groups
+
+everywhere = over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
+"""Most bodies: threads and processes, alone, as a pair, and more than this."""
+on_pairs = over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
+"""Bodies with nothing to say of more ranks."""
+TINY = 1e-6  # MiB: every parameter has a bucket of its own
 
 ROWS = 4  # per rank and step
 
@@ -44,6 +51,38 @@ def wrapped(make, group, **options):
     for (name, mine), theirs in zip(module.named_parameters(), whole.parameters(), strict=True):
         assert torch.equal(mine, theirs), f"{name} was not broadcast"
     return ddp, whole
+
+
+def whole_loss(whole, rows, group, loss, step):
+    """Tell the mean of what the ranks' losses are, in one process that has all their rows."""
+    parts = rows.split(ROWS)
+    losses = [loss(whole, part, step, rank) for rank, part in enumerate(parts)]
+    return sum(losses) / len(losses)
+
+
+def train(make, group, loss, *, steps=4, set_to_none=True, **options):
+    """Train a module wrapped and whole, comparing gradients in every step; return both.
+
+    `loss(module, rows, step, rank)` is the loss of one rank. Numbers are float64, so that the order
+    of summation does not matter and a mistake does.
+    """
+    ddp, whole = wrapped(lambda: make().double(), group, **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, whole)]
+    for step in range(steps):
+        rows = batch(step, group.size()).double()
+        loss(ddp, share(rows, group), step, group.rank()).backward()
+        whole_loss(whole, rows, group, loss, step).backward()
+        assert_same_gradients(ddp.module, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    ddp.assert_in_sync()
+    return ddp, whole
+
+
+def squares(module, rows, step=0, rank=0):
+    """Make a loss of a module's only output."""
+    return module(rows).square().mean()
 
 
 def assert_same_gradients(module, whole, rtol=1e-6):

@@ -45,11 +45,19 @@ class Arrivals:
         latest = {i: turn for turn, i in enumerate(self._seen)}
         return sorted(latest, key=latest.__getitem__)
 
-    def follow(self, buckets: Iterable[Sequence[int]], notice: Notice) -> None:
-        """Call `notice` with the number of a bucket when the last of its parameters has come."""
+    def follow(
+        self, buckets: Iterable[Sequence[int]], notice: Notice, stray: Notice | None = None
+    ) -> None:
+        """Call `notice` with the number of a bucket when the last of its parameters has come.
+
+        `stray` is called before that with every parameter, if somebody has to know.
+        """
         order, counts = self.order, Counter(self._seen)
         turn = {i: position for position, i in enumerate(order)}
         self.remove()
+        if stray is not None:
+            for i, parameter in enumerate(self._parameters):
+                self._hook(parameter, partial(_strayed, weakref.WeakMethod(stray), i))
         told = weakref.WeakMethod(notice)
         for number, members in enumerate(buckets):
             came = [i for i in members if i in turn]
@@ -62,6 +70,10 @@ class Arrivals:
     def restart(self) -> None:
         """Forget what was seen: a new pass begins."""
         self._seen.clear()
+        self.rearm()
+
+    def rearm(self) -> None:
+        """Count from the start again: the next arrival may be of a pass that nobody announces."""
         for countdown in self._countdowns:
             countdown.restart()
 
@@ -73,9 +85,12 @@ class Arrivals:
         self.is_learning = False
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
-        if not parameter.requires_grad:
-            return  # frozen since
+        is_frozen = not parameter.requires_grad
+        if is_frozen:  # torch takes no hook then, but keeps one; it may be unfrozen at any time
+            parameter.requires_grad_(True)
         handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        if is_frozen:
+            parameter.requires_grad_(False)
         self._handles.append(handle)
 
 
@@ -103,6 +118,12 @@ def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
     notice = told()
     if notice is not None:
         seen.append(i)
+        notice(i)
+
+
+def _strayed(told: Any, i: int, _: Parameter) -> None:
+    notice = told()
+    if notice is not None:
         notice(i)
 
 

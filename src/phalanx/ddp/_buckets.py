@@ -90,16 +90,23 @@ class DenseBucket(Bucket):
         return self.flat.nbytes
 
     def gather(self, news: Gradients, olds: Gradients) -> None:
-        if not news:
-            return
-        if not olds and not count_missing(news):
-            torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
+        if not olds and not count_missing(news) and self._copy_all(news):
             return
         for place, (view, new) in enumerate(zip(self.views, news, strict=True)):
             old = olds[place] if olds else None
-            _settle(view, old)
-            if new is not None:
-                _add(view, new) if old is not None else _copy(view, new)
+            first, second = (new, None) if old is None else (old, new)
+            _settle(view, first)
+            if second is not None:
+                _add(view, second)
+
+    def _copy_all(self, news: Gradients) -> bool:
+        """Copy gradients all at once; tell if that cannot be done, for some are sparse."""
+        try:
+            if self.views:  # the bucket of a header only has none
+                torch._foreach_copy_(self.views, news)  # type: ignore[arg-type]
+        except RuntimeError:
+            return False
+        return True
 
     def add(self, place: int, gradient: Tensor) -> None:
         _add(self.views[place], gradient)
@@ -192,12 +199,12 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _settle(view: Tensor, old: Tensor | None) -> None:
-    """Have a view hold the gradient that there was before."""
-    if old is None:
+def _settle(view: Tensor, gradient: Tensor | None) -> None:
+    """Have a view hold a gradient, if it does not by itself."""
+    if gradient is None:
         view.zero_()
-    elif old is not view:
-        _copy(view, old)
+    elif gradient is not view:
+        _copy(view, gradient)
 
 
 def _copy(view: Tensor, gradient: Tensor) -> None:

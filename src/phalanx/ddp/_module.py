@@ -136,7 +136,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             torch.is_grad_enabled() and self.require_backward_grad_sync
         )
         if torch.is_grad_enabled():
-            on_backward(output, self.reducer.begin)
+            on_backward(output, self.reducer.begin_from_output)
         self.reducer.forward_seconds += time.perf_counter() - began
         return output
 
@@ -176,9 +176,9 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self.reducer.weights.current = weight
 
     def backward(self, loss: Tensor, *, weight: float | None = None, **kwargs: Any) -> None:
-        """Call ``loss.backward(**kwargs)``, with a weight for this pass."""
+        """Call ``loss.backward(**kwargs)``, with a weight for this pass if one is given."""
         before = self.weight
-        self.weight = weight
+        self.weight = before if weight is None else weight
         try:
             loss.backward(**kwargs)  # type: ignore[no-untyped-call]
         finally:

@@ -20,6 +20,7 @@ import enum
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -88,6 +89,9 @@ class LocalPass:
     def ready(self, number: int) -> None:
         """Take no notice of a bucket."""
 
+    def abandon(self) -> None:
+        """End without an end."""
+
     def finish(self) -> Handle | None:
         """Tell peers, where that is free: one that reduces this pass must not be left waiting."""
         return self._channel.announce() if self._channel.sees_calls else None
@@ -102,6 +106,7 @@ class Pass:
         scale: Scale,
         *,
         number: int,
+        first: int | None,
         olds_count: bool,
         proof: Named,
         timing: Timing,
@@ -123,7 +128,7 @@ class Pass:
         self._signalled: set[int] = set()
         self._works: list[Handle] = []
         self._unused: list[int] = []
-        self._olds = _put_aside(setting.parameters)
+        self._olds = _put_aside(setting.parameters, first)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
         self._own: dict[int, Gradients] = {}
@@ -189,7 +194,9 @@ class Pass:
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
 
     def abandon(self) -> None:
-        """Give back the gradients that were there before a pass that does not come to its end."""
+        """End without an end: nobody may write into what peers are still reducing."""
+        for work in self._works:
+            work.wait()
         for parameter, old in zip(self._setting.parameters, self._olds, strict=False):
             if parameter.grad is None:
                 parameter.grad = old
@@ -204,6 +211,7 @@ class Pass:
         for bucket in self._setting.buckets:
             if self._states[bucket.index] is State.WAITING:
                 self._gather(bucket, [p.grad for p in bucket.parameters])
+        self.is_surprised |= len(self._works) < self._expected()
         for bucket in others[len(self._works) :]:
             self._mark_arrival()
             self._launch(bucket)
@@ -221,6 +229,14 @@ class Pass:
         self.timing.exposed = time.perf_counter() - began
         self._show(self._used(header, lates))
         self.timing.ended = time.perf_counter()
+
+    def _expected(self) -> int:
+        """Tell how many buckets would be under way by now, had it been as the last time."""
+        if self._setting.is_learning:
+            return 0
+        *others, _ = self._setting.buckets
+        absent = self._setting.absent
+        return sum(1 for _ in takewhile(lambda b: absent[b.index] < len(b.members), others))
 
     def _collect_late(self) -> dict[int, Tensor]:
         """Take what came after its bucket was gathered; late is what came after the launch."""
@@ -348,13 +364,21 @@ class Pass:
         return old
 
 
-def _put_aside(parameters: Sequence[Parameter]) -> list[Tensor | None]:
-    """Take every gradient that there is, so that what arrives is new; nothing if there is none."""
+def _put_aside(parameters: Sequence[Parameter], first: int | None) -> list[Tensor | None]:
+    """Take every gradient that there is, so that what arrives is new; nothing if there is none.
+
+    That of `first` has arrived already: what there was before it is in it.
+    """
     olds = [parameter.grad for parameter in parameters]
+    new = None if first is None else olds[first]
+    if first is not None:
+        olds[first] = None
     if count_missing(olds) == len(olds):
         return []
     for parameter in parameters:
         parameter.grad = None
+    if first is not None:
+        parameters[first].grad = new
     return olds
 
 

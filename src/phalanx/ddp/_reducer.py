@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +63,11 @@ class Reducer:
         self.forward_seconds = 0.0
         self.synchronises = True
         """Whether the next backward pass is reduced; asked when it begins."""
-        self._passes = 0
+        self._passes = self._reduced = 0
+        self._has_strays = False
+        """Gradients have come to parameters in passes that did not begin at an output."""
+        self._lifetime: Callable[[], object] = lambda: None
+        """Asks for the callback that autograd keeps until it is done with the pass under way."""
         self._is_unsynced = False  # gradients hold what only this rank has
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
@@ -79,9 +85,9 @@ class Reducer:
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
         self._nodes: list[Any] = []
-        self._arrivals.remove()
+        self._arrivals.remove()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
-        self._order, self._has_ordered = None, False
+        self._has_ordered, self._order = False, None
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
         self._must_learn = True
@@ -114,8 +120,9 @@ class Reducer:
 
     def prepare(self) -> None:
         """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
-        if self._under_way is not None and torch._C._current_graph_task_id() == -1:
-            self._abandon()
+        self._abandon_if_dead()
+        if self._under_way is not None:
+            return  # a part of forward is run again, for the backward pass that wants its values
         if self._frozen and any(p.requires_grad for p in self._frozen):
             self._take_on()
         if self._must_learn:
@@ -132,7 +139,9 @@ class Reducer:
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
-        self._arrivals.follow([bucket.members for bucket in self.buckets], self._on_ready)
+        stray = self._on_stray if self._has_strays else None
+        members = [bucket.members for bucket in self.buckets]
+        self._arrivals.follow(members, self._on_ready, stray)
         self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
         self._settle()
 
@@ -159,25 +168,39 @@ class Reducer:
 
     # -- a pass ----------------------------------------------------------------------------
 
-    def begin(self, *, blind: bool = False) -> None:
-        """Begin a backward pass, unless one is under way or this one leaves gradients alone.
+    def begin_from_output(self) -> None:
+        """Begin a backward pass, unless it leaves gradients alone."""
+        if torch.is_grad_enabled() and not self._has_strays:
+            self._watch_all()  # backward through this one's graph need not come by an output
+        if self._will_accumulate():
+            self.begin()
 
-        `blind`: some gradients may have come already, so what there is cannot be told from them.
+    def begin(self, *, first: int | None = None, blind: bool = False) -> None:
+        """Begin a backward pass, unless one is under way.
+
+        `first`: the parameter whose gradient has come already. `blind`: some have, and it is not
+        known which, so what there was before cannot be told from them.
         """
-        if self._under_way is not None or not self._will_accumulate():
+        self._abandon_if_dead()
+        if self._under_way is not None:
             return
+        self._has_strays |= first is not None
         self._passes += 1
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
-        Variable._execution_engine.queue_callback(self._end)
+        callback = partial(self._end)
+        self._lifetime = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
             return
+        self._reduced += 1
         self._under_way = Pass(
             self._setting,
             self._scale(),
             number=self._passes,
+            first=first,
             olds_count=blind or self._is_unsynced,
             proof=self._named if self._is_check_due() else (),
             timing=Timing(self._since, self.forward_seconds),
@@ -186,18 +209,18 @@ class Reducer:
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
         self.weights.accumulate(self.parameters)
-        if not self._is_unsynced:
-            for parameter, old in zip(
-                self.parameters,
-                self._plain_scale.olds([p.grad for p in self.parameters]),
-                strict=True,
-            ):
-                if old is not parameter.grad:
-                    parameter.grad = old
+        if not self._is_unsynced and self.weights.current is None:
+            reduced = self._plain_scale.olds([p.grad for p in self.parameters])
+            for parameter, old in zip(self.parameters, reduced, strict=True):
+                parameter.grad = old
         self._is_unsynced = True
 
     def _will_accumulate(self) -> bool:
-        """Tell whether the pass of autograd that is running ends in ``.grad`` of ours."""
+        """Tell whether the pass of autograd that is running may end in ``.grad`` of ours."""
+        if Variable._execution_engine.is_checkpoint_valid():
+            # A plain ``backward()``. Where it ends is not known, for checkpoints of the reentrant
+            # kind hide parameters; and peers may reach some although this rank reaches none.
+            return any(p.requires_grad for p in self.parameters)
         try:
             return any(map(torch._C._will_engine_execute_node, self._accumulators()))
         except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
@@ -224,7 +247,7 @@ class Reducer:
         )
 
     def _is_check_due(self) -> bool:
-        return self._check_every > 0 and self._passes % self._check_every == 0
+        return self._check_every > 0 and self._reduced % self._check_every == 0
 
     def _scale(self) -> Scale:
         if self.weights.current is not None:
@@ -232,14 +255,18 @@ class Reducer:
         return self._plain_scale
 
     def _on_arrival(self, i: int) -> None:
-        if self._under_way is None:
-            self.begin(blind=True)
+        self._on_stray(i)
         if self._under_way is not None:
             with torch.no_grad():
                 self._under_way.arrived(i)
 
+    def _on_stray(self, i: int) -> None:
+        """Begin with a gradient that has not come from an output of the module."""
+        if self._under_way is None or self._lifetime() is None:
+            self.begin(first=i)
+
     def _on_ready(self, number: int) -> None:
-        if self._under_way is None:
+        if self._under_way is None or self._lifetime() is None:
             self.begin(blind=True)
         if self._under_way is not None:
             with torch.no_grad():
@@ -247,6 +274,7 @@ class Reducer:
 
     def _end(self) -> None:
         under_way, self._under_way = self._under_way, None
+        self._arrivals.rearm()
         with torch.no_grad():
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
@@ -281,16 +309,22 @@ class Reducer:
     def _agree_on_order(self) -> None:
         """Take over the order in which gradients came on rank 0, from the next forward on."""
         seen = self._arrivals.order
-        unseen = [i for i in reversed(range(len(self.parameters))) if i not in set(seen)]
-        order = torch.tensor([*seen, *unseen], dtype=torch.int64, device=self.channel.device)
+        unseen = set(range(len(self.parameters))) - set(seen)
+        order = torch.tensor([*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device)
         self.channel.broadcast(order).wait()
         self._order = order.tolist()
         self._has_ordered = True
 
-    def _abandon(self) -> None:
+    def _watch_all(self) -> None:
+        """Have every parameter hooked from now on, as passes may begin with any of them."""
+        self._has_strays = True
+        if self._under_way is None:
+            self._learn()
+
+    def _abandon_if_dead(self) -> None:
         """Forget a pass that did not come to its end, because something raised in it."""
-        under_way, self._under_way = self._under_way, None
-        if isinstance(under_way, Pass):
+        if self._under_way is not None and self._lifetime() is None:
+            under_way, self._under_way = self._under_way, None
             under_way.abandon()
 
     def close(self) -> None:

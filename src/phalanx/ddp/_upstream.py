@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import InvalidState
+from ..errors import InvalidArgument, InvalidState
 from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._reducer import Reducer
@@ -17,10 +18,12 @@ from ._reducer import Reducer
 __all__ = ["UpstreamNames"]
 
 
+_here = threading.local()  # as ranks may be threads
+
+
 class UpstreamNames:
     """Torch's underscore names."""
 
-    _active_ddp_module: ClassVar[Any] = None
     reducer: Reducer
     module: nn.Module
     process_group: dist.ProcessGroup
@@ -42,16 +45,16 @@ class UpstreamNames:
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return UpstreamNames._active_ddp_module
+        return getattr(_here, "module", None)
 
     @contextmanager
     def _inside_ddp_forward(self) -> Generator[None, None, None]:
-        before = UpstreamNames._active_ddp_module
-        UpstreamNames._active_ddp_module = self
+        before = self._get_active_ddp_module()
+        _here.module = self
         try:
             yield
         finally:
-            UpstreamNames._active_ddp_module = before
+            _here.module = before
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class UpstreamNames:
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Accept a setting of torch's: here every step is measured."""
         if sample_rate < 1:
-            raise InvalidState(f"a sample rate is 1 or more, not {sample_rate}")
+            raise InvalidArgument(f"a sample rate is 1 or more, not {sample_rate}")
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Tell about the module under torch's names."""

@@ -1,0 +1,120 @@
+"""How parameters are divided into buckets, and when that changes."""
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP
+from phalanx.testing import over_groups
+
+from .whole import TINY, everywhere, mlp, on_pairs, squares, train
+
+MIB = 1 << 20
+
+
+class Reversed(nn.Module):
+    """Uses its layers in another order than it has them in, so that gradients come otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first, self.middle = nn.Linear(6, 3), nn.Linear(5, 6), nn.Linear(6, 6)
+
+    def forward(self, rows):
+        return self.last(self.middle(self.first(rows).tanh()).tanh())
+
+
+def names(ddp):
+    return [[ddp.reducer.names[i] for i in bucket.members] for bucket in ddp.reducer.buckets]
+
+
+@everywhere
+def test_buckets_follow_registration_backwards_then_arrival_on_rank_0(group):
+    before = []
+
+    def loss(module, rows, step, rank):
+        if isinstance(module, DDP):
+            before.append(names(module))
+        return squares(module, rows)
+
+    ddp, _ = train(Reversed, group, loss, bucket_cap_mb=TINY)
+    registered = [[name] for name, _ in Reversed().named_parameters()]
+    assert before[0] == registered[::-1]
+    layers = [name.split(".")[0] for (name,) in names(ddp)]
+    assert layers == ["last"] * 2 + ["middle"] * 2 + ["first"] * 2
+    assert not ddp.reducer.was_surprised
+
+
+@on_pairs
+def test_the_order_is_one_for_all_ranks_even_if_gradients_come_in_another(group):
+    def loss(module, rows, step, rank):
+        layers = module.module if isinstance(module, DDP) else module
+        first, second = layers if rank == 0 else reversed(layers)
+        return module(rows).mean() * 0 + second(first(rows).tanh()).square().mean()
+
+    def make():
+        return nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+
+    ddp, _ = train(make, group, loss, bucket_cap_mb=TINY)
+    orders = ddp._channel.exchange(str(names(ddp)))
+    assert len(set(orders)) == 1
+
+
+@on_pairs
+def test_the_first_bucket_is_small_and_the_rest_are_as_big_as_they_are_said_to_be(group):
+    def buckets_of(**options):
+        module = nn.Sequential(*(nn.Linear(256, 1024, bias=False) for _ in range(6)))  # 1 MiB each
+        module.append(nn.Linear(1024, 256, bias=False))
+        ddp = DDP(module, process_group=group, init_sync=False, **options)
+        return [sum(ddp.reducer.parameters[i].nbytes for i in b.members) / MIB
+                for b in ddp.reducer.buckets]  # fmt: skip
+
+    assert buckets_of() == ([4, 3] if group.shares_memory else [1, 6])
+    assert buckets_of(bucket_cap_mb=2) == [2, 2, 2, 1]
+    assert buckets_of(bucket_cap_mb_list=[1, 3]) == [1, 3, 3]
+    assert buckets_of(bucket_cap_mb=5, bucket_cap_mb_list=[2, 1]) == [2, 1, 1, 1, 1, 1]
+
+
+@everywhere
+def test_results_do_not_depend_on_buckets(group):
+    results = []
+    for options in ({}, {"bucket_cap_mb": TINY}, {"bucket_cap_mb_list": [TINY, 1]}):
+        ddp, _ = train(mlp, group, squares, **options)
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@on_pairs
+def test_buckets_are_launched_before_backward_ends(group):
+    ddp, _ = train(mlp, group, squares, bucket_cap_mb=TINY)
+    (*_, last) = ddp.stats()
+    arrivals = last.arrivals[group.rank()]
+    assert list(arrivals) == sorted(arrivals)
+    assert len(set(arrivals)) > 1
+
+
+class Optional(nn.Module):
+    """Uses one of its layers when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, rows, both=True):
+        return self.always(rows) + (self.sometimes(rows) if both else 0)
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2,))
+@pytest.mark.parametrize("skips", [(), (1,), (0, 1)], ids=["used", "somewhere", "nowhere"])
+def test_a_step_is_one_collective_per_bucket_and_nothing_else(group, skips):
+    calls = []
+
+    def loss(module, rows, step, rank):
+        if isinstance(module, DDP):
+            calls.append(group.records()[-1].sequence)
+        return module(rows, both=rank not in skips).square().mean()
+
+    ddp, _ = train(Optional, group, loss, steps=5, bucket_cap_mb=TINY)
+    assert len(ddp.reducer.buckets) == 4
+    *_, before, after = calls
+    assert after - before == 4

@@ -1,0 +1,176 @@
+"""Activation checkpointing of both kinds, and what comes late because of it."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.ddp import DDP
+
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    share,
+    squares,
+    train,
+    whole_loss,
+    wrapped,
+)
+
+both_kinds = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not"])
+both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
+
+
+class Layers(nn.Module):
+    """Layers of which a call says how often each is run, checkpointed."""
+
+    def __init__(self, reentrant=True):
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, rows, *times):
+        hidden = self.first(rows)
+        for layer, n in zip(self.layers, times, strict=True):
+            for _ in range(n):
+                hidden = checkpoint(layer, hidden, use_reentrant=self.reentrant).tanh()
+        return self.last(hidden)
+
+
+TIMES = {
+    "once": lambda step, rank: (1, 1, 1),
+    "thrice": lambda step, rank: (1, 3, 2),
+    "changing": lambda step, rank: (step % 3, 1 + step % 2, 1),
+    "differing": lambda step, rank: (1 + rank % 2, (step + rank) % 3, 1),
+}
+
+
+@everywhere
+@both_kinds
+@both_caps
+@pytest.mark.parametrize("times", TIMES)
+def test_layers_are_checkpointed(group, reentrant, times, cap):
+    def loss(module, rows, step, rank):
+        return module(rows, *TIMES[times](step, rank)).square().mean()
+
+    train(lambda: Layers(reentrant), group, loss, steps=6, bucket_cap_mb=cap)
+
+
+class Whole(nn.Module):
+    """Nothing but checkpointed layers: the outer graph has no parameter."""
+
+    def __init__(self, reentrant=True):
+        super().__init__()
+        self.reentrant = reentrant
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+
+    def forward(self, rows, *which):
+        hidden = rows.clone().requires_grad_()
+        for i in which:
+            hidden = checkpoint(self.layers[i], hidden, use_reentrant=self.reentrant).tanh()
+        return hidden
+
+
+@everywhere
+@both_kinds
+@both_caps
+@pytest.mark.parametrize("alike", [True, False], ids=["alike", "differing"])
+def test_everything_is_checkpointed(group, reentrant, cap, alike):
+    def loss(module, rows, step, rank):
+        which = (0, 1, 2) if alike or rank else (0, 2, 0, 1, 0)[: 1 + step]
+        return module(rows, *which).square().mean()
+
+    train(lambda: Whole(reentrant), group, loss, steps=5, bucket_cap_mb=cap)
+
+
+@everywhere
+@both_kinds
+def test_a_wrapped_module_is_checkpointed_itself(group, reentrant):
+    def loss(module, rows, step, rank):
+        rows = rows.clone().requires_grad_()
+        hidden = checkpoint(module, rows, use_reentrant=reentrant).tanh()
+        return checkpoint(module, hidden, use_reentrant=reentrant).square().mean()
+
+    train(lambda: nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 5)), group, loss, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_recomputing_does_not_rearrange_what_is_under_way(group):
+    ddp, whole = wrapped(
+        lambda: nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 2)), group, bucket_cap_mb=TINY
+    )
+    for step in range(3):
+        rows = batch(step, group.size())
+        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+            losses = [
+                checkpoint(module, part * n, use_reentrant=False).square().mean() for n in (1, 2)
+            ]
+            for loss in losses:  # the order from the first of them must not be taken in the second
+                loss.backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+# -- late ----------------------------------------------------------------------------------
+
+
+def late(ddp):
+    """Name the parameters that came late in the last pass, on any rank."""
+    return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._header.late()}
+
+
+@everywhere
+@pytest.mark.parametrize("who", ["all", "one"])
+@pytest.mark.parametrize("reduce", ["mean", "sum", "weight"])
+def test_a_layer_is_run_once_more_than_last_time(group, who, reduce):
+    options = {} if reduce == "weight" else {"reduce": reduce}
+    ddp, whole = wrapped(Layers, group, bucket_cap_mb=TINY, **options)
+    weights = [1.0] * group.size()
+    if reduce == "weight":
+        weights = [1.0 + rank for rank in range(group.size())]
+        ddp.weight = weights[group.rank()]
+    divisor = 1 if reduce == "sum" else sum(weights)
+    for step in range(6):
+
+        def times(rank, step=step):
+            return (1, 2 if step == 3 and (who == "all" or rank == 0) else 1, 1)
+
+        rows = batch(step, group.size())
+        ddp(share(rows, group), *times(group.rank())).square().mean().backward()
+        for rank, part in enumerate(rows.split(len(rows) // group.size())):
+            (whole(part, *times(rank)).square().mean() * weights[rank] / divisor).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        assert late(ddp) == ({"layers.1"} if step == 3 else set()), "the late round"
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+class Optional(nn.Module):
+    """Two layers in one bucket, of which one is reached after the other has come."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.late, self.early = (nn.Linear(5, 5, bias=False) for _ in range(3))
+
+    def forward(self, rows, both):
+        hidden = self.first(rows)
+        return self.early(self.late(hidden).tanh() if both else hidden)
+
+
+@everywhere
+def test_a_layer_is_used_for_the_first_time_after_its_bucket_is_gone(group):
+    seen = []
+
+    def loss(module, rows, step, rank):
+        if isinstance(module, DDP):
+            seen.append(late(module) if step else set())
+        return module(rows, both=step in (0, 3, 5) and rank % 2 == 0).square().mean()
+
+    two = 2 * 5 * 5 * 8 / (1 << 20)
+    ddp, _ = train(Optional, group, loss, steps=8, bucket_cap_mb=two)
+    assert [len(bucket.members) for bucket in ddp.reducer.buckets] == [2, 1]
+    assert [step - 1 for step, names in enumerate(seen) if names] == [3, 5]

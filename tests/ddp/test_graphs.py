@@ -1,0 +1,397 @@
+"""Graphs of every kind: what a loss may reach, and how often."""
+
+import collections
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP
+
+from .whole import (
+    TINY,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    seeded,
+    share,
+    squares,
+    train,
+    whole_loss,
+    wrapped,
+)
+
+both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
+
+
+def inner(module):
+    return module.module if isinstance(module, DDP) else module
+
+
+class Choice(nn.Module):
+    """A trunk, three branches of which a call says what it takes, and one that nobody takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = nn.Linear(5, 4)
+        self.branches = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.nobody = nn.Linear(4, 4)
+
+    def forward(self, rows, *which):
+        hidden = self.trunk(rows).tanh()
+        return sum(self.branches[i](hidden) for i in which) + hidden
+
+
+# -- unused --------------------------------------------------------------------------------
+
+CHOICES = {
+    "nowhere": lambda step, rank: (0, 1),
+    "here": lambda step, rank: (0,) if rank == 0 else (0, 1, 2),
+    "elsewhere": lambda step, rank: (rank % 3,),
+    "alternating": lambda step, rank: (step % 3,),
+    "both": lambda step, rank: ((step + rank) % 3, (step * rank) % 3),
+    "growing": lambda step, rank: tuple(range(min(step, 3))),
+    "none": lambda step, rank: () if step % 2 == rank % 2 else (0, 1, 2),
+}
+
+
+@everywhere
+@both_caps
+@pytest.mark.parametrize("choose", CHOICES)
+def test_parameters_are_used_here_and_there(group, choose, cap):
+    def loss(module, rows, step, rank):
+        return module(rows, *CHOICES[choose](step, rank)).square().mean()
+
+    ddp, _ = train(Choice, group, loss, steps=7, bucket_cap_mb=cap)
+    assert all(p.grad is None for p in ddp.module.nobody.parameters())
+
+
+@everywhere
+def test_a_rank_uses_no_parameter_at_all(group):
+    def loss(module, rows, step, rank):
+        if rank == 1:  # its output has a graph, in which no parameter is
+            return module(rows.clone().requires_grad_(), False).mean()
+        return module(rows, True).mean()
+
+    class Skipping(nn.Linear):
+        def forward(self, rows, used):
+            return super().forward(rows) if used else rows * 2
+
+    train(lambda: Skipping(5, 3), group, loss)
+
+
+# -- outputs -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    first: torch.Tensor
+    rest: dict
+    note: str = "a note"
+
+
+class ModelOutput(collections.OrderedDict):
+    """As in libraries of transformers: a mapping whose entries are attributes, too."""
+
+    def __getattr__(self, name):
+        return self[name]
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+class Plain:
+    """An object of which nothing is known."""
+
+    def __init__(self, first, second):
+        self.first, self.second = first, second
+
+    def __iter__(self):
+        return iter((self.first, self.second))
+
+
+SHAPES = {
+    "tuple": (lambda a, b: (a, [b, None]), lambda out: (out[0], out[1][0])),
+    "dict": (lambda a, b: {"a": a, "b": [{"c": b}]}, lambda out: (out["a"], out["b"][0]["c"])),
+    "dataclass": (lambda a, b: Result(a, {"b": (b,)}), lambda out: (out.first, out.rest["b"][0])),
+    "namedtuple": (Pair, tuple),
+    "mapping": (lambda a, b: ModelOutput(a=a, b=(b,)), lambda out: (out.a, out.b[0])),
+    "object": (Plain, tuple),
+    "lambda": (lambda a, b: lambda: (a, b), lambda out: out()),
+}
+
+
+class Outputs(nn.Module):
+    """Returns two tensors, packed somehow."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.pack = SHAPES[shape][0]
+        self.trunk, self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3), nn.Linear(4, 2)
+
+    def forward(self, rows):
+        hidden = self.trunk(rows).tanh()
+        return self.pack(self.a(hidden), self.b(hidden))
+
+
+@everywhere
+@pytest.mark.parametrize("shape", SHAPES)
+def test_outputs_of_any_shape_in_part_or_whole(group, shape):
+    def loss(module, rows, step, rank):
+        a, b = SHAPES[shape][1](module(rows))
+        parts = [a.square().mean(), b.mean()]
+        return sum([parts[:1], parts[1:], parts][(step // 2 + rank) % 3])
+
+    train(lambda: Outputs(shape), group, loss, steps=7, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_outputs_are_ignored_and_changed_in_place(group):
+    def loss(module, rows, step, rank):
+        module(rows)  # nobody looks at it
+        output = module(rows).view(-1)
+        output += 1
+        output[:2] *= 3
+        return output.square().mean()
+
+    train(lambda: nn.Sequential(nn.Linear(5, 4), nn.Flatten(0)), group, loss, steps=5,
+          bucket_cap_mb=TINY)  # fmt: skip
+
+
+@everywhere
+def test_an_output_is_a_parameter_itself(group):
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.other = nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(5))
+
+        def forward(self, rows):
+            return self.weight, rows * self.other
+
+    def loss(module, rows, step, rank):
+        weight, rows = module(rows)
+        return (weight.square().sum() * (rank + 1)) + rows.sum() * (step % 2)
+
+    train(Bare, group, loss, steps=6, bucket_cap_mb=TINY)
+
+
+# -- several passes ------------------------------------------------------------------------
+
+
+@everywhere
+@both_caps
+def test_several_forwards_and_one_backward(group, cap):
+    def loss(module, rows, step, rank):
+        return sum(squares(module, rows * n) for n in range(1, 2 + (step + rank) % 3))
+
+    train(mlp, group, loss, steps=5, bucket_cap_mb=cap)
+
+
+@everywhere
+@both_caps
+def test_several_forwards_then_as_many_backwards(group, cap):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=cap)
+    for step in range(4):
+        rows = batch(step, group.size())
+        mine = [squares(ddp, share(rows, group) * n) for n in (1, 2)]
+        theirs = [whole_loss(whole, rows * n, group, squares, step) for n in (1, 2)]
+        for loss in mine + theirs:
+            loss.backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+@both_caps
+def test_one_forward_and_several_backwards(group, cap):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=cap)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for loss in (squares(ddp, share(rows, group)), squares(whole, rows)):
+            for _ in range(2):
+                loss.backward(retain_graph=True)
+            (loss * 2).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+def test_backward_to_chosen_parameters(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+            squares(module, part).backward(inputs=[inner(module)[2].weight])
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+def test_nothing_has_a_gradient_in_a_step(group):
+    def loss(module, rows, step, rank):
+        with torch.no_grad():
+            module(rows)
+        module.eval()
+        module(rows)
+        module.train()
+        module(rows)  # and no backward
+        return squares(module, rows)
+
+    train(mlp, group, loss)
+
+
+@everywhere
+def test_autograd_grad_in_between_leaves_gradients_alone(group):
+    def loss(module, rows, step, rank):
+        weight = inner(module)[0].weight
+        for wanted in ([weight], list(module.parameters())):
+            gradients = torch.autograd.grad(squares(module, rows), wanted)
+            assert_close(gradients[0], torch.autograd.grad(squares(inner(module), rows), weight)[0])
+        assert weight.grad is None
+        inputs = rows.clone().requires_grad_()
+        torch.autograd.grad(squares(module, inputs), inputs)
+        return squares(module, rows)
+
+    train(mlp, group, loss, bucket_cap_mb=TINY)
+
+
+@everywhere
+@both_caps
+def test_a_gradient_penalty(group, cap):
+    def loss(module, rows, step, rank):
+        inputs = rows.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).square().mean()
+        return penalty if step % 2 else penalty + squares(module, rows)
+
+    train(mlp, group, loss, steps=7, bucket_cap_mb=cap)
+
+
+@everywhere
+@both_caps
+def test_a_parameter_is_used_outside_of_forward(group, cap):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.temperature = nn.Parameter(torch.zeros(()))
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, rows):
+            return self.layer(rows)
+
+    def loss(module, rows, step, rank):
+        return squares(module, rows) + inner(module).temperature.exp() * (rank + step)
+
+    train(Scaled, group, loss, steps=6, bucket_cap_mb=cap)
+
+
+@everywhere
+def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(6):
+        rows = batch(step, group.size())
+        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+            squares(module, part).backward()
+            squares(module, part * 2).backward()
+            (inner(module)[0].bias.square().sum() * part.mean()).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+# -- several modules -----------------------------------------------------------------------
+
+
+@everywhere
+def test_two_wrapped_modules_in_one_loss(group):
+    first, whole_first = wrapped(lambda: nn.Linear(5, 4), group, bucket_cap_mb=TINY)
+    second, whole_second = wrapped(lambda: nn.Linear(4, 2), group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        squares(second, first(share(rows, group)).tanh()).backward()
+        squares(whole_second, whole_first(rows).tanh()).backward()
+        for ddp, whole in ((first, whole_first), (second, whole_second)):
+            assert_same_gradients(ddp.module, whole)
+            ddp.zero_grad()
+            whole.zero_grad()
+
+
+@everywhere
+def test_a_wrapped_module_is_part_of_another(group):
+    ddp, whole = wrapped(lambda: nn.Linear(4, 2), group, bucket_cap_mb=TINY)
+    first = seeded(lambda: nn.Linear(5, 4))
+    models = nn.Sequential(first, ddp), nn.Sequential(first, whole)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for model, part in zip(models, (share(rows, group), rows), strict=True):
+            squares(model, part).backward()
+        assert_same_gradients(ddp.module, whole)
+        models[0].zero_grad()
+        models[1].zero_grad()
+
+
+# -- what goes wrong -----------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("broken in the middle")
+
+
+@everywhere
+@both_caps
+def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
+    class Breaking(nn.Sequential):
+        def forward(self, rows, breaks=False):
+            hidden = self[0](rows)
+            return self[1](Broken.apply(hidden) if breaks else hidden)
+
+    ddp, whole = wrapped(lambda: Breaking(nn.Linear(5, 500), nn.Linear(500, 2)), group,
+                         bucket_cap_mb=cap)  # fmt: skip
+    for step in range(8):
+        rows = batch(step, group.size())
+        if step in (0, 2, 3, 6):
+            with pytest.raises(ArithmeticError, match="in the middle"):
+                ddp(share(rows, group), breaks=True).square().mean().backward()
+            ddp.zero_grad()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole, rtol=1e-5)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+def test_backward_raises_and_is_called_again_without_a_forward(group):
+    fails = [True]
+
+    def fail_once(gradient):
+        if fails:
+            fails.pop()
+            raise ArithmeticError("once")
+
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    rows = batch(0, group.size())
+
+    def hook(layer, inputs, output):
+        output.register_hook(fail_once)
+
+    ddp.module[0].register_forward_hook(hook)
+    loss = squares(ddp, share(rows, group))
+    with pytest.raises(ArithmeticError):
+        loss.backward(retain_graph=True)
+    ddp.zero_grad()
+    loss.backward()
+    squares(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole)

@@ -1,0 +1,185 @@
+"""Ways of keeping gradients: what a training loop may do to ``.grad``."""
+
+import pytest
+import torch
+from torch import nn
+
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    train,
+    whole_loss,
+    wrapped,
+)
+
+both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+
+
+def both(ddp, whole, group, step, loss=squares):
+    """Run one backward pass on both."""
+    rows = batch(step, group.size())
+    loss(ddp, share(rows, group), step, group.rank()).backward()
+    whole_loss(whole, rows, group, loss, step).backward()
+
+
+@everywhere
+@both_ways
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+def test_zero_grad(group, keeps, set_to_none):
+    train(mlp, group, squares, steps=5, set_to_none=set_to_none,
+          gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)  # fmt: skip
+
+
+@everywhere
+@both_ways
+def test_where_a_gradient_lies(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(3):
+        both(ddp, whole, group, step)
+        flats = {b.flat.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
+        for parameter in ddp.parameters():
+            assert (parameter.grad.untyped_storage().data_ptr() in flats) is keeps
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+@both_ways
+def test_gradients_that_nobody_zeroes_add_up(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    for step in range(5):
+        both(ddp, whole, group, step)
+        assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+@both_ways
+def test_clipping_and_edits_in_place(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(4):
+        both(ddp, whole, group, step)
+        for module in (ddp.module, whole):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            nn.utils.clip_grad_value_(module.parameters(), 0.05)
+            module[0].weight.grad[0] += 1
+            module[2].bias.grad.mul_(0.5)
+        assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+@both_ways
+def test_grad_scaler(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    pairs = [
+        (torch.optim.SGD(m.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0))
+        for m in (ddp, whole)
+    ]
+    for step in range(5):
+        rows = batch(step, group.size())
+        if step == 2:
+            rows[0] = float("inf")  # on one rank only; all of them skip the step
+        losses = squares(ddp, share(rows, group)), whole_loss(whole, rows, group, squares, step)
+        for (optimizer, scaler), loss in zip(pairs, losses, strict=True):
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+        if step != 2:
+            assert_same_gradients(ddp.module, whole)
+        for optimizer, scaler in pairs:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert pairs[0][1].get_scale() == pairs[1][1].get_scale() == 32.0
+    ddp.assert_in_sync()
+    for mine, theirs in zip(ddp.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+@everywhere
+@both_ways
+def test_who_keeps_a_reference_to_a_gradient_sees_the_next(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(2):  # the second pass has the buckets that stay
+        both(ddp, whole, group, step)
+        ddp.zero_grad(set_to_none=False)
+        whole.zero_grad(set_to_none=False)
+    kept = [p.grad for p in ddp.parameters()]
+    for step in range(2, 5):
+        both(ddp, whole, group, step)
+        for mine, theirs in zip(kept, whole.parameters(), strict=True):
+            assert torch.allclose(mine, theirs.grad, atol=1e-6)
+        for gradient in kept:
+            gradient.zero_()
+        whole.zero_grad(set_to_none=False)
+
+
+@everywhere
+@both_ways
+def test_some_gradients_are_taken_away_and_replaced_by_hand(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    for step in range(6):
+        both(ddp, whole, group, step)
+        assert_same_gradients(ddp.module, whole)
+        for module in (ddp.module, whole):
+            module[0].weight.grad = None
+            module[2].weight.grad = torch.full_like(module[2].weight, step)
+
+
+@everywhere
+@both_ways
+def test_gradients_from_before_it_was_wrapped_are_averaged_in(group, keeps):
+    from phalanx.ddp import DDP
+
+    module, whole = mlp(), mlp()
+    whole.load_state_dict({k: torch.full_like(v, 0.1) for k, v in whole.state_dict().items()})
+    module.load_state_dict(whole.state_dict())
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, group.rank())
+    for parameter in whole.parameters():
+        parameter.grad = torch.full_like(parameter, (group.size() - 1) / 2)
+    ddp = DDP(module, process_group=group, gradient_as_bucket_view=keeps)
+    both(ddp, whole, group, 0)
+    assert_same_gradients(module, whole)
+
+
+class Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, rows, which):
+        return self.layers[which](rows)
+
+
+@everywhere
+@both_ways
+def test_a_gradient_that_nobody_touched_stays_as_it_was_to_the_last_bit(group, keeps):
+    ddp, _ = wrapped(Half, group, gradient_as_bucket_view=keeps)
+    unused = ddp.module.layers[1].weight
+    rows = share(batch(0, group.size()), group)
+    for given in (None, torch.rand(3, 5, generator=torch.Generator().manual_seed(3))):
+        unused.grad = given
+        for _ in range(3):
+            before = None if given is None else given.clone()
+            ddp(rows, 0).sum().backward()
+            assert unused.grad is given
+            assert given is None or torch.equal(given, before)
+
+
+@everywhere
+@both_ways
+def test_a_reduced_gradient_stays_as_it_was_to_the_last_bit(group, keeps):
+    ddp, _ = wrapped(Half, group, gradient_as_bucket_view=keeps)
+    for step in range(4):
+        rows = share(batch(step, group.size()), group)
+        ddp(rows, 1).square().sum().backward()
+        before = ddp.module.layers[1].weight.grad.clone()
+        ddp(rows, 0).sum().backward()
+        assert torch.equal(ddp.module.layers[1].weight.grad, before)
+        ddp.zero_grad()

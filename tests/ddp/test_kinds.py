@@ -1,0 +1,278 @@
+"""Parameters of every kind."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from phalanx.ddp import DDP
+from phalanx.testing import over_groups
+
+from .whole import (
+    ROWS,
+    TINY,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    train,
+    whole_loss,
+    wrapped,
+)
+
+
+class Mixed(nn.Module):
+    """Parameters of many types, one of them without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.half_ = nn.Parameter(torch.zeros(5, dtype=torch.float16))
+        self.brain = nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
+        self.single = nn.Parameter(torch.zeros(5))
+        self.double_ = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.wave = nn.Parameter(torch.zeros(5, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.scalar = nn.Parameter(torch.zeros(()))
+
+    def forward(self, rows):
+        total = sum(rows * p.to(rows.dtype) for p in (self.half_, self.brain, self.single))
+        wave = (self.wave * rows.to(self.wave.dtype)).abs()
+        return total * self.double_ + wave * self.scalar + self.empty.sum()
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": TINY}], ids=["caps", "tiny"])
+def test_types_are_mixed(group, options):
+    ddp, whole = wrapped(Mixed, group, **options)
+    for step in range(3):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        whole_loss(whole, rows, group, squares, step).backward()
+        for (name, mine), theirs in zip(
+            ddp.module.named_parameters(), whole.parameters(), strict=True
+        ):
+            assert mine.grad.dtype is mine.dtype
+            tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(mine.dtype, 1e-6)
+            assert torch.allclose(mine.grad, theirs.grad, rtol=tolerance, atol=tolerance), name
+        ddp.zero_grad()
+        whole.zero_grad()
+    ddp.assert_in_sync()
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16], ids=str)
+def test_no_parameter_has_a_type_that_counts_travel_in(group, dtype):
+    module = nn.Module()
+    module.used, module.unused = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(2))
+    module.forward = lambda n: (module.used * n).abs().sum()
+    ddp = DDP(module, process_group=group)
+    for _ in range(3):
+        ddp(group.rank() + 1).backward()
+        expected = (group.size() + 1) / 2
+        assert module.used.grad.real.tolist() == [expected] * 3
+        assert module.unused.grad is None
+        ddp.zero_grad()
+
+
+class Words(nn.Module):
+    """Embeddings with sparse gradients before something dense."""
+
+    def __init__(self, kind=nn.Embedding, **options):
+        super().__init__()
+        self.words = kind(9, 5, sparse=True, **options)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, ids, words=True):
+        return self.head(self.words(ids).tanh() if words else torch.ones(len(ids), 5))
+
+
+def ids(step, group):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(9, (ROWS * group.size(), 3), generator=generator)
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
+def test_gradients_are_sparse(group, kind, keeps):
+    ddp, whole = wrapped(lambda: Words(kind), group, gradient_as_bucket_view=keeps)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, whole)]
+    for step in range(4):
+        everything = ids(step, group)
+        for _ in range(1 + step % 2):  # once, or twice without zero_grad
+            squares(ddp, share(everything, group)).backward()
+            whole_loss(whole, everything, group, squares, step).backward()
+            assert ddp.module.words.weight.grad.is_sparse
+            assert_same_gradients(ddp.module, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ddp.assert_in_sync()
+
+
+@everywhere
+def test_sparse_gradients_with_an_optimizer_for_them(group):
+    ddp, whole = wrapped(Words, group)
+    optimizers = [
+        (torch.optim.SparseAdam([m.words.weight]), torch.optim.Adam(m.head.parameters()))
+        for m in (ddp.module, whole)
+    ]
+    for step in range(3):
+        everything = ids(step, group)
+        squares(ddp, share(everything, group)).backward()
+        whole_loss(whole, everything, group, squares, step).backward()
+        assert_same_gradients(ddp.module, whole)
+        for optimizer in (one for pair in optimizers for one in pair):
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+    ddp.assert_in_sync()
+
+
+@everywhere
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+def test_sparse_gradients_are_accumulated_without_synchronising(group, reduce):
+    ddp, whole = wrapped(Words, group, reduce=reduce)
+    factor = group.size() if reduce == "sum" else 1
+    with ddp.no_sync():
+        squares(ddp, share(ids(0, group), group)).backward()
+    squares(ddp, share(ids(1, group), group)).backward()
+    for step in range(2):
+        (factor * whole_loss(whole, ids(step, group), group, squares, step)).backward()
+    assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+def test_sparse_gradients_by_weight_and_unused_on_some_ranks(group):
+    def loss(module, rows, rank):
+        return module(rows).square().mean() if rank != 1 else module(rows, words=False).sum()
+
+    ddp, whole = wrapped(Words, group)
+    ddp.weight = group.rank() + 1
+    weights = torch.arange(1, group.size() + 1)
+    for step in range(3):
+        everything = ids(step, group)
+        loss(ddp, share(everything, group), group.rank()).backward()
+        for rank, theirs in enumerate(everything.split(ROWS)):
+            (loss(whole, theirs, rank) * weights[rank] / weights.sum()).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+class Functional(nn.Module):
+    """A sparse gradient that no layer tells of."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(9, 5))
+
+    def forward(self, ids):
+        return F.embedding(ids, self.table, sparse=True)
+
+
+@everywhere
+def test_a_sparse_gradient_that_no_layer_tells_of(group):
+    ddp, whole = wrapped(Functional, group)
+    for step in range(3):
+        everything = ids(step, group)
+        squares(ddp, share(everything, group)).backward()
+        whole_loss(whole, everything, group, squares, step).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+class Tied(nn.Module):
+    """One weight in two layers, of which one may make sparse gradients."""
+
+    def __init__(self, sparse=False, head_first=False):
+        super().__init__()
+        if head_first:
+            self.head = nn.Linear(5, 9, bias=False)
+        self.words = nn.Embedding(9, 5, sparse=sparse)
+        if not head_first:
+            self.head = nn.Linear(5, 9, bias=False)
+        self.head.weight = self.words.weight
+        self.again = self.head
+
+    def forward(self, ids):
+        return self.again(self.head(self.words(ids))[..., :5])
+
+
+@everywhere
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("head_first", [False, True], ids=["words", "head"])
+def test_weights_are_tied(group, sparse, head_first):
+    ddp, whole = wrapped(lambda: Tied(sparse, head_first), group)
+    for step in range(3):
+        everything = ids(step, group)
+        squares(ddp, share(everything, group)).backward()
+        whole_loss(whole, everything, group, squares, step).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+def test_a_module_is_part_of_two(group):
+    def make():
+        layer = nn.Linear(5, 5)
+        return nn.Sequential(layer, nn.Sequential(nn.Tanh(), layer), nn.Linear(5, 2))
+
+    train(make, group, squares, bucket_cap_mb=TINY)
+
+
+class Conv(nn.Sequential):
+    """Convolutions whose weights lie in memory as images of channels last."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3, groups=2))
+        self.to(memory_format=torch.channels_last)
+
+
+@everywhere
+@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+def test_channels_last(group, keeps):
+    def loss(module, rows, step, rank):
+        images = rows.repeat(1, 3 * 36 // 5 + 1)[:, : 3 * 36].view(-1, 3, 6, 6)
+        return squares(module, images.to(memory_format=torch.channels_last))
+
+    ddp, _ = train(Conv, group, loss, gradient_as_bucket_view=keeps)
+    loss(ddp, torch.ones(4, 5).double(), 0, 0).backward()
+    for parameter in ddp.parameters():
+        assert parameter.grad.stride() == parameter.stride()
+
+
+@everywhere
+def test_a_transposed_parameter(group):
+    class Transposed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 5).t())
+            self.sliced = nn.Parameter(torch.zeros(5, 6)[:, ::2])
+
+        def forward(self, rows):
+            return rows @ (self.weight + self.sliced)
+
+    train(Transposed, group, squares)
+
+
+@everywhere
+@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+def test_parameters_are_frozen_and_unfrozen_between_steps(group, keeps):
+    def loss(module, rows, step, rank):
+        inner = module.module if isinstance(module, DDP) else module
+        inner[0].requires_grad_(step % 3 == 1)
+        inner[2].bias.requires_grad_(step < 2)
+        return squares(module, rows)
+
+    def make():
+        module = mlp()
+        module[0].requires_grad_(False)
+        return module
+
+    ddp, _ = train(make, group, loss, steps=8, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    for parameter in ddp.parameters():
+        assert len(parameter._post_accumulate_grad_hooks or ()) <= 1, "hooks are left behind"

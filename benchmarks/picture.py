@@ -1,4 +1,4 @@
-"""Results as a picture: size against time, one line for each engine, as PNG and SVG."""
+"""Results as a picture: time by size or by ranks, a line for each engine, as PNG and SVG."""
 
 from __future__ import annotations
 
@@ -29,16 +29,55 @@ class Style:
 
 
 # Okabe and Ito's colours, which those who are colour-blind can tell apart; markers for print.
-STYLES = {
-    "gloo": Style("Gloo", "#D55E00", "s"),
-    "mpi": Style("MPI (MPICH)", "#009E73", "^"),
-    "ordinary": Style("phalanx,\nordinary tensors", "#56B4E9", "D"),
-    "shared": Style("phalanx,\ngroup.allocate", "#0072B2", "o"),
-    "memcpy": Style("one memcpy of\nthe same bytes", "#666666", "", "--"),
+ORANGE, GREEN, SKY, BLUE, GREY = "#D55E00", "#009E73", "#56B4E9", "#0072B2", "#666666"
+
+ENGINES = {
+    "gloo": Style("Gloo", ORANGE, "s"),
+    "mpi": Style("MPI (MPICH)", GREEN, "^"),
+    "ordinary": Style("phalanx,\nordinary tensors", SKY, "D"),
+    "shared": Style("phalanx,\ngroup.allocate", BLUE, "o"),
+    "memcpy": Style("one memcpy of\nthe same bytes", GREY, "", "--"),
 }
-TITLES = {
-    "allreduce": "Allreduce of float32 by two ranks on one machine: time by size",
-    "allreduce_busy": "Allreduce by two ranks while other processes keep every core busy",
+STEPS = {
+    "torch": Style("torch DDP,\nGloo", ORANGE, "s"),
+    "gloo": Style("phalanx DDP,\nGloo", SKY, "D"),
+    "shm": Style("phalanx DDP,\nshared memory", BLUE, "o"),
+    "alone": Style("no communication", GREY, "", "--"),
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """How an entry is drawn."""
+
+    title: str
+    styles: Mapping[str, Style]
+    by: str
+    """The label of a case that goes to the right."""
+    across: str
+    """What that is."""
+    upwards: str
+
+    def tick(self, value: int) -> str:
+        """Write a value of the axis to the right."""
+        return size(value).replace(" ", "\n") if self.by == "bytes" else str(value)
+
+
+_BY_SIZE = ("bytes", "size of the tensor", "time of one call (less is better)")
+CHARTS = {
+    "allreduce": Chart(
+        "Allreduce of float32 by two ranks on one machine: time by size", ENGINES, *_BY_SIZE
+    ),
+    "allreduce_busy": Chart(
+        "Allreduce by two ranks while other processes keep every core busy", ENGINES, *_BY_SIZE
+    ),
+    "ddp_scaling": Chart(
+        "A step of training on two cores: time by number of ranks",
+        STEPS,
+        "ranks",
+        "ranks, one batch each",
+        "time of one step (less is better)",
+    ),
 }
 """The entries that are drawn."""
 
@@ -46,7 +85,7 @@ Curve = Mapping[int, Spread]
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw the entries that are a matter of size, and return the files."""
+    """Draw the entries that have a chart, and return the files."""
     from matplotlib import rc_context
 
     # The salt is fixed and the date left out, so that the same figures give the same file.
@@ -54,7 +93,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         return [
             path
             for entry in results.entries
-            if entry.name in TITLES
+            if entry.name in CHARTS
             for path in _draw_entry(entry, _small_print(results), folder / entry.name)
         ]
 
@@ -75,27 +114,28 @@ def _draw_entry(entry: EntryResult, small_print: str, stem: Path) -> list[Path]:
     figure = Figure(figsize=(9, 5.4), layout=ConstrainedLayoutEngine(rect=(0, 0, 0.985, 1)))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    curves = _curves(entry)
+    chart = CHARTS[entry.name]
+    curves = _curves(entry, chart)
     for name, curve in curves.items():
-        _draw_curve(axes, STYLES[name], curve)
-    _dress(axes, sorted({x for curve in curves.values() for x in curve}))
-    axes.set_title(TITLES[entry.name], loc="left", fontsize=12, fontweight="bold", pad=12)
+        _draw_curve(axes, chart.styles[name], curve)
+    _dress(axes, chart, sorted({x for curve in curves.values() for x in curve}))
+    axes.set_title(chart.title, loc="left", fontsize=12, fontweight="bold", pad=12)
     figure.supxlabel(small_print, fontsize=7.5, color="#555555", x=0.01, ha="left")
     figure.draw_without_rendering()  # the limits are final: labels can be placed by them
-    _label_ends(axes, curves)
+    _label_ends(axes, curves, chart.styles)
     files = {stem.with_suffix(".png"): {"Software": None}, stem.with_suffix(".svg"): {"Date": None}}
     for path, metadata in files.items():
         figure.savefig(path, dpi=160, metadata=metadata)
     return list(files)
 
 
-def _curves(entry: EntryResult) -> dict[str, Curve]:
-    """Gather what each competitor took by size."""
+def _curves(entry: EntryResult, chart: Chart) -> dict[str, Curve]:
+    """Gather what each competitor took, by what goes to the right."""
     curves: dict[str, dict[int, Spread]] = {}
     for result in entry.cases:
         for name, time in result.times().items():
-            curves.setdefault(name, {})[int(result.case.params["bytes"])] = time
-    return {name: curves[name] for name in STYLES if name in curves}
+            curves.setdefault(name, {})[int(result.case.labels[chart.by])] = time
+    return {name: curves[name] for name in chart.styles if name in curves}
 
 
 def _draw_curve(axes: Axes, style: Style, curve: Curve) -> None:
@@ -113,15 +153,15 @@ def _draw_curve(axes: Axes, style: Style, curve: Curve) -> None:
     axes.fill_between(sizes, low, high, color=style.colour, alpha=0.22, linewidth=0)
 
 
-def _dress(axes: Axes, sizes: Sequence[int]) -> None:
+def _dress(axes: Axes, chart: Chart, places: Sequence[int]) -> None:
     """Write the axes in people's units, and leave out what says nothing."""
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes, [size(value).replace(" ", "\n") for value in sizes])
+    axes.set_xticks(places, [chart.tick(place) for place in places])
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: _round_time(value))
-    axes.set_ylabel("time of one call (less is better)")
-    axes.set_xlabel("size of the tensor")
+    axes.set_ylabel(chart.upwards)
+    axes.set_xlabel(chart.across)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
@@ -132,25 +172,25 @@ def _round_time(value: float) -> str:
     return f"{float(number):g} {unit}"
 
 
-def _label_ends(axes: Axes, curves: Mapping[str, Curve]) -> None:
+def _label_ends(axes: Axes, curves: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:
     """Write each line's name at its right end, pushed apart where two would overlap."""
     last = max(x for curve in curves.values() for x in curve)
     ends = {name: curve[max(curve)].median for name, curve in curves.items()}
     bottom, top = (math.log10(limit) for limit in axes.get_ylim())
     height = (top - bottom) / 5.4 / 4.4  # of one line of text, in powers of ten
     wanted = sorted((math.log10(time), name) for name, time in ends.items())
-    heights = [height * (1 + STYLES[name].label.count("\n")) + height / 3 for _, name in wanted]
+    heights = [height * (1 + styles[name].label.count("\n")) + height / 3 for _, name in wanted]
     for (_, name), y in zip(wanted, _apart([y for y, _ in wanted], heights), strict=True):
         axes.annotate(
-            STYLES[name].label,
+            styles[name].label,
             xy=(last, ends[name]),
             xytext=(1.03, (y - bottom) / (top - bottom)),
             textcoords="axes fraction",
-            color=STYLES[name].colour,
-            fontweight="bold" if name == "shared" else "normal",
+            color=styles[name].colour,
+            fontweight="bold" if styles[name].colour == BLUE else "normal",
             va="center",
             annotation_clip=False,
-            arrowprops=_thin_line(STYLES[name].colour),
+            arrowprops=_thin_line(styles[name].colour),
         )
 
 

@@ -3,8 +3,8 @@
     phalanx run -n 2 examples/digits.py
     torchrun --nproc-per-node 2 examples/digits.py
 
-Every rank has a copy of the network and its share of the images. After each backward pass the
-ranks average their gradients, so the copies stay the same to the last bit; the end proves it.
+Every rank has a copy of the network and its share of the images. Each backward pass leaves the mean
+of all ranks' gradients, so the copies stay the same to the last bit; the end proves it.
 """
 
 import argparse
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
-from phalanx.groups import ProcessGroup, ReduceOp, new_group
+from phalanx import DDP
+from phalanx.groups import ProcessGroup, new_group
 
 BATCH = 32  # images per rank and step
 TEST_IMAGES = 360
@@ -33,9 +34,7 @@ def main(epochs: int) -> None:
     labels = torch.tensor(digits.target)
     test, training = torch.randperm(len(images)).tensor_split([TEST_IMAGES])
 
-    model = make_network()
-    for parameter in model.parameters():
-        group.broadcast(parameter.detach(), root=0).wait()
+    model = DDP(make_network(), process_group=group)
     speed = train(model, images[training], labels[training], group, epochs=epochs)
 
     mine = test[group.rank() :: group.size()]
@@ -72,15 +71,8 @@ def train(
         for batch in order[group.rank() * share :][:share].split(BATCH):
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()
-            average_gradients(model, group)
             optimizer.step()
     return epochs * share * group.size() / (time.perf_counter() - start)
-
-
-def average_gradients(model: nn.Module, group: ProcessGroup) -> None:
-    """Replace every gradient by its mean over all ranks."""
-    gradients = [parameter.grad for parameter in model.parameters()]
-    group.allreduce_coalesced(gradients, op=ReduceOp.AVG).wait()
 
 
 def gather_digests(model: nn.Module, group: ProcessGroup) -> list[str]:

@@ -69,7 +69,7 @@ def run_main(ctx, *, drift):
     spec.loader.exec_module(digits)
     digits.new_group = ctx.group
     if drift:
-        digits.average_gradients = lambda *_: None
+        digits.DDP = lambda module, **_: module
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         try:

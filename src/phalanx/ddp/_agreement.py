@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import InvalidState, RankMismatch
+from ..errors import RankMismatch
 from ._channel import Channel
 
 __all__ = ["Named", "assert_same_values", "fingerprint", "verify_parameters"]
@@ -19,8 +19,9 @@ Named = Sequence[tuple[str, Tensor]]
 
 def verify_parameters(named: Named, channel: Channel) -> None:
     """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
-    mine = [_describe(name, tensor) for name, tensor in named]
-    if not _all_same(_digest("\n".join(mine)), channel):
+    short = [(name, t.dtype, *t.shape, t.requires_grad) for name, t in named]
+    if not _all_same(_digest(repr(short)), channel):
+        mine = [_describe(name, tensor) for name, tensor in named]
         theirs = [text.split("\n") for text in channel.exchange("\n".join(mine))]
         raise RankMismatch(
             f"ranks have different modules: {_difference(theirs)}. "
@@ -63,8 +64,6 @@ def _fingerprint_of(tensor: Tensor) -> int:
 
 
 def _describe(name: str, tensor: Tensor) -> str:
-    if tensor.is_meta:
-        raise InvalidState(f"parameter {name!r} has no memory: it is on the meta device")
     grad = "" if tensor.requires_grad else ", frozen"
     return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{grad}"
 

@@ -23,11 +23,13 @@ __all__ = [
     "choose_group",
     "devices_of",
     "find_group",
-    "sparse_names",
 ]
 
 FIRST_BUCKET = MIB
 BUCKET = 25 * MIB
+SHARED_BUCKET = 4 * MIB
+"""Where nothing is sent, big buckets gain nothing, and gradients in small ones are still in the
+cache when they are reduced."""
 
 
 def find_group() -> dist.ProcessGroup:
@@ -69,6 +71,8 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
             raise InvalidState(
                 f"parameter {name!r} has no shape yet: run the module once before wrapping it"
             )
+        if parameter.is_meta:
+            raise InvalidState(f"parameter {name!r} has no values: it is on the meta device")
     if not any(parameter.requires_grad for _, parameter in named):
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
     types = sorted({parameter.device.type for _, parameter in named})
@@ -76,12 +80,10 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
 
 
-def check_layers(module: nn.Module, device: torch.device) -> None:
+def check_layers(sync_norms: Sequence[str], device: torch.device) -> None:
     """Refuse layers that cannot work on a device."""
-    if device.type == "cpu":
-        for name, layer in module.named_modules():
-            if isinstance(layer, nn.SyncBatchNorm):
-                raise InvalidArgument(f"torch has no SyncBatchNorm for CPUs, and {name!r} is one")
+    if sync_norms and device.type == "cpu":
+        raise InvalidArgument(f"torch has no SyncBatchNorm for CPUs, and {sync_norms[0]!r} is one")
 
 
 def devices_of(
@@ -123,10 +125,14 @@ def buffer_syncing(
     return both, both
 
 
-def choose_caps(bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> Caps:
-    """Tell how big buckets are."""
+def choose_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, shared: bool
+) -> Caps:
+    """Tell how big buckets are; `shared`: ranks reach each other's memory."""
     if bucket_cap_mb_list:
         return Caps(BUCKET, each=tuple(_bytes(cap) for cap in bucket_cap_mb_list))
+    if bucket_cap_mb is None and shared:
+        return Caps(SHARED_BUCKET)
     if bucket_cap_mb is None:
         return Caps(BUCKET, first=FIRST_BUCKET)
     return Caps(_bytes(bucket_cap_mb))
@@ -136,12 +142,3 @@ def _bytes(mebibytes: float) -> int:
     if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
         raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
     return max(1, int(mebibytes * MIB))
-
-
-def sparse_names(module: nn.Module) -> frozenset[str]:
-    """List the parameters whose gradients are sparse, for their layer says so."""
-    return frozenset(
-        f"{prefix}.weight".removeprefix(".")
-        for prefix, layer in module.named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-    )

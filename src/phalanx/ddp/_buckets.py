@@ -117,6 +117,15 @@ class DenseBucket(Bucket):
         else:
             self.gradients.zero_()  # whatever is in there, even what is not a number
 
+    def broadcast_through(self, broadcast: Callable[[Tensor], object], *, is_root: bool) -> None:
+        """Give all ranks one rank's parameters, by way of the flat tensor."""
+        values = [p.detach() for p in self.parameters]
+        if is_root:
+            torch._foreach_copy_(self.views, values)
+        broadcast(self.gradients)
+        if not is_root:
+            torch._foreach_copy_(values, self.views)
+
     def nothing(self, place: int) -> Tensor:
         return torch.zeros_like(self.views[place])
 
@@ -169,16 +178,14 @@ def count_missing(gradients: Gradients) -> int:
 
 def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
     """Show parts of a flat tensor in the shapes of parameters, and in the order of their memory."""
-    offset, views = 0, []
-    for parameter in parameters:
-        numel = parameter.numel()
-        part = flat[offset : offset + numel]
+    if not parameters:
+        return []
+    views = list(torch._C._nn.unflatten_dense_tensors(flat, [*parameters]))
+    for place, parameter in enumerate(parameters):
         if not parameter.is_contiguous() and _is_dense(parameter):
-            view = part.as_strided(parameter.shape, parameter.stride(), part.storage_offset())
-        else:
-            view = part.view(parameter.shape)
-        views.append(view)
-        offset += numel
+            part = views[place]
+            stride = parameter.stride()
+            views[place] = part.as_strided(parameter.shape, stride, part.storage_offset())
     return views
 
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._channel import Channel
 
-__all__ = ["broadcast_tensors", "buffers_of"]
+__all__ = ["broadcast_tensors"]
 
-_Norm = torch.nn.modules.batchnorm._NormBase
 CHUNK = 250 << 20  # bytes that are sent at once
-
-
-def buffers_of(module: nn.Module, ignored: Container[str]) -> list[Tensor]:
-    """List the buffers that a module has now, but for some: it may have replaced others."""
-    found = {}
-    for prefix, layer in module.named_modules():
-        for name, buffer in layer._buffers.items():
-            if buffer is not None and f"{prefix}.{name}".removeprefix(".") not in ignored:
-                # Autograd saves the statistics that such a layer collects, without a use for them.
-                # It must not take a write for a change: there are several forwards to a backward.
-                is_collecting = layer.training and isinstance(layer, _Norm)
-                found[id(buffer)] = buffer.data if is_collecting else buffer
-    return list(found.values())
 
 
 def broadcast_tensors(

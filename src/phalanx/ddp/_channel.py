@@ -38,6 +38,11 @@ class Channel:
         """Tell whether a rank that makes another call than its peers is found out at once."""
         return self._ours is not None and self._ours.compares_calls
 
+    @property
+    def shares_memory(self) -> bool:
+        """Tell whether ranks reach each other's flat tensors, so that nothing has to be sent."""
+        return self._ours is not None and self._ours.shares_memory
+
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Make a flat tensor where the group reaches it without a copy, if it can."""
         if self._ours is not None and device.type == "cpu":

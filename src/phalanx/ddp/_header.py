@@ -2,63 +2,51 @@
 
 A row of numbers per rank, which only that rank fills, and two counts per parameter, to which every
 rank adds. The reduction that the bucket goes through anyway brings each rank's row to all, and the
-counts' sums: nothing of its own is sent. A row of another rank is zero here before it.
+sums of the counts: nothing of its own is sent. The rows of other ranks are zero here before it.
+
+A header is read and written as plain memory of the CPU: an operation of torch's on a few numbers
+costs as much as all the rest of a pass. If the bucket is elsewhere, the numbers are moved.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
 
-__all__ = ["Header", "Row"]
+__all__ = ["CYCLE", "NO_WEIGHT", "Header"]
 
-FORWARD = 7  # where a row's times begin: in forward, in backward, then the arrivals of buckets
+NUMBER, WEIGHT, UNUSED, LATE, DIGITS = range(5)
+FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then arrivals of buckets
 FIXED = FORWARD + 2
-DIGIT = 20  # bits of a fingerprint that a number has; float32 has 24 exactly
+DIGIT = 20  # bits of a fingerprint in one number; float32 has 24 exactly
 CYCLE = 1 << 20
 """Backward passes are counted to this and over again, so that float32 has the count exactly."""
 NO_WEIGHT = -1.0
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one rank says of its pass."""
-
-    number: int
-    weight: float
-    unused: int
-    late: int
-    fingerprint: int = 0
-    """60 bits of the parameters' values, in passes in which they are compared."""
-
-    def numbers(self) -> list[float]:
-        """Put it into numbers that come through a reduction exactly."""
-        digits = [(self.fingerprint >> shift) % (1 << DIGIT) for shift in (0, DIGIT, 2 * DIGIT)]
-        return [self.number, self.weight, self.unused, self.late, *digits]
-
-    @classmethod
-    def from_numbers(cls, numbers: list[float]) -> Row:
-        """Read it again."""
-        number, weight, unused, late, *digits = numbers
-        whole = sum(round(digit) << DIGIT * place for place, digit in enumerate(digits))
-        return cls(round(number), weight, round(unused), round(late), whole)
+_KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class Header:
     """The numbers behind the gradients of the last bucket."""
 
-    def __init__(self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int):
-        width = FIXED + buckets
+    def __init__(
+        self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int
+    ) -> None:
         self._space = space
-        self._rows = space[: size * width].view(size, width)
-        self._mine = self._rows[rank]
-        self._used = space[size * width :][:parameters]
-        self._late = space[size * width + parameters :]
-        self._blank = space.new_zeros(space.shape)
-        self._blank[size * width :][:parameters] = 1
-        self._factor = 1.0
+        self._card = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
+        kind = _KINDS[space.dtype]
+        self._numbers = (kind * space.numel()).from_address(self._card.data_ptr())
+        self._width = FIXED + buckets
+        self._rows = size * self._width
+        self._mine = rank * self._width
+        self._used = slice(self._rows, self._rows + parameters)
+        self._late = slice(self._rows + parameters, self._rows + 2 * parameters)
+        self._blank = (kind * space.numel())()
+        self._blank[self._used] = [1.0] * parameters
+        self._divisor = 1
 
     @staticmethod
     def room(*, size: int, parameters: int, buckets: int) -> int:
@@ -67,8 +55,10 @@ class Header:
 
     def write(
         self,
-        row: Row,
         *,
+        number: int,
+        weight: float,
+        fingerprint: int,
         forward: float,
         backward: float,
         arrivals: Sequence[float],
@@ -76,27 +66,62 @@ class Header:
         late: Sequence[int],
     ) -> None:
         """Fill this rank's part; times are in seconds, and parameters by their place among all."""
-        self._space.copy_(self._blank)
-        told = [*row.numbers(), forward, backward, *arrivals]
-        self._mine.copy_(self._space.new_tensor(told))
-        if unused:
-            self._used[list(unused)] = 0
-        if late:
-            self._late[list(late)] = 1
+        ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
+        digits = [(fingerprint >> shift) % (1 << DIGIT) for shift in (0, DIGIT, 2 * DIGIT)]
+        row = [number, weight, len(unused), len(late), *digits, forward, backward, *arrivals]
+        self._numbers[self._mine : self._mine + self._width] = row
+        for i in unused:
+            self._numbers[self._used.start + i] = 0.0
+        for i in late:
+            self._numbers[self._late.start + i] = 1.0
+        if self._card is not self._space:
+            self._space.copy_(self._card)
 
-    def read(self, divisor: int) -> list[Row]:
-        """Tell what every rank said, given by how much the reduction has divided the sum of it."""
-        self._factor = divisor
-        return [Row.from_numbers(row) for row in (self._rows[:, :FORWARD] * divisor).tolist()]
+    def receive(self, divisor: int) -> None:
+        """Get ready to be read, given by how much the reduction has divided the sum."""
+        self._divisor = divisor
+        if self._card is not self._space:
+            self._card.copy_(self._space)
+
+    def _column(self, field: int) -> list[float]:
+        """Tell a field of every rank's row, still divided."""
+        column: list[float] = self._numbers[field : self._rows : self._width]
+        return column
+
+    def same_number(self) -> bool:
+        """Tell whether all ranks are in the same pass."""
+        numbers = self._column(NUMBER)
+        return numbers.count(numbers[0]) == len(numbers)
+
+    def numbers(self) -> list[int]:
+        """Tell which pass each rank is in."""
+        return [round(number * self._divisor) for number in self._column(NUMBER)]
+
+    def weights(self) -> list[float]:
+        """Tell each rank's weight."""
+        return [weight * self._divisor for weight in self._column(WEIGHT)]
+
+    def has_unused(self) -> bool:
+        """Tell whether any rank has parameters without a gradient."""
+        return any(self._column(UNUSED))
 
     def used(self) -> list[bool]:
         """Tell of every parameter whether any rank used it."""
-        return (self._used > 0).tolist()
+        return [count > 0 for count in self._numbers[self._used]]
 
     def late(self) -> list[int]:
         """List the parameters of which any rank has more than it could send."""
-        return [i for i, count in enumerate(self._late.tolist()) if count > 0]
+        if not any(self._column(LATE)):
+            return []
+        return [i for i, count in enumerate(self._numbers[self._late]) if count > 0]
 
-    def clocks(self) -> Tensor:
-        """Copy every rank's times: in forward, in backward, and when each bucket was ready."""
-        return self._rows[:, FORWARD:] * self._factor
+    def same_fingerprints(self) -> bool:
+        """Tell whether all ranks have the same values in their parameters."""
+        columns = (self._column(DIGITS + place) for place in range(3))
+        return all(column.count(column[0]) == len(column) for column in columns)
+
+    def clocks(self) -> list[list[float]]:
+        """Tell every rank's times: in forward, in backward, and when each bucket was ready."""
+        starts = range(FORWARD, self._rows, self._width)
+        times = (self._numbers[start : start + self._width - FORWARD] for start in starts)
+        return [[time * self._divisor for time in row] for row in times]

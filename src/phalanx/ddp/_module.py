@@ -16,12 +16,13 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import InvalidArgument, InvalidState
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
-from ._buffers import broadcast_tensors, buffers_of
+from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._outputs import on_backward
 from ._reducer import Reducer
 from ._state import DataParallelState
 from ._stats import StepStats
+from ._survey import Survey
 from ._upstream import UpstreamNames
 
 __all__ = ["DistributedDataParallel"]
@@ -73,9 +74,10 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
                 "check_reduction is deprecated, and does nothing", FutureWarning, stacklevel=2
             )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = self._named_parameters_of(module)
+        self._survey = Survey.of(module, self.parameters_to_ignore)
+        named = self._survey.parameters
         arguments.check_parameters(named)
-        arguments.check_layers(module, named[0][1].device)
+        arguments.check_layers(self._survey.sync_norms, named[0][1].device)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)
@@ -95,30 +97,27 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self.require_forward_param_sync = True
         self._reduce = reduce
         self._check_sync_every = check_sync_every
-        self._caps = arguments.choose_caps(bucket_cap_mb, bucket_cap_mb_list)
+        self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
         self._connect()
         if init_sync:
             verify_parameters(named, self._channel)
-            states = [p for _, p in named] + (list(self._buffers_to_sync()) if at_start else [])
-            broadcast_tensors(states, self._channel)
+            self.reducer.broadcast_parameters()
+            if at_start:
+                self._sync_buffers()
 
     def _connect(self) -> None:
         """Make what works through the group."""
         self._channel = Channel(self.process_group, self.device)
         self.reducer = Reducer(
-            self._named_parameters_of(self.module),
+            self._survey.parameters,
             self._channel,
-            caps=self._caps,
-            sparse=arguments.sparse_names(self.module),
+            caps=arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory),
+            sparse=self._survey.sparse,
             reduce=self._reduce,
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
         )
-
-    def _named_parameters_of(self, module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        ignored = self.parameters_to_ignore
-        return [(name, p) for name, p in module.named_parameters() if name not in ignored]
 
     # -- training --------------------------------------------------------------------------
 
@@ -199,23 +198,20 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
 
     def assert_in_sync(self) -> None:
         """Raise, on every rank, if any parameter has not the same value on all; all ranks call."""
-        assert_same_values(self._named_parameters_of(self.module), self._channel)
+        assert_same_values(self._survey.parameters, self._channel)
 
     # -- buffers ---------------------------------------------------------------------------
-
-    def _buffers_to_sync(self) -> list[Tensor]:
-        return buffers_of(self.module, self.parameters_to_ignore)
 
     def will_sync_module_buffers(self) -> bool:
         """Tell whether the next forward pass begins with rank 0's buffers."""
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and bool(self._buffers_to_sync())
+            and bool(self._survey.buffers())
         )
 
     def _sync_buffers(self) -> None:
-        broadcast_tensors(self._buffers_to_sync(), self._channel)
+        broadcast_tensors(self._survey.buffers(), self._channel)
 
     # -- devices ---------------------------------------------------------------------------
 

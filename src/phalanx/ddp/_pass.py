@@ -28,9 +28,9 @@ from torch.nn import Parameter
 
 from ..errors import GroupError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
-from ._buckets import Bucket, count_missing
+from ._buckets import Bucket, Gradients, count_missing
 from ._channel import Channel, Handle
-from ._header import CYCLE, Header, Row
+from ._header import CYCLE, Header
 from ._scale import Scale
 
 __all__ = ["LocalPass", "Pass", "Setting"]
@@ -131,7 +131,7 @@ class Pass:
         self._olds = _put_aside(setting.parameters, first)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
-        self._own: dict[int, list[Tensor | None]] = {}
+        self._own: dict[int, Gradients] = {}
         """Tensors for ``.grad`` where it is not to be a view, by bucket."""
 
     # -- while gradients arrive ------------------------------------------------------------
@@ -143,7 +143,9 @@ class Pass:
             return  # not the first time that it came
         self._left[number] -= 1
         if not self._left[number]:
-            self._gather(self._setting.buckets[number])
+            bucket = self._setting.buckets[number]
+            self._gather(bucket, [p.grad for p in bucket.parameters])
+            self._clear(bucket)
 
     def ready(self, number: int) -> None:
         """Take notice that the last gradient of a bucket has probably come."""
@@ -151,34 +153,30 @@ class Pass:
         last = len(self._states) - 1
         while (turn := len(self._works)) < last and turn in self._signalled:
             bucket = self._setting.buckets[turn]
-            if not self._is_complete(bucket):
+            news = [p.grad for p in bucket.parameters]
+            if count_missing(news) != self._setting.absent[turn]:
                 self.is_surprised = True
                 return
-            self._gather(bucket)
+            self._gather(bucket, news)
+            self._clear(bucket)
             self._mark_arrival()
             self._launch(bucket)
 
-    def _is_complete(self, bucket: Bucket) -> bool:
-        missing = count_missing([p.grad for p in bucket.parameters])
-        return missing == self._setting.absent[bucket.index]
-
-    def _gather(self, bucket: Bucket) -> None:
-        news = [p.grad for p in bucket.parameters]
-        olds = [self._olds[i] for i in bucket.members] if self._olds else []
-        for parameter in bucket.parameters:
-            parameter.grad = None
+    def _gather(self, bucket: Bucket, news: Gradients) -> None:
+        olds: Gradients = [self._olds[i] for i in bucket.members] if self._olds else []
         if count_missing(news):
             self._note_unused(bucket, news, olds)
         if not self._setting.keeps_views:
             self._own[bucket.index] = _first_of(olds, news)
-        if not self._olds_count:
-            olds = [old if old is None else self._scale.kept(old) for old in olds]
-        bucket.gather(news, olds)
+        bucket.gather(news, olds if self._olds_count else self._scale.olds(olds))
         self._states[bucket.index] = State.GATHERED
 
-    def _note_unused(
-        self, bucket: Bucket, news: list[Tensor | None], olds: list[Tensor | None]
-    ) -> None:
+    def _clear(self, bucket: Bucket) -> None:
+        """Have autograd make a new tensor of whatever comes now."""
+        for parameter in bucket.parameters:
+            parameter.grad = None
+
+    def _note_unused(self, bucket: Bucket, news: Gradients, olds: Gradients) -> None:
         for place, i in enumerate(bucket.members):
             old = olds[place] if olds else None
             if news[place] is None and not (self._olds_count and old is not None):
@@ -199,6 +197,9 @@ class Pass:
         """End without an end: nobody may write into what peers are still reducing."""
         for work in self._works:
             work.wait()
+        for parameter, old in zip(self._setting.parameters, self._olds, strict=False):
+            if parameter.grad is None:
+                parameter.grad = old
 
     # -- when backward is over -------------------------------------------------------------
 
@@ -206,10 +207,10 @@ class Pass:
         """Reduce what is left, wait for all of it, and show the results in ``.grad``."""
         *others, last = self._setting.buckets
         backward = time.perf_counter() - self.timing.began
+        late = self._collect_late()
         for bucket in self._setting.buckets:
             if self._states[bucket.index] is State.WAITING:
-                self._gather(bucket)
-        late = self._collect_late()
+                self._gather(bucket, [p.grad for p in bucket.parameters])
         self.is_surprised |= len(self._works) < self._expected()
         for bucket in others[len(self._works) :]:
             self._mark_arrival()
@@ -219,13 +220,14 @@ class Pass:
         self._launch(last)
         began = time.perf_counter()
         self._wait()
-        rows = self._setting.header.read(self._scale.divisor)
-        self._compare(rows)
-        self._scale.after(self._setting.buckets, [row.weight for row in rows])
-        lates = self._setting.header.late() if any(row.late for row in rows) else []
+        header = self._setting.header
+        header.receive(self._scale.divisor)
+        self._compare(header)
+        self._scale.after(self._setting.buckets, header)
+        lates = header.late()
         self._add_late(lates, late)
         self.timing.exposed = time.perf_counter() - began
-        self._show(self._used(rows, lates))
+        self._show(self._used(header, lates))
         self.timing.ended = time.perf_counter()
 
     def _expected(self) -> int:
@@ -239,15 +241,15 @@ class Pass:
     def _collect_late(self) -> dict[int, Tensor]:
         """Take what came after its bucket was gathered; late is what came after the launch."""
         late: dict[int, Tensor] = {}
-        parameters = self._setting.parameters
-        if count_missing([p.grad for p in parameters]) == len(parameters):
-            return late
         for bucket in self._setting.buckets:
-            for place, parameter in enumerate(bucket.parameters):
-                gradient = parameter.grad
+            if self._states[bucket.index] is State.WAITING:
+                continue
+            news = [p.grad for p in bucket.parameters]
+            if count_missing(news) == len(news):
+                continue
+            for place, gradient in enumerate(news):
                 if gradient is None:
                     continue
-                parameter.grad = None
                 if self._states[bucket.index] is State.GATHERED:
                     bucket.add(place, gradient)
                 else:
@@ -257,13 +259,9 @@ class Pass:
 
     def _write_header(self, backward: float, late: dict[int, Tensor]) -> None:
         self._setting.header.write(
-            Row(
-                self._number,
-                self._scale.weight,
-                len(self._unused),
-                len(late),
-                fingerprint(self._proof) if self._proof else 0,
-            ),
+            number=self._number,
+            weight=self._scale.weight,
+            fingerprint=fingerprint(self._proof) if self._proof else 0,
             forward=self.timing.forward,
             backward=backward,
             arrivals=self.timing.arrivals,
@@ -288,12 +286,12 @@ class Pass:
             f"with the gradients of {shown or 'no parameter'}"
         )
 
-    def _compare(self, rows: list[Row]) -> None:
+    def _compare(self, header: Header) -> None:
         """Raise, on every rank alike, if ranks are not in the same pass."""
         group = getattr(self._setting.channel.group, "label", "")
-        numbers = [row.number for row in rows]
-        if len(set(numbers)) > 1:
-            told = ", ".join(f"rank {rank}: {number}" for rank, number in enumerate(numbers))
+        if not header.same_number():
+            numbers = enumerate(header.numbers())
+            told = ", ".join(f"rank {rank}: {number}" for rank, number in numbers)
             raise RankMismatch(
                 f"ranks have reduced the gradients of different backward passes ({told}): a rank "
                 "has kept one local with no_sync() that others reduced, or called backward more "
@@ -301,16 +299,16 @@ class Pass:
                 group=group,
                 operation="backward",
             )
-        weighted = {row.weight < 0 for row in rows}
-        if len(weighted) > 1:
-            told = ", ".join(str(rank) for rank, row in enumerate(rows) if row.weight < 0)
+        without = [rank for rank, weight in enumerate(header.weights()) if weight < 0]
+        if without and len(without) < self._setting.channel.size:
+            told = ", ".join(map(str, without))
             raise RankMismatch(
                 f"rank {told} has no weight and the others have: set ddp.weight on every rank",
                 group=group,
                 operation="backward",
             )
 
-        if len({row.fingerprint for row in rows}) > 1:
+        if not header.same_fingerprints():
             assert_same_values(self._proof, self._setting.channel)
 
     def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:
@@ -326,11 +324,11 @@ class Pass:
             work.wait()
             bucket.add(place, self._scale.unscaled(part))
 
-    def _used(self, rows: list[Row], late: list[int]) -> list[bool] | None:
+    def _used(self, header: Header, late: list[int]) -> list[bool] | None:
         """Tell of every parameter whether any rank has a gradient; None if all have been used."""
-        if not any(row.unused for row in rows):
+        if not header.has_unused():
             return None
-        used = self._setting.header.used()
+        used = header.used()
         for i in late:
             used[i] = True
         return used
@@ -388,7 +386,7 @@ def _homes(buckets: Sequence[Bucket]) -> dict[int, int]:
     return {i: bucket.index for bucket in buckets for i in bucket.members}
 
 
-def _first_of(olds: list[Tensor | None], news: list[Tensor | None]) -> list[Tensor | None]:
+def _first_of(olds: Gradients, news: Gradients) -> Gradients:
     if not olds:
         return news
     return [new if old is None else old for old, new in zip(olds, news, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -31,8 +32,7 @@ class Caps:
         return self.first if number == 0 and self.first is not None else self.rest
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """What a plan has to know of a parameter."""
 
     numel: int

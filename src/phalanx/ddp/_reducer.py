@@ -10,8 +10,9 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -19,6 +20,7 @@ from torch.nn import Parameter
 
 from ._arrivals import Arrivals
 from ._buckets import Bucket, DenseBucket, SparseBucket
+from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._header import Header
 from ._pass import LocalPass, Pass, Setting, Timing
@@ -49,7 +51,8 @@ class Reducer:
         self._sparse = sparse
         self.channel = channel
         self._caps = caps
-        self._reduce = reduce
+        kind = {"mean": Mean, "sum": Sum}[reduce]
+        self._plain_scale: Scale = kind(channel.size)
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
@@ -69,9 +72,8 @@ class Reducer:
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
         self._order: list[int] | None = None  # a better one, from the first pass
-        self._has_ordered = False
-        self._since = time.perf_counter()
         self._arrivals = Arrivals([])
+        self._since = time.perf_counter()
         self._take_on()
 
     # -- the plan --------------------------------------------------------------------------
@@ -82,13 +84,13 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self.parameters]
+        self._nodes: list[Any] = []
         self._arrivals.remove()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
         self._has_ordered, self._order = False, None
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
-        self._arrivals.learn(self._on_arrival)
+        self._must_learn = True
 
     def _arrange(self, order: list[int]) -> None:
         shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
@@ -123,22 +125,46 @@ class Reducer:
             return  # a part of forward is run again, for the backward pass that wants its values
         if self._frozen and any(p.requires_grad for p in self._frozen):
             self._take_on()
+        if self._must_learn:
+            self._learn()
         elif self._order is not None:
             seen = set(self._arrivals.order)
             self._arrange(self._order)
             self._order = None
             self._follow(seen)
 
+    def _learn(self) -> None:
+        self._must_learn = False
+        self._arrivals.learn(self._on_arrival)
+        self._settle()
+
     def _follow(self, seen: set[int]) -> None:
         stray = self._on_stray if self._has_strays else None
         members = [bucket.members for bucket in self.buckets]
         self._arrivals.follow(members, self._on_ready, stray)
         self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
+        self._settle()
 
     @property
     def is_under_way(self) -> bool:
         """Tell whether a backward pass has begun and not ended."""
         return self._under_way is not None
+
+    def broadcast_parameters(self, root: int = 0) -> None:
+        """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
+        dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+        with torch.no_grad():
+            for bucket in dense:
+                if bucket.members:
+                    bucket.broadcast_through(
+                        lambda flat: self.channel.broadcast(flat, root).wait(),
+                        is_root=self.channel.rank == root,
+                    )
+        rest = {id(p): p for _, p in self._named}
+        for bucket in dense:
+            for parameter in bucket.parameters:
+                del rest[id(parameter)]
+        broadcast_tensors(list(rest.values()), self.channel, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
 
@@ -166,14 +192,12 @@ class Reducer:
         self._lifetime = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
         if not self.synchronises:
-            self.weights.accumulate(self.parameters)
+            self._accumulate()
             self._under_way = LocalPass(self.channel)
-            self._keep_reduced()
-            self._is_unsynced = True
             return
         self._reduced += 1
         self._under_way = Pass(
-            self._setting(),
+            self._setting,
             self._scale(),
             number=self._passes,
             first=first,
@@ -182,6 +206,15 @@ class Reducer:
             timing=Timing(self._since, self.forward_seconds),
         )
 
+    def _accumulate(self) -> None:
+        """Prepare gradients for more that only this rank has."""
+        self.weights.accumulate(self.parameters)
+        if not self._is_unsynced and self.weights.current is None:
+            reduced = self._plain_scale.olds([p.grad for p in self.parameters])
+            for parameter, old in zip(self.parameters, reduced, strict=True):
+                parameter.grad = old
+        self._is_unsynced = True
+
     def _will_accumulate(self) -> bool:
         """Tell whether the pass of autograd that is running may end in ``.grad`` of ours."""
         if Variable._execution_engine.is_checkpoint_valid():
@@ -189,12 +222,20 @@ class Reducer:
             # kind hide parameters; and peers may reach some although this rank reaches none.
             return any(p.requires_grad for p in self.parameters)
         try:
-            return any(map(torch._C._will_engine_execute_node, self._nodes))
+            return any(map(torch._C._will_engine_execute_node, self._accumulators()))
         except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
             return False
 
-    def _setting(self) -> Setting:
-        return Setting(
+    def _accumulators(self) -> Iterator[Any]:
+        """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
+        yield from self._nodes
+        for parameter in self.parameters[len(self._nodes) :]:
+            self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
+            yield self._nodes[-1]
+
+    def _settle(self) -> None:
+        """Put together what the passes that follow have in common."""
+        self._setting = Setting(
             channel=self.channel,
             names=self.names,
             parameters=self.parameters,
@@ -211,15 +252,7 @@ class Reducer:
     def _scale(self) -> Scale:
         if self.weights.current is not None:
             return self.weights.scale(self.parameters)
-        return Mean(self.channel.size) if self._reduce == "mean" else Sum(self.channel.size)
-
-    def _keep_reduced(self) -> None:
-        """Have gradients that are reduced already counted once when a local pass adds to them."""
-        if self._reduce == "sum" and self.weights.current is None and not self._is_unsynced:
-            held = [p.grad for p in self.parameters if p.grad is not None]
-            if held:
-                with torch.no_grad():
-                    torch._foreach_mul_(held, 1 / self.channel.size)
+        return self._plain_scale
 
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)
@@ -271,13 +304,13 @@ class Reducer:
                     RuntimeWarning,
                     stacklevel=2,
                 )
-            self._arrivals.learn(self._on_arrival)
+            self._learn()
 
     def _agree_on_order(self) -> None:
         """Take over the order in which gradients came on rank 0, from the next forward on."""
         seen = self._arrivals.order
-        unseen = [i for i in reversed(range(len(self.parameters))) if i not in set(seen)]
-        order = torch.tensor([*seen, *unseen], dtype=torch.int64, device=self.channel.device)
+        unseen = set(range(len(self.parameters))) - set(seen)
+        order = torch.tensor([*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device)
         self.channel.broadcast(order).wait()
         self._order = order.tolist()
         self._has_ordered = True
@@ -286,7 +319,7 @@ class Reducer:
         """Have every parameter hooked from now on, as passes may begin with any of them."""
         self._has_strays = True
         if self._under_way is None:
-            self._arrivals.learn(self._on_arrival)
+            self._learn()
 
     def _abandon_if_dead(self) -> None:
         """Forget a pass that did not come to its end, because something raised in it."""

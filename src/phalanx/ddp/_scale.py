@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._buckets import Bucket
+from ._buckets import Bucket, Gradients
 from ._channel import Channel, Handle
-from ._header import NO_WEIGHT
+from ._header import NO_WEIGHT, Header
 
 __all__ = ["Mean", "Scale", "Sum", "WeightedMean"]
 
@@ -21,9 +21,9 @@ class Scale:
     divisor = 1
     """By how much the reduction divides a sum over the ranks."""
 
-    def kept(self, old: Tensor) -> Tensor:
-        """Scale a gradient that has been reduced before, so that it comes out as it is."""
-        return old
+    def olds(self, gradients: Gradients) -> Gradients:
+        """Scale gradients that all ranks have alike, so that a reduction leaves them alone."""
+        return gradients
 
     def before(self, bucket: Bucket) -> None:
         """Scale a bucket that is about to be reduced."""
@@ -32,7 +32,7 @@ class Scale:
         """Start the reduction."""
         raise NotImplementedError
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
         """Scale the buckets when all are reduced and every rank's weight is known."""
 
     def scaled(self, part: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class Mean(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload) if payload.is_sparse else channel.mean(payload)
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
-        del weights
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        del header
         for bucket in buckets:
             if bucket.payload.is_sparse:  # which engines add up only
                 bucket.scale(1 / self.divisor)
@@ -69,8 +69,8 @@ class Sum(Scale):
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def kept(self, old: Tensor) -> Tensor:
-        return old / self._size
+    def olds(self, gradients: Gradients) -> Gradients:
+        return [None if old is None else old / self._size for old in gradients]
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
@@ -92,8 +92,8 @@ class WeightedMean(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
 
-    def after(self, buckets: Sequence[Bucket], weights: list[float]) -> None:
-        self._total = sum(weights)
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        self._total = sum(header.weights())
         for bucket in buckets:
             bucket.scale(self._share)
 

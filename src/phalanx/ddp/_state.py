@@ -10,11 +10,12 @@ from torch import nn
 from ..errors import InvalidState, MisuseError
 from . import _arguments as arguments
 from ._reducer import Reducer
+from ._survey import Survey
 
 __all__ = ["DataParallelState"]
 
 PREFIX = "module."
-LEFT_BEHIND = ("reducer", "process_group", "_channel", "device_mesh")
+LEFT_BEHIND = ("reducer", "process_group", "_channel", "_survey", "device_mesh")
 
 
 class DataParallelState(nn.Module):
@@ -22,6 +23,7 @@ class DataParallelState(nn.Module):
 
     module: nn.Module
     reducer: Reducer
+    parameters_to_ignore: set[str]
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +60,7 @@ class DataParallelState(nn.Module):
                 "one first, with phalanx.groups.process_group(group)"
             ) from error
         self.device_mesh = None
+        self._survey = Survey.of(self.module, self.parameters_to_ignore)
         self._connect()
         self.reducer.synchronises = synchronises
         self.reducer.weights.current = weight

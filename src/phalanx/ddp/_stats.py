@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from ._buckets import Bucket
 
 __all__ = ["Stats", "StepStats"]
@@ -56,9 +54,9 @@ class Stats:
     """The last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float, int, Tensor]] = deque(maxlen=KEPT)
+        self._steps: deque[tuple[float, float, float, int, list[list[float]]]] = deque(maxlen=KEPT)
 
-    def add(self, timing: _Timing, clocks: Tensor, buckets: Sequence[Bucket]) -> None:
+    def add(self, timing: _Timing, clocks: list[list[float]], buckets: Sequence[Bucket]) -> None:
         """Keep a step; `clocks` has a row per rank: forward, backward, arrivals of buckets."""
         nbytes = sum(bucket.nbytes for bucket in buckets)
         spent = timing.ended - timing.began
@@ -70,15 +68,14 @@ class Stats:
 
 
 def _told(
-    forward: float, backward: float, exposed: float, nbytes: int, clocks: Tensor
+    forward: float, backward: float, exposed: float, nbytes: int, clocks: list[list[float]]
 ) -> StepStats:
-    rows = clocks.tolist()
     return StepStats(
         forward=forward,
         backward=backward,
         exposed=exposed,
         nbytes=nbytes,
-        forwards=tuple(row[0] for row in rows),
-        backwards=tuple(row[1] for row in rows),
-        arrivals=tuple(tuple(row[2:]) for row in rows),
+        forwards=tuple(row[0] for row in clocks),
+        backwards=tuple(row[1] for row in clocks),
+        arrivals=tuple(tuple(row[2:]) for row in clocks),
     )

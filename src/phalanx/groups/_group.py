@@ -148,6 +148,11 @@ class ProcessGroup(Collectives):
         return self._devices
 
     @property
+    def shares_memory(self) -> bool:
+        """Tell whether tensors of `allocate` lie where every rank of the group reaches them."""
+        return hasattr(self._engine, "allocate") and not self._closed
+
+    @property
     def compares_calls(self) -> bool:
         """Tell whether ranks that make different calls find out at once, at no cost."""
         return self._traits.compares_calls
@@ -175,7 +180,7 @@ class ProcessGroup(Collectives):
         On ``shm`` it lives in shared memory, until its last view dies; elsewhere it is an ordinary
         tensor on the group's device. Its contents are not set.
         """
-        if hasattr(self._engine, "allocate") and not self._closed:
+        if self.shares_memory:
             return cast(Tensor, self._engine.allocate(shape, dtype))
         return torch.empty(tuple(shape), dtype=dtype, device=self._recipe.device)
 

@@ -64,7 +64,8 @@ def whole_loss(whole, rows, group, loss, step):
 def train(make, group, loss, *, steps=4, set_to_none=True, **options):
     """Train a module wrapped and whole, comparing gradients in every step; return both.
 
-    Rank 0 has the oracle, and the others have the gradients that it has, to the last bit. `loss(module, rows, step, rank)` is the loss of one rank. Numbers are float64, so that the order
+    Rank 0 has the oracle, and the others have the gradients that it has, to the last bit.
+    `loss(module, rows, step, rank)` is the loss of one rank. Numbers are float64, so that the order
     of summation does not matter and a mistake does.
     """
     ddp, whole = wrapped(lambda: make().double(), group, **options)

@@ -93,6 +93,7 @@ NB_MODULE(_engine, module) {
       .def_rw("window", &Sizes::window)
       .def_rw("windows", &Sizes::windows)
       .def_rw("channel", &Sizes::channel)
+      .def_rw("streamed", &Sizes::streamed)
       .def_rw("slab", &Sizes::slab);
 
   nb::class_<Region>(module, "Region")

@@ -27,6 +27,7 @@
 #include <mutex>
 #include <vector>
 
+#include "copy.hpp"
 #include "layout.hpp"
 #include "reduce.hpp"
 #include "region.hpp"
@@ -160,8 +161,11 @@ class Engine {
   void wait_until_untouched();
   void spoil(std::uint64_t sequence, Outcome outcome, int rank);
   void share_in_place(Operation& operation, std::size_t longest);
+  bool streams(const Request& request, std::size_t longest) const;
   void broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);
+  std::size_t own_part() const;
+  void fill_window(const Operation& operation, std::uint64_t number, std::size_t from);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);
   void collect_slices(const Operation& operation, std::uint64_t number, std::size_t from);
   void refresh_members(std::uint64_t sequence);
@@ -206,6 +210,7 @@ class Engine {
   std::uint64_t shared_ = 0;
   std::uint64_t finished_ = 0;
   std::uint64_t windows_used_ = 0;
+  Packer packer_;
   std::vector<int> members_;  // of the operation at hand, in rank order
   std::uint64_t forgotten_ = 0;  // a bit for each rank that was lost and is gone on without
   std::map<std::uint64_t, Verdict> spoiled_;  // operations that ended, but not well

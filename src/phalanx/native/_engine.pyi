@@ -10,6 +10,7 @@ class Sizes:
     window: int
     windows: int
     channel: int
+    streamed: int
     slab: int
     def __init__(self) -> None: ...
 

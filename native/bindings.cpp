@@ -128,6 +128,8 @@ NB_MODULE(_engine, module) {
            [](Engine* self, Region& region, int rank, int cores) {
              new (self) Engine(std::move(region), rank, cores);  // the region moves in
            })
+      .def("share_cores", &Engine::share_cores)
+      .def_prop_ro("cores", &Engine::cores)
       .def("watch", &Engine::watch)
       .def("start_driver", &Engine::start_driver)
       .def("stop_driver", [](Engine& engine) { unlocked([&] { engine.stop_driver(); }); })

@@ -44,6 +44,11 @@ Engine::~Engine() {
     if (fd >= 0) ::close(fd);
 }
 
+void Engine::share_cores(int cores) {
+  cores_ = cores;
+  pace_ = pace_for(ranks_, cores);
+}
+
 void Engine::watch(int rank, int pidfd) { pidfds_[rank] = pidfd; }
 
 std::uint64_t Engine::issue(Request request) {

@@ -79,6 +79,10 @@ class Engine {
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
 
+  // Says how many cores the ranks have between them, before anything is issued.
+  void share_cores(int cores);
+  int cores() const { return cores_; }
+
   // Watches a peer through a descriptor that becomes readable when its process ends (a pidfd).
   void watch(int rank, int pidfd);
 
@@ -191,8 +195,8 @@ class Engine {
   Region region_;
   const int rank_;
   const int ranks_;
-  const int cores_;
-  const Pace pace_;
+  int cores_;
+  Pace pace_;
   Control& mine_;
 
   // For those who would not wait for the lock: `finished_`, and whether `spoiled_` holds anything.

@@ -15,7 +15,7 @@ from .._patient import borrow_thread
 if TYPE_CHECKING:
     from .shm import ShmEngine
 
-__all__ = ["PENDING", "ShmTransfer", "ShmWork"]
+__all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
@@ -69,6 +69,21 @@ class ShmWork:
             self._future.set_exception(error)
         else:
             self._future.set_result([])
+
+
+class ShmPart(ShmWork):
+    """A part of a call, which is nobody's if its root has left."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as for any call; a part without a root is done."""
+        try:
+            return super().wait(timeout)
+        except CallSpoiled as spoiled:
+            if spoiled.kind is not PeerLeft:
+                raise
+            return True
 
 
 class ShmTransfer(ShmWork):

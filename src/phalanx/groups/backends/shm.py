@@ -26,7 +26,7 @@ from .._engine import REDUCTIONS, Engine, RawWork, Traits
 from .._joint import JointWork
 from ._driver import OPTION, check_driver, start_driver
 from ._region import Slab, share
-from ._shm_work import PENDING, ShmTransfer, ShmWork
+from ._shm_work import PENDING, ShmPart, ShmTransfer, ShmWork
 
 if TYPE_CHECKING:
     from ...native import _engine
@@ -195,7 +195,7 @@ class ShmEngine:
         for root, part in enumerate(parts):  # of different sizes: one reduction for each
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
-            works.append(self._in_place(REDUCE, mine, opts.reduceOp, root))
+            works.append(self._in_place(REDUCE, mine, opts.reduceOp, root, work=ShmPart))
         return JointWork(works)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
@@ -237,7 +237,9 @@ class ShmEngine:
         self._transfers[ticket] = tensors
         return ShmTransfer(self, ticket, tensors)
 
-    def _in_place(self, kind: int, tensor: Tensor, op: Any, root: int) -> RawWork:
+    def _in_place(
+        self, kind: int, tensor: Tensor, op: Any, root: int, *, work: type[ShmWork] = ShmWork
+    ) -> RawWork:
         ticket = self._engine.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
@@ -248,7 +250,7 @@ class ShmEngine:
             tensor.nbytes,
             tensor.numel(),
         )
-        return ShmWork(self, ticket, (tensor,))
+        return work(self, ticket, (tensor,))
 
     def _issue(
         self,

@@ -153,6 +153,11 @@ void Engine::forget_transfer(std::uint64_t ticket) {
   transfers_.forget(ticket);
 }
 
+std::size_t Engine::transfers_kept() {
+  const std::lock_guard lock(mutex_);
+  return transfers_.kept();
+}
+
 std::vector<int> Engine::dead() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < ranks_; ++rank)

@@ -106,6 +106,7 @@ class Engine {
   Transfers::Status test_transfer(std::uint64_t ticket);
   Transfers::Status wait_transfer(std::uint64_t ticket, std::uint64_t nanoseconds);
   void forget_transfer(std::uint64_t ticket);
+  std::size_t transfers_kept();
 
   // Lists the ranks whose process has ended, whether anybody waits for them or not.
   std::vector<int> dead() const;

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from ...errors import PeerLeft, PeerLost
+from ...errors import InvalidState, PeerLeft, PeerLost
 from .._engine import CallSpoiled, EngineMismatch
 from .._patient import borrow_thread
 
@@ -101,6 +102,12 @@ class ShmTransfer(ShmWork):
         if state == FINISHED:
             return True
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
+
+    def __del__(self) -> None:
+        with suppress(InvalidState):  # a forked child has no engine
+            self._owner._engine.forget_transfer(self._ticket)
+        if self._ticket in self._owner._transfers:
+            self._owner._dropped.add(self._ticket)
 
     def is_completed(self) -> bool:
         """Move what can be moved now, and tell whether it has ended."""

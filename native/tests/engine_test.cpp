@@ -402,17 +402,31 @@ void test_wrong_region() {
   CHECK(region.control(1).arrived.read() == 7);
 }
 
-// Copies past the cache, whatever lies before and after whole lines.
-void test_large_copies() {
-  std::vector<char> from(kStreamed + 200), into(kStreamed + 200);
+// Copies past the cache, whatever lies before and after whole lines, and however little it is.
+void test_streamed_copies() {
+  std::vector<char> from(20'000), into(20'000);
   for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 % 251);
-  for (const std::size_t skew : {0u, 1u, 63u}) {
-    std::fill(into.begin(), into.end(), char{1});
-    copy_bytes(into.data() + skew, from.data() + 5, kStreamed + 70);
-    CHECK(std::equal(into.begin() + static_cast<long>(skew),
-                     into.begin() + static_cast<long>(skew + kStreamed + 70), from.begin() + 5));
-    CHECK(into[skew + kStreamed + 70] == 1);
-    CHECK(skew == 0 || into[skew - 1] == 1);
+  for (const std::size_t length : {0u, 1u, 64u, 127u, 17'003u})
+    for (const std::size_t skew : {0u, 1u, 63u}) {
+      std::fill(into.begin(), into.end(), char{1});
+      stream_bytes(into.data() + skew, from.data() + 5, length);
+      const auto begin = into.begin() + static_cast<long>(skew);
+      const auto end = begin + static_cast<long>(length);
+      CHECK(std::equal(begin, end, from.begin() + 5));
+      CHECK(*end == 1);
+      CHECK(skew == 0 || *(begin - 1) == 1);
+    }
+}
+
+// Whichever way is being tried, the bytes arrive.
+void test_packing() {
+  Packer packer;
+  std::vector<char> from(40'000), into(40'000);
+  for (int turn = 0; turn < 200; ++turn) {
+    std::fill(from.begin(), from.end(), static_cast<char>(turn));
+    const std::size_t length = turn % 3 == 0 ? 100 : from.size();
+    packer.copy(into.data(), from.data(), length);
+    CHECK(std::equal(from.begin(), from.begin() + static_cast<long>(length), into.begin()));
   }
 }
 
@@ -476,7 +490,8 @@ int main() {
   driven = Driven::by_callers;  // these count on ranks that do nothing when they are not in it
   test_uneven_exchange();
   test_nobody_writes_to_who_has_given_up();
-  test_large_copies();
+  test_streamed_copies();
+  test_packing();
   test_wrong_region();
   return tell();
 }

@@ -17,6 +17,7 @@ from ._plan import MIB, Caps
 
 __all__ = [
     "buffer_syncing",
+    "check_layers",
     "check_parameters",
     "choose_caps",
     "choose_group",
@@ -77,6 +78,12 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
+
+
+def check_layers(sync_norms: Sequence[str], device: torch.device) -> None:
+    """Refuse layers that cannot work on a device."""
+    if sync_norms and device.type == "cpu":
+        raise InvalidArgument(f"torch has no SyncBatchNorm for CPUs, and {sync_norms[0]!r} is one")
 
 
 def devices_of(

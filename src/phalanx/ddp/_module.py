@@ -77,6 +77,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self._survey = Survey.of(module, self.parameters_to_ignore)
         named = self._survey.parameters
         arguments.check_parameters(named)
+        arguments.check_layers(self._survey.sync_norms, named[0][1].device)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)

@@ -20,34 +20,51 @@ class Survey:
     """By name, each once, in the order of ``named_parameters``."""
     sparse: frozenset[str]
     """Those whose gradients are sparse, for their layer says so."""
-    _places: list[tuple[str, dict[str, Tensor | None]]]
+    sync_norms: list[str]
+    """The layers that normalise over all ranks."""
+    _places: list[tuple[str, nn.Module]]
     _ignored: Collection[str]
 
     @classmethod
     def of(cls, module: nn.Module, ignored: Collection[str]) -> Survey:
         """Look at a module, but for what is to be ignored, by name."""
         found: dict[Parameter, str] = {}
-        sparse, places = set(), []
+        sparse, sync_norms, places = set(), [], []
         for prefix, part in _walk(module):
-            places.append((prefix, part._buffers))
+            places.append((prefix, part))
             for name, parameter in part._parameters.items():
                 if parameter is not None and prefix + name not in ignored:
                     found.setdefault(parameter, prefix + name)
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 sparse.add(f"{prefix}weight")
+            elif isinstance(part, nn.SyncBatchNorm):
+                sync_norms.append(prefix.removesuffix("."))
         named = [(name, parameter) for parameter, name in found.items()]
-        return cls(named, frozenset(sparse), places, ignored)
+        return cls(named, frozenset(sparse), sync_norms, places, ignored)
 
     def buffers(self) -> list[Tensor]:
         """List the buffers that there are now, each once: a module may replace some."""
         found = {
-            id(buffer): buffer
-            for prefix, buffers in self._places
-            if buffers
-            for name, buffer in buffers.items()
+            id(buffer): _unwatched(buffer) if _is_collecting(part) else buffer
+            for prefix, part in self._places
+            if part._buffers
+            for name, buffer in part._buffers.items()
             if buffer is not None and prefix + name not in self._ignored
         }
         return list(found.values())
+
+
+def _is_collecting(part: nn.Module) -> bool:
+    """Tell whether a layer's buffers are statistics that it collects now, and does not use."""
+    return part.training and isinstance(part, nn.modules.batchnorm._NormBase)
+
+
+def _unwatched(buffer: Tensor) -> Tensor:
+    """Show a buffer so that autograd, which has saved it for nothing, does not mind a write.
+
+    With several forward passes before a backward there is one in between.
+    """
+    return buffer.data
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, Any]]:

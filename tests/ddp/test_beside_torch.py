@@ -1,0 +1,122 @@
+"""Beside torch's own class, on the same seeds; and over torch's own groups."""
+
+import copy
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from phalanx.ddp import DDP
+
+from .whole import ROWS, assert_close, batch, mlp, seeded
+
+
+@contextmanager
+def world(ctx, backend="gloo"):
+    """Initialize torch as a plain script does, and leave nothing of it behind."""
+    hook = sys.excepthook  # which torch wraps once more every time
+    dist.init_process_group(backend, store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+    try:
+        yield
+        # Whoever destroys Gloo while a peer is at work makes that peer hang.
+        ctx.store.set(f"done {ctx.rank}", "")
+        ctx.store.wait([f"done {rank}" for rank in range(ctx.size)])
+    finally:
+        sys.excepthook = hook
+        dist.destroy_process_group()
+
+
+class Images(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64, 3),
+        )  # fmt: skip
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 6), nn.Linear(6, 2)
+
+    def forward(self, rows):
+        return self.head(self.words(rows.abs().mul(7).long() % 20).mean(dim=1))
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 8)), layer)
+
+
+MODELS = {"mlp": (mlp, 5), "conv": (Images, 36), "encoder": (encoder, 24), "words": (Words, 4)}
+
+
+def train(make, width, group):
+    """Train with both classes side by side, comparing gradients, buffers and weights."""
+    module = seeded(make, seed=dist.get_rank())
+    theirs = TorchDDP(copy.deepcopy(module), gradient_as_bucket_view=True)
+    ours = DDP(module, process_group=group)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (ours, theirs)]
+    for step in range(4):
+        rows = batch(step, dist.get_world_size(), width)[dist.get_rank() * ROWS :][:ROWS]
+        for ddp in (ours, theirs):
+            ddp(rows).square().mean().backward()
+        for (name, mine), other in zip(
+            ours.module.named_parameters(), theirs.parameters(), strict=True
+        ):
+            assert_close(mine.grad, other.grad, name)
+        for mine, other in zip(ours.module.buffers(), theirs.module.buffers(), strict=True):
+            assert torch.allclose(mine, other, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    ours.assert_in_sync()
+
+
+def all_models(ctx):
+    with world(ctx):
+        for make, width in MODELS.values():
+            train(make, width, group=None)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_same_as_torch_on_its_default_group(ranks, size):
+    ranks.run(all_models, size, timeout=30)
+
+
+def groups_of_torchs(ctx):
+    with world(ctx):
+        for group in (dist.group.WORLD, dist.new_group()):
+            train(mlp, 5, group)
+        mesh = init_device_mesh("cpu", (ctx.size,))
+        ddp = DDP(seeded(mlp), device_mesh=mesh)
+        assert ddp.process_group is mesh.get_group()
+        ddp(torch.ones(2, 5)).sum().backward()
+        sparse = DDP(seeded(lambda: nn.Embedding(5, 3, sparse=True)))
+        for _ in range(3):
+            sparse(torch.tensor([ctx.rank])).sum().backward()
+            assert sparse.module.weight.grad.to_dense()[:, 0].tolist()[: ctx.size] == [0.5, 0.5]
+            sparse.zero_grad()
+        sums = DDP(seeded(mlp), reduce="sum")
+        sums.module.zero_grad()
+        sums(torch.ones(2, 5)).sum().backward()
+        for mine, other in zip(sums.parameters(), ddp.parameters(), strict=True):
+            assert_close(mine.grad, other.grad * 2)
+
+
+def test_groups_and_meshes_of_torchs(ranks):
+    ranks.run(groups_of_torchs, 2, timeout=30)
+
+
+def over_torchs_shm(ctx):
+    with world(ctx, "shm"):
+        train(mlp, 5, None)
+
+
+def test_shared_memory_as_torchs_default_group(ranks):
+    ranks.run(over_torchs_shm, 2, timeout=30)

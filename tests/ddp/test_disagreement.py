@@ -1,0 +1,107 @@
+"""What really is wrong raises on every rank, and names the parameters."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP
+from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
+from phalanx.testing import over_groups
+
+from .whole import batch, mlp, share, squares, wrapped
+
+several = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+
+
+def frozen():
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    return module
+
+
+def renamed():
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh())
+    module.add_module("head", nn.Linear(7, 3))
+    return module
+
+
+OTHERS = {
+    "shape": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)), "2.weight"),
+    "dtype": (lambda: mlp().to(torch.bfloat16), "0.weight"),
+    "name": (renamed, "2.weight.*head.weight"),
+    "frozen": (frozen, "0.weight.*frozen"),
+    "more": (lambda: mlp().append(nn.Linear(3, 3)), "only rank 1 has '3.weight"),
+    "fewer": (lambda: nn.Sequential(nn.Linear(5, 7)), "only rank 0 has '2.weight"),
+    "order": (lambda: nn.ModuleDict({"2": nn.Linear(7, 3), "0": nn.Linear(5, 7)}), "0.weight"),
+}
+
+
+@several
+@pytest.mark.parametrize("other", OTHERS)
+def test_ranks_have_different_modules(group, other):
+    make, told = OTHERS[other]
+    module = make() if group.rank() == 1 else mlp()
+    with pytest.raises(RankMismatch, match=told) as caught:
+        DDP(module, process_group=group)
+    assert "rank 1" in str(caught.value)
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+def test_a_parameter_is_unfrozen_on_one_rank_only(group):
+    ddp, _ = wrapped(frozen, group)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    if group.rank() == 1:
+        ddp.module[0].weight.requires_grad_(True)
+    with pytest.raises(RankMismatch):
+        for _ in range(3):
+            squares(ddp, rows).backward()
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+def test_a_rank_never_calls_backward(group):
+    ddp, _ = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    for _ in range(2):
+        squares(ddp, rows).backward()
+    group.set_timeout(timedelta(seconds=0.5))
+    store = group.get_group_store()
+    if group.rank() == 1:
+        ddp(rows)
+        store.wait([f"timed out {r}" for r in range(group.size()) if r != 1], timedelta(seconds=15))
+        return
+    try:
+        with pytest.raises(CollectiveTimeout, match=r"rank 1") as caught:
+            squares(ddp, rows).backward()
+        (note,) = caught.value.__notes__
+        assert "0.weight" in note
+        assert "backward pass 3" in note
+    finally:
+        store.set(f"timed out {group.rank()}", "")
+
+
+@over_groups(backends=("shm",), sizes=(2, 4), timeout=20)
+def test_a_rank_ends_instead_of_calling_backward(group):
+    ddp, _ = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    if group.rank() == 1:
+        group.leave()
+        return
+    with pytest.raises(GroupError, match="rank 1"):
+        squares(ddp, rows).backward()
+
+
+@over_groups(backends=("gloo", "shm", "local"), sizes=(2,), timeout=20)
+def test_a_rank_makes_another_call_of_the_same_kind(group):
+    ddp, _ = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    for _ in range(2):
+        squares(ddp, rows).backward()
+    if group.rank() == 1:
+        ddp._channel.mean(torch.zeros_like(ddp.reducer.buckets[0].flat)).wait()
+        return
+    with pytest.raises(RankMismatch):
+        squares(ddp, rows).backward()

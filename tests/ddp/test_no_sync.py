@@ -1,0 +1,168 @@
+"""Accumulation: passes that stay local, and the one that reduces their sum."""
+
+from datetime import timedelta
+
+import pytest
+
+from phalanx.errors import GroupError, RankMismatch
+from phalanx.testing import over_groups
+
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    wrapped,
+)
+
+both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@both_ways
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["none", "zero"])
+def test_the_first_pass_after_it_reduces_the_sum(group, keeps, set_to_none):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    for step in range(4):
+        with ddp.no_sync():
+            for turn in range(step % 3):
+                squares(ddp, share(batch(10 * step + turn, group.size()), group)).backward()
+        squares(ddp, share(batch(step, group.size()), group)).backward()
+        for seed in [*(10 * step + turn for turn in range(step % 3)), step]:
+            squares(whole, batch(seed, group.size())).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad(set_to_none=set_to_none)
+        whole.zero_grad(set_to_none=set_to_none)
+
+
+@everywhere
+def test_gradients_stay_local_within_it(group):
+    ddp, whole = wrapped(mlp, group)
+    for step in range(3):
+        rows = share(batch(step, group.size()), group)
+        with ddp.no_sync():
+            assert not ddp.require_backward_grad_sync
+            squares(ddp, rows).backward()
+        assert ddp.require_backward_grad_sync
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole)
+    squares(ddp, rows).backward()
+
+
+@everywhere
+def test_where_backward_is_called_counts_and_not_where_forward_is(group):
+    ddp, whole = wrapped(mlp, group)
+    rows = batch(0, group.size())
+    with ddp.no_sync():
+        loss = squares(ddp, share(rows, group))
+    loss.backward()
+    squares(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole)
+
+    loss = squares(ddp, share(rows, group))
+    ddp.zero_grad()
+    whole.zero_grad()
+    with ddp.no_sync():
+        loss.backward()
+    squares(whole, share(rows, group)).backward()
+    assert_same_gradients(ddp.module, whole)
+    squares(ddp, share(rows, group)).backward()
+
+
+@everywhere
+def test_it_may_be_nested_and_survives_an_error(group):
+    ddp, _ = wrapped(mlp, group)
+    with pytest.raises(ZeroDivisionError), ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        assert not ddp.require_backward_grad_sync
+        raise ZeroDivisionError
+    assert ddp.require_backward_grad_sync
+
+
+@everywhere
+@both_ways
+def test_a_parameter_is_used_in_local_passes_only(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(3):
+        rows = batch(step, group.size())
+        with ddp.no_sync():
+            squares(ddp, share(rows, group)).backward()
+        ddp(share(rows, group)).mean().backward(inputs=[ddp.module[2].weight])
+        squares(whole, rows).backward()
+        whole(rows).mean().backward(inputs=[whole[2].weight])
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+@both_ways
+def test_sums(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, reduce="sum")
+    for step in range(8):
+        rows = batch(step, group.size())
+        if step % 3 == 1:
+            with ddp.no_sync():
+                squares(ddp, share(rows, group)).backward()
+            squares(ddp, share(rows, group)).backward()
+        else:
+            squares(ddp, share(rows, group)).backward()
+        for _ in range(1 + (step % 3 == 1)):
+            (squares(whole, rows) * group.size()).backward()
+        assert_same_gradients(ddp.module, whole)
+        if step % 4 == 3:  # otherwise they add up
+            ddp.zero_grad()
+            whole.zero_grad()
+
+
+# -- ranks that disagree -------------------------------------------------------------------
+
+
+def disagree(ddp, rows, rank):
+    """Keep a pass local on rank 0 that the others reduce, and go on."""
+    for _ in range(3):
+        if rank == 0:
+            with ddp.no_sync():
+                squares(ddp, rows).backward()
+        squares(ddp, rows).backward()
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+def test_ranks_that_disagree_are_told_at_once(group):
+    ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
+    rows = share(batch(0, group.size()), group)
+    for _ in range(2):
+        squares(ddp, rows).backward()
+    with pytest.raises(RankMismatch, match="ranks disagree: rank 0 called .* rank 1 called"):
+        disagree(ddp, rows, group.rank())
+
+
+@over_groups(backends=("gloo",), sizes=(2, 4), timeout=20)
+@pytest.mark.parametrize("warm", [0, 2])
+def test_ranks_that_disagree_on_gloo_are_told_by_the_next_pass(group, warm):
+    ddp, _ = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    for _ in range(warm):
+        squares(ddp, rows).backward()
+    with pytest.raises(RankMismatch, match=r"different backward passes.*rank 0: "):
+        disagree(ddp, rows, group.rank())
+
+
+@over_groups(backends=("gloo",), sizes=(2,), timeout=20)
+def test_a_rank_that_stays_local_for_ever_is_named_at_the_deadline_on_gloo(group):
+    ddp, _ = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    squares(ddp, rows).backward()
+    group.set_timeout(timedelta(seconds=1))
+    if group.rank() == 0:
+        with ddp.no_sync():
+            squares(ddp, rows).backward()
+        return
+    with pytest.raises(GroupError, match="rank 0") as caught:
+        squares(ddp, rows).backward()
+    assert "0.weight" in "".join(caught.value.__notes__)

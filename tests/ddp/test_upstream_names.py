@@ -1,0 +1,165 @@
+"""Names of torch's class that other projects use."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP
+from phalanx.testing import over_groups
+
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    on_pairs,
+    seeded,
+    share,
+    squares,
+    wrapped,
+)
+
+alone = over_groups(backends=("local",), sizes=(1,))
+
+
+@everywhere
+def test_parameters_that_are_ignored(group):
+    module = seeded(mlp, seed=group.rank())
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["0.weight"])
+    ddp = DDP(module, process_group=group)
+    assert torch.equal(module[0].weight, seeded(mlp, seed=group.rank())[0].weight)
+    names = [name for name, _ in DDP._get_data_parallel_params(ddp, named_params=True)]
+    assert names == ["0.bias", "2.weight", "2.bias"]
+    assert [p.shape for p in DDP._get_data_parallel_params(mlp())] == [
+        p.shape for p in mlp().parameters()
+    ]
+    own = seeded(mlp, seed=group.rank())
+    own.load_state_dict(module.state_dict())
+    rows = share(batch(0, group.size()), group)
+    for _ in range(2):
+        squares(ddp, rows).backward()
+        squares(own, rows).backward()
+        assert torch.allclose(module[0].weight.grad, own[0].weight.grad, atol=1e-6)
+    ddp.assert_in_sync()
+
+
+@everywhere
+def test_the_module_that_runs(group):
+    seen = []
+
+    class Asking(nn.Linear):
+        def forward(self, rows):
+            seen.append(DDP._get_active_ddp_module())
+            return super().forward(rows)
+
+    ddp = DDP(Asking(5, 2), process_group=group)
+    for _ in range(5):
+        ddp(torch.ones(1, 5)).sum().backward()
+        assert DDP._get_active_ddp_module() is None
+    assert all(each is ddp for each in seen)
+    with ddp._inside_ddp_forward():
+        assert DDP._get_active_ddp_module() is ddp
+
+
+@on_pairs
+def test_what_is_told_for_logs(group):
+    ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
+    ddp._set_ddp_runtime_logging_sample_rate(2)
+    with pytest.raises(ValueError, match="sample rate"):
+        ddp._set_ddp_runtime_logging_sample_rate(0)
+    assert ddp._get_ddp_logging_data()["iteration"] == 0
+    for step in range(3):
+        squares(ddp, share(batch(step, group.size()), group)).backward()
+    data = ddp._get_ddp_logging_data()
+    assert (data["world_size"], data["rank"], data["iteration"]) == (2, group.rank(), 3)
+    assert (data["module_name"], data["num_parameter_tensors"]) == ("Sequential", 4)
+    assert data["total_parameter_size_bytes"] == sum(p.nbytes for p in ddp.parameters())
+    assert len(data["bucket_sizes"].split(", ")) == 4
+    assert data["avg_backward_compute_time"] > 0
+
+
+@everywhere
+def test_hooks_are_removed(group):
+    ddp, whole = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    ddp.zero_grad()
+    ddp._remove_autograd_hooks()
+    assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())
+
+
+@on_pairs
+def test_settings_that_are_accepted(group):
+    ddp, whole = wrapped(mlp, group)
+    ddp._set_ddp_sink_clone(False)
+    ddp._set_sparse_metadata({})
+    ddp._set_static_graph()
+    assert ddp.static_graph
+    assert ddp.train(False) is ddp
+    assert not ddp.module.training
+    rows = batch(0, group.size())
+    squares(ddp, share(rows, group)).backward()
+    squares(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole)
+    ddp._check_reducer_finalized()
+
+
+@on_pairs
+def test_a_pass_that_is_not_over(group):
+    ddp, _ = wrapped(mlp, group)
+    said = []
+
+    def ask(gradient):
+        with pytest.raises(RuntimeError, match="not come to its end"):
+            ddp._check_reducer_finalized()
+        said.append(True)
+
+    hidden = ddp.module[0].register_forward_hook(lambda *args: args[2].register_hook(ask) and None)
+    squares(ddp, torch.ones(1, 5)).backward()
+    hidden.remove()
+    assert said
+
+
+@over_groups(backends=("shm",), sizes=(4,))
+def test_another_group(group):
+    ddp, whole = wrapped(mlp, group)
+    squares(ddp, torch.ones(1, 5)).backward()
+    ddp.zero_grad()
+    halves = [group.split_group([0, 1]), group.split_group([2, 3])]
+    (mine,) = (half for half in halves if half is not None)
+    ddp._update_process_group(mine)
+    assert ddp.process_group is mine
+    rows = batch(0, 2)
+    for _ in range(2):
+        squares(ddp, share(rows, mine)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole)
+    mine.shutdown()
+
+
+@alone
+def test_devices(group):
+    ddp = DDP(mlp(), process_group=group)
+    assert (ddp.device, ddp.device_type, ddp.device_ids) == (torch.device("cpu"), "cpu", None)
+    inputs, kwargs = ddp.scatter((torch.ones(4, 2),), {"a": [1]}, ["cpu"])
+    assert inputs[0][0].shape == (4, 2)
+    assert kwargs[0] == {"a": [1]}
+    assert ddp.gather([torch.ones(2, 2)], "cpu").shape == (2, 2)
+
+
+@everywhere
+def test_a_wrapper_that_nobody_needs_goes_away(group):
+    module = mlp()
+    ddp = DDP(module, process_group=group)
+    for step in range(3):
+        squares(ddp, share(batch(step, group.size()), group)).backward()
+    gone = weakref.ref(ddp.reducer)
+    del ddp
+    gc.collect()
+    assert gone() is None
+    squares(module, torch.ones(1, 5)).backward()  # which the hooks that are left do not disturb
+    assert all(p.grad is not None for p in module.parameters())

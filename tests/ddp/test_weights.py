@@ -1,0 +1,148 @@
+"""Gradients by weight: exactly those of the whole batch, however unevenly ranks share it."""
+
+import pytest
+import torch
+
+from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
+from phalanx.testing import over_groups
+
+from .whole import TINY, assert_same_gradients, batch, everywhere, mlp, squares, wrapped
+
+SHARES = {
+    "uneven": lambda step, rank: rank + 1,
+    "changing": lambda step, rank: 1 + (step * 3 + rank) % 5,
+    "empty": lambda step, rank: 0 if rank == step % 2 + 1 else 3,
+}
+
+
+def cut(rows, counts, rank):
+    start = sum(counts[:rank])
+    return rows[start : start + counts[rank]]
+
+
+def mean(module, rows):
+    """Make the loss of some rows, of which there may be none."""
+    return module(rows).square().sum(dim=1).mean() if len(rows) else module(rows).sum()
+
+
+def plan(shares, step, size):
+    counts = [SHARES[shares](step, rank) for rank in range(size)]
+    generator = torch.Generator().manual_seed(step)
+    return counts, torch.randn(sum(counts), 5, generator=generator)
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@pytest.mark.parametrize("how", ["attribute", "argument"])
+@pytest.mark.parametrize("shares", SHARES)
+def test_ranks_hold_different_amounts(group, shares, how):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        counts, rows = plan(shares, step, group.size())
+        mine = cut(rows, counts, group.rank())
+        if how == "attribute":
+            ddp.weight = len(mine)
+            mean(ddp, mine).backward()
+        else:
+            ddp.backward(mean(ddp, mine), weight=len(mine))
+            assert ddp.weight is None
+        mean(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+def test_accumulation_with_changing_weights(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(3):
+        everything = []
+        for turn in range(3):
+            counts, rows = plan("changing", step + turn, group.size())
+            everything.append(rows)
+            loss = mean(ddp, cut(rows, counts, group.rank()))
+            ddp.weight = counts[group.rank()]
+            if turn < 2:
+                with ddp.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        mean(whole, torch.cat(everything)).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@everywhere
+def test_gradients_that_nobody_zeroes_add_up(group):
+    ddp, whole = wrapped(mlp, group)
+    for step in range(4):
+        counts, rows = plan("uneven", step, group.size())
+        ddp.weight = counts[group.rank()]
+        mean(ddp, cut(rows, counts, group.rank())).backward()
+        mean(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+
+
+@everywhere
+def test_a_rank_of_weight_0_may_have_anything_in_its_gradients(group):
+    ddp, whole = wrapped(mlp, group)
+    counts = [0 if rank == 1 else 2 for rank in range(group.size())]
+    rows = batch(0, group.size())[: sum(counts)]
+    mine = cut(rows, counts, group.rank())
+    loss = mean(ddp, mine) if len(mine) else ddp(mine).mean()  # which is not a number
+    ddp.backward(loss, weight=len(mine))
+    mean(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+def test_all_weights_are_0(group):
+    ddp, _ = wrapped(mlp, group)
+    ddp.backward(squares(ddp, torch.ones(2, 5)), weight=0)
+    assert all(not p.grad.any() for p in ddp.parameters())
+
+
+@everywhere
+def test_the_weight_that_is_set_holds_unless_another_is_given(group):
+    ddp, whole = wrapped(mlp, group)
+    counts, rows = plan("uneven", 0, group.size())
+    ddp.weight = counts[group.rank()]
+    ddp.backward(mean(ddp, cut(rows, counts, group.rank())))
+    mean(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole, rtol=2e-6)
+    assert ddp.weight == counts[group.rank()]
+
+
+@everywhere
+@pytest.mark.xfail(reason="gradients travel multiplied by the weight", strict=True)
+def test_half_precision_and_many_tokens(group):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 2).to(torch.float16), group)
+    ddp.weight = 100_000.0  # more than float16 holds
+    ddp(torch.ones(1, 5, dtype=torch.float16)).sum().backward()
+    assert ddp.module.weight.grad.tolist() == [[1.0] * 5] * 2
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+def test_a_weight_on_one_rank_only(group):
+    ddp, _ = wrapped(mlp, group)
+    ddp.weight = 3 if group.rank() == 1 else None
+    with pytest.raises(RankMismatch, match="rank"):
+        squares(ddp, torch.ones(2, 5)).backward()
+
+
+@over_groups(backends=("local",), sizes=(1,))
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+def test_what_is_no_weight(group, weight):
+    ddp, _ = wrapped(mlp, group)
+    with pytest.raises(InvalidArgument, match="weight"):
+        ddp.weight = weight
+
+
+@over_groups(backends=("local",), sizes=(1,))
+def test_a_pass_of_weight_0_after_one_that_has_some(group):
+    ddp, _ = wrapped(mlp, group)
+    with ddp.no_sync():
+        ddp.backward(squares(ddp, torch.ones(2, 5)), weight=1)
+    with pytest.raises(InvalidState, match="leave it out"):
+        ddp.backward(squares(ddp, torch.ones(2, 5)), weight=0)

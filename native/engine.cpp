@@ -54,6 +54,24 @@ std::uint64_t Engine::issue(Request request) {
   return issued_;
 }
 
+std::uint64_t Engine::try_issue(Request request) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || failure_.outcome != Outcome::pending || !queue_.empty() || transfers_.is_busy())
+    return 0;
+  if (driver_) {
+    if (!driver_->runs() || driver_->has_mail()) return 0;
+    lock.unlock();
+    return driver_->hand_in(std::move(request));
+  }
+  const bool small = is_small(request);
+  enqueue(std::move(request));
+  if (small)
+    progress();
+  else
+    announce_next();
+  return issued_;
+}
+
 void Engine::enqueue(Request request) {
   Operation& operation = queue_.emplace_back();
   operation.request = std::move(request);

@@ -54,22 +54,23 @@ std::uint64_t Engine::issue(Request request) {
   return issued_;
 }
 
-std::uint64_t Engine::try_issue(Request request) {
+Engine::Issued Engine::try_issue(Request request) {
   std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock || failure_.outcome != Outcome::pending || !queue_.empty() || transfers_.is_busy())
-    return 0;
+  if (!lock || failure_.outcome != Outcome::pending) return {};
   if (driver_) {
-    if (!driver_->runs() || driver_->has_mail()) return 0;
+    if (!driver_->runs()) return {};
     lock.unlock();
-    return driver_->hand_in(std::move(request));
+    return {driver_->hand_in(std::move(request)), false};
   }
-  const bool small = is_small(request);
+  const bool brief = queue_.empty() && is_small(request) && !transfers_.is_busy();
   enqueue(std::move(request));
-  if (small)
+  if (brief) {
     progress();
-  else
-    announce_next();
-  return issued_;
+  } else {
+    while (announce_next()) {
+    }
+  }
+  return {issued_, !brief};
 }
 
 void Engine::enqueue(Request request) {

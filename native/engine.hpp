@@ -89,12 +89,13 @@ class Engine {
   // Queues an operation; returns the ticket to wait with. Tickets count up from 1.
   std::uint64_t issue(Request request);
 
-  // The same for who must not be kept waiting: does nothing and returns 0 while anything else is
-  // under way here, and leaves the share of a large operation to whoever enters next.
-  std::uint64_t try_issue(Request request);
-
-  // Tells whether an operation takes moments only, once all ranks are there.
-  bool is_small(const Request& request) const;
+  // The same for who has moments only: the ticket is 0, and nothing done, while another thread is at
+  // the engine or it has failed; shares that may take longer are left for `test`, if `more` says so.
+  struct Issued {
+    std::uint64_t ticket = 0;
+    bool more = false;
+  };
+  Issued try_issue(Request request);
 
   // Tells whether an operation has ended and none has ended badly; takes no lock.
   bool ended_well(std::uint64_t ticket) const;
@@ -180,9 +181,10 @@ class Engine {
   Verdict verdict(std::uint64_t ticket) const;
   void look_for_dead();
 
-  // With a driver; the first two expect `mutex_` to be held, the last does not wait for it.
+  // With a driver; the first two expect `mutex_` to be held, the others do not wait for it.
   void be_brief();
   void nudge();
+  bool is_small(const Request& request) const;
   Verdict look(std::uint64_t ticket);
 
   bool has_ended(int rank) const;

@@ -141,17 +141,17 @@ nb::object new_call(PyObject* operation) {
 // Numbers the call and hands it to the engine. Nothing in here can let another thread run, so the
 // numbers are in the order in which the engine sees calls; unless somebody is between the two on
 // the long way, with the lock, and then this call takes that way too.
-bool number_and_issue(Shortcut* self, Request&& request, ShortWork* work) {
-  if (nb::steal(PyObject_CallNoArgs(self->is_ordered)).ptr() != Py_False) return false;
+Engine::Issued number_and_issue(Shortcut* self, Request&& request, ShortWork* work) {
+  if (nb::steal(PyObject_CallNoArgs(self->is_ordered)).ptr() != Py_False) return {};
   const nb::object last = known.collectives.get(self->recorder);
   const nb::object sequence =
       nb::steal(PyLong_FromUnsignedLongLong(PyLong_AsUnsignedLongLong(last.ptr()) + 1));
   known.call.sequence.set(work->call, sequence.ptr());
   known.call.started.set(work->call, nb::float_(seconds_now()).ptr());
-  work->ticket = self->engine->try_issue(std::move(request));
-  if (work->ticket == 0) return false;
-  known.collectives.set(self->recorder, sequence.ptr());
-  return true;
+  const Engine::Issued issued = self->engine->try_issue(std::move(request));
+  if (issued.ticket != 0) known.collectives.set(self->recorder, sequence.ptr());
+  work->ticket = issued.ticket;
+  return issued;
 }
 
 // -- the calls ------------------------------------------------------------------------------------
@@ -172,15 +172,15 @@ PyObject* make_call(Shortcut* self, PyObject* operation, PyObject* tensor) {
   if (!note_site(call.ptr())) return nullptr;
   ShortWork* const work = new_work(self, call.ptr(), tensor);
   nb::object result = nb::steal(reinterpret_cast<PyObject*>(work));
-  const bool small = self->engine->is_small(request);
-  if (!number_and_issue(self, std::move(request), work)) return nullptr;
+  const Engine::Issued issued = number_and_issue(self, std::move(request), work);
+  if (issued.ticket == 0) return nullptr;
   // From here on the engine works on the tensor, which is kept until it has ended.
   if (PyDict_SetItem(self->in_flight, call.ptr(), result.ptr()) != 0 ||
       !nb::steal(PyObject_CallOneArg(self->append, call.ptr())).is_valid())
     throw nb::python_error();
-  if (!small) {
+  if (issued.more) {
     const nb::gil_scoped_release release;
-    work->engine->test(work->ticket);  // does this rank's share, if the others are there already
+    work->engine->test(issued.ticket);  // does this rank's shares of what the others are ready for
   }
   return result.release().ptr();
 }

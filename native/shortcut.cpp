@@ -142,6 +142,7 @@ nb::object new_call(PyObject* operation) {
 // numbers are in the order in which the engine sees calls; unless somebody is between the two on
 // the long way, with the lock, and then this call takes that way too.
 Engine::Issued number_and_issue(Shortcut* self, Request&& request, ShortWork* work) {
+  if (self->engine == nullptr) return {};  // closed meanwhile: until here, others could run
   if (nb::steal(PyObject_CallNoArgs(self->is_ordered)).ptr() != Py_False) return {};
   const nb::object last = known.collectives.get(self->recorder);
   const nb::object sequence =

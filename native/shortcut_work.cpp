@@ -159,7 +159,7 @@ ShortWork* new_work(Shortcut* shortcut, PyObject* call, PyObject* tensor) {
   self->weak_references = nullptr;
   self->shortcut = reinterpret_cast<Shortcut*>(Py_NewRef(reinterpret_cast<PyObject*>(shortcut)));
   self->engine = shortcut->engine;
-  self->owner = Py_NewRef(shortcut->owner);
+  self->owner = Py_XNewRef(shortcut->owner);  // null if the group was closed meanwhile
   self->call = Py_NewRef(call);
   self->tensor = Py_XNewRef(tensor);
   self->timeout = Py_NewRef(shortcut->timeout);

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -345,6 +346,27 @@ def test_a_closed_group_refuses(end):
     assert done.wait()
     assert open_still.wait(), "the engine was done with it"
     assert len(group.records()) == 2
+
+
+def test_a_group_may_be_closed_while_a_call_is_being_made():
+    """Python code of anybody's may run wherever memory is asked for."""
+    group, tensor = alone(), torch.ones(1)
+
+    def close(phase, info):
+        if sys._getframe(1).f_code.co_name == "allreduce":
+            group.shutdown()
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(close)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(GroupAborted):
+            group.allreduce(tensor)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(close)
+    assert group.records() == []
+    assert tensor.item() == 1
 
 
 def test_fault_points_are_all_passed():

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "shortcut.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -183,4 +184,7 @@ NB_MODULE(_engine, module) {
       .def("forget", &Engine::forget)
       .def("abort", &Engine::abort)
       .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);
+
+  add_work(module);
+  add_shortcut(module);
 }

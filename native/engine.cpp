@@ -54,6 +54,25 @@ std::uint64_t Engine::issue(Request request) {
   return issued_;
 }
 
+Engine::Issued Engine::try_issue(Request request) {
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock || failure_.outcome != Outcome::pending) return {};
+  if (driver_) {
+    if (!driver_->runs()) return {};
+    lock.unlock();
+    return {driver_->hand_in(std::move(request)), false};
+  }
+  const bool brief = queue_.empty() && is_small(request) && !transfers_.is_busy();
+  enqueue(std::move(request));
+  if (brief) {
+    progress();
+  } else {
+    while (announce_next()) {
+    }
+  }
+  return {issued_, !brief};
+}
+
 void Engine::enqueue(Request request) {
   Operation& operation = queue_.emplace_back();
   operation.request = std::move(request);

@@ -94,6 +94,17 @@ class Engine {
   // Queues an operation; returns the ticket to wait with. Tickets count up from 1.
   std::uint64_t issue(Request request);
 
+  // The same for who has moments only: the ticket is 0, and nothing done, while another thread is at
+  // the engine or it has failed; shares that may take longer are left for `test`, if `more` says so.
+  struct Issued {
+    std::uint64_t ticket = 0;
+    bool more = false;
+  };
+  Issued try_issue(Request request);
+
+  // Tells whether an operation has ended and none has ended badly; takes no lock.
+  bool ended_well(std::uint64_t ticket) const;
+
   // Does what can be done now, and tells how the operation stands.
   Verdict test(std::uint64_t ticket);
 
@@ -183,7 +194,6 @@ class Engine {
   void be_brief();
   void nudge();
   bool is_small(const Request& request) const;
-  bool ended_well(std::uint64_t ticket) const;
   Verdict look(std::uint64_t ticket);
 
   bool has_ended(int rank) const;

@@ -59,6 +59,43 @@ void test_asynchronous(int ranks) {
   });
 }
 
+// The way of who has moments only: it keeps the order, whoever else issues, and leaves nothing out.
+void test_issuing_in_moments(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    constexpr std::size_t kCalls = 200;
+    std::vector<Buffer> buffers;
+    for (std::size_t call = 0; call < kCalls; ++call)
+      buffers.emplace_back(engine, call % 7 == 0 ? 100 : 5, call % 2 == 0, call * 512);
+    std::uint64_t last = 0;
+    for (std::size_t call = 0; call < kCalls; ++call) {
+      buffers[call].fill(rank + 1);
+      Engine::Issued issued;
+      if (call % 5 != 0) issued = engine.try_issue(in_place(Kind::allreduce, buffers[call]));
+      if (issued.ticket == 0)  // somebody is at it, or it is this one's turn to go the other way
+        issued.ticket = engine.issue(in_place(Kind::allreduce, buffers[call]));
+      CHECK(issued.ticket == last + 1);
+      last = issued.ticket;
+      if (issued.more) engine.test(last);
+      if (call % 3 != 0) continue;
+      finish(engine, last);
+      CHECK(engine.ended_well(last));
+      CHECK(buffers[call].holds(engine.ranks() * (engine.ranks() + 1) / 2));
+    }
+    finish(engine, last);
+    Buffer none(engine, 0, false);
+    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+  });
+}
+
+void test_issuing_to_a_failed_engine() {
+  run(1, [&](Engine& engine, int) {
+    Buffer buffer(engine, 5, false);
+    engine.abort();
+    CHECK(engine.try_issue(in_place(Kind::allreduce, buffer)).ticket == 0);
+    CHECK(!engine.ended_well(1));
+  });
+}
+
 void test_broadcast_and_reduce(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     for (int root = 0; root < engine.ranks(); ++root)
@@ -456,10 +493,12 @@ void test_all_ways() {
   for (const int ranks : {1, 2, 3, 5}) {
     test_allreduce(ranks);
     test_asynchronous(ranks);
+    test_issuing_in_moments(ranks);
     test_broadcast_and_reduce(ranks);
     test_gathers(ranks);
     test_exchange(ranks);
   }
+  test_issuing_to_a_failed_engine();
   test_exchange_that_does_not_fit();
   test_transfers();
   test_leaving();

@@ -1,5 +1,14 @@
 """What `native/bindings.cpp` exports."""
 
+from collections import deque
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.groups._record import Call, Recorder
+from phalanx.groups._work import Work
+
 MAX_RANKS: int
 
 def instruction_set() -> str: ...
@@ -82,3 +91,39 @@ class Engine:
     def abort(self) -> None: ...
     @property
     def region(self) -> Region: ...
+
+class ShortWork:
+    def as_work(self) -> Work: ...
+
+class Shortcut:
+    timeout: float
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        owner: object,
+        order: Lock,
+        recorder: Recorder,
+        calls: deque[Call],
+        in_flight: dict[Call, Any],
+        grow: Any,
+        timeout: float,
+    ) -> None: ...
+    # A `ShortWork`, which passes for a `Work` and has all that one has.
+    def sum(self, tensor: object) -> Work | None: ...
+    def barrier(self) -> Work | None: ...
+    def close(self) -> None: ...
+
+def prepare_shortcuts(
+    *,
+    call: type[Call],
+    recorder: type[Recorder],
+    files: dict[str, bool],
+    user_frame: Any,
+    fault_points: dict[str, Any],
+    work: type[Work],
+    tensors: tuple[type[Tensor], ...],
+    strided: object,
+    dtypes: tuple[object, ...],
+    exchange: object,
+) -> bool: ...

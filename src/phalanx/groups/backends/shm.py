@@ -121,6 +121,18 @@ class ShmEngine:
         self._engine.region  # noqa: B018 - which a forked child does not have
         return self._slab.allocate(shape, dtype)
 
+    def shortcut(self, **parts: Any) -> _engine.Shortcut:
+        """Make a shorter way to plain sums and barriers, of parts of the group."""
+        assert native.engine is not None
+        shortcut: _engine.Shortcut = native.engine.Shortcut(
+            engine=self._engine, owner=self, **parts
+        )
+        return shortcut
+
+    def adopt(self, ticket: int, memory: Tensors) -> RawWork:
+        """Make the work of a call that came the shorter way."""
+        return ShmWork(self, ticket, memory)
+
     # -- in place --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> RawWork:

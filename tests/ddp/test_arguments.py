@@ -110,7 +110,7 @@ def train_on(mesh, group):
     assert ddp.device_mesh is mesh
 
 
-@everywhere
+@over_groups(backends=("local", "shm"), sizes=(1, 2, 4))
 def test_a_mesh_of_ours(group):
     with groups.process_group(group):
         train_on(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",)), group)

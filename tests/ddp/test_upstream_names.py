@@ -145,10 +145,8 @@ def test_another_group(group):
 def test_devices(group):
     ddp = DDP(mlp(), process_group=group)
     assert (ddp.device, ddp.device_type, ddp.device_ids) == (torch.device("cpu"), "cpu", None)
-    inputs, kwargs = ddp.scatter((torch.ones(4, 2),), {"a": [1]}, ["cpu"])
-    assert inputs[0][0].shape == (4, 2)
-    assert kwargs[0] == {"a": [1]}
-    assert ddp.gather([torch.ones(2, 2)], "cpu").shape == (2, 2)
+    (inputs,), (kwargs,) = ddp.to_kwargs((torch.ones(4, 2), 7), {"a": [torch.ones(3)]}, 0)
+    assert (inputs[0].shape, inputs[1], kwargs["a"][0].shape) == ((4, 2), 7, (3,))
 
 
 @everywhere

@@ -28,6 +28,7 @@ class DataParallelState(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(_accept_both)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_take_over)  # type: ignore[no-untyped-call]
 
     def _connect(self) -> None:
         raise NotImplementedError
@@ -41,7 +42,20 @@ class DataParallelState(nn.Module):
     ) -> Any:
         """Load a state with the module's own names, or with ``module.`` before each."""
         plain = _without_prefix(self.module, state_dict, "")
-        return self.module.load_state_dict(plain, strict=strict, assign=assign)
+        told = self.module.load_state_dict(plain, strict=strict, assign=assign)
+        self._take_over()
+        return told
+
+    def _take_over(self) -> None:
+        """Reduce the gradients of the parameters that the module has now, if they are others."""
+        survey = Survey.of(self.module, self.parameters_to_ignore)
+        known = {id(parameter) for _, parameter in self._survey.parameters}
+        if known != {id(parameter) for _, parameter in survey.parameters}:
+            synchronises, weight = self.reducer.synchronises, self.reducer.weights.current
+            self.reducer.close()
+            self._survey = survey
+            self._connect()
+            self.reducer.synchronises, self.reducer.weights.current = synchronises, weight
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}
@@ -64,6 +78,10 @@ class DataParallelState(nn.Module):
         self._connect()
         self.reducer.synchronises = synchronises
         self.reducer.weights.current = weight
+
+
+def _take_over(wrapper: DataParallelState, _: Any) -> None:
+    wrapper._take_over()
 
 
 def _accept_both(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -310,7 +310,9 @@ class Reducer:
         """Take over the order in which gradients came on rank 0, from the next forward on."""
         seen = self._arrivals.order
         unseen = set(range(len(self.parameters))) - set(seen)
-        order = torch.tensor([*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device)
+        order = torch.tensor(
+            [*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device
+        )
         self.channel.broadcast(order).wait()
         self._order = order.tolist()
         self._has_ordered = True

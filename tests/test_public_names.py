@@ -43,10 +43,7 @@ PROMISED = {
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",
-        "InvalidMesh",
         "MeshLayout",
-        "NotInMesh",
-        "UnknownAxis",
         "_FlatLayout",
         "_MeshEnv",
         "_MeshLayout",

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phalanx.errors import InvalidArgument, InvalidType, MisuseError
-from phalanx.groups import new_group, process_group
-from phalanx.mesh import (
-    DeviceMesh,
+from phalanx.errors import (
+    InvalidArgument,
     InvalidMesh,
+    InvalidType,
+    MisuseError,
     NotInMesh,
     UnknownAxis,
-    _mesh_resources,
-    init_device_mesh,
 )
+from phalanx.groups import new_group, process_group
+from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
 WORLD = 8
 NAMES = ("dp", "cp", "tp")

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Backend
 
-from ..errors import InvalidType
+from ..errors import InvalidMesh, InvalidType
 from ..groups._group import Recipe
-from ._errors import InvalidMesh
 
 __all__ = ["DEFAULT", "AxisOptions", "Override", "Overrides", "for_axes", "for_one_axis"]
 

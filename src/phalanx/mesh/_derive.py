@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidState, InvalidType
+from ..errors import InvalidMesh, InvalidState, InvalidType, UnknownAxis
 from ._axis_options import AxisOptions, Override, Overrides, for_axes, for_one_axis
 from ._checks import check_names
-from ._errors import InvalidMesh, UnknownAxis
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:

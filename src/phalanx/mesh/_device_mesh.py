@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import InvalidType
+from ..errors import InvalidMesh, InvalidType
 from . import _derive as derive
 from ._axis_options import AxisOptions, Override, Overrides, for_axes
 from ._bases import Base, base_of, find_base
 from ._checks import check_device_type, check_names, check_ranks, read_ranks
 from ._current_mesh import _mesh_resources
-from ._errors import InvalidMesh
 from ._family import Family, found
 from .layout import MeshLayout
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidState
+from ..errors import InvalidState, NotInMesh
 from ._axis_groups import AxisGroups, axis_groups
 from ._axis_options import DEFAULT, AxisOptions
 from ._bases import Base
 from ._checks import as_range
 from ._consistency import RootKey, Use
 from ._device import choose_device
-from ._errors import NotInMesh
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:

@@ -41,16 +41,13 @@ class AxisGroups:
         if options == DEFAULT and ranks == range(base.size) and base.takes(device_type):
             self.ledger.announce(base, use)
             return base.group
-        return self._once(
-            (ranks, options, device_type),
-            lambda: self.ledger.form(
-                base,
-                ranks,
-                use,
-                label=(label := f"{base.label}/mesh {_short(ranks)}{options.label}"),
-                make=lambda: base.make(ranks, options, label=label, device_type=device_type),
-            ),
-        )
+        name = f"mesh {_short(ranks)}{options.label}"
+
+        def make() -> dist.ProcessGroup:
+            purpose = self.ledger.purpose(base, ranks, use, label=f"{base.label}/{name}")
+            return base.make(ranks, options, name=name, device_type=device_type, purpose=purpose)
+
+        return self._once((ranks, options, device_type), make)
 
     def shutdown(self) -> None:
         """End this rank's part in all groups that were made so far."""

@@ -191,8 +191,13 @@ class DeviceMesh:
             number = derive.find_axis(self, axis)
             name = self._names[number] if self._names else str(number)
             group = self._family.make_group(self._layout[number], name, self._options[number])
+        self._family.groups.keep_in(self)
         self._groups[mesh_dim] = group
         return group
+
+    def let_go(self) -> None:
+        """Forget which groups were found for the axes; the next call of `get_group` looks again."""
+        self._groups.clear()
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
         """Return this rank's groups along all axes."""
@@ -201,7 +206,8 @@ class DeviceMesh:
     def shutdown(self) -> None:
         """End this rank's part in all groups that were made for meshes on the same group.
 
-        The group itself goes on, and so do groups that meshes were made of.
+        The group itself goes on, and so do groups that meshes were made of. An axis that is used
+        again gets a new group.
         """
         self._family.groups.shutdown()
 

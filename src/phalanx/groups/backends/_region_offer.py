@@ -45,8 +45,7 @@ class RegionOffer:
         except RuntimeError:  # what nanobind makes of a system error
             return None
         told = {"path": region.path, "token": str(region.token)}
-        self._engine = made.Engine(region, self._rank, self._cores)
-        self._mark()
+        self._enter(region)
         return told
 
     def take(self, told: dict[str, Any]) -> str:
@@ -58,8 +57,7 @@ class RegionOffer:
             region = made.Region.open(told["path"], int(told["token"]), self._size, made.Sizes())
         except RuntimeError as error:
             return str(error)
-        self._engine = made.Engine(region, self._rank, self._cores)
-        self._mark()
+        self._enter(region)
         return ""
 
     def absent(self) -> list[int]:
@@ -78,6 +76,9 @@ class RegionOffer:
             driver = "caller"
         return ShmEngine(self._engine, self._rank, self._size, driver)
 
-    def _mark(self) -> None:
+    def _enter(self, region: _engine.Region) -> None:
+        """Leave a mark in the region; the others wait for it."""
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
+        assert native.engine is not None, "it has made the region"
+        self._engine = native.engine.Engine(region, self._rank, self._cores)

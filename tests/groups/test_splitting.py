@@ -1,4 +1,4 @@
-"""Groups out of groups: their ranks know each other, and say less; what they promise is the same."""
+"""Groups out of groups: ranks that know each other say less, and promise the same."""
 
 import time
 from datetime import timedelta
@@ -186,8 +186,8 @@ def without_offer(ctx, backend, who):
     """Split where one rank cannot make or reach what is offered."""
     if ctx.rank == who:
         kept = RegionOffer.make, RegionOffer.take
-        RegionOffer.make = lambda self: None
-        RegionOffer.take = lambda self, told: "it is out of reach"
+        RegionOffer.make = lambda _: None
+        RegionOffer.take = lambda *_: "it is out of reach"
     try:
         group = ctx.group("gloo", timeout=SECONDS)
         part = ctx.closing(group.split_group([0, 1, 2], backend=backend))

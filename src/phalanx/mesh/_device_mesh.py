@@ -288,10 +288,11 @@ class DeviceMesh:
             return True
         if not isinstance(other, DeviceMesh):
             return NotImplemented
+        family, theirs = self._family, other._family
         return (
-            self._layout == other._layout
-            and self._names == other._names
-            and self._family.is_like(other._family)
+            self._names == other._names
+            and self._layout == other._layout
+            and (family is theirs or family.is_like(theirs))
         )
 
     def __hash__(self) -> int:

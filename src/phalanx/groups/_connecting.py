@@ -60,6 +60,7 @@ class Connecting:
         self._offer = offer
         self._options = options
         self._lends_store = lends_store
+        self._own_room: PlainStore | None = None
         self.verdict: Verdict = Verdict()
         """What the ranks have come to."""
 
@@ -67,8 +68,6 @@ class Connecting:
     def room(self) -> PlainStore:
         """The group's own part of the store."""
         return self._forming.room if self._own_room is None else self._own_room
-
-    _own_room: PlainStore | None = None
 
     def run(self, check: Callable[[], None], *, background: bool) -> Engine:
         """Meet the others and return an engine; `check` may refuse those who have come."""

@@ -220,7 +220,7 @@ class Forming:
             if isinstance(arrived, Verdict):  # somebody who should be here waits for us elsewhere
                 return arrived
             if self._kin is None:
-                self._read(signed)
+                self._read(signed, self._room.fetch)
         except PhalanxError as error:
             return self._close(error)
         members = () if self._kin else (self._member, *(signed[r].member for r in others))
@@ -231,16 +231,16 @@ class Forming:
 
     def _collect(self, signed: dict[int, SignIn]) -> bool:
         """Read who has come since; refuse the first that disagrees."""
-        self._read(signed)
+        self._read(signed, self._room.read)
         members = {rank: each.member for rank, each in signed.items()}
         dead = [rank for rank, member in members.items() if member.is_dead]
         if dead:
             raise death(dead, members[dead[0]], self.terms)
         return len(signed) == self.terms.size - 1
 
-    def _read(self, signed: dict[int, SignIn]) -> None:
+    def _read(self, signed: dict[int, SignIn], read: Callable[[str], bytes | None]) -> None:
         for rank in self._others():
-            data = None if rank in signed else self._room.read(f"member/{rank}")
+            data = None if rank in signed else read(f"member/{rank}")
             if data is not None:
                 signed[rank] = SignIn.from_json(data)
                 if not signed[rank].terms.agrees(self.terms):

@@ -22,7 +22,7 @@ from torch.distributed import DistStoreError
 
 from ..errors import RendezvousTimeout
 
-__all__ = ["ANSWER_WITHIN", "PatientStore", "PlainStore", "borrow_thread"]
+__all__ = ["PatientStore", "PlainStore", "borrow_thread"]
 
 T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
@@ -99,10 +99,6 @@ class PatientStore(PlainStore):
         super().__init__(store)
         self._patience = patience
         self._line = line or _Line()
-
-    def patiently(self, seconds: float) -> PatientStore:
-        """Return the same store on the same connection, with another patience."""
-        return PatientStore(self.raw, patience=seconds, line=self._line)
 
     def _over(self, store: Store) -> Self:
         return type(self)(store, patience=self._patience, line=self._line)

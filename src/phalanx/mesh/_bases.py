@@ -71,7 +71,7 @@ class Base(Protocol):
         *,
         name: str,
         device_type: str,
-        purpose: Purpose,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         """Make a group of some ranks, this one among them; only they call it."""
 
@@ -103,7 +103,7 @@ class _OurBase:
         *,
         name: str,
         device_type: str,
-        purpose: Purpose,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         made = self.group.split_group(
             ranks,
@@ -151,7 +151,7 @@ class _TorchBase:
         *,
         name: str,
         device_type: str,
-        purpose: Purpose,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         backend, label = options.backend or self._backend_for(device_type), f"{self.label}/{name}"
         if options.native is not None or not _is_ours(backend):
@@ -189,7 +189,7 @@ class _TorchBase:
         options: AxisOptions,
         backend: str,
         label: str,
-        purpose: Purpose,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         """Make a group of torch's, under a name that does not depend on what this process has."""
         mine, everyone = list(ranks).index(self.rank), self.global_ranks

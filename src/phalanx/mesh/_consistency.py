@@ -24,6 +24,7 @@ from typing import Any
 
 from ..errors import RankMismatch
 from ..groups._patient import PatientStore, PlainStore
+from ..groups._stores import own_connection
 from ._bases import Base
 from .layout import FlatLayout, MeshLayout
 
@@ -83,7 +84,8 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[RootKey, _Entry] = {}
         self._lock = threading.Lock()  # over `_entries`, for moments
-        self._announced: dict[str, str] = {}
+        self._told = ""  # the record that others were told last
+        self._store: PatientStore | None = None
 
     def note(self, root: RootKey) -> None:
         """Remember that a mesh was made."""
@@ -99,21 +101,27 @@ class Ledger:
             entry = self._entries.setdefault(root, _Entry())
             entry.axes.setdefault(name, {})[axis] = None
 
-    def purpose(self, base: Base, ranks: Sequence[int], use: Use, *, label: str) -> AxisPurpose:
-        """Note that an axis is used, and return what its members tell each other."""
-        return AxisPurpose(base.rank, ranks, use, self._record(use), label)
+    def purpose(
+        self, base: Base, ranks: Sequence[int], use: Use, *, label: str
+    ) -> AxisPurpose | None:
+        """Note that an axis is used, and return what its members tell each other, if they talk."""
+        if base.store is None or len(ranks) == 1:
+            return None
+        record = self._record(use)
+        told = json.dumps(record)
+        is_new, self._told = told != self._told, told
+        return AxisPurpose(base.rank, ranks, use, record, label, told if is_new else "")
 
     def announce(self, base: Base, use: Use) -> None:
         """Tell the others of an axis that needs no group made, and compare as far as is known."""
-        if base.store is None or base.size == 1:
-            return
         purpose = self.purpose(base, range(base.size), use, label=base.label)
-        if purpose.notes() == self._announced:
+        if purpose is None or not purpose.told:
             return
-        store = PatientStore(base.store)
-        store.set_all(purpose.notes())
-        self._announced = purpose.notes()
-        conflict = purpose.contradiction(store, range(base.size))
+        assert base.store is not None, "they talk"
+        if self._store is None:  # of our own: others may wait on theirs for long
+            self._store = PatientStore(own_connection(base.store))
+        self._store.set_all(purpose.notes())
+        conflict = purpose.contradiction(self._store, range(base.size))
         if conflict is not None:
             raise conflict
 
@@ -135,6 +143,8 @@ class AxisPurpose:
     mine: dict[str, Any]
     """This rank's record."""
     label: str
+    told: str
+    """The record as it is to be written down; empty if it is there already."""
 
     @property
     def text(self) -> str:
@@ -143,7 +153,7 @@ class AxisPurpose:
 
     def notes(self) -> dict[str, str]:
         """Return this rank's record, for others to read."""
-        return {_key(self.rank): json.dumps(self.mine)}
+        return {_key(self.rank): self.told} if self.told else {}
 
     def contradiction(self, store: PlainStore, members: Sequence[int]) -> RankMismatch | None:
         """Return what is wrong with one of these members of the group, if anything is."""

@@ -98,5 +98,7 @@ def _engine(ctx: RankContext, name: str) -> float:
     began = time.perf_counter()
     engine = dist.ProcessGroupGloo(store, ctx.rank % 2, 2, TIMEOUT)
     seconds = time.perf_counter() - began
+    store.set(f"made/{ctx.rank % 2}", "")
+    store.wait(["made/0", "made/1"])  # or one would hang up on the other, which still connects
     del engine  # which takes 20 ms, for its threads look every 10 whether they should end
     return seconds

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from phalanx.errors import InvalidArgument
@@ -70,7 +71,13 @@ def usable_cores(among: int | None = None) -> int:
     # macOS has no affinity to ask for.
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = among or (len(affinity(0)) if affinity else os.cpu_count() or 1)
-    return max(1, min([allowed, *_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))]))
+    return max(1, min([allowed, *_own_quotas()]))
+
+
+@lru_cache(maxsize=1)
+def _own_quotas() -> tuple[int, ...]:
+    """Read the quotas of this process once: it takes longer than to make a group."""
+    return tuple(_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
 
 
 def _required(

@@ -157,6 +157,9 @@ class Traits:
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
+    offer: Callable[[int, int, int], Any] | None = None
+    """Makes what rank 0 offers to ranks on the same machine (see `_connecting`), given a rank, the
+    group's size, and how many ranks there are on the machine."""
     name_of: Callable[[Engine], str] | None = None
     """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -32,6 +32,7 @@ from ._work import Work
 
 if TYPE_CHECKING:
     from ._board import Board
+    from ._forming import Purpose
     from ._roster import Roster
 
 __all__ = ["ProcessGroup", "Recipe"]
@@ -89,7 +90,7 @@ class ProcessGroup(Collectives):
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._recorder = Recorder()
-        self._splits: dict[tuple[int, ...], int] = {}
+        self._splits: dict[str, int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         self._is_away = False  # closed, but only for having left
         # Keeps the order in which calls are numbered the order in which the engine gets them.
@@ -168,11 +169,15 @@ class ProcessGroup(Collectives):
         """Tell the launcher's number of every rank, in the order of this group's ranks."""
         return self._global_ranks
 
+    def _count_split(self, what: str) -> int:
+        """Count how often a group was split off, under what is the same on all of its ranks."""
+        with self._state:
+            turn = self._splits[what] = self._splits.get(what, 0) + 1
+        return turn
+
     def _name_split(self, ranks: Sequence[int]) -> str:
         """Name the next group that is split off with these ranks."""
-        key = tuple(ranks)
-        with self._state:
-            turn = self._splits[key] = self._splits.get(key, 0) + 1
+        turn = self._count_split(runs(ranks))
         return f"{runs(ranks)}#{turn}" if turn > 1 else runs(ranks)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -230,16 +235,25 @@ class ProcessGroup(Collectives):
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
+        *,
+        backend: str | None = None,
+        options: Mapping[str, object] | None = None,
+        device: str | torch.device | None = None,
+        purpose: Purpose | None = None,
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks, in the order given; None for the others.
 
         Only the members need to call it. It goes through the store, not through this group's
-        engine, so the survivors of a group that failed or was aborted can use it to go on.
+        engine, so the survivors of a group that failed or was aborted can use it to go on. Backend,
+        its options and the device are by default this group's.
         """
-        del opts, group_desc, device_types  # the new group has this one's backend and devices
-        from ._create import split  # here, for it makes groups and so imports this module
+        del opts, group_desc, device_types
+        from . import _create as create  # here, for it makes groups and so imports this module
 
-        return split(self, list(ranks), timeout=timeout, name=group_name)
+        recipe = create.adjusted(
+            self._recipe, backend=backend, options=options, timeout=timeout, device=device
+        )
+        return create.split(self, ranks, recipe, name=group_name, purpose=purpose)
 
     def merge_remote_group(
         self,

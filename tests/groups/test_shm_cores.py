@@ -25,6 +25,22 @@ def test_ranks_kept_to_a_core_each_have_a_core_each(ranks, choose, between_them)
     assert ranks.run(keep_to_one_core, 2, args=(choose,)) == [between_them] * 2
 
 
+def split_with_one_core(ctx, choose):
+    cores = sorted(os.sched_getaffinity(0))
+    group = ctx.group("shm")
+    os.sched_setaffinity(0, {cores[choose[ctx.rank]]})
+    try:
+        return ctx.closing(group.split_group([1, 0]))._engine._engine.cores
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("choose", "between_them"), [((0, 1), 2), ((1, 1), 1)])
+def test_so_have_those_of_a_split(ranks, choose, between_them):
+    assert ranks.run(split_with_one_core, 2, args=(choose,)) == [between_them] * 2
+
+
 @pytest.mark.parametrize(
     ("told", "count"),
     [

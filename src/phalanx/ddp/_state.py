@@ -24,6 +24,7 @@ class DataParallelState(nn.Module):
     module: nn.Module
     reducer: Reducer
     parameters_to_ignore: set[str]
+    _survey: Survey
 
     def __init__(self) -> None:
         super().__init__()

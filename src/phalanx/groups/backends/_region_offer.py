@@ -6,7 +6,9 @@ it, so nobody needs to be told. Whoever cannot says so, and `_region` is asked, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _faultpoints as faultpoints
@@ -31,8 +33,6 @@ class RegionOffer:
         self._rank = rank
         self._size = size
         self._crowd = crowd
-        # Others want the same cores: those of the larger group that these ranks come from.
-        self._cores = max(1, usable_cores() * size // crowd)
         self._engine: _engine.Engine | None = None
 
     def make(self) -> dict[str, Any] | None:
@@ -69,10 +69,14 @@ class RegionOffer:
     def engine(self, members: Sequence[Member], options: dict[str, object]) -> Engine:
         """Make the engine."""
         assert self._engine is not None, "it was made or taken"
-        watch_peers(self._engine, self._rank, [member.pid for member in members])
+        pids = [member.pid for member in members]
+        watch_peers(self._engine, self._rank, pids)
         self._engine.region.unlink()
+        cores = _cores_of(pids)
+        # Others want the same cores: those of the larger group that these ranks come from.
+        self._engine.share_cores(max(1, cores * self._size // self._crowd))
         driver = options.get(OPTION)
-        if driver is None and choose_driver(self._crowd) == "caller":
+        if driver is None and choose_driver(self._crowd, cores) == "caller":
             driver = "caller"
         return ShmEngine(self._engine, self._rank, self._size, driver)
 
@@ -81,4 +85,13 @@ class RegionOffer:
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
         assert native.engine is not None, "it has made the region"
-        self._engine = native.engine.Engine(region, self._rank, self._cores)
+        self._engine = native.engine.Engine(region, self._rank, usable_cores())
+
+
+def _cores_of(pids: Sequence[int]) -> int:
+    """Tell how many cores processes have between them; each alone may be kept to one of its own."""
+    cores: set[int] = set()
+    for pid in set(pids):
+        with suppress(ProcessLookupError):  # whose end others will tell
+            cores |= os.sched_getaffinity(pid)
+    return min(len(cores), usable_cores(os.cpu_count()))

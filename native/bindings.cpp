@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "extent.hpp"
 #include "shortcut.hpp"
 
 namespace nb = nanobind;
@@ -42,17 +43,6 @@ std::tuple<int, int, int> told(const Verdict& verdict) {
 
 std::tuple<int, int, std::uint64_t> told(const Transfers::Status& status) {
   return {static_cast<int>(status.state), status.peer, status.bytes};
-}
-
-// What ranks must say alike: how much there is, and the shape that it has. The amount is whole (below
-// a TiB), for to take one for another would be to write where nothing is; of the shape there are 24
-// bits.
-std::uint64_t extent_of(std::uint64_t amount, nb::handle shape) {
-  constexpr int kAmount = 40;
-  const Py_hash_t hash = PyObject_Hash(shape.ptr());  // of numbers: alike in every process
-  if (hash == -1) throw nb::python_error();
-  const std::uint64_t mixed = static_cast<std::uint64_t>(hash) * 0x9e3779b97f4a7c15u;
-  return amount ^ (mixed >> kAmount << kAmount);
 }
 
 std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,

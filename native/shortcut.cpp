@@ -1,5 +1,7 @@
 #include "shortcut.hpp"
 
+#include "extent.hpp"
+
 #include <pthread.h>
 
 #include <atomic>
@@ -78,7 +80,7 @@ bool is_a_plain_tensor(PyObject* object) {
 }
 
 // Fills in what the engine needs of a tensor, and its record; tells whether it is an ordinary one.
-bool describe(PyObject* tensor, Request& request, PyObject* call) {
+bool describe(PyObject* tensor, ReduceOp op, Request& request, PyObject* call) {
   Told told;
   if (known.inspect(tensor, &told) != 0) return false;
   const int type = type_of(told);
@@ -88,9 +90,8 @@ bool describe(PyObject* tensor, Request& request, PyObject* call) {
   if (nb::steal(PyObject_CallMethodNoArgs(tensor, is_neg)).ptr() != Py_False) return false;
 
   request.kind = Kind::allreduce;
-  request.reduction = {static_cast<DType>(type), ReduceOp::sum, 1.0};
+  request.reduction = {static_cast<DType>(type), op, 1.0};
   request.input = static_cast<char*>(told.data) + told.byte_offset;
-  request.extent = count;
   request.bytes = request.output_bytes = count * size_of(request.reduction.type);
   request.outputs.push_back(request.input);
 
@@ -98,6 +99,7 @@ bool describe(PyObject* tensor, Request& request, PyObject* call) {
   if (!shape.is_valid()) return false;
   for (std::int32_t dim = 0; dim < told.dims; ++dim)
     PyTuple_SET_ITEM(shape.ptr(), dim, PyLong_FromLongLong(told.shape[dim]));
+  request.extent = extent_of(request.bytes, shape);
   known.call.shape.set(call, shape.ptr());
   known.call.dtype.set(call, PyTuple_GET_ITEM(known.dtypes, type));
   known.call.tensors.set(call, nb::int_(1).ptr());
@@ -157,17 +159,21 @@ Engine::Issued number_and_issue(Shortcut* self, Request&& request, ShortWork* wo
 
 // -- the calls ------------------------------------------------------------------------------------
 
-PyObject* make_call(Shortcut* self, PyObject* operation, PyObject* tensor) {
+PyObject* make_call(Shortcut* self, PyObject* operation, PyObject* tensor, ReduceOp op) {
   const bool usual = self->engine != nullptr && self->made_after == forks() &&
                      PyDict_GET_SIZE(self->in_flight) <= kManyInFlight && !has_fault_points();
   if (!usual || (tensor != nullptr && !is_a_plain_tensor(tensor))) return nullptr;
   const nb::object call = new_call(operation);
   Request request;
   if (tensor != nullptr) {
-    if (!describe(tensor, request, call.ptr())) return nullptr;
+    if (!describe(tensor, op, request, call.ptr())) return nullptr;
   } else {
+    const nb::tuple none;
+    request.kind = Kind::barrier;
+    request.reduction = {DType::uint8, op, 1.0};
+    request.extent = extent_of(0, none);
     known.call.dtype.set(call.ptr(), Py_None);
-    known.call.shape.set(call.ptr(), nb::tuple().ptr());
+    known.call.shape.set(call.ptr(), none.ptr());
     known.call.tensors.set(call.ptr(), nb::int_(0).ptr());
   }
   if (!note_site(call.ptr())) return nullptr;
@@ -187,10 +193,11 @@ PyObject* make_call(Shortcut* self, PyObject* operation, PyObject* tensor) {
 }
 
 // Turns "not an ordinary call" into None, whatever it was about; the long way finds out, and says so.
-PyObject* attempt(PyObject* self, PyObject* operation, PyObject* tensor) {
+PyObject* attempt(PyObject* self, PyObject* operation, PyObject* tensor,
+                  ReduceOp op = ReduceOp::sum) {
   PyObject* work = nullptr;
   try {
-    work = make_call(reinterpret_cast<Shortcut*>(self), operation, tensor);
+    work = make_call(reinterpret_cast<Shortcut*>(self), operation, tensor, op);
   } catch (nb::python_error& error) {
     error.restore();
     return nullptr;
@@ -202,10 +209,14 @@ PyObject* attempt(PyObject* self, PyObject* operation, PyObject* tensor) {
   Py_RETURN_NONE;
 }
 
-PyObject* sum(PyObject* self, PyObject* tensor) {
-  static PyObject* const allreduce = PyUnicode_InternFromString("allreduce");
-  return attempt(self, allreduce, tensor);
+PyObject* allreduce(PyObject* self, PyObject* tensor, ReduceOp op) {
+  static PyObject* const name = PyUnicode_InternFromString("allreduce");
+  return attempt(self, name, tensor, op);
 }
+
+PyObject* sum(PyObject* self, PyObject* tensor) { return allreduce(self, tensor, ReduceOp::sum); }
+
+PyObject* mean(PyObject* self, PyObject* tensor) { return allreduce(self, tensor, ReduceOp::avg); }
 
 PyObject* barrier(PyObject* self, PyObject*) {
   static PyObject* const name = PyUnicode_InternFromString("barrier");
@@ -287,6 +298,7 @@ PyObject* close(PyObject* self, PyObject*) {
 
 PyMethodDef methods[] = {
     {"sum", sum, METH_O, "Add up a tensor over all ranks; None if it takes the long way."},
+    {"mean", mean, METH_O, "Average a tensor over all ranks; None if it takes the long way."},
     {"barrier", barrier, METH_NOARGS, "Meet all ranks; None if it takes the long way."},
     {"close", close, METH_NOARGS, "Send every call the long way from now on."},
     {nullptr, nullptr, 0, nullptr},

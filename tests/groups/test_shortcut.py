@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from phalanx import native
-from phalanx.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerLost
+from phalanx.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    PeerLost,
+    RankMismatch,
+)
 from phalanx.groups import new_group
 from phalanx.groups._work import Work
 from phalanx.testing import Died, delay, faults, over_groups
@@ -470,3 +476,41 @@ def come_late(ctx):
 
 def test_large_tensors_take_it_too(ranks):
     ranks.run(come_late, 2)
+
+
+# -- both ways in one call -----------------------------------------------------------------
+
+
+@over_groups(backends=["shm"], sizes=(2, 4))
+def test_some_ranks_may_come_by_the_short_way_and_others_by_the_long(group):
+    short = group.rank() % 2 == 0
+    for op in (ReduceOp.SUM, ReduceOp.AVG):
+        tensor = torch.full((3, 5), float(group.rank()))
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        if short:
+            work = group.allreduce(tensor, *([] if op == ReduceOp.SUM else [op]))
+        else:
+            work = group.allreduce([tensor], options)
+        assert is_short(work) == short
+        work.wait()
+        total = sum(range(group.size()))
+        assert tensor.unique().tolist() == [total / (1 if op == ReduceOp.SUM else group.size())]
+    (group.barrier() if short else group.barrier(dist.BarrierOptions())).wait()
+
+
+@over_groups(backends=["shm"], sizes=(2,))
+def test_shapes_are_compared_on_the_short_way(group):
+    with pytest.raises(RankMismatch, match=r"float32\[(2, 3|3, 2)\]"):
+        group.allreduce(torch.ones(2, 3) if group.rank() else torch.ones(3, 2)).wait()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_a_mean_takes_the_short_way_too(dtype):
+    group = alone()
+    tensor = torch.full((6,), 7, dtype=dtype)
+    work = group.allreduce(tensor, op=ReduceOp.AVG)
+    assert is_short(work)
+    work.wait()
+    assert tensor.tolist() == [7] * 6
+    group.shutdown()

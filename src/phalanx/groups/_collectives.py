@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp
 
 from . import _validate as validate
 from ._adapt import adapt_reduction, plain_op
@@ -20,6 +21,8 @@ from ._joint import JointWork
 from ._work import Work
 
 __all__ = ["Collectives"]
+
+AVG = ReduceOp.AVG
 
 
 class Collectives(CollectiveBase):
@@ -37,8 +40,11 @@ class Collectives(CollectiveBase):
         tensor: Tensor | None = None,
     ) -> Work:
         """Reduce a tensor over all ranks, in place, so that every rank has the result."""
-        # The call of calls: what nearly everybody does, a plain sum, takes a short way.
-        if op is opts is timeout is None:
+        # The call of calls: what nearly everybody does, a plain sum or mean, takes a short way.
+        if op is AVG and opts is timeout is None and self._short:
+            if work := self._short.mean(tensors):
+                return work
+        elif op is opts is timeout is None:
             if self._short and (work := self._short.sum(tensors)):
                 return work
             if (

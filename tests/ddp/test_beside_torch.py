@@ -12,8 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from phalanx.ddp import DDP
+from phalanx.testing import RankPool
 
 from .whole import ROWS, assert_close, batch, mlp, seeded
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Make ranks that no other test has: torch's end of the world is the end of every group."""
+    with RankPool(2) as pool:
+        yield pool
 
 
 @contextmanager
@@ -85,8 +93,8 @@ def all_models(ctx):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_same_as_torch_on_its_default_group(ranks, size):
-    ranks.run(all_models, size, timeout=30)
+def test_the_same_as_torch_on_its_default_group(pair, size):
+    pair.run(all_models, size, timeout=30)
 
 
 def groups_of_torchs(ctx):
@@ -109,8 +117,8 @@ def groups_of_torchs(ctx):
             assert_close(mine.grad, other.grad * 2)
 
 
-def test_groups_and_meshes_of_torchs(ranks):
-    ranks.run(groups_of_torchs, 2, timeout=30)
+def test_groups_and_meshes_of_torchs(pair):
+    pair.run(groups_of_torchs, 2, timeout=30)
 
 
 def over_torchs_shm(ctx):
@@ -118,5 +126,5 @@ def over_torchs_shm(ctx):
         train(mlp, 5, None)
 
 
-def test_shared_memory_as_torchs_default_group(ranks):
-    ranks.run(over_torchs_shm, 2, timeout=30)
+def test_shared_memory_as_torchs_default_group(pair):
+    pair.run(over_torchs_shm, 2, timeout=30)

@@ -83,7 +83,7 @@ def test_what_steps_cost(group):
     assert len(steps) == 5
     for step in steps:
         assert isinstance(step, StepStats)
-        assert 0 < step.forward
+        assert step.forward > 0
         assert 0 < step.exposed <= step.backward
         assert step.nbytes >= sum(p.nbytes for p in ddp.parameters())
         assert len(step.forwards) == len(step.backwards) == len(step.arrivals) == group.size()

@@ -84,7 +84,7 @@ def test_what_is_told_for_logs(group):
 
 @everywhere
 def test_hooks_are_removed(group):
-    ddp, whole = wrapped(mlp, group)
+    ddp, _whole = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
     ddp.zero_grad()

@@ -13,6 +13,8 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "extent.hpp"
+#include "shortcut.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -44,7 +46,7 @@ std::tuple<int, int, std::uint64_t> told(const Transfers::Status& status) {
 }
 
 std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,
-                    Address input, std::size_t bytes, std::uint64_t extent,
+                    Address input, std::size_t bytes, std::uint64_t amount, nb::handle shape,
                     const std::vector<Address>& outputs, std::size_t output_bytes,
                     std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at) {
   Request request;
@@ -53,7 +55,7 @@ std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, i
   request.root = root;
   request.input = pointer(input);
   request.bytes = bytes;
-  request.extent = extent;
+  request.extent = extent_of(amount, shape);
   request.output_bytes = output_bytes;
   for (const Address output : outputs) request.outputs.push_back(pointer(output));
   request.send_at = std::move(send_at);
@@ -63,14 +65,14 @@ std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, i
 
 // The call of calls: an all-reduce, or anything else that works in place.
 std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double factor, int root,
-                             Address tensor, std::size_t bytes, std::uint64_t extent) {
+                             Address tensor, std::size_t bytes, nb::handle shape) {
   Request request;
   request.kind = static_cast<Kind>(kind);
   request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
   request.root = root;
   request.input = pointer(tensor);
   request.bytes = request.output_bytes = bytes;
-  request.extent = extent;
+  request.extent = extent_of(bytes, shape);
   request.outputs.push_back(request.input);
   return unlocked([&] { return engine.issue(std::move(request)); });
 }
@@ -93,6 +95,7 @@ NB_MODULE(_engine, module) {
       .def_rw("window", &Sizes::window)
       .def_rw("windows", &Sizes::windows)
       .def_rw("channel", &Sizes::channel)
+      .def_rw("streamed", &Sizes::streamed)
       .def_rw("slab", &Sizes::slab);
 
   nb::class_<Region>(module, "Region")
@@ -127,6 +130,8 @@ NB_MODULE(_engine, module) {
            [](Engine* self, Region& region, int rank, int cores) {
              new (self) Engine(std::move(region), rank, cores);  // the region moves in
            })
+      .def("share_cores", &Engine::share_cores)
+      .def_prop_ro("cores", &Engine::cores)
       .def("watch", &Engine::watch)
       .def("start_driver", &Engine::start_driver)
       .def("stop_driver", [](Engine& engine) { unlocked([&] { engine.stop_driver(); }); })
@@ -158,11 +163,18 @@ NB_MODULE(_engine, module) {
              return told(
                  unlocked([&] { return engine.wait_transfer(ticket, nanoseconds(seconds)); }));
            })
-      .def("forget_transfer", &Engine::forget_transfer)
+      .def("forget_transfer",
+           [](Engine& engine, std::uint64_t ticket) {
+             unlocked([&] { engine.forget_transfer(ticket); });
+           })
+      .def_prop_ro("transfers_kept", &Engine::transfers_kept)
       .def("dead", &Engine::dead)
       .def("members", &Engine::members)
       .def("leave", &Engine::leave)
       .def("forget", &Engine::forget)
       .def("abort", &Engine::abort)
       .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);
+
+  add_work(module);
+  add_shortcut(module);
 }

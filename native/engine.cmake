@@ -5,6 +5,7 @@ add_library(phalanx_engine STATIC
   ${native}/copy.cpp
   ${native}/driver.cpp
   ${native}/engine.cpp
+  ${native}/peers.cpp
   ${native}/reduce.cpp
   ${native}/reduce_avx2.cpp
   ${native}/reduce_avx512.cpp

@@ -27,6 +27,7 @@
 #include <mutex>
 #include <vector>
 
+#include "copy.hpp"
 #include "layout.hpp"
 #include "reduce.hpp"
 #include "region.hpp"
@@ -78,6 +79,10 @@ class Engine {
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
 
+  // Says how many cores the ranks have between them, before anything is issued.
+  void share_cores(int cores);
+  int cores() const { return cores_; }
+
   // Watches a peer through a descriptor that becomes readable when its process ends (a pidfd).
   void watch(int rank, int pidfd);
 
@@ -88,6 +93,17 @@ class Engine {
 
   // Queues an operation; returns the ticket to wait with. Tickets count up from 1.
   std::uint64_t issue(Request request);
+
+  // The same for who has moments only: the ticket is 0, and nothing done, while another thread is at
+  // the engine or it has failed; shares that may take longer are left for `test`, if `more` says so.
+  struct Issued {
+    std::uint64_t ticket = 0;
+    bool more = false;
+  };
+  Issued try_issue(Request request);
+
+  // Tells whether an operation has ended and none has ended badly; takes no lock.
+  bool ended_well(std::uint64_t ticket) const;
 
   // Does what can be done now, and tells how the operation stands.
   Verdict test(std::uint64_t ticket);
@@ -101,6 +117,7 @@ class Engine {
   Transfers::Status test_transfer(std::uint64_t ticket);
   Transfers::Status wait_transfer(std::uint64_t ticket, std::uint64_t nanoseconds);
   void forget_transfer(std::uint64_t ticket);
+  std::size_t transfers_kept();
 
   // Lists the ranks whose process has ended, whether anybody waits for them or not.
   std::vector<int> dead() const;
@@ -160,8 +177,11 @@ class Engine {
   void wait_until_untouched();
   void spoil(std::uint64_t sequence, Outcome outcome, int rank);
   void share_in_place(Operation& operation, std::size_t longest);
+  bool streams(const Request& request, std::size_t longest) const;
   void broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);
+  std::size_t own_part() const;
+  void fill_window(const Operation& operation, std::uint64_t number, std::size_t from);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);
   void collect_slices(const Operation& operation, std::uint64_t number, std::size_t from);
   void refresh_members(std::uint64_t sequence);
@@ -174,7 +194,6 @@ class Engine {
   void be_brief();
   void nudge();
   bool is_small(const Request& request) const;
-  bool ended_well(std::uint64_t ticket) const;
   Verdict look(std::uint64_t ticket);
 
   bool has_ended(int rank) const;
@@ -187,8 +206,8 @@ class Engine {
   Region region_;
   const int rank_;
   const int ranks_;
-  const int cores_;
-  const Pace pace_;
+  int cores_;
+  Pace pace_;
   Control& mine_;
 
   // For those who would not wait for the lock: `finished_`, and whether `spoiled_` holds anything.
@@ -206,6 +225,7 @@ class Engine {
   std::uint64_t shared_ = 0;
   std::uint64_t finished_ = 0;
   std::uint64_t windows_used_ = 0;
+  Packer packer_;
   std::vector<int> members_;  // of the operation at hand, in rank order
   std::uint64_t forgotten_ = 0;  // a bit for each rank that was lost and is gone on without
   std::map<std::uint64_t, Verdict> spoiled_;  // operations that ended, but not well

@@ -112,6 +112,7 @@ struct Sizes {
   std::size_t window = 512 * 1024;       // bytes of an ordinary tensor that are moved at a time
   std::size_t windows = 4;               // of each rank
   std::size_t channel = 256 * 1024;      // bytes under way between two ranks; a power of two
+  std::size_t streamed = std::size_t{32} << 20;  // what touches more is stored past the cache
   std::size_t slab = std::size_t{1} << 34;  // address space for each rank's own buffers
 };
 

@@ -113,9 +113,11 @@ Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
     fail(what);
   };
   if (::ftruncate(made.fd, static_cast<off_t>(layout.total)) != 0) give_up("ftruncate");
-  // All but the slabs is needed for certain. To learn now that there is no room for it is an error;
-  // to learn it when it is touched would be a SIGBUS.
-  if (const int error = ::posix_fallocate(made.fd, 0, static_cast<off_t>(layout.slabs))) {
+  // All but the slabs is needed, sooner or later. To learn now that a file system has no room for it
+  // is an error; to learn it when it is touched would be a SIGBUS. A memfd has no limit but the
+  // machine's memory, and to clear it all at once would take longer than the rest of forming a group.
+  if (const int error =
+          named ? ::posix_fallocate(made.fd, 0, static_cast<off_t>(layout.slabs)) : 0) {
     errno = error;
     give_up("no room for " + std::to_string(layout.slabs) + " bytes in " + where);
   }

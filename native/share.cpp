@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "copy.hpp"
 #include "engine.hpp"
@@ -23,14 +24,40 @@ Slice slice(std::size_t count, std::size_t size, std::size_t part, std::size_t p
           std::min(count, grains * (part + 1) / parts * grain)};
 }
 
+void move(char* into, const char* from, std::size_t bytes, bool past_cache) {
+  if (past_cache)
+    stream_bytes(into, from, bytes);
+  else
+    std::memcpy(into, from, bytes);
+}
+
+// A piece at a time: it stays in the first-level cache until it is stored.
+void reduce_past_cache(const Reduction& reduction, std::span<const void* const> in, char* out,
+                       std::size_t count) {
+  constexpr std::size_t kPiece = 8 * 1024;
+  alignas(kLine) char piece[kPiece];
+  const std::size_t size = size_of(reduction.type);
+  const void* inputs[kMaxRanks];
+  for (std::size_t done = 0; done < count; done += kPiece / size) {
+    const std::size_t now = std::min(kPiece / size, count - done);
+    for (std::size_t i = 0; i < in.size(); ++i)
+      inputs[i] = static_cast<const char*>(in[i]) + done * size;
+    reduce(reduction, {inputs, in.size()}, piece, now);
+    stream_bytes(out + done * size, piece, now * size);
+  }
+}
+
 }  // namespace
 
 // Where the inputs of all members can be read: this is all that differs between the three ways.
 // `from` and `length` select bytes of each input.
 class Shares {
  public:
-  Shares(Engine& engine, const Engine::Operation& operation)
-      : engine_(engine), request_(operation.request), operation_(operation) {}
+  Shares(Engine& engine, const Engine::Operation& operation, bool streams = false)
+      : engine_(engine),
+        request_(operation.request),
+        operation_(operation),
+        streams_(streams) {}
 
   // Does this rank's share of bytes [from, to) of every input, which lies at `at(rank)`.
   template <class At>
@@ -80,7 +107,7 @@ class Shares {
     if (first >= last) return;
     char* const into = target + (first - begin);
     const char* const source = at(rank) + (first - from);
-    if (into != source) copy_bytes(into, source, last - first);
+    if (into != source) move(into, source, last - first, streams_);
   }
 
   template <class At>
@@ -109,13 +136,20 @@ class Shares {
     const void* inputs[kMaxRanks];
     std::size_t count = 0;
     for (const int rank : engine_.members_) inputs[count++] = at(rank) + (first - from);
-    reduce(request_.reduction, {inputs, count}, target + (first - begin),
-           (last - first) / size_of(request_.reduction.type));
+    char* const into = target + (first - begin);
+    const std::size_t elements = (last - first) / size_of(request_.reduction.type);
+    // Where an input lies, its lines are in the cache already.
+    const bool in_place = std::find(inputs, inputs + count, into) != inputs + count;
+    if (streams_ && !in_place)
+      reduce_past_cache(request_.reduction, {inputs, count}, into, elements);
+    else
+      reduce(request_.reduction, {inputs, count}, into, elements);
   }
 
   Engine& engine_;
   const Request& request_;
   const Engine::Operation& operation_;
+  const bool streams_;  // more is touched than stays in the cache
 };
 
 // Returns whether this rank's share is done; only windows may take several turns.
@@ -157,16 +191,25 @@ void Engine::share_in_place(Operation& operation, std::size_t longest) {
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };
-  if (request.kind != Kind::allreduce) return Shares(*this, operation).run(place, 0, longest);
+  if (request.kind != Kind::allreduce)
+    return Shares(*this, operation, streams(request, longest)).run(place, 0, longest);
   // Each member reduces its slice over all buffers and stores the result into all of them.
   const std::size_t size = size_of(request.reduction.type);
-  const auto part = static_cast<std::size_t>(
-      std::find(members_.begin(), members_.end(), rank_) - members_.begin());
-  const Slice own = slice(longest / size, size, part, members_.size());
+  const Slice own = slice(longest / size, size, own_part(), members_.size());
   void* buffers[kMaxRanks];
   std::size_t count = 0;
   for (const int rank : members_) buffers[count++] = place(rank) + own.first * size;
   reduce_to_all(request.reduction, {buffers, count}, own.last - own.first);
+}
+
+// Tells whether an operation touches more than stays in the cache.
+bool Engine::streams(const Request& request, std::size_t longest) const {
+  const std::size_t n = members_.size();
+  const std::size_t out =
+      request.kind == Kind::allgather ? n * request.bytes : request.output_bytes;
+  const bool one_source = request.kind == Kind::broadcast || request.kind == Kind::scatter;
+  const std::size_t in = one_source ? longest : n * longest;
+  return in + n * out >= region_.layout().sizes.streamed;
 }
 
 // Every receiver copies from the root's buffer. The root, which would have nothing to do, takes the
@@ -176,13 +219,14 @@ void Engine::broadcast(Operation& operation, std::size_t bytes) {
   const std::size_t part = bytes / members_.size() / kLine * kLine;
   const auto place = [&](int rank) { return descriptor(rank, operation.sequence).offset; };
   const char* const source = region_.bytes(place(root));
+  const bool past_cache = streams(operation.request, bytes);
   for (const int rank : members_) {
     const bool helped = rank != root && place(rank) != kNever;
     operation.helped = operation.helped || helped;
     if (rank_ == root && helped)
-      copy_bytes(region_.bytes(place(rank)) + (bytes - part), source + (bytes - part), part);
+      move(region_.bytes(place(rank)) + (bytes - part), source + (bytes - part), part, past_cache);
     if (rank_ == rank && rank != root)
-      copy_bytes(operation.request.outputs[0], source, helped ? bytes - part : bytes);
+      move(operation.request.outputs[0], source, helped ? bytes - part : bytes, past_cache);
   }
 }
 
@@ -202,9 +246,7 @@ bool Engine::run_windows(Operation& operation) {
         (fill < layout.sizes.windows ||
          everybody(&Control::finished, fill - layout.sizes.windows + 1))) {
       const std::size_t from = operation.filled * room;
-      if (is_source(request, rank_) && from < request.bytes)
-        std::memcpy(region_.bytes(layout.window(rank_, fill)), request.input + from,
-                    std::min(room, request.bytes - from));
+      if (is_source(request, rank_) && from < request.bytes) fill_window(operation, fill, from);
       ++operation.filled;
       publish(&Control::filled, base + operation.filled);
       moved = true;
@@ -213,7 +255,9 @@ bool Engine::run_windows(Operation& operation) {
     const std::uint64_t work = base + operation.worked;
     if (operation.worked < operation.filled && everybody(&Control::filled, work + 1, &undone)) {
       const std::size_t from = operation.worked * room;
-      const auto window = [&](int rank) { return region_.bytes(layout.window(rank, work)); };
+      const auto window = [&](int rank) {
+        return rank == rank_ ? request.input + from : region_.bytes(layout.window(rank, work));
+      };
       if (sliced) {
         reduce_own_slice(operation, work, from);
       } else {
@@ -238,21 +282,44 @@ bool Engine::run_windows(Operation& operation) {
   return true;
 }
 
-// An all-reduce in windows: a member reduces its slice of the window in place, in its own window...
+std::size_t Engine::own_part() const {
+  return static_cast<std::size_t>(std::find(members_.begin(), members_.end(), rank_) -
+                                  members_.begin());
+}
+
+// What this rank puts into its own window: all that the others need of its input. Its own slice of
+// an all-reduce it reads where it is.
+void Engine::fill_window(const Operation& operation, std::uint64_t number, std::size_t from) {
+  const Request& request = operation.request;
+  char* const window = region_.bytes(region_.layout().window(rank_, number));
+  const std::size_t bytes = std::min(region_.layout().sizes.window, request.bytes - from);
+  Slice own{bytes, bytes};
+  if (request.kind == Kind::allreduce) {
+    const std::size_t size = size_of(request.reduction.type);
+    own = slice(bytes / size, size, own_part(), members_.size());
+    own = {own.first * size, own.last * size};
+  }
+  packer_.copy(window, request.input + from, own.first);
+  packer_.copy(window + own.last, request.input + from + own.last, bytes - own.last);
+}
+
+// An all-reduce in windows: a member reduces its slice of the window where it is to be...
 void Engine::reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from) {
   const Request& request = operation.request;
   const Layout& layout = region_.layout();
   const std::size_t size = size_of(request.reduction.type);
   const std::size_t count = std::min(layout.sizes.window, request.bytes - from) / size;
-  const auto part = static_cast<std::size_t>(
-      std::find(members_.begin(), members_.end(), rank_) - members_.begin());
-  const Slice own = slice(count, size, part, members_.size());
+  const Slice own = slice(count, size, own_part(), members_.size());
+  const std::size_t at = own.first * size;
   const void* inputs[kMaxRanks];
   std::size_t n = 0;
   for (const int rank : members_)
-    inputs[n++] = region_.bytes(layout.window(rank, number)) + own.first * size;
-  reduce(request.reduction, {inputs, n},
-         region_.bytes(layout.window(rank_, number)) + own.first * size, own.last - own.first);
+    inputs[n++] = rank == rank_ ? request.input + from + at
+                                : region_.bytes(layout.window(rank, number)) + at;
+  char* const target = request.outputs[0] + from + at;
+  reduce(request.reduction, {inputs, n}, target, own.last - own.first);
+  packer_.copy(region_.bytes(layout.window(rank_, number)) + at, target,
+               (own.last - own.first) * size);
 }
 
 // ... and everybody collects the slices from their owners.
@@ -262,6 +329,7 @@ void Engine::collect_slices(const Operation& operation, std::uint64_t number, st
   const std::size_t size = size_of(request.reduction.type);
   const std::size_t count = std::min(layout.sizes.window, request.bytes - from) / size;
   for (std::size_t part = 0; part < members_.size(); ++part) {
+    if (members_[part] == rank_) continue;
     const Slice theirs = slice(count, size, part, members_.size());
     std::memcpy(request.outputs[0] + from + theirs.first * size,
                 region_.bytes(layout.window(members_[part], number)) + theirs.first * size,

@@ -31,8 +31,11 @@ std::uint64_t now_ns() {
 
 Pace pace_for(int ranks, int cores) {
   // With a core for each rank a peer is a few microseconds away, and it pays to stay awake for it.
-  // Without, it may be waiting for this very core.
-  return ranks <= cores ? Pace{2000, 50} : Pace{20, 200};
+  // Without, it may be waiting for this very core. A core is offered only twice before sleeping where
+  // ranks have cores of their own: if it does not go to the peer, there are strangers, who keep it
+  // for a whole slice each time, while a sleeper is back when it is called. (Linux counts a slice as
+  // used up by who yields in it: 50 offers made 25 MiB take 40 ms on busy cores, 2 of them 9.)
+  return ranks <= cores ? Pace{2000, 2} : Pace{20, 200};
 }
 
 void yield_core() { ::sched_yield(); }

@@ -43,13 +43,13 @@ Transfers::Transfers(Region& region, int rank)
       inboxes_(static_cast<std::size_t>(ranks_)) {}
 
 std::uint64_t Transfers::send(int to, std::int64_t tag, const char* data, std::size_t bytes) {
-  end(++tickets_, {State::pending, to, bytes});
+  statuses_[++tickets_] = {State::pending, to, bytes};
   outboxes_[static_cast<std::size_t>(to)].push_back({tickets_, {bytes, tag}, data, 0});
   return tickets_;
 }
 
 std::uint64_t Transfers::receive(int from, std::int64_t tag, char* data, std::size_t bytes) {
-  end(++tickets_, {State::pending, from, bytes});
+  statuses_[++tickets_] = {State::pending, from, bytes};
   const Receive receive{tickets_, from, tag, data, bytes};
   if (!match(receive)) receives_.push_back(receive);
   return tickets_;
@@ -58,6 +58,21 @@ std::uint64_t Transfers::receive(int from, std::int64_t tag, char* data, std::si
 Transfers::Status Transfers::status(std::uint64_t ticket) const {
   const auto found = statuses_.find(ticket);
   return found == statuses_.end() ? Status{State::finished, -1, 0} : found->second;
+}
+
+void Transfers::forget(std::uint64_t ticket) {
+  const auto found = statuses_.find(ticket);
+  if (found == statuses_.end()) return;
+  found->second.forgotten = true;
+  if (found->second.state != State::pending) statuses_.erase(found);
+}
+
+void Transfers::end(std::uint64_t ticket, Status status) {
+  const auto found = statuses_.find(ticket);
+  if (found != statuses_.end() && found->second.forgotten)
+    statuses_.erase(found);
+  else
+    statuses_[ticket] = status;
 }
 
 int Transfers::peer_of(std::uint64_t ticket) const { return status(ticket).peer; }

@@ -30,13 +30,17 @@ class Transfers {
     State state = State::pending;
     int peer = -1;             // whom it was exchanged with
     std::uint64_t bytes = 0;   // of the message, where the size was wrong
+    bool forgotten = false;    // nobody will ask how it ended
   };
 
   // Moves what can be moved; returns whether anything was.
   bool progress();
 
   Status status(std::uint64_t ticket) const;
-  void forget(std::uint64_t ticket) { statuses_.erase(ticket); }
+  std::size_t kept() const { return statuses_.size(); }
+
+  // Keeps nothing of a transfer once it has ended.
+  void forget(std::uint64_t ticket);
 
   // Tells whether there is anything to move.
   bool is_busy() const;
@@ -83,7 +87,7 @@ class Transfers {
   bool match(const Receive& receive);
   void begin_message(int from, Inbox& inbox);
   void end_message(int from, Inbox& inbox);
-  void end(std::uint64_t ticket, Status status) { statuses_[ticket] = status; }
+  void end(std::uint64_t ticket, Status status);
 
   Region& region_;
   const int rank_;

@@ -50,8 +50,9 @@ def test_every_state_has_words(state):
     assert str(errors.RankReport(0, state)).startswith("rank 0: ")
 
 
-def test_an_unknown_option_reads_plainly():
-    assert str(errors.UnknownOption("no option 'x'")) == "no option 'x'"
+@pytest.mark.parametrize("kind", [errors.UnknownOption, errors.UnknownAxis])
+def test_what_is_unknown_reads_plainly(kind):
+    assert str(kind("no option 'x'")) == "no option 'x'"
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "RankReport"])

@@ -59,6 +59,43 @@ void test_asynchronous(int ranks) {
   });
 }
 
+// The way of who has moments only: it keeps the order, whoever else issues, and leaves nothing out.
+void test_issuing_in_moments(int ranks) {
+  run(ranks, [&](Engine& engine, int rank) {
+    constexpr std::size_t kCalls = 200;
+    std::vector<Buffer> buffers;
+    for (std::size_t call = 0; call < kCalls; ++call)
+      buffers.emplace_back(engine, call % 7 == 0 ? 100 : 5, call % 2 == 0, call * 512);
+    std::uint64_t last = 0;
+    for (std::size_t call = 0; call < kCalls; ++call) {
+      buffers[call].fill(rank + 1);
+      Engine::Issued issued;
+      if (call % 5 != 0) issued = engine.try_issue(in_place(Kind::allreduce, buffers[call]));
+      if (issued.ticket == 0)  // somebody is at it, or it is this one's turn to go the other way
+        issued.ticket = engine.issue(in_place(Kind::allreduce, buffers[call]));
+      CHECK(issued.ticket == last + 1);
+      last = issued.ticket;
+      if (issued.more) engine.test(last);
+      if (call % 3 != 0) continue;
+      finish(engine, last);
+      CHECK(engine.ended_well(last));
+      CHECK(buffers[call].holds(engine.ranks() * (engine.ranks() + 1) / 2));
+    }
+    finish(engine, last);
+    Buffer none(engine, 0, false);
+    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+  });
+}
+
+void test_issuing_to_a_failed_engine() {
+  run(1, [&](Engine& engine, int) {
+    Buffer buffer(engine, 5, false);
+    engine.abort();
+    CHECK(engine.try_issue(in_place(Kind::allreduce, buffer)).ticket == 0);
+    CHECK(!engine.ended_well(1));
+  });
+}
+
 void test_broadcast_and_reduce(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     for (int root = 0; root < engine.ranks(); ++root)
@@ -402,17 +439,31 @@ void test_wrong_region() {
   CHECK(region.control(1).arrived.read() == 7);
 }
 
-// Copies past the cache, whatever lies before and after whole lines.
-void test_large_copies() {
-  std::vector<char> from(kStreamed + 200), into(kStreamed + 200);
+// Copies past the cache, whatever lies before and after whole lines, and however little it is.
+void test_streamed_copies() {
+  std::vector<char> from(20'000), into(20'000);
   for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 % 251);
-  for (const std::size_t skew : {0u, 1u, 63u}) {
-    std::fill(into.begin(), into.end(), char{1});
-    copy_bytes(into.data() + skew, from.data() + 5, kStreamed + 70);
-    CHECK(std::equal(into.begin() + static_cast<long>(skew),
-                     into.begin() + static_cast<long>(skew + kStreamed + 70), from.begin() + 5));
-    CHECK(into[skew + kStreamed + 70] == 1);
-    CHECK(skew == 0 || into[skew - 1] == 1);
+  for (const std::size_t length : {0u, 1u, 64u, 127u, 17'003u})
+    for (const std::size_t skew : {0u, 1u, 63u}) {
+      std::fill(into.begin(), into.end(), char{1});
+      stream_bytes(into.data() + skew, from.data() + 5, length);
+      const auto begin = into.begin() + static_cast<long>(skew);
+      const auto end = begin + static_cast<long>(length);
+      CHECK(std::equal(begin, end, from.begin() + 5));
+      CHECK(*end == 1);
+      CHECK(skew == 0 || *(begin - 1) == 1);
+    }
+}
+
+// Whichever way is being tried, the bytes arrive.
+void test_packing() {
+  Packer packer;
+  std::vector<char> from(40'000), into(40'000);
+  for (int turn = 0; turn < 200; ++turn) {
+    std::fill(from.begin(), from.end(), static_cast<char>(turn));
+    const std::size_t length = turn % 3 == 0 ? 100 : from.size();
+    packer.copy(into.data(), from.data(), length);
+    CHECK(std::equal(from.begin(), from.begin() + static_cast<long>(length), into.begin()));
   }
 }
 
@@ -442,10 +493,12 @@ void test_all_ways() {
   for (const int ranks : {1, 2, 3, 5}) {
     test_allreduce(ranks);
     test_asynchronous(ranks);
+    test_issuing_in_moments(ranks);
     test_broadcast_and_reduce(ranks);
     test_gathers(ranks);
     test_exchange(ranks);
   }
+  test_issuing_to_a_failed_engine();
   test_exchange_that_does_not_fit();
   test_transfers();
   test_leaving();
@@ -476,7 +529,8 @@ int main() {
   driven = Driven::by_callers;  // these count on ranks that do nothing when they are not in it
   test_uneven_exchange();
   test_nobody_writes_to_who_has_given_up();
-  test_large_copies();
+  test_streamed_copies();
+  test_packing();
   test_wrong_region();
   return tell();
 }

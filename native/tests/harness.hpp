@@ -38,6 +38,7 @@ inline Sizes tiny() {
   sizes.window = 192;
   sizes.windows = 3;
   sizes.channel = 64;
+  sizes.streamed = 4096;
   sizes.slab = 1 << 20;
   return sizes;
 }

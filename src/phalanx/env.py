@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from phalanx.errors import InvalidArgument
@@ -62,12 +63,21 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
     return _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may keep busy: affinity and cgroup quota, at least 1."""
+def usable_cores(among: int | None = None) -> int:
+    """Return how many cores this process may keep busy: affinity and cgroup quota, at least 1.
+
+    Of `among` cores, if given, instead of those that it may run on.
+    """
     # macOS has no affinity to ask for.
     affinity = getattr(os, "sched_getaffinity", None)
-    allowed = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return max(1, min([allowed, *_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))]))
+    allowed = among or (len(affinity(0)) if affinity else os.cpu_count() or 1)
+    return max(1, min([allowed, *_own_quotas()]))
+
+
+@lru_cache(maxsize=1)
+def _own_quotas() -> tuple[int, ...]:
+    """Read the quotas of this process once: it takes longer than to make a group."""
+    return tuple(_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
 
 
 def _required(

@@ -15,12 +15,16 @@
     │   ├── InvalidArgument (ValueError)
     │   ├── InvalidType (TypeError)
     │   ├── InvalidState (RuntimeError)
-    │   └── UnknownOption (KeyError, AssertionError)
+    │   ├── UnknownOption (KeyError, AssertionError)
+    │   ├── InvalidMesh (ValueError, RuntimeError, AssertionError)
+    │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
+    │   └── NotInMesh (RuntimeError, IndexError)
     ├── RanksFailed (RuntimeError)           ranks that we started ended badly
     └── InternalError (RuntimeError)         our own bug; please report it
 
 The built-in in parentheses is what upstream raises for the same mistake, so an ``except`` clause
-written for torch still catches it.
+written for torch still catches it. Where upstream's methods differ in what they raise for one and
+the same mistake, the class here is all of these.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ __all__ = [
     "GroupError",
     "InternalError",
     "InvalidArgument",
+    "InvalidMesh",
     "InvalidState",
     "InvalidType",
     "MisuseError",
+    "NotInMesh",
     "PeerLeft",
     "PeerLost",
     "PhalanxError",
@@ -45,6 +51,7 @@ __all__ = [
     "RanksFailed",
     "RendezvousError",
     "RendezvousTimeout",
+    "UnknownAxis",
     "UnknownOption",
 ]
 
@@ -188,6 +195,20 @@ class UnknownOption(MisuseError, KeyError, AssertionError):
     """A backend was given an option that it does not have."""
 
     __str__ = Exception.__str__  # KeyError would print the message's repr
+
+
+class InvalidMesh(MisuseError, ValueError, RuntimeError, AssertionError):
+    """A mesh cannot be like this: it contradicts itself, or the group that it is made on."""
+
+
+class UnknownAxis(MisuseError, KeyError, IndexError, ValueError, AssertionError):
+    """A mesh has no axis of that name or number, or not in that order."""
+
+    __str__ = Exception.__str__  # KeyError would print the message's repr
+
+
+class NotInMesh(MisuseError, RuntimeError, IndexError):
+    """The calling rank is not in the mesh, so there is no answer for it."""
 
 
 class RanksFailed(PhalanxError, RuntimeError):

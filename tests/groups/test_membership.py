@@ -217,6 +217,43 @@ def test_lists_keep_what_the_absent_would_have_filled(crew, backend):
     crew[backend].run(exchange_lists, 3, args=(backend,))
 
 
+def scatter_unevenly(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if ctx.rank == 1:
+        group.leave()
+        return
+    mine = torch.zeros(ctx.rank + 1)
+    group.reduce_scatter(mine, [torch.full((n + 1,), 3.0) for n in range(3)]).wait()
+    assert mine.unique().tolist() == [6.0]
+    group.barrier().wait()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_uneven_reduce_scatter_goes_on_without_who_has_left(crew, backend):
+    crew[backend].run(scatter_unevenly, 3, args=(backend,))
+
+
+def leave_with_a_receive(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    got = torch.zeros(2)
+    if ctx.rank == 0:
+        work = group.recv(got, 1)
+        with pytest.raises(InvalidState, match="wait for this rank's sends and receives"):
+            group.leave()
+        ctx.store.set("refused", "")
+        work.wait()
+        assert got.tolist() == [5.0, 5.0]
+        group.leave()
+        return
+    ctx.store.wait(["refused"])
+    group.send(torch.full((2,), 5.0), 0).wait()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nobody_leaves_with_a_transfer_under_way(crew, backend):
+    crew[backend].run(leave_with_a_receive, 2, args=(backend,))
+
+
 def compare_calls_among_the_rest(ctx):
     group = ctx.group("shm", timeout=LONG, checks=True)
     if ctx.rank == 1:

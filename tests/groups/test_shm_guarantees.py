@@ -205,7 +205,7 @@ def send_the_end_of_something_long(ctx):
     else:
         address, length, sent, room = 0, 0, [0, 0, 0], [0, 100, 100]
     ticket = engine.issue(
-        ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, [received.data_ptr()], 100, sent, room
+        ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, (), [received.data_ptr()], 100, sent, room
     )
     assert engine.wait(ticket, 60.0)[0] == FINISHED
     assert received.tolist() == (list(range(100)) if ctx.rank == 1 else [0] * 100)

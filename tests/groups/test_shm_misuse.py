@@ -140,6 +140,40 @@ def drop_a_receive(ctx):
     ctx.store.set("sent", "")
 
 
+def drop_a_large_send(ctx):
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    if ctx.rank == 0:
+        group.send(torch.full((40 * BIG,), 5.0), 1)
+        ctx.store.wait(["received"])
+        return
+    started = time.monotonic()
+    group.recv(torch.zeros(40 * BIG), 0).wait()  # 16 MB, of which a channel holds 1/64
+    ctx.store.set("received", "")
+    assert time.monotonic() - started < 8
+
+
+def test_a_large_send_that_was_dropped_takes_few_turns(ranks):
+    ranks.run(drop_a_large_send, 2)
+
+
+def exchange_often(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    tensor = torch.ones(3)
+    for turn in range(50):
+        if (ctx.rank + turn) % 2:
+            group.send(tensor, 1 - ctx.rank)  # not waited for, half of the time
+        else:
+            group.recv(tensor, 1 - ctx.rank).wait()
+    group.barrier().wait()
+    group._health.drive()
+    gc.collect()
+    assert group._engine._engine.transfers_kept <= 2
+
+
+def test_nothing_is_kept_of_transfers_that_have_ended(ranks):
+    ranks.run(exchange_often, 2)
+
+
 def drop_calls(ctx, shared):
     group = ctx.group("shm", timeout=LONG)
     make = group.allocate if shared else torch.empty

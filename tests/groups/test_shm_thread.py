@@ -419,18 +419,22 @@ def test_many_groups_at_once(ranks):
     ],
 )
 def test_a_thread_is_for_more_cores_than_ranks(monkeypatch, cores, size, local, chosen):
-    monkeypatch.setattr(_driver, "usable_cores", lambda: cores)
     monkeypatch.setattr(_driver, "local_ranks", lambda: local)
-    assert _driver.choose_driver(size) == chosen
+    monkeypatch.setattr(_driver, "usable_cores", lambda: 2)
+    assert _driver.choose_driver(size, cores) == chosen
+    monkeypatch.setattr(_driver, "usable_cores", lambda: 1)
+    assert _driver.choose_driver(size, cores) == "caller"
 
 
 class NoThreads:
+    cores = 8
+
     def start_driver(self):
         raise RuntimeError("Resource temporarily unavailable")
 
 
 def test_where_no_thread_can_be_had_callers_do_the_work(monkeypatch):
-    monkeypatch.setattr(_driver, "choose_driver", lambda _: "thread")
+    monkeypatch.setattr(_driver, "choose_driver", lambda *_: "thread")
     assert _driver.start_driver(NoThreads(), None, 2) == "caller"
     with pytest.raises(InvalidState, match="Resource temporarily unavailable"):
         _driver.start_driver(NoThreads(), "thread", 2)

@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phalanx.errors import InvalidArgument, InvalidType, MisuseError
-from phalanx.groups import new_group, process_group
-from phalanx.mesh import (
-    DeviceMesh,
+from phalanx.errors import (
+    InvalidArgument,
     InvalidMesh,
+    InvalidType,
+    MisuseError,
     NotInMesh,
     UnknownAxis,
-    _mesh_resources,
-    init_device_mesh,
 )
+from phalanx.groups import new_group, process_group
+from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh
 
 WORLD = 8
 NAMES = ("dp", "cp", "tp")
@@ -397,6 +397,15 @@ def test_the_same_mistake_raises_the_same_kind(pair, name):
         (lambda _: _mesh_resources.num_hosts("abacus"), RuntimeError, "abacus|environment|RANK"),
         (lambda kit: DeviceMesh.from_torch(cube(kit)), InvalidType, "torch"),
         (lambda kit: flat_pair(kit)["dp", "cp"].flatten("dp_cp", "gloo"), InvalidMesh, "'dp_cp'"),
+        (lambda kit: flat_pair(kit).unflatten(2, (2, 1), ("dp_cp", "y")), InvalidMesh, "'dp_cp'"),
+        (
+            lambda kit: (
+                (mesh := cube(kit)).unflatten(0, (2, 1), ("x", "y")),
+                mesh["cp", "tp"].flatten("x"),
+            ),
+            InvalidMesh,
+            "'x'.*2:4",
+        ),
     ],
 )
 def test_what_torch_lets_pass_is_a_mistake(ours, program, kind, message):

@@ -1,8 +1,10 @@
 """The groups of a mesh: when they are made, by whom, and what they share."""
 
+import gc
 import os
 import pickle
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -99,9 +101,25 @@ def test_what_was_shut_down_is_made_anew(group):
     mesh.shutdown()
     with pytest.raises(GroupAborted):
         row.barrier()
-    assert total(square(group).get_group("tp"), 1) == 2
+    assert mesh.get_group("tp") is not row
+    assert square(group).get_group("tp") is mesh.get_group("tp")
+    assert total(mesh.get_group("tp"), 1) == 2
     assert total(group, 1) == 4
     mesh.shutdown()
+
+
+@over_four
+def test_what_was_shut_down_is_gone_at_once(group):
+    mesh = square(group)
+    column, part = weakref.ref(mesh.get_group("dp")), mesh["dp"]
+    assert part.get_group() is column()
+    total(column(), 1)
+    gc.disable()  # a Gloo engine takes a while to end: not in the middle of something else
+    try:
+        mesh.shutdown()
+        assert column() is None
+    finally:
+        gc.enable()
 
 
 @over_four

@@ -26,6 +26,7 @@ DIGIT = 20  # bits of a fingerprint in one number; float32 has 24 exactly
 CYCLE = 1 << 20
 """Backward passes are counted to this and over again, so that float32 has the count exactly."""
 NO_WEIGHT = -1.0
+_NO_DIGITS = [0, 0, 0]
 _KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
@@ -67,7 +68,9 @@ class Header:
     ) -> None:
         """Fill this rank's part; times are in seconds, and parameters by their place among all."""
         ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
-        digits = [(fingerprint >> shift) % (1 << DIGIT) for shift in (0, DIGIT, 2 * DIGIT)]
+        digits = _NO_DIGITS
+        if fingerprint:
+            digits = [(fingerprint >> shift) % (1 << DIGIT) for shift in (0, DIGIT, 2 * DIGIT)]
         row = [number, weight, len(unused), len(late), *digits, forward, backward, *arrivals]
         self._numbers[self._mine : self._mine + self._width] = row
         for i in unused:
@@ -100,6 +103,10 @@ class Header:
     def weights(self) -> list[float]:
         """Tell each rank's weight."""
         return [weight * self._divisor for weight in self._column(WEIGHT)]
+
+    def without_weight(self) -> list[int]:
+        """List the ranks that have no weight."""
+        return [rank for rank, weight in enumerate(self._column(WEIGHT)) if weight < 0]
 
     def has_unused(self) -> bool:
         """Tell whether any rank has parameters without a gradient."""

@@ -133,10 +133,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         with self._inside_ddp_forward():
             output = self.module(*inputs, **kwargs)
-        self.require_forward_param_sync = (
-            torch.is_grad_enabled() and self.require_backward_grad_sync
-        )
-        if torch.is_grad_enabled():
+        tracks = torch.is_grad_enabled()
+        syncs = tracks and self.require_backward_grad_sync
+        if self.require_forward_param_sync != syncs:  # to set an attribute takes a module long
+            self.require_forward_param_sync = syncs
+        if tracks:
             on_backward(output, self.reducer.begin_from_output)
         self.reducer.forward_seconds += time.perf_counter() - began
         return output

@@ -299,7 +299,7 @@ class Pass:
                 group=group,
                 operation="backward",
             )
-        without = [rank for rank, weight in enumerate(header.weights()) if weight < 0]
+        without = header.without_weight()
         if without and len(without) < self._setting.channel.size:
             told = ", ".join(map(str, without))
             raise RankMismatch(
@@ -308,7 +308,7 @@ class Pass:
                 operation="backward",
             )
 
-        if not header.same_fingerprints():
+        if self._proof and not header.same_fingerprints():
             assert_same_values(self._proof, self._setting.channel)
 
     def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from ._engine import Engine, RawWork, Traits
 from ._joint import JointWork
 from ._sparse import SparseSum
 from ._work import Work
+
+if TYPE_CHECKING:
+    from ..native._engine import Shortcut
 
 __all__ = ["CollectiveBase", "Tensors", "Timeout", "also_named", "is_plain_real", "with_op"]
 
@@ -58,6 +61,8 @@ class CollectiveBase(dist.ProcessGroup):
     _backend: str
     _size: int
     _rank: int
+    _short: Shortcut | None
+    """A shorter way for what is nothing special, where there is one."""
     _quick_types: frozenset[torch.dtype]
     """Element types that the engine adds up with nobody's help."""
 

@@ -12,21 +12,17 @@ from typing import Any
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
+from torch.distributed import ReduceOp
 
 from . import _validate as validate
 from ._adapt import adapt_reduction, plain_op
-from ._collective_base import (
-    CollectiveBase,
-    Tensors,
-    Timeout,
-    also_named,
-    is_plain_real,
-    with_op,
-)
+from ._collective_base import CollectiveBase, Tensors, Timeout, also_named, is_plain_real, with_op
 from ._joint import JointWork
 from ._work import Work
 
 __all__ = ["Collectives"]
+
+AVG = ReduceOp.AVG
 
 
 class Collectives(CollectiveBase):
@@ -44,14 +40,19 @@ class Collectives(CollectiveBase):
         tensor: Tensor | None = None,
     ) -> Work:
         """Reduce a tensor over all ranks, in place, so that every rank has the result."""
-        # The call of calls: what nearly everybody does, a plain sum, takes a short way.
-        if (
-            op is opts is timeout is None
-            and isinstance(tensors, Tensor)
-            and tensors.dtype in self._quick_types
-            and is_plain_real(tensors)
-        ):
-            return self._issue_sum(tensors)
+        # The call of calls: what nearly everybody does, a plain sum or mean, takes a short way.
+        if op is AVG and opts is timeout is None and self._short:
+            if work := self._short.mean(tensors):
+                return work
+        elif op is opts is timeout is None:
+            if self._short and (work := self._short.sum(tensors)):
+                return work
+            if (
+                isinstance(tensors, Tensor)
+                and tensors.dtype in self._quick_types
+                and is_plain_real(tensors)
+            ):
+                return self._issue_sum(tensors)
         mine = validate.single("allreduce", tensors if tensor is None else tensor)
         opts, op = self._reduce_options(c10d.AllreduceOptions, "allreduce", opts, op, timeout)
         if mine[0].is_sparse:
@@ -348,6 +349,8 @@ class Collectives(CollectiveBase):
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
         """Wait until every rank has come here."""
+        if opts is timeout is None and self._short and (work := self._short.barrier()):
+            return work
         opts = self._options(c10d.BarrierOptions, "barrier", opts, timeout)
         return self._issue("barrier", [], self._engine.barrier, (opts,), timeout=opts.timeout)
 

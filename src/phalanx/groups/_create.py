@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument, InvalidState, UnknownOption
 from . import _validate as validate
 from ._board import Board
-from ._forming import Terms, connect, form, next_default_name
+from ._connecting import Connecting
+from ._forming import Forming, Kin, Purpose, next_default_name
 from ._group import ProcessGroup, Recipe
 from ._merging import Block, line_up
-from ._patient import ANSWER_WITHIN, PatientStore
+from ._patient import PatientStore
 from ._record import user_site
 from ._registry import Backend, find_backend
 from ._roster import Member, Roster
 from ._stores import Meeting, check_place, meet, own_connection
+from ._telling import Terms
 
-__all__ = ["DEFAULT_TIMEOUT", "build", "merge", "new_group", "split"]
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "adjusted",
+    "assemble",
+    "build",
+    "merge",
+    "new_group",
+    "split",
+    "split_off",
+]
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
 
@@ -49,11 +61,8 @@ def new_group(
     of every call across ranks: by default where that is free, with True everywhere, at the price
     of a round trip. Other arguments go to the backend.
     """
+    recipe = _checked(Recipe(backend, torch.device(device), timeout, checks, kwargs))
     found = find_backend(backend)
-    validate.seconds(timeout)
-    if found.traits.check_options is not None:
-        found.traits.check_options(kwargs)
-    recipe = Recipe(backend, torch.device(device), timeout, checks, kwargs)
     if not found.traits.needs_store:
         rank, world_size = check_place(rank, world_size)
         return _build_alone(found, recipe, name or backend, rank, range(world_size))
@@ -64,33 +73,125 @@ def new_group(
     return build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
 
 
+def adjusted(
+    recipe: Recipe,
+    *,
+    backend: str | None = None,
+    options: Mapping[str, object] | None = None,
+    timeout: timedelta | None = None,
+    device: str | torch.device | None = None,
+) -> Recipe:
+    """Return a recipe with some changes; options of another backend are left behind."""
+    same = backend in (None, recipe.backend)
+    return _checked(
+        replace(
+            recipe,
+            backend=backend or recipe.backend,
+            device=recipe.device if device is None else torch.device(device),
+            timeout=recipe.timeout if timeout is None else timeout,
+            options={**(recipe.options if same else {}), **(options or {})},
+        )
+    )
+
+
+def _checked(recipe: Recipe) -> Recipe:
+    """Refuse what no group can be made with, before anybody waits for this rank."""
+    validate.seconds(recipe.timeout)
+    check_options = find_backend(recipe.backend).traits.check_options
+    if check_options is not None:
+        check_options(recipe.options)
+    return recipe
+
+
 def split(
-    parent: ProcessGroup, ranks: list[int], *, timeout: timedelta | None, name: str | None
+    parent: ProcessGroup,
+    ranks: Sequence[int],
+    recipe: Recipe,
+    *,
+    name: str | None = None,
+    purpose: Purpose | None = None,
 ) -> ProcessGroup | None:
     """Make a group of some ranks of another; None for the ranks that are not among them."""
+    ranks = list(ranks)
     if not ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgument(f"split_group takes different ranks, at least one, not {ranks}")
     for rank in ranks:
         validate.rank("split_group", rank, parent.size(), word="rank")
     if parent.rank() not in ranks:
         return None
-    recipe = parent._recipe if timeout is None else replace(parent._recipe, timeout=timeout)
     label = f"{parent.label}/{name or parent._name_split(ranks)}"
-    global_ranks = [parent.global_ranks[rank] for rank in ranks]
-    found = find_backend(recipe.backend)
-    store = parent.get_group_store()
-    mine = ranks.index(parent.rank())
+    return split_off(
+        parent.get_group_store(),
+        recipe,
+        label,
+        rank=parent.rank(),
+        ranks=ranks,
+        global_ranks=parent.global_ranks,
+        family=parent._roster.members,
+        next_turn=parent._count_split,
+        lent_store=parent._lent_store,
+        purpose=purpose,
+    )
+
+
+def split_off(
+    store: Store | None,
+    recipe: Recipe,
+    label: str,
+    *,
+    rank: int,
+    ranks: Sequence[int],
+    global_ranks: Sequence[int],
+    family: Sequence[Member] | None = None,
+    next_turn: Callable[[str], int] | None = None,
+    lent_store: Store | None = None,
+    purpose: Purpose | None = None,
+) -> ProcessGroup:
+    """Make a group of `ranks`, which number those who share a store; `rank` is one of them.
+
+    If it is known which processes those who share it are, the `family`, there is less to say.
+    """
+    backend = find_backend(recipe.backend)
+    seats = list(ranks)
+    mine, theirs = seats.index(rank), [global_ranks[each] for each in seats]
+    if not backend.traits.needs_store:
+        return _build_alone(backend, recipe, label, mine, theirs)
     if store is None:
-        return _build_alone(found, recipe, label, mine, global_ranks)
-    meeting = Meeting(own_connection(store), mine, len(ranks), lent_store=parent._lent_store)
-    return build(found, recipe, meeting, label, seats=ranks, global_ranks=global_ranks)
+        raise UnknownOption(
+            f"backend {recipe.backend!r} needs ranks that can meet, and those of this group are "
+            "not there: what is split from a 'fake' group is 'fake' too"
+        )
+    kin = None
+    if not family or next_turn is None:
+        store = own_connection(store)
+    else:
+        kin = Kin(
+            tuple(family[each] for each in seats),
+            next_turn=partial(next_turn, f"{label} {seats}"),
+            crowd=sum(member.machine == family[rank].machine for member in family),
+        )
+    meeting = Meeting(store, mine, len(seats), lent_store=lent_store)
+    return build(
+        backend, recipe, meeting, label, seats=seats, global_ranks=theirs, kin=kin, purpose=purpose
+    )
+
+
+def assemble(
+    store: Store, rank: int, terms: Terms, *, timeout: timedelta, purpose: Purpose | None = None
+) -> None:
+    """Bring together ranks that go on to make a group by other means."""
+    forming = Forming(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
+    verdict = forming.carry_out(lambda: forming.meet(lambda: None))
+    contradiction = None if verdict.alike else forming.contradiction()
+    if contradiction is not None:
+        raise contradiction
 
 
 def merge(
     group: ProcessGroup, store: Store, size: int, *, timeout: timedelta | None, name: str | None
 ) -> ProcessGroup:
     """Make one group of several that meet in `store`."""
-    recipe = group._recipe if timeout is None else replace(group._recipe, timeout=timeout)
+    recipe = adjusted(group._recipe, timeout=timeout)
     label = name or "merged"
     own = PatientStore(own_connection(store), patience=recipe.timeout.total_seconds())
     lobby, blocks = line_up(
@@ -122,6 +223,8 @@ def build(
     seats: Sequence[int],
     global_ranks: Sequence[int],
     torch_name: str = "",
+    kin: Kin | None = None,
+    purpose: Purpose | None = None,
 ) -> ProcessGroup:
     """Form a group with those who meet; `torch_name` is for one that torch keeps account of."""
     terms = Terms(
@@ -131,36 +234,24 @@ def build(
         options=_options_text(recipe, backend.traits.own_options),
         site=user_site(),
     )
-    roster, room = form(
-        PatientStore(meeting.store, patience=recipe.timeout.total_seconds()),
+    forming = Forming(
+        meeting.store,
         rank=meeting.rank,
         terms=terms,
-        member=Member.here(),
         timeout=recipe.timeout,
+        kin=kin,
+        purpose=purpose,
     )
-    if backend.traits.ranks_are_threads and len({(m.machine, m.pid) for m in roster.members}) > 1:
-        raise InvalidState(
-            f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
-        )
-    engine = connect(
-        lambda: backend.factory(
-            PrefixStore("engine", room.raw),
-            meeting.rank,
-            meeting.size,
-            recipe.timeout,
-            recipe.device,
-            **recipe.options,
-        ),
-        room,
-        terms=terms,
-        rank=meeting.rank,
-        roster=roster,
-        timeout=recipe.timeout,
+    connecting = _connecting(forming, backend, recipe, kin)
+    engine = connecting.run(
+        lambda: _refuse_processes(backend, forming),
         background=backend.traits.connects_in_background,
     )
+    assert forming.roster is not None, "they have met"
     tell = backend.traits.name_of
     chosen = backend if tell is None else find_backend(tell(engine))
-    return ProcessGroup(
+    store = connecting.room.raw
+    group = ProcessGroup(
         name=label,
         rank=meeting.rank,
         size=meeting.size,
@@ -169,15 +260,45 @@ def build(
         engine=engine,
         traits=chosen.traits,
         devices=chosen.traits.devices | {recipe.device.type},
-        store=room.raw,
+        store=store,
         lent_store=meeting.lent_store,
         board=Board(
-            room.under("board", patience=ANSWER_WITHIN), rank=meeting.rank, size=meeting.size
+            PatientStore(PrefixStore("board", store)), rank=meeting.rank, size=meeting.size
         ),
-        roster=roster,
+        roster=forming.roster,
         global_ranks=global_ranks,
         torch_name=torch_name,
     )
+    contradiction = None if connecting.verdict.alike else forming.contradiction()
+    if contradiction is not None:
+        group.abort()
+        raise contradiction
+    return group
+
+
+def _connecting(forming: Forming, backend: Backend, recipe: Recipe, kin: Kin | None) -> Connecting:
+    rank, size = forming.rank, forming.terms.size
+    make_offer = backend.traits.offer
+    offer = None
+    if make_offer is not None and recipe.device.type == "cpu" and kin and kin.one_machine:
+        offer = make_offer(rank, size, kin.crowd)
+    return Connecting(
+        forming,
+        make=lambda store: backend.factory(
+            store, rank, size, recipe.timeout, recipe.device, **recipe.options
+        ),
+        offer=offer,
+        options=recipe.options,
+        lends_store=kin is not None,
+    )
+
+
+def _refuse_processes(backend: Backend, forming: Forming) -> None:
+    members = () if forming.roster is None else forming.roster.members
+    if backend.traits.ranks_are_threads and len({(m.machine, m.pid) for m in members}) > 1:
+        raise InvalidState(
+            f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
+        )
 
 
 def _build_alone(

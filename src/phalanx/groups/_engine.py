@@ -86,7 +86,8 @@ of the same number and returns the side of one that says something else; ``lost_
 ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
 on with what nobody waits for; ``rest()`` ends a thread of its own, for the group that kept the
 memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allreduce that adds up
-real numbers.
+real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for barriers, and
+``adopt(ticket, memory)`` the work of a call that came by it (`_shortcut`).
 
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
 next; ``leave()``, after which this rank does not and which tells whether nothing was under way; and
@@ -156,6 +157,9 @@ class Traits:
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
+    offer: Callable[[int, int, int], Any] | None = None
+    """Makes what rank 0 offers to ranks on the same machine (see `_connecting`), given a rank, the
+    group's size, and how many ranks there are on the machine."""
     name_of: Callable[[Engine], str] | None = None
     """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None

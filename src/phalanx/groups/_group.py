@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupAborted, InvalidArgument, PhalanxError
 from . import _membership as membership
 from . import _torch as torch_tables
 from . import _validate as validate
@@ -22,16 +21,18 @@ from ._collective_base import SUM
 from ._collectives import Collectives
 from ._engine import ClosedEngine, Engine, RawWork, Traits, summing
 from ._failure import Failure
-from ._health import Health, is_about_connections
-from ._pending import Pending
-from ._record import Call, Record, Recorder, user_site
+from ._health import Health
+from ._record import Record, Recorder, user_site
+from ._refusal import refuse, refuse_start
 from ._retired import guard, retire
+from ._shortcut import shortcut_for
 from ._watch import watch
-from ._words import first_line, runs
+from ._words import runs
 from ._work import Work
 
 if TYPE_CHECKING:
     from ._board import Board
+    from ._forming import Purpose
     from ._roster import Roster
 
 __all__ = ["ProcessGroup", "Recipe"]
@@ -89,7 +90,7 @@ class ProcessGroup(Collectives):
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._recorder = Recorder()
-        self._splits: dict[tuple[int, ...], int] = {}
+        self._splits: dict[str, int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         self._is_away = False  # closed, but only for having left
         # Keeps the order in which calls are numbered the order in which the engine gets them.
@@ -111,6 +112,7 @@ class ProcessGroup(Collectives):
         )
         self._board = board
         self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
+        self._short = shortcut_for(self)
         self._start_sum = summing(engine)
         self._quick_types = traits.real_dtypes if self._takes_cpu else frozenset()
         # What torch has named it enters in its tables itself, and takes out again.
@@ -167,11 +169,15 @@ class ProcessGroup(Collectives):
         """Tell the launcher's number of every rank, in the order of this group's ranks."""
         return self._global_ranks
 
+    def _count_split(self, what: str) -> int:
+        """Count how often a group was split off, under what is the same on all of its ranks."""
+        with self._state:
+            turn = self._splits[what] = self._splits.get(what, 0) + 1
+        return turn
+
     def _name_split(self, ranks: Sequence[int]) -> str:
         """Name the next group that is split off with these ranks."""
-        key = tuple(ranks)
-        with self._state:
-            turn = self._splits[key] = self._splits.get(key, 0) + 1
+        turn = self._count_split(runs(ranks))
         return f"{runs(ranks)}#{turn}" if turn > 1 else runs(ranks)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -191,8 +197,10 @@ class ProcessGroup(Collectives):
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long a call may take where it does not say itself."""
         if self._closed:
-            self._refuse("set_timeout")
+            refuse(self, "set_timeout")
         self._timeout = validate.seconds(timeout)
+        if self._short is not None:
+            self._short.timeout = self._timeout
         if hasattr(self._engine, "set_timeout"):
             self._engine.set_timeout(timeout)
 
@@ -227,16 +235,25 @@ class ProcessGroup(Collectives):
         group_name: str | None = None,
         group_desc: str | None = None,
         device_types: Sequence[torch.device] | None = None,
+        *,
+        backend: str | None = None,
+        options: Mapping[str, object] | None = None,
+        device: str | torch.device | None = None,
+        purpose: Purpose | None = None,
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks, in the order given; None for the others.
 
         Only the members need to call it. It goes through the store, not through this group's
-        engine, so the survivors of a group that failed or was aborted can use it to go on.
+        engine, so the survivors of a group that failed or was aborted can use it to go on. Backend,
+        its options and the device are by default this group's.
         """
-        del opts, group_desc, device_types  # the new group has this one's backend and devices
-        from ._create import split  # here, for it makes groups and so imports this module
+        del opts, group_desc, device_types
+        from . import _create as create  # here, for it makes groups and so imports this module
 
-        return split(self, list(ranks), timeout=timeout, name=group_name)
+        recipe = create.adjusted(
+            self._recipe, backend=backend, options=options, timeout=timeout, device=device
+        )
+        return create.split(self, ranks, recipe, name=group_name, purpose=purpose)
 
     def merge_remote_group(
         self,
@@ -305,10 +322,16 @@ class ProcessGroup(Collectives):
             if self._closed and not self._is_away:
                 return False
             self._closed, self._is_away = how, False
+        self._close_shortcut()
         self._health.closed = True
         if self._is_enlisted:
             torch_tables.strike(self)
         return True
+
+    def _close_shortcut(self) -> None:
+        """Have every call come by `_issue`, which refuses."""
+        if self._short is not None:
+            self._short.close()
 
     def _retire(self) -> None:
         """Let go of the engine; one with calls under way outlives the group until they end."""
@@ -340,14 +363,14 @@ class ProcessGroup(Collectives):
             faultpoints.reach(f"{operation}:before")
         with self._order:
             if self._closed or self._health.failure is not None:
-                self._refuse(operation)
+                refuse(self, operation)
             call = self._recorder.begin(operation, tensors, transfer=transfer)
             try:
                 if self._agreement is not None and not transfer:
                     self._agreement.check(call, seconds, terms, uneven=uneven)
                 raw = method(*args)
             except (RuntimeError, ValueError, TypeError) as error:
-                self._refuse_start(call, seconds, peer, error)
+                refuse_start(self, call, seconds, peer, error)
         work = Work(self._health, call, seconds, raw, tensors if outputs is None else outputs)
         if finish is not None:
             work.ends_with(finish)
@@ -365,13 +388,13 @@ class ProcessGroup(Collectives):
             return self._issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
         with self._order:
             if self._closed or self._health.failure is not None:
-                self._refuse("allreduce")
+                refuse(self, "allreduce")
             mine = [tensor]
             call = self._recorder.begin("allreduce", mine)
             try:
                 raw = self._start_sum(tensor)
             except (RuntimeError, ValueError, TypeError) as error:
-                self._refuse_start(call, self._timeout, None, error)
+                refuse_start(self, call, self._timeout, None, error)
         work = Work(self._health, call, self._timeout, raw, mine)
         self._health.begun(call, work)
         return work
@@ -380,36 +403,3 @@ class ProcessGroup(Collectives):
         call = self._recorder.last
         assert call is not None, "a call is recorded before its engine sees it"
         Work(self._health, call, self._timeout, raw, []).await_part()
-
-    def _refuse(self, operation: str) -> NoReturn:
-        failure = self._health.failure
-        if self._closed and (failure is None or failure.kind == "aborted"):
-            raise GroupAborted(
-                f"{operation} at {user_site()}: group {self._name!r} {self._closed} here; "
-                "make a new one with new_group or split_group",
-                group=self._name,
-                operation=operation,
-            )
-        assert failure is not None
-        error = self._health.error(failure, None, None)
-        error.add_note(
-            f"{operation} at {user_site()} was refused: the group has failed before. "
-            "Make a new one of the ranks that are left, with split_group or new_group."
-        )
-        raise error
-
-    def _refuse_start(
-        self, call: Call, seconds: float, peer: int | None, error: Exception
-    ) -> NoReturn:
-        """Say why the engine did not even start: a broken connection, or the arguments."""
-        self._recorder.undo(call)
-        if isinstance(error, PhalanxError):
-            raise error
-        if self._health.failure is not None or is_about_connections(error):
-            pending = Pending()
-            pending.call, pending.timeout, pending.peer = call, seconds, peer
-            failure = self._health.fail(self._health.diagnose(pending, error))
-            raise self._health.error(failure, pending, call) from error
-        raise InvalidArgument(
-            f"{call.what} at {call.site}: {self._backend} cannot do this: {first_line(error)}"
-        ) from error

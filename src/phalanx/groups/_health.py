@@ -88,7 +88,8 @@ class Health:
         self.half_begun = ""
         """A call that failed between two of its parts: ranks may have begun different ones."""
         self._futures: list[Pending] = []
-        self._in_flight: dict[Call, Pending] = {}
+        self.in_flight: dict[Call, Pending] = {}
+        """Calls whose end nobody has seen yet."""
 
     # -- a call is overdue -----------------------------------------------------------------
 
@@ -223,33 +224,33 @@ class Health:
 
     def settle_all(self) -> None:
         """Wait for every collective under way."""
-        for work in list(self._in_flight.values()):
+        for work in list(self.in_flight.values()):
             work.settle()
 
     # -- calls under way -------------------------------------------------------------------
 
     def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
-        self._in_flight[call] = work
-        if len(self._in_flight) > MANY_IN_FLIGHT:
-            for known in list(self._in_flight.values()):
+        self.in_flight[call] = work
+        if len(self.in_flight) > MANY_IN_FLIGHT:
+            for known in list(self.in_flight.values()):
                 known.is_completed()  # which forgets those that are
 
     def ended(self, call: Call) -> None:
         """Forget a call whose end was seen."""
-        self._in_flight.pop(call, None)
+        self.in_flight.pop(call, None)
 
     def is_busy(self) -> bool:
         """Tell whether the engine has calls under way, even if the group has given them up."""
         if not self._is_the_rank():
             return True  # they are the parent's, and so is the engine
-        return any(not work.engine_is_done() for work in list(self._in_flight.values()))
+        return any(not work.engine_is_done() for work in list(self.in_flight.values()))
 
     def let_go(self) -> None:
         """Forget the engine: the group is closed, and nothing is under way any more."""
         self._lost_ranks, self._wake, self._drive = list[int], _nothing, _nothing
         self._members = None
-        self._in_flight.clear()
+        self.in_flight.clear()
 
     def look_after(self, work: Pending) -> None:
         """Let the watcher see to it that the work's future ends."""
@@ -269,7 +270,7 @@ class Health:
 
     def drive(self) -> None:
         """Let an engine without a thread of its own get on with calls that nobody waits for."""
-        for work in list(self._in_flight.values()):
+        for work in list(self.in_flight.values()):
             work.engine_is_done()
         self._drive()
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import InvalidArgument, InvalidState
 from . import _validate as validate
 from ._record import user_site
+from ._refusal import refuse
 from ._words import ranks_text
 
 if TYPE_CHECKING:
@@ -32,8 +33,9 @@ def leave(group: ProcessGroup) -> None:
     site = user_site()
     with group._order, group._state:  # no call is begun after this
         if group._closed or group._health.failure is not None:
-            group._refuse("leave")
+            refuse(group, "leave")
         group._closed, group._is_away = f"was left at {site}", True
+        group._close_shortcut()
     try:
         group._health.settle_all()
         if not engine.leave():
@@ -50,7 +52,7 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     engine = _changing(group, "forget")
     gone = {validate.rank("forget", rank, group._size, word="rank") for rank in ranks}
     if group._closed:
-        group._refuse("forget")
+        refuse(group, "forget")
     alive = gone - group._health.dead()
     if alive:
         raise InvalidArgument(
@@ -59,7 +61,7 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
         )
     failure = group._health.failure
     if failure is not None and failure.kind != "lost":
-        group._refuse("forget")
+        refuse(group, "forget")
     if group._health.half_begun:
         raise InvalidState(
             f"forget: {group._health.half_begun} was half begun on some ranks and not on others; "

@@ -12,35 +12,33 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
 from ..errors import RendezvousTimeout
 
-__all__ = ["PatientStore", "borrow_thread"]
+__all__ = ["PatientStore", "PlainStore", "borrow_thread"]
 
 T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
 ANSWER_WITHIN = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
 
 
-class PatientStore:
-    """What we ask of a store, with an end to the waiting."""
+class PlainStore:
+    """What we ask of a store, for whoever may wait as long as an answer takes."""
 
-    def __init__(
-        self, store: Store, *, patience: float = ANSWER_WITHIN, line: _Line | None = None
-    ) -> None:
+    def __init__(self, store: Store) -> None:
         self.raw = store
-        """The store itself, for whoever may wait as long as it takes."""
-        self._patience = patience
-        self._line = line or _Line()
+        """The store itself."""
 
-    def under(self, prefix: str, *, patience: float | None = None) -> PatientStore:
+    def under(self, prefix: str) -> Self:
         """Return the part of the store whose keys begin with `prefix`, on the same connection."""
-        store = PrefixStore(prefix, self.raw)
-        return PatientStore(store, patience=patience or self._patience, line=self._line)
+        return self._over(PrefixStore(prefix, self.raw))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
@@ -50,9 +48,18 @@ class PatientStore:
         """Write a value."""
         self._ask(lambda: self.raw.set(key, value))
 
+    def set_all(self, values: dict[str, str]) -> None:
+        """Write several values, with one message where the store can."""
+        keys, told = list(values), list(values.values())
+        self._ask(lambda: self.raw.multi_set(keys, told))  # type: ignore[attr-defined]  # no stub
+
     def read(self, key: str) -> bytes | None:
         """Read a value, or None where there is none yet."""
         return self._ask(lambda: self.raw.get(key) if self.raw.check([key]) else None)
+
+    def fetch(self, key: str) -> bytes:
+        """Read a value that is there."""
+        return self.write_once(key, "")  # which asks once, where reading would ask twice
 
     def has(self, key: str) -> bool:
         """Tell whether there is a value."""
@@ -61,6 +68,40 @@ class PatientStore:
     def write_once(self, key: str, value: str) -> bytes:
         """Write a value unless there is one, and return what is there."""
         return self._ask(lambda: self.raw.compare_set(key, "", value))
+
+    def await_all(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait until there are all these values, and tell whether there are.
+
+        Nobody else gets an answer on the same connection meanwhile, so it should not be for long.
+        """
+
+        def wait() -> bool:
+            with suppress(DistStoreError):
+                self.raw.wait(list(keys), timedelta(seconds=seconds))
+                return True
+            return False
+
+        return self._ask(wait)
+
+    def _over(self, store: Store) -> Self:
+        return type(self)(store)
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        return question()
+
+
+class PatientStore(PlainStore):
+    """The same, with an end to the waiting."""
+
+    def __init__(
+        self, store: Store, *, patience: float = ANSWER_WITHIN, line: _Line | None = None
+    ) -> None:
+        super().__init__(store)
+        self._patience = patience
+        self._line = line or _Line()
+
+    def _over(self, store: Store) -> Self:
+        return type(self)(store, patience=self._patience, line=self._line)
 
     def _ask(self, question: Callable[[], T]) -> T:
         return self._line.ask(question, self._patience)

@@ -19,12 +19,21 @@ import torch
 
 from ._words import describe, dtype_name
 
-__all__ = ["Call", "Record", "Recorder", "describe_frame", "user_site"]
+__all__ = [
+    "Call",
+    "Record",
+    "Recorder",
+    "describe_frame",
+    "known_files",
+    "user_frame",
+    "user_site",
+]
 
 _INTERNAL = tuple(
     f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
 )
-_known_files: dict[str, bool] = {}
+known_files: dict[str, bool] = {}
+"""Of the files that calls came from: whether they are phalanx's or torch's."""
 
 
 @dataclass(frozen=True)
@@ -102,10 +111,15 @@ class Call:
 class Recorder:
     """Numbers calls and keeps the last of them."""
 
+    # So that native code, which records too (`_shortcut`), finds the number where it is.
+    __slots__ = ("_epoch", "_transfers", "calls", "collectives")
+
+    collectives: int
+    """How many collectives have begun."""
+
     def __init__(self, capacity: int = 1024) -> None:
-        self._calls: deque[Call] = deque(maxlen=capacity)
+        self.calls: deque[Call] = deque(maxlen=capacity)
         self.collectives = 0
-        """How many collectives have begun."""
         self._transfers = 0
         self._epoch = time.time() - time.monotonic()
 
@@ -132,13 +146,13 @@ class Recorder:
             call.dtype = None
             call.shape = ()
         frame = sys._getframe(3)
-        if _known_files.get(frame.f_code.co_filename) is not False:
-            frame = _user_frame(frame)
+        if known_files.get(frame.f_code.co_filename) is not False:
+            frame = user_frame(frame)
         call.code = frame.f_code
         call.instruction = frame.f_lasti
         call.started = time.monotonic()
         call.ended = None
-        self._calls.append(call)
+        self.calls.append(call)
         return call
 
     def undo(self, call: Call) -> None:
@@ -153,13 +167,13 @@ class Recorder:
     def last(self) -> Call | None:
         """Tell the newest call."""
         try:
-            return self._calls[-1]
+            return self.calls[-1]
         except IndexError:
             return None
 
     def records(self) -> list[Record]:
         """List the last calls, oldest first."""
-        return [self._record(call) for call in tuple(self._calls)]
+        return [self._record(call) for call in tuple(self.calls)]
 
     def _record(self, call: Call) -> Record:
         return Record(
@@ -176,7 +190,7 @@ class Recorder:
 
 def user_site() -> str:
     """Tell the line of the user's code that is calling."""
-    frame = _user_frame(sys._getframe(1))
+    frame = user_frame(sys._getframe(1))
     return _place(frame.f_code, frame.f_lasti)
 
 
@@ -187,7 +201,7 @@ def describe_frame(frame: FrameType | None) -> str | None:
     return frame and f"{_place(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
 
 
-def _user_frame(frame: FrameType) -> FrameType:
+def user_frame(frame: FrameType) -> FrameType:
     """Find the innermost frame that is the user's, or else the outermost of all."""
     while _is_internal(frame.f_code.co_filename):
         if frame.f_back is None:
@@ -198,9 +212,9 @@ def _user_frame(frame: FrameType) -> FrameType:
 
 def _is_internal(filename: str) -> bool:
     """Tell whether a file belongs to phalanx or torch rather than to the user."""
-    known = _known_files.get(filename)
+    known = known_files.get(filename)
     if known is None:
-        known = _known_files[filename] = filename.startswith(_INTERNAL)
+        known = known_files[filename] = filename.startswith(_INTERNAL)
     return known
 
 

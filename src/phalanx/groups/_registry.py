@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import Store
 from ..errors import InvalidArgument
 from ._engine import Engine, Traits
 from .backends import auto, fake, gloo, local, nccl, shm
+from .backends._region_offer import RegionOffer
 
 __all__ = ["Backend", "ProcessGroupFactory", "find_backend", "register_backend"]
 
@@ -61,9 +62,9 @@ def find_backend(name: str) -> Backend:
         ) from None
 
 
-register_backend("auto", auto.make, traits=auto.TRAITS)
+register_backend("auto", auto.make, traits=replace(auto.TRAITS, offer=RegionOffer))
 register_backend("gloo", gloo.make, traits=gloo.TRAITS)
 register_backend("nccl", nccl.make, traits=nccl.TRAITS)
 register_backend("local", local.make, traits=local.TRAITS)
 register_backend("fake", fake.make, traits=fake.TRAITS)
-register_backend("shm", shm.make, traits=shm.TRAITS)
+register_backend("shm", shm.make, traits=replace(shm.TRAITS, offer=RegionOffer))

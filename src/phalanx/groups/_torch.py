@@ -44,10 +44,10 @@ def _register(group: ProcessGroup) -> c10d.GroupName:
         for number in count():
             name = c10d.GroupName(f"{group.label}~{number}" if number else group.label)
             try:
-                native._resolve_process_group(name)
-            except RuntimeError:
                 native._register_process_group(name, group)
-                return name
+            except RuntimeError:  # the name is taken
+                continue
+            return name
     raise AssertionError("count() has no end")
 
 

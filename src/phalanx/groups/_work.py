@@ -70,6 +70,10 @@ class Work(dist.Work, Pending):
         """Have the result finished by a function, once, before anybody sees it."""
         self._finish = finish
 
+    def is_settled(self) -> None:
+        """Say that the call was seen to its end before there was this work."""
+        self._settled = True
+
     # -- torch's interface -----------------------------------------------------------------
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:

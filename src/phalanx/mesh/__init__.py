@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ._errors import InvalidMesh, NotInMesh, UnknownAxis
 from .layout import FlatLayout, MeshLayout, _FlatLayout, _MeshLayout
 
 if TYPE_CHECKING:
@@ -20,10 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DeviceMesh",
     "FlatLayout",
-    "InvalidMesh",
     "MeshLayout",
-    "NotInMesh",
-    "UnknownAxis",
     "_FlatLayout",
     "_MeshEnv",
     "_MeshLayout",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from weakref import WeakKeyDictionary
+from typing import Protocol
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
@@ -22,6 +23,13 @@ from ._consistency import Ledger, Use
 __all__ = ["AxisGroups", "axis_groups"]
 
 
+class Keeper(Protocol):
+    """Who keeps groups at hand: a mesh."""
+
+    def let_go(self) -> None:
+        """Keep none any more."""
+
+
 class AxisGroups:
     """The groups that were made of one group's ranks for axes of meshes, as one rank sees them."""
 
@@ -32,6 +40,11 @@ class AxisGroups:
         # Over `_made`, for moments: ranks may form two groups in different order on two threads,
         # and must not wait for each other here.
         self._lock = threading.Lock()
+        self._kept_by: WeakValueDictionary[int, Keeper] = WeakValueDictionary()
+
+    def keep_in(self, keeper: Keeper) -> None:
+        """Let a mesh keep groups at hand, until they are shut down."""
+        self._kept_by[id(keeper)] = keeper
 
     def find(
         self, base: Base, ranks: Sequence[int], options: AxisOptions, *, use: Use
@@ -41,21 +54,20 @@ class AxisGroups:
         if options == DEFAULT and ranks == range(base.size) and base.takes(device_type):
             self.ledger.announce(base, use)
             return base.group
-        return self._once(
-            (ranks, options, device_type),
-            lambda: self.ledger.form(
-                base,
-                ranks,
-                use,
-                label=(label := f"{base.label}/mesh {_short(ranks)}{options.label}"),
-                make=lambda: base.make(ranks, options, label=label, device_type=device_type),
-            ),
-        )
+        name = f"mesh {_short(ranks)}{options.label}"
+
+        def make() -> dist.ProcessGroup:
+            purpose = self.ledger.purpose(base, ranks, use, label=f"{base.label}/{name}")
+            return base.make(ranks, options, name=name, device_type=device_type, purpose=purpose)
+
+        return self._once((ranks, options, device_type), make)
 
     def shutdown(self) -> None:
         """End this rank's part in all groups that were made so far."""
         with self._lock:
             made, self._made = self._made, {}
+        for keeper in self._kept_by.values():
+            keeper.let_go()  # an engine's threads and memory end with the last who has it
         for future in made.values():
             group = future.result()
             if isinstance(group, ProcessGroup):

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch._C._distributed_c10d import Backend
 
-from ..errors import InvalidType
+from ..errors import InvalidMesh, InvalidType
+from ..groups._create import adjusted
 from ..groups._group import Recipe
-from ._errors import InvalidMesh
 
 __all__ = ["DEFAULT", "AxisOptions", "Override", "Overrides", "for_axes", "for_one_axis"]
 
@@ -38,15 +37,14 @@ class AxisOptions:
     native: Backend.Options | None = None
     """Options as torch has them, for an engine that is torch's."""
 
-    def applied_to(self, recipe: Recipe) -> Recipe:
+    def applied_to(self, recipe: Recipe, *, device: str | None = None) -> Recipe:
         """Return a recipe for groups of this axis."""
-        changed = self.backend is not None and self.backend != recipe.backend
-        options = {} if changed else dict(recipe.options)
-        return replace(
+        return adjusted(
             recipe,
-            backend=self.backend or recipe.backend,
-            timeout=self.timeout or recipe.timeout,
-            options={**options, **dict(self.options)},
+            backend=self.backend,
+            options=dict(self.options),
+            timeout=self.timeout,
+            device=device,
         )
 
     @property
@@ -130,10 +128,3 @@ def _options(value: object) -> AxisOptions:
         f"backend_override has the value {value!r}: give the name of a backend, its options (an "
         "Options of torch, or a dict), a timeout, or a pair of a backend and one of these"
     )
-
-
-def with_device(recipe: Recipe, device_type: str, devices: frozenset[str]) -> Recipe:
-    """Return a recipe whose groups take tensors of this device."""
-    if device_type in devices:
-        return recipe
-    return replace(recipe, device=torch.device(device_type))

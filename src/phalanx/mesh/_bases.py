@@ -17,17 +17,16 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import PrefixStore, Store, _resolve_process_group
 
-from ..errors import InvalidArgument, InvalidState, InvalidType, UnknownOption
+from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups import ProcessGroup, current_process_group, new_group
-from ..groups import _create as create
-from ..groups._forming import Terms, form
+from ..groups._create import assemble, split_off
+from ..groups._forming import Purpose
 from ..groups._group import Recipe
-from ..groups._patient import PatientStore
 from ..groups._record import user_site
 from ..groups._registry import find_backend
-from ..groups._roster import Member
-from ..groups._stores import Meeting, own_connection
-from ._axis_options import AxisOptions, with_device
+from ..groups._stores import own_connection
+from ..groups._telling import Terms
+from ._axis_options import AxisOptions
 
 __all__ = ["Base", "base_of", "find_base", "resolve"]
 
@@ -66,7 +65,13 @@ class Base(Protocol):
         """Refuse what no group of this base could be made with."""
 
     def make(
-        self, ranks: Sequence[int], options: AxisOptions, *, label: str, device_type: str
+        self,
+        ranks: Sequence[int],
+        options: AxisOptions,
+        *,
+        name: str,
+        device_type: str,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         """Make a group of some ranks, this one among them; only they call it."""
 
@@ -89,22 +94,28 @@ class _OurBase:
         return device_type in self.group.devices
 
     def check(self, options: AxisOptions) -> None:
-        recipe = options.applied_to(self.group._recipe)
-        _check_recipe(recipe)
+        options.applied_to(self.group._recipe)
 
     def make(
-        self, ranks: Sequence[int], options: AxisOptions, *, label: str, device_type: str
+        self,
+        ranks: Sequence[int],
+        options: AxisOptions,
+        *,
+        name: str,
+        device_type: str,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        recipe = options.applied_to(self.group._recipe)
-        return _split(
-            with_device(recipe, device_type, self.group.devices),
-            self.store,
-            lent_store=self.group._lent_store,
-            label=label,
-            rank=self.rank,
-            ranks=ranks,
-            global_ranks=self.global_ranks,
+        made = self.group.split_group(
+            ranks,
+            options.timeout,
+            group_name=name,
+            backend=options.backend,
+            options=dict(options.options),
+            device=None if self.takes(device_type) else device_type,
+            purpose=purpose,
         )
+        assert made is not None, "this rank is one of them"
+        return made
 
 
 class _TorchBase:
@@ -131,23 +142,28 @@ class _TorchBase:
         if not _is_ours(options.backend) and options.backend not in dist.Backend.backend_list:
             find_backend(options.backend)  # raises, and lists those that there are
         if _is_ours(options.backend):
-            _check_recipe(options.applied_to(self._recipe(options.backend, "cpu")))
+            options.applied_to(self._recipe(options.backend, "cpu"))
 
     def make(
-        self, ranks: Sequence[int], options: AxisOptions, *, label: str, device_type: str
+        self,
+        ranks: Sequence[int],
+        options: AxisOptions,
+        *,
+        name: str,
+        device_type: str,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        backend = options.backend or self._backend_for(device_type)
-        recipe = options.applied_to(self._recipe(backend, device_type))
+        backend, label = options.backend or self._backend_for(device_type), f"{self.label}/{name}"
         if options.native is not None or not _is_ours(backend):
-            return self._torch_group(ranks, options, recipe, label)
-        return _split(
-            recipe,
+            return self._torch_group(ranks, options, backend, label, purpose)
+        return split_off(
             self.store,
-            lent_store=None,
-            label=label,
+            options.applied_to(self._recipe(backend, device_type)),
+            label,
             rank=self.rank,
             ranks=ranks,
             global_ranks=self.global_ranks,
+            purpose=purpose,
         )
 
     def _backends(self) -> dict[str, str]:
@@ -168,26 +184,30 @@ class _TorchBase:
         return c10d.default_pg_timeout
 
     def _torch_group(
-        self, ranks: Sequence[int], options: AxisOptions, recipe: Recipe, label: str
+        self,
+        ranks: Sequence[int],
+        options: AxisOptions,
+        backend: str,
+        label: str,
+        purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         """Make a group of torch's, under a name that does not depend on what this process has."""
         mine, everyone = list(ranks).index(self.rank), self.global_ranks
         members = [everyone[rank] for rank in ranks]
+        timeout = options.timeout or self._timeout()
         if self.store is not None:
-            terms = Terms(label, tuple(ranks), recipe.backend, options.label, user_site())
-            patient = PatientStore(
-                own_connection(self.store), patience=recipe.timeout.total_seconds()
-            )
-            form(patient, rank=mine, terms=terms, member=Member.here(), timeout=recipe.timeout)
+            terms = Terms(label, tuple(ranks), backend, options.label, user_site())
+            store = own_connection(self.store)
+            assemble(store, mine, terms, timeout=timeout, purpose=purpose)
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             mine,
             members,
-            dist.Backend(recipe.backend),
+            dist.Backend(backend),
             c10d._get_default_store(),
             c10d.GroupName(label),
             backend_options=options.native,
-            timeout=recipe.timeout,
+            timeout=timeout,
             group_desc=label,
         )
         c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
@@ -206,37 +226,6 @@ def _is_ours(backend: str) -> bool:
     except InvalidArgument:
         return False
     return True
-
-
-def _check_recipe(recipe: Recipe) -> None:
-    check_options = find_backend(recipe.backend).traits.check_options
-    if check_options is not None:
-        check_options(recipe.options)
-
-
-def _split(
-    recipe: Recipe,
-    store: Store | None,
-    *,
-    lent_store: Store | None,
-    label: str,
-    rank: int,
-    ranks: Sequence[int],
-    global_ranks: Sequence[int],
-) -> ProcessGroup:
-    """Make a group of ours, as `split_group` does, with a recipe of its own."""
-    backend = find_backend(recipe.backend)
-    mine = list(ranks).index(rank)
-    members = [global_ranks[each] for each in ranks]
-    if not backend.traits.needs_store:
-        return create._build_alone(backend, recipe, label, mine, members)
-    if store is None:
-        raise UnknownOption(
-            f"backend {recipe.backend!r} needs ranks that can meet, and those of this group are "
-            "not there: an axis of a 'fake' group is 'fake' too"
-        )
-    meeting = Meeting(own_connection(store), mine, len(members), lent_store=lent_store)
-    return create.build(backend, recipe, meeting, label, seats=list(ranks), global_ranks=members)
 
 
 def base_of(group: dist.ProcessGroup) -> Base:

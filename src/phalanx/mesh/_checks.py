@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..errors import InvalidType
-from ._errors import InvalidMesh
+from ..errors import InvalidMesh, InvalidType
 
 __all__ = ["check_device_type", "check_names", "check_ranks", "check_shape", "read_ranks"]
 

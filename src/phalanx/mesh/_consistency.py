@@ -6,10 +6,10 @@ uses a mesh that its peer does not know, while the peer has used one, with a pla
 it, that the rank does not know. The same goes for two axes of one name in one mesh.
 
 Every rank keeps a record in the store of the group that the meshes are made on: which it has made
-and which of them it has used. It is written before a group forms and read by others after that;
-and, since ranks with different meshes may wait for different peers, by a watcher if forming takes
-long. In a large group a rank reads the records of its neighbours: if not all are alike, some
-neighbours differ.
+and which of them it has used. It is written when a group forms. Mostly its members want it for the
+same axis of the same mesh, which they see when they meet. Otherwise, and when some do not come,
+for ranks with different meshes may wait for different peers, the records are read. In a large group
+a rank reads those of its neighbours: if not all are alike, some neighbours differ.
 """
 
 from __future__ import annotations
@@ -17,30 +17,21 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
-
-from ..errors import PhalanxError, RankMismatch
-from ..groups import ProcessGroup
-from ..groups._forming import Terms, _told
-from ..groups._patient import ANSWER_WITHIN, PatientStore, borrow_thread
+from ..errors import RankMismatch
+from ..groups._patient import PatientStore, PlainStore
 from ..groups._stores import own_connection
 from ._bases import Base
 from .layout import FlatLayout, MeshLayout
 
-__all__ = ["Ledger", "RootKey", "Use"]
+__all__ = ["AxisPurpose", "Ledger", "RootKey", "Use"]
 
-LOOK_AFTER = 1.0  # seconds of forming before anybody suspects anything
-LOOK_AGAIN = 0.5
-LOOKED_AT = 64  # members, at most, that a watcher looks for
 KEPT = 256  # meshes, the last ones made
-READ = 8  # records of others, at most, after a group has formed
+READ = 64  # records of others, at most, where there is any doubt
 LISTED = 4096  # ranks; a longer list of irregular ranks is taken to have everybody
 
 
@@ -92,9 +83,9 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[RootKey, _Entry] = {}
-        self._lock = threading.Lock()  # over `_entries` and `_store`, for moments
+        self._lock = threading.Lock()  # over `_entries`, for moments
+        self._told = ""  # the record that others were told last
         self._store: PatientStore | None = None
-        self._published = ""
 
     def note(self, root: RootKey) -> None:
         """Remember that a mesh was made."""
@@ -110,48 +101,29 @@ class Ledger:
             entry = self._entries.setdefault(root, _Entry())
             entry.axes.setdefault(name, {})[axis] = None
 
-    def form(
-        self,
-        base: Base,
-        ranks: Sequence[int],
-        use: Use,
-        *,
-        label: str,
-        make: Callable[[], dist.ProcessGroup],
-    ) -> dist.ProcessGroup:
-        """Make a group, and raise `RankMismatch` if a member's meshes contradict this rank's."""
-        judge = self._announce(base, ranks, use, label)
-        if judge is None:
-            return make()
-        with judge.watching():
-            group = make()
-        conflict = judge.compare(judge.neighbours())
-        if conflict is not None:
-            if isinstance(group, ProcessGroup):
-                group.abort()
-            raise conflict
-        return group
+    def purpose(
+        self, base: Base, ranks: Sequence[int], use: Use, *, label: str
+    ) -> AxisPurpose | None:
+        """Note that an axis is used, and return what its members tell each other, if they talk."""
+        if base.store is None or len(ranks) == 1:
+            return None
+        record = self._record(use)
+        told = json.dumps(record)
+        is_new, self._told = told != self._told, told
+        return AxisPurpose(base.rank, ranks, use, record, label, told if is_new else "")
 
     def announce(self, base: Base, use: Use) -> None:
         """Tell the others of an axis that needs no group made, and compare as far as is known."""
-        judge = self._announce(base, range(base.size), use, base.label)
-        conflict = None if judge is None else judge.compare(judge.neighbours())
+        purpose = self.purpose(base, range(base.size), use, label=base.label)
+        if purpose is None or not purpose.told:
+            return
+        assert base.store is not None, "they talk"
+        if self._store is None:  # of our own: others may wait on theirs for long
+            self._store = PatientStore(own_connection(base.store))
+        self._store.set_all(purpose.notes())
+        conflict = purpose.contradiction(self._store, range(base.size))
         if conflict is not None:
             raise conflict
-
-    def _announce(self, base: Base, ranks: Sequence[int], use: Use, label: str) -> _Judge | None:
-        if base.store is None or len(ranks) == 1:
-            return None
-        records = self._connect(base.store)
-        mine = self._record(use)
-        self._publish(records, base.rank, mine)
-        return _Judge(records, base.rank, ranks, use, mine, label)
-
-    def _connect(self, store: Store) -> PatientStore:
-        with self._lock:
-            if self._store is None:
-                self._store = PatientStore(own_connection(store))
-            return self._store
 
     def _record(self, use: Use) -> dict[str, Any]:
         with self._lock:
@@ -160,42 +132,46 @@ class Ledger:
             entry.axes.setdefault(use.name, {})[use.axis] = None
             return {root.digest: _told_entry(root, each) for root, each in self._entries.items()}
 
-    def _publish(self, records: PatientStore, rank: int, record: dict[str, Any]) -> None:
-        told = json.dumps(record)
-        if told != self._published:
-            records.set(_key(rank), told)
-            self._published = told
 
+@dataclass(frozen=True)
+class AxisPurpose:
+    """What a group is made for, to be compared with what the other members make it for."""
 
-@dataclass
-class _Judge:
-    """Compares the records of those who form a group."""
-
-    records: PatientStore
     rank: int
     ranks: Sequence[int]
     use: Use
     mine: dict[str, Any]
+    """This rank's record."""
     label: str
+    told: str
+    """The record as it is to be written down; empty if it is there already."""
 
-    def neighbours(self, most: int = READ) -> list[int]:
-        """Return some other members: those on both sides, and all if there are few."""
-        size = len(self.ranks)
-        return [(self.me + away) % size for away in _outwards(min(most, size - 1))]
+    @property
+    def text(self) -> str:
+        """Tell the axis from all others."""
+        return f"{self.use.root.digest} {self.use.name} {self.use.axis}"
 
-    @cached_property
-    def me(self) -> int:
-        """This rank among the members."""
-        return list(self.ranks).index(self.rank)
+    def notes(self) -> dict[str, str]:
+        """Return this rank's record, for others to read."""
+        return {_key(self.rank): self.told} if self.told else {}
 
-    def compare(self, members: Sequence[int]) -> RankMismatch | None:
+    def contradiction(self, store: PlainStore, members: Sequence[int]) -> RankMismatch | None:
         """Return what is wrong with one of these members of the group, if anything is."""
-        for member in members:
-            said = self.records.read(_key(self.ranks[member]))
+        for member in self._nearest(members):
+            said = store.read(_key(self.ranks[member]))
             theirs = None if said is None else self._contradiction(json.loads(said))
             if theirs is not None:
                 return self._mismatch(member, theirs)
         return None
+
+    def _nearest(self, members: Sequence[int]) -> list[int]:
+        size, me = len(self.ranks), self._me
+        away = {each: min((each - me) % size, (me - each) % size) for each in members if each != me}
+        return sorted(away, key=lambda each: away[each])[:READ]
+
+    @cached_property
+    def _me(self) -> int:
+        return list(self.ranks).index(self.rank)
 
     def _contradiction(self, theirs: dict[str, Any]) -> str | None:
         root = self.use.root.digest
@@ -218,7 +194,7 @@ class _Judge:
             if theirs.startswith("has")
             else f"uses {root}"
         )
-        sides = sorted([(self.me, self.rank, mine), (member, self.ranks[member], theirs)])
+        sides = sorted([(self._me, self.rank, mine), (member, self.ranks[member], theirs)])
         told = ", ".join(f"rank {rank} {what}" for _, rank, what in sides)
         return RankMismatch(
             f"ranks disagree on the mesh behind group {self.label!r}: {told}. Every rank must make "
@@ -226,49 +202,6 @@ class _Judge:
             group=self.label,
             ranks=[side[0] for side in sides],
         )
-
-    @contextmanager
-    def watching(self) -> Generator[None, None, None]:
-        """Look at the records of those who are missing, if the body takes long."""
-        ended = threading.Event()
-        borrow_thread(lambda: self._watch(ended))
-        try:
-            yield
-        finally:
-            ended.set()
-
-    def _watch(self, ended: threading.Event) -> None:
-        pause = LOOK_AFTER
-        while not ended.wait(pause):
-            pause = LOOK_AGAIN
-            try:
-                if self._look():
-                    return
-            except (PhalanxError, RuntimeError):  # the store is gone: forming will say so
-                return
-
-    def _look(self) -> bool:
-        """Tell those who wait in the group's room, this rank among them, what is wrong."""
-        hall = self.records.under(f"phalanx/{self._room}", patience=ANSWER_WITHIN)
-        turn = hall.read(f"turn/{self.me}")
-        if turn is None:
-            return False
-        room = hall.under(turn.decode())
-        some = self.neighbours(LOOKED_AT)
-        conflict = self.compare([each for each in some if not room.has(f"member/{each}")])
-        if conflict is None:
-            return False
-        room.write_once("verdict", json.dumps(_told(conflict)))
-        return True
-
-    @property
-    def _room(self) -> str:
-        return Terms(self.label, tuple(self.ranks), "", "", "").room
-
-
-def _outwards(count: int) -> list[int]:
-    """Return so many steps to either side: 1, -1, 2, -2, ..."""
-    return [(step // 2 + 1) * (-1 if step % 2 else 1) for step in range(count)]
 
 
 def _key(rank: int) -> str:

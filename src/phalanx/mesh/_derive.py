@@ -9,10 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidState, InvalidType
+from ..errors import InvalidMesh, InvalidState, InvalidType, UnknownAxis
 from ._axis_options import AxisOptions, Override, Overrides, for_axes, for_one_axis
 from ._checks import check_names
-from ._errors import InvalidMesh, UnknownAxis
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
@@ -58,8 +57,8 @@ def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> De
     name = name or "_".join(names)
     if (name,) == names:
         return mesh
-    _check_free_name(mesh, name)
     layout, options = mesh._layout.flatten(), (for_one_axis(override),)
+    _check_free_name(mesh, name, layout[0])
     known = family.flattened.get(name)
     if known is None:
         known = family.flattened.setdefault(name, mesh._derive(layout, (name,), options))
@@ -86,7 +85,7 @@ def unflatten(
     all_names = (*own[:axis], *names, *own[axis + 1 :])
     check_names(all_names, len(all_names))
     options = (*mesh._options[:axis], *given, *mesh._options[axis + 1 :])
-    mesh._family.note_axes(names, parts)
+    _remember_unflattened(mesh, names, parts)
     return mesh._derive(mesh._layout.splice(axis, axis + 1, parts), all_names, options)
 
 
@@ -131,20 +130,42 @@ def _check_order(mesh: DeviceMesh, wanted: Sequence[str], layout: MeshLayout) ->
         raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axes that overlap")
 
 
-def _check_free_name(mesh: DeviceMesh, name: str) -> None:
-    """Refuse a name for a flattened axis that an axis of the mesh or of its root has."""
-    root = mesh.get_root_mesh()
+def _check_free_name(mesh: DeviceMesh, name: str, flat: FlatLayout) -> None:
+    """Refuse a name for a flattened axis that another axis of this mesh or its root has."""
+    root, family = mesh.get_root_mesh(), mesh._family
     for owner in (root, mesh):
         if name in (owner.mesh_dim_names or ()):
             taken = {
                 *(root.mesh_dim_names or ()),
                 *(mesh.mesh_dim_names or ()),
-                *root._family.flattened,
+                *family.flattened,
+                *family.unflattened,
             }
             raise InvalidMesh(
                 f"{name!r} is an axis of {owner} already: choose a name that is not one of "
                 f"{_listed(sorted(taken))}"
             )
+    others = family.unflattened.get(name, set()) - {flat}
+    if others:
+        raise InvalidMesh(
+            f"{name!r} is an axis {next(iter(others))} that was made of {root} by unflatten: "
+            "choose another name"
+        )
+
+
+def _remember_unflattened(mesh: DeviceMesh, names: Sequence[str], parts: MeshLayout) -> None:
+    """Refuse names that flattened axes have; the others are taken from now on."""
+    family = mesh._family
+    for name, axis in zip(names, parts, strict=True):
+        flat = family.flattened.get(name)
+        if flat is not None and flat._layout[0] != axis:
+            raise InvalidMesh(
+                f"{name!r} is the name of a flattened axis with other ranks, {flat}: choose "
+                "another one"
+            )
+    for name, axis in zip(names, parts, strict=True):
+        family.unflattened.setdefault(name, set()).add(axis)
+    family.note_axes(names, parts)
 
 
 def _parts(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 
+from ..errors import InvalidMesh
 from ._bases import Base
 from ._current_mesh import device_module
-from ._errors import InvalidMesh
 
 __all__ = ["choose_device"]
 

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import InvalidType
+from ..errors import InvalidMesh, InvalidType
 from . import _derive as derive
 from ._axis_options import AxisOptions, Override, Overrides, for_axes
 from ._bases import Base, base_of, find_base
 from ._checks import check_device_type, check_names, check_ranks, read_ranks
 from ._current_mesh import _mesh_resources
-from ._errors import InvalidMesh
 from ._family import Family, found
 from .layout import MeshLayout
 
@@ -192,8 +191,13 @@ class DeviceMesh:
             number = derive.find_axis(self, axis)
             name = self._names[number] if self._names else str(number)
             group = self._family.make_group(self._layout[number], name, self._options[number])
+        self._family.groups.keep_in(self)
         self._groups[mesh_dim] = group
         return group
+
+    def let_go(self) -> None:
+        """Forget which groups were found for the axes; the next call of `get_group` looks again."""
+        self._groups.clear()
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
         """Return this rank's groups along all axes."""
@@ -202,7 +206,8 @@ class DeviceMesh:
     def shutdown(self) -> None:
         """End this rank's part in all groups that were made for meshes on the same group.
 
-        The group itself goes on, and so do groups that meshes were made of.
+        The group itself goes on, and so do groups that meshes were made of. An axis that is used
+        again gets a new group.
         """
         self._family.groups.shutdown()
 
@@ -283,10 +288,11 @@ class DeviceMesh:
             return True
         if not isinstance(other, DeviceMesh):
             return NotImplemented
+        family, theirs = self._family, other._family
         return (
-            self._layout == other._layout
-            and self._names == other._names
-            and self._family.is_like(other._family)
+            self._names == other._names
+            and self._layout == other._layout
+            and (family is theirs or family.is_like(theirs))
         )
 
     def __hash__(self) -> int:

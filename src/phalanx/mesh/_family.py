@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidState
+from ..errors import InvalidState, NotInMesh
 from ._axis_groups import AxisGroups, axis_groups
 from ._axis_options import DEFAULT, AxisOptions
 from ._bases import Base
 from ._checks import as_range
 from ._consistency import RootKey, Use
 from ._device import choose_device
-from ._errors import NotInMesh
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
@@ -50,6 +49,8 @@ class Family:
         self.position = ranks.index(rank) if rank in ranks else None
         self.groups: AxisGroups = AxisGroups() if base is None else axis_groups(base.group)
         self.flattened: dict[str, DeviceMesh] = {}
+        self.unflattened: dict[str, set[FlatLayout]] = {}
+        """The axes, by name, that came by unflattening: a flattened one is to have another name."""
         # Not shared with other families: a member that has not been given the group would make one
         # and wait for the others.
         self.given: dict[Sequence[int], dist.ProcessGroup] = {}
@@ -69,9 +70,9 @@ class Family:
     def is_like(self, other: Family) -> bool:
         """Tell whether the same layout means the same ranks of the same group in both."""
         return self is other or (
-            self.ranks == other.ranks
+            self.groups is other.groups
             and self.device_type == other.device_type
-            and self.groups is other.groups
+            and self.ranks == other.ranks
         )
 
     def local(self, ranks: Sequence[int]) -> Sequence[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidType
+from ..errors import InvalidMesh, InvalidType
 from ._axis_options import DEFAULT, AxisOptions, Overrides, for_axes
 from ._bases import base_of, find_base, resolve
 from ._checks import (
@@ -21,7 +21,6 @@ from ._checks import (
     read_ranks,
 )
 from ._device_mesh import DeviceMesh
-from ._errors import InvalidMesh
 from ._family import Family, found
 from .layout import MeshLayout
 

@@ -196,6 +196,7 @@ class MeshLayout(Sequence[FlatLayout]):
     axes: tuple[FlatLayout, ...]
     _loops: Loops
     _tiles: bool
+    _key: tuple[Loops, ...]
     _hash: int
 
     def __init__(self, axes: Sequence[FlatLayout]) -> None:
@@ -204,10 +205,12 @@ class MeshLayout(Sequence[FlatLayout]):
             if not isinstance(axis, FlatLayout):
                 raise InvalidType(f"an axis is a FlatLayout, and not {axis!r}")
         loops = tuple(loop for axis in axes for loop in axis._loops)
+        key = tuple([axis._loops for axis in axes])  # plain tuples compare at once
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "_loops", loops)
         object.__setattr__(self, "_tiles", tiles(loops))
-        object.__setattr__(self, "_hash", hash(axes))
+        object.__setattr__(self, "_key", key)
+        object.__setattr__(self, "_hash", hash(key))
 
     @classmethod
     def from_sizes_strides(
@@ -230,7 +233,7 @@ class MeshLayout(Sequence[FlatLayout]):
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        return self.axes == other.axes if isinstance(other, MeshLayout) else NotImplemented
+        return self._key == other._key if isinstance(other, MeshLayout) else NotImplemented
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MeshLayout, (self.axes,)

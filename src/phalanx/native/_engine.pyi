@@ -1,5 +1,14 @@
 """What `native/bindings.cpp` exports."""
 
+from collections import deque
+from threading import Lock
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.groups._record import Call, Recorder
+from phalanx.groups._work import Work
+
 MAX_RANKS: int
 
 def instruction_set() -> str: ...
@@ -10,6 +19,7 @@ class Sizes:
     window: int
     windows: int
     channel: int
+    streamed: int
     slab: int
     def __init__(self) -> None: ...
 
@@ -30,6 +40,9 @@ class Region:
 
 class Engine:
     def __init__(self, region: Region, rank: int, cores: int) -> None: ...
+    def share_cores(self, cores: int) -> None: ...
+    @property
+    def cores(self) -> int: ...
     def watch(self, rank: int, pidfd: int) -> None: ...
     def start_driver(self) -> None: ...
     def stop_driver(self) -> None: ...
@@ -44,7 +57,8 @@ class Engine:
         root: int,
         input: int,
         bytes: int,
-        extent: int,
+        amount: int,
+        shape: tuple[int, ...],
         outputs: list[int],
         output_bytes: int,
         send_at: list[int],
@@ -59,7 +73,7 @@ class Engine:
         root: int,
         tensor: int,
         bytes: int,
-        extent: int,
+        shape: tuple[int, ...],
     ) -> int: ...
     def test(self, ticket: int) -> tuple[int, int, int]: ...
     def wait(self, ticket: int, seconds: float) -> tuple[int, int, int]: ...
@@ -68,6 +82,8 @@ class Engine:
     def test_transfer(self, ticket: int) -> tuple[int, int, int]: ...
     def wait_transfer(self, ticket: int, seconds: float) -> tuple[int, int, int]: ...
     def forget_transfer(self, ticket: int) -> None: ...
+    @property
+    def transfers_kept(self) -> int: ...
     def dead(self) -> list[int]: ...
     def members(self) -> list[int]: ...
     def leave(self) -> bool: ...
@@ -75,3 +91,40 @@ class Engine:
     def abort(self) -> None: ...
     @property
     def region(self) -> Region: ...
+
+class ShortWork:
+    def as_work(self) -> Work: ...
+
+class Shortcut:
+    timeout: float
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        owner: object,
+        order: Lock,
+        recorder: Recorder,
+        calls: deque[Call],
+        in_flight: dict[Call, Any],
+        grow: Any,
+        timeout: float,
+    ) -> None: ...
+    # A `ShortWork`, which passes for a `Work` and has all that one has.
+    def sum(self, tensor: object) -> Work | None: ...
+    def mean(self, tensor: object) -> Work | None: ...
+    def barrier(self) -> Work | None: ...
+    def close(self) -> None: ...
+
+def prepare_shortcuts(
+    *,
+    call: type[Call],
+    recorder: type[Recorder],
+    files: dict[str, bool],
+    user_frame: Any,
+    fault_points: dict[str, Any],
+    work: type[Work],
+    tensors: tuple[type[Tensor], ...],
+    strided: object,
+    dtypes: tuple[object, ...],
+    exchange: object,
+) -> bool: ...

@@ -31,16 +31,16 @@ def check_driver(options: dict[str, object]) -> None:
         raise InvalidArgument(f"{OPTION} is 'thread', 'caller' or None, not {asked!r}")
 
 
-def choose_driver(size: int) -> Driver:
-    """Choose for a group of `size` ranks: a thread if there are more cores than ranks."""
-    if size == 1:  # which never waits for anybody
+def choose_driver(size: int, cores: int) -> Driver:
+    """Choose for `size` ranks with `cores` between them: a thread if there are more cores."""
+    if size == 1 or usable_cores() == 1:  # never waits for anybody; has no core for a thread
         return "caller"
-    return "thread" if usable_cores() > max(size, local_ranks() or 0) else "caller"
+    return "thread" if cores > max(size, local_ranks() or 0) else "caller"
 
 
 def start_driver(engine: _engine.Engine, asked: object, size: int) -> Driver:
     """Start the thread of an engine if it is asked for, or chosen; tell who drives."""
-    if (asked or choose_driver(size)) == "caller":
+    if (asked or choose_driver(size, engine.cores)) == "caller":
         return "caller"
     try:
         engine.start_driver()

@@ -61,6 +61,7 @@ def share(
         host = _offer if rank == 0 else _accept
         engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
+            engine.share_cores(verdict["cores"])
             _watch_peers(engine, rank, verdict["pids"])
             return engine
         refusals.append(f"{place}: {verdict['why']}")
@@ -114,7 +115,7 @@ def _offer(
     peers: _Peers, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del rank
-    verdict: dict[str, Any] = {"pids": [], "why": "", "lost": []}
+    verdict: dict[str, Any] = {"pids": [], "cores": 1, "why": "", "lost": []}
     try:
         region = _native(size).Region.create(place, size, sizes or _native(size).Sizes())
     except RuntimeError as error:  # what nanobind makes of a system error
@@ -130,6 +131,7 @@ def _offer(
     try:
         answers = [peers.hear(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
         verdict["pids"] = [os.getpid(), *(answer["pid"] for answer in answers)]
+        verdict["cores"] = _cores_of([_own_cores(), *(answer["cores"] for answer in answers)])
         verdict["why"] = _objections(engine, answers, peers, size)
     except Exception as error:
         verdict.update(why=str(error), lost=getattr(error, "lost", ()))
@@ -138,6 +140,18 @@ def _offer(
         engine.region.unlink()
         peers.tell(f"verdict/{number}", verdict)
     return (None if verdict["why"] else engine), verdict
+
+
+def _own_cores() -> list[list[int]]:
+    """List the cores that this rank may run on, and how many its cgroup lets it keep busy."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores, [usable_cores(os.cpu_count())]]
+
+
+def _cores_of(ranks: list[list[list[int]]]) -> int:
+    """Tell how many cores ranks have between them; each alone may be kept to one of its own."""
+    cores = {core for own, _ in ranks for core in own}
+    return min([len(cores), *(most for _, [most] in ranks)])
 
 
 def _objections(
@@ -170,7 +184,9 @@ def _accept(
             why = f"rank {rank}: {error}"
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
-        peers.tell(f"answer/{number}/{rank}", {"pid": os.getpid(), "why": why})
+        peers.tell(
+            f"answer/{number}/{rank}", {"pid": os.getpid(), "cores": _own_cores(), "why": why}
+        )
     try:
         verdict: dict[str, Any] = peers.hear(f"verdict/{number}", 0)
     except PeerLost:

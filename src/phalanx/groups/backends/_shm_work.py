@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from ...errors import PeerLeft, PeerLost
+from ...errors import InvalidState, PeerLeft, PeerLost
 from .._engine import CallSpoiled, EngineMismatch
 from .._patient import borrow_thread
 
 if TYPE_CHECKING:
     from .shm import ShmEngine
 
-__all__ = ["PENDING", "ShmTransfer", "ShmWork"]
+__all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
@@ -71,6 +72,21 @@ class ShmWork:
             self._future.set_result([])
 
 
+class ShmPart(ShmWork):
+    """A part of a call, which is nobody's if its root has left."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as for any call; a part without a root is done."""
+        try:
+            return super().wait(timeout)
+        except CallSpoiled as spoiled:
+            if spoiled.kind is not PeerLeft:
+                raise
+            return True
+
+
 class ShmTransfer(ShmWork):
     """A send or receive under way."""
 
@@ -86,6 +102,12 @@ class ShmTransfer(ShmWork):
         if state == FINISHED:
             return True
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
+
+    def __del__(self) -> None:
+        with suppress(InvalidState):  # a forked child has no engine
+            self._owner._engine.forget_transfer(self._ticket)
+        if self._ticket in self._owner._transfers:
+            self._owner._dropped.add(self._ticket)
 
     def is_completed(self) -> bool:
         """Move what can be moved now, and tell whether it has ended."""

@@ -123,9 +123,16 @@ class _Hub:
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._left_at]
 
-    def leave(self, rank: int, sequence: int) -> None:
-        """Take no part from a call on, and carry out what waited for nobody else."""
+    def leave(self, rank: int, sequence: int) -> bool:
+        """Take no part from a call on, and carry out what waited for nobody else.
+
+        Not while something is under way with a rank that is there; tells which.
+        """
         with self._lock:
+            others: set[int | None] = {p.target for p in self._sends if p.source == rank}
+            others |= {p.source for p in self._receives if p.target == rank}
+            if others & (set(range(self._size)) - set(self._left_at)):
+                return False
             self._left_at[rank] = sequence
             whole = {
                 number: slot
@@ -136,6 +143,7 @@ class _Hub:
                 del self._slots[number]
         for number in sorted(whole):
             whole[number].run()
+        return True
 
     def _members(self, sequence: int) -> list[int]:
         return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
@@ -222,9 +230,8 @@ class LocalEngine:
         return self._hub.members()
 
     def leave(self) -> bool:
-        """Take part in nothing more."""
-        self._hub.leave(self._rank, self._sequence + 1)
-        return True
+        """Take part in nothing more, unless a transfer is under way; tells which."""
+        return self._hub.leave(self._rank, self._sequence + 1)
 
     def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
         """See `_reference`, as for all of these."""

@@ -26,7 +26,7 @@ from .._engine import REDUCTIONS, Engine, RawWork, Traits
 from .._joint import JointWork
 from ._driver import OPTION, check_driver, start_driver
 from ._region import Slab, share
-from ._shm_work import PENDING, ShmTransfer, ShmWork
+from ._shm_work import PENDING, ShmPart, ShmTransfer, ShmWork
 
 if TYPE_CHECKING:
     from ...native import _engine
@@ -57,6 +57,7 @@ DTYPES = {
     torch.complex128: 14,
 }
 BYTES = DTYPES[torch.uint8]
+A_TURN = 0.02  # seconds that the watcher gives to a transfer that nobody waits for
 
 
 class ShmEngine:
@@ -70,6 +71,8 @@ class ShmEngine:
         self._slab = Slab(engine, rank)
         self._transfers: dict[int, Tensors] = {}
         """What sends and receives under way work on, whoever else has let go of it."""
+        self._dropped: set[int] = set()
+        """Those of them that nobody can wait for any more."""
         _part_with_children(self)
         self.driver = start_driver(engine, driver, size)
 
@@ -108,11 +111,27 @@ class ShmEngine:
         for ticket in list(self._transfers):
             if self._engine.test_transfer(ticket)[0] != PENDING:
                 self._transfers.pop(ticket, None)
+                self._dropped.discard(ticket)
+        # A large one takes many turns with its peer, and nobody but the caller of this is at it.
+        for ticket in sorted(self._dropped)[:1]:
+            self._engine.wait_transfer(ticket, A_TURN)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor that peers can reach where it is."""
         self._engine.region  # noqa: B018 - which a forked child does not have
         return self._slab.allocate(shape, dtype)
+
+    def shortcut(self, **parts: Any) -> _engine.Shortcut:
+        """Make a shorter way to plain sums and barriers, of parts of the group."""
+        assert native.engine is not None
+        shortcut: _engine.Shortcut = native.engine.Shortcut(
+            engine=self._engine, owner=self, **parts
+        )
+        return shortcut
+
+    def adopt(self, ticket: int, memory: Tensors) -> RawWork:
+        """Make the work of a call that came the shorter way."""
+        return ShmWork(self, ticket, memory)
 
     # -- in place --------------------------------------------------------------------------
 
@@ -126,7 +145,7 @@ class ShmEngine:
             0,
             tensor.data_ptr(),
             tensor.nbytes,
-            tensor.numel(),
+            tensor.shape,
         )
         return ShmWork(self, ticket, tensor)
 
@@ -136,7 +155,12 @@ class ShmEngine:
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce several, one after the other."""
-        return JointWork([self._in_place(ALLREDUCE, t, opts.reduceOp, 0) for t in tensors])
+        return JointWork(
+            [  # with the length of the list, in which ranks may differ too
+                self._in_place(ALLREDUCE, t, opts.reduceOp, 0, shape=(len(tensors), *t.shape))
+                for t in tensors
+            ]
+        )
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce on the root."""
@@ -153,14 +177,14 @@ class ShmEngine:
             opts.rootRank,
             tensor.data_ptr(),
             tensor.nbytes,
-            tensor.nbytes,
+            tensor.shape,
         )
         return ShmWork(self, ticket, tensors)
 
     def barrier(self, opts: Any) -> RawWork:
         """Meet."""
         del opts
-        ticket = self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, 0)
+        ticket = self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, ())
         return ShmWork(self, ticket, ())
 
     # -- from many to many -----------------------------------------------------------------
@@ -168,22 +192,31 @@ class ShmEngine:
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
         """Collect in lists."""
         del opts
-        return self._issue(ALLGATHER, inputs[0], outputs[0], inputs[0].nbytes)
+        part = inputs[0]
+        return self._issue(ALLGATHER, part, outputs[0], part.nbytes, shape=part.shape)
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> RawWork:
         del opts
-        return self._issue(ALLGATHER, part, list(output.view(self._size, -1)), part.nbytes)
+        rows = list(output.view(self._size, -1))
+        return self._issue(ALLGATHER, part, rows, part.nbytes, shape=part.shape)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
         """Collect on the root."""
         targets = outputs[0] if outputs else []
-        return self._issue(GATHER, inputs[0], targets, inputs[0].nbytes, root=opts.rootRank)
+        part, root = inputs[0], opts.rootRank
+        return self._issue(GATHER, part, targets, part.nbytes, root=root, shape=part.shape)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
         """Hand out from the root."""
         whole = _joined(inputs[0]) if inputs else None
         return self._issue(
-            SCATTER, whole, outputs, outputs[0].nbytes, root=opts.rootRank, extent=outputs[0].nbytes
+            SCATTER,
+            whole,
+            outputs,
+            outputs[0].nbytes,
+            root=opts.rootRank,
+            extent=outputs[0].nbytes,
+            shape=outputs[0].shape,
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
@@ -195,12 +228,15 @@ class ShmEngine:
         for root, part in enumerate(parts):  # of different sizes: one reduction for each
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
-            works.append(self._in_place(REDUCE, mine, opts.reduceOp, root))
+            flat = mine.detach().view(-1)  # a list's tensor may have another shape than the output
+            works.append(self._in_place(REDUCE, flat, opts.reduceOp, root, work=ShmPart))
         return JointWork(works)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
         op = int(plain_op(opts.reduceOp).value)
-        return self._issue(REDUCE_SCATTER, whole, [output], output.nbytes, op=op)
+        return self._issue(
+            REDUCE_SCATTER, whole, [output], output.nbytes, op=op, shape=output.shape
+        )
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
@@ -237,7 +273,16 @@ class ShmEngine:
         self._transfers[ticket] = tensors
         return ShmTransfer(self, ticket, tensors)
 
-    def _in_place(self, kind: int, tensor: Tensor, op: Any, root: int) -> RawWork:
+    def _in_place(
+        self,
+        kind: int,
+        tensor: Tensor,
+        op: Any,
+        root: int,
+        *,
+        work: type[ShmWork] = ShmWork,
+        shape: tuple[int, ...] | None = None,
+    ) -> RawWork:
         ticket = self._engine.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
@@ -246,9 +291,9 @@ class ShmEngine:
             root,
             tensor.data_ptr(),
             tensor.nbytes,
-            tensor.numel(),
+            tensor.shape if shape is None else shape,
         )
-        return ShmWork(self, ticket, (tensor,))
+        return work(self, ticket, (tensor,))
 
     def _issue(
         self,
@@ -260,6 +305,7 @@ class ShmEngine:
         op: int = 0,
         root: int = 0,
         extent: int | None = None,
+        shape: tuple[int, ...] = (),
         splits: tuple[list[int], list[int]] = ([], []),
     ) -> RawWork:
         length = 0 if source is None else source.nbytes
@@ -272,6 +318,7 @@ class ShmEngine:
             0 if source is None else source.data_ptr(),
             length,
             length if extent is None else extent,
+            shape,
             [output.data_ptr() for output in outputs],
             output_bytes,
             *splits,

@@ -1,0 +1,55 @@
+"""How ranks wait depends on the cores that they have between them."""
+
+import os
+
+import pytest
+
+from phalanx import native
+from phalanx.groups.backends._region import _cores_of, share
+
+pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+
+
+def keep_to_one_core(ctx, choose):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[choose[ctx.rank]]})
+    try:
+        return share(ctx.store, ctx.rank, ctx.size).cores
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("choose", "between_them"), [((0, 1), 2), ((1, 1), 1)])
+def test_ranks_kept_to_a_core_each_have_a_core_each(ranks, choose, between_them):
+    assert ranks.run(keep_to_one_core, 2, args=(choose,)) == [between_them] * 2
+
+
+def split_with_one_core(ctx, choose):
+    cores = sorted(os.sched_getaffinity(0))
+    group = ctx.group("shm")
+    os.sched_setaffinity(0, {cores[choose[ctx.rank]]})
+    try:
+        found = ctx.closing(group.split_group([1, 0]))._engine._engine.cores
+        group.barrier().wait()  # who is done early must not be seen with all cores again
+        return found
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(("choose", "between_them"), [((0, 1), 2), ((1, 1), 1)])
+def test_so_have_those_of_a_split(ranks, choose, between_them):
+    assert ranks.run(split_with_one_core, 2, args=(choose,)) == [between_them] * 2
+
+
+@pytest.mark.parametrize(
+    ("told", "count"),
+    [
+        ([[[0], [8]], [[1], [8]]], 2),
+        ([[[0, 1, 2], [8]], [[1, 2, 3], [8]]], 4),
+        ([[[0, 1, 2], [2]], [[1, 2, 3], [8]]], 2),  # a quota of two
+    ],
+)
+def test_the_union_counts_and_the_smallest_quota(told, count):
+    assert _cores_of(told) == count

@@ -212,7 +212,6 @@ def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
 
 
 @on_pairs
-@pytest.mark.xfail(reason="only the last parameter of a bucket is watched by then", strict=True)
 def test_a_parameter_is_regularised_by_itself_after_a_while(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
@@ -227,7 +226,6 @@ def test_a_parameter_is_regularised_by_itself_after_a_while(group):
 
 
 @on_pairs
-@pytest.mark.xfail(reason="it is taken for a gradient from before the pass", strict=True)
 def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
     def loss(module, rows, step, rank):
         plain = squares(module, rows)

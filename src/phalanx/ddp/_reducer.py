@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ._arrivals import Arrivals
+from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket, DenseBucket, SparseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
@@ -64,9 +64,7 @@ class Reducer:
         self.synchronises = True
         """Whether the next backward pass is reduced; asked when it begins."""
         self._passes = self._reduced = 0
-        self._has_strays = False
-        """Gradients have come to parameters in passes that did not begin at an output."""
-        self._lifetime: Callable[[], object] = lambda: None
+        self._lifetime: UnderWay = [_none]
         """Asks for the callback that autograd keeps until it is done with the pass under way."""
         self._is_unsynced = False  # gradients hold what only this rank has
         self._under_way: Pass | LocalPass | None = None
@@ -139,9 +137,10 @@ class Reducer:
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
-        stray = self._on_stray if self._has_strays else None
         members = [bucket.members for bucket in self.buckets]
-        self._arrivals.follow(members, self._on_ready, stray)
+        self._arrivals.follow(
+            members, self._on_ready, stray=self._on_stray, under_way=self._lifetime
+        )
         self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
         self._settle()
 
@@ -170,8 +169,6 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
-        if torch.is_grad_enabled() and not self._has_strays:
-            self._watch_all()  # backward through this one's graph need not come by an output
         if self._will_accumulate():
             self.begin()
 
@@ -184,12 +181,11 @@ class Reducer:
         self._abandon_if_dead()
         if self._under_way is not None:
             return
-        self._has_strays |= first is not None
         self._passes += 1
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
         callback = partial(self._end)
-        self._lifetime = weakref.ref(callback)
+        self._lifetime[0] = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
         if not self.synchronises:
             self._accumulate()
@@ -262,11 +258,11 @@ class Reducer:
 
     def _on_stray(self, i: int) -> None:
         """Begin with a gradient that has not come from an output of the module."""
-        if self._under_way is None or self._lifetime() is None:
+        if self._under_way is None or self._lifetime[0]() is None:
             self.begin(first=i)
 
     def _on_ready(self, number: int) -> None:
-        if self._under_way is None or self._lifetime() is None:
+        if self._under_way is None or self._lifetime[0]() is None:
             self.begin(blind=True)
         if self._under_way is not None:
             with torch.no_grad():
@@ -317,18 +313,16 @@ class Reducer:
         self._order = order.tolist()
         self._has_ordered = True
 
-    def _watch_all(self) -> None:
-        """Have every parameter hooked from now on, as passes may begin with any of them."""
-        self._has_strays = True
-        if self._under_way is None:
-            self._learn()
-
     def _abandon_if_dead(self) -> None:
         """Forget a pass that did not come to its end, because something raised in it."""
-        if self._under_way is not None and self._lifetime() is None:
+        if self._under_way is not None and self._lifetime[0]() is None:
             under_way, self._under_way = self._under_way, None
             under_way.abandon()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
         self._arrivals.remove()
+
+
+def _none() -> None:
+    """Say that there is no pass."""

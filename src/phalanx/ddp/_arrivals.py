@@ -1,9 +1,9 @@
-"""When a bucket's gradients have all come, told from how it was the last time.
+"""When a piece's gradients have all come, told from how it was the last time.
 
 In a pass that is learnt from, every parameter has a hook that calls, and the order of arrivals is
-written down. From then on only the parameter of a bucket that was the last to arrive calls: a model
-of 400 tensors in four buckets costs four calls, not 400. If the graph changes, it calls too early
-or never. Neither does harm (see `_pass`): it only means to learn again.
+written down. From then on only the parameter of a piece that was the last to arrive calls: a model
+of 400 tensors in 13 pieces costs 13 calls, not 400. If the graph changes, it calls too early or
+never. Neither does harm (see `_pass`): it only means to learn again.
 
 The others have a hook that does next to nothing: it looks whether a pass is under way. One may
 begin with any parameter, for a loss need not come from the module's outputs alone.
@@ -52,13 +52,13 @@ class Arrivals:
 
     def follow(
         self,
-        buckets: Iterable[Sequence[int]],
+        pieces: Iterable[Sequence[int]],
         notice: Notice,
         *,
         stray: Notice,
         under_way: UnderWay,
     ) -> None:
-        """Call `notice` with the number of a bucket when the last of its parameters has come.
+        """Call `notice` with the number of a piece when the last of its parameters has come.
 
         `stray` is called before that with a parameter that comes although no pass is under way.
         """
@@ -69,7 +69,7 @@ class Arrivals:
         for i, parameter in enumerate(self._parameters):
             self._hook(parameter, _watch(lost, under_way, i))
         told = weakref.WeakMethod(notice)
-        for number, members in enumerate(buckets):
+        for number, members in enumerate(pieces):
             came = [i for i in members if i in turn]
             if came:
                 last = max(came, key=turn.__getitem__)

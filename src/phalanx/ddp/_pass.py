@@ -2,13 +2,14 @@
 
 Every bucket goes through the same states, in plan order:
 
-``WAITING``   its gradients are on their way, as tensors that autograd makes;
-``GATHERED``  they have been copied into the bucket, and ``.grad`` is None again;
+``WAITING``   gradients are on their way, as tensors that autograd makes; as soon as all of a piece
+              have come, they are copied into the bucket, and their ``.grad`` is None again;
+``GATHERED``  all have come;
 ``LAUNCHED``  the bucket is being reduced;
 ``FINISHED``  it holds the result, and ``.grad`` shows it.
 
 Autograd never sees the bucket: a pass begins with every ``.grad`` put aside, and what arrives after
-a bucket was gathered makes a new tensor, a *late* gradient. So a bucket that was launched too early
+a piece was gathered makes a new tensor, a *late* gradient. So a bucket that was launched too early
 is not corrupted, and it does not matter how often, or whether, a parameter is reached. Whether
 anybody was late, and which parameters nobody used, all ranks learn from the header, and in the rare
 case reduce what came late in one more round.
@@ -19,8 +20,6 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -28,12 +27,13 @@ from torch.nn import Parameter
 
 from ..errors import GroupError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
-from ._buckets import Bucket, Gradients, count_missing
+from ._buckets import Bucket, Gradients, Piece, count_missing
 from ._channel import Channel, Handle
 from ._header import CYCLE, Header
 from ._scale import Scale
+from ._setting import Setting, Timing
 
-__all__ = ["LocalPass", "Pass", "Setting"]
+__all__ = ["LocalPass", "Pass"]
 
 
 class State(enum.Enum):
@@ -43,38 +43,6 @@ class State(enum.Enum):
     GATHERED = enum.auto()
     LAUNCHED = enum.auto()
     FINISHED = enum.auto()
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What stays from one pass to the next."""
-
-    channel: Channel
-    names: Sequence[str]
-    parameters: Sequence[Parameter]
-    buckets: Sequence[Bucket]
-    header: Header
-    keeps_views: bool
-    """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
-    absent: Sequence[int]
-    """How many gradients of each bucket did not come in the pass that was learnt from."""
-    is_learning: bool
-
-
-@dataclass
-class Timing:
-    """When things happened, in seconds of `time.perf_counter`."""
-
-    since: float
-    """The end of the last pass: a moment that is nearly the same for all ranks."""
-    forward: float
-    """The seconds spent in forward since then."""
-    began: float = field(default_factory=time.perf_counter)
-    arrivals: list[float] = field(default_factory=list)
-    """When each bucket was launched."""
-    exposed: float = 0.0
-    """The seconds spent in communication while nothing was computed."""
-    ended: float = 0.0
 
 
 class LocalPass:
@@ -121,18 +89,19 @@ class Pass:
         self.timing = timing
         self.is_surprised = False
         """The graph was not the one that was learnt from."""
-        buckets = setting.buckets
-        self._states = [State.WAITING] * len(buckets)
-        self._left = [len(bucket.members) for bucket in buckets] if setting.is_learning else []
-        self._home = _homes(buckets) if setting.is_learning else {}
-        self._signalled: set[int] = set()
+        self._states = [State.WAITING if b.pieces else State.GATHERED for b in setting.buckets]
+        self._waiting = [len(bucket.pieces) for bucket in setting.buckets]
+        """How many pieces of each bucket have not been gathered."""
+        self._is_gathered = [False] * len(setting.pieces)
+        self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
+        self._home = _homes(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle] = []
         self._unused: list[int] = []
         self._olds = _put_aside(setting.parameters, first)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
-        self._own: dict[int, Gradients] = {}
-        """Tensors for ``.grad`` where it is not to be a view, by bucket."""
+        self._own: dict[int, Tensor | None] = {}
+        """Tensors for ``.grad`` where it is not to be a view, by parameter."""
 
     # -- while gradients arrive ------------------------------------------------------------
 
@@ -143,41 +112,45 @@ class Pass:
             return  # not the first time that it came
         self._left[number] -= 1
         if not self._left[number]:
-            bucket = self._setting.buckets[number]
-            self._gather(bucket, [p.grad for p in bucket.parameters])
-            self._clear(bucket)
+            piece = self._setting.pieces[number]
+            self._gather(number, [p.grad for p in piece.parameters])
+            self._clear(piece)
 
     def ready(self, number: int) -> None:
-        """Take notice that the last gradient of a bucket has probably come."""
-        self._signalled.add(number)
+        """Take notice that the last gradient of a piece has probably come."""
+        piece = self._setting.pieces[number]
+        news = [p.grad for p in piece.parameters]
+        if self._is_gathered[number] or count_missing(news) != self._setting.absent[number]:
+            self.is_surprised = True
+            return
+        self._gather(number, news)
+        self._clear(piece)
         last = len(self._states) - 1
-        while (turn := len(self._works)) < last and turn in self._signalled:
-            bucket = self._setting.buckets[turn]
-            news = [p.grad for p in bucket.parameters]
-            if count_missing(news) != self._setting.absent[turn]:
-                self.is_surprised = True
-                return
-            self._gather(bucket, news)
-            self._clear(bucket)
+        while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
             self._mark_arrival()
-            self._launch(bucket)
+            self._launch(self._setting.buckets[turn])
 
-    def _gather(self, bucket: Bucket, news: Gradients) -> None:
-        olds: Gradients = [self._olds[i] for i in bucket.members] if self._olds else []
+    def _gather(self, number: int, news: Gradients) -> None:
+        piece = self._setting.pieces[number]
+        olds: Gradients = [self._olds[i] for i in piece.members] if self._olds else []
         if count_missing(news):
-            self._note_unused(bucket, news, olds)
+            self._note_unused(piece, news, olds)
         if not self._setting.keeps_views:
-            self._own[bucket.index] = _first_of(olds, news)
-        bucket.gather(news, olds if self._olds_count else self._scale.olds(olds))
-        self._states[bucket.index] = State.GATHERED
+            self._own.update(zip(piece.members, _first_of(olds, news), strict=True))
+        bucket = piece.bucket
+        bucket.gather(piece, news, olds if self._olds_count else self._scale.olds(olds))
+        self._is_gathered[number] = True
+        self._waiting[bucket.index] -= 1
+        if not self._waiting[bucket.index]:
+            self._states[bucket.index] = State.GATHERED
 
-    def _clear(self, bucket: Bucket) -> None:
+    def _clear(self, piece: Piece) -> None:
         """Have autograd make a new tensor of whatever comes now."""
-        for parameter in bucket.parameters:
+        for parameter in piece.parameters:
             parameter.grad = None
 
-    def _note_unused(self, bucket: Bucket, news: Gradients, olds: Gradients) -> None:
-        for place, i in enumerate(bucket.members):
+    def _note_unused(self, piece: Piece, news: Gradients, olds: Gradients) -> None:
+        for place, i in enumerate(piece.members):
             old = olds[place] if olds else None
             if news[place] is None and not (self._olds_count and old is not None):
                 self._unused.append(i)
@@ -208,9 +181,9 @@ class Pass:
         *others, last = self._setting.buckets
         backward = time.perf_counter() - self.timing.began
         late = self._collect_late()
-        for bucket in self._setting.buckets:
-            if self._states[bucket.index] is State.WAITING:
-                self._gather(bucket, [p.grad for p in bucket.parameters])
+        for number, piece in enumerate(self._setting.pieces):
+            if not self._is_gathered[number]:
+                self._gather(number, [p.grad for p in piece.parameters])
         self.is_surprised |= len(self._works) < self._expected()
         for bucket in others[len(self._works) :]:
             self._mark_arrival()
@@ -234,28 +207,34 @@ class Pass:
         """Tell how many buckets would be under way by now, had it been as the last time."""
         if self._setting.is_learning:
             return 0
-        *others, _ = self._setting.buckets
-        absent = self._setting.absent
-        return sum(1 for _ in takewhile(lambda b: absent[b.index] < len(b.members), others))
+        unused = {
+            piece.bucket.index
+            for piece, absent in zip(self._setting.pieces, self._setting.absent, strict=True)
+            if absent == len(piece.members)
+        }
+        return min(unused, default=len(self._states) - 1)
 
     def _collect_late(self) -> dict[int, Tensor]:
-        """Take what came after its bucket was gathered; late is what came after the launch."""
+        """Take what came after its piece was gathered; late is what came after the launch."""
         late: dict[int, Tensor] = {}
-        for bucket in self._setting.buckets:
-            if self._states[bucket.index] is State.WAITING:
+        for number, piece in enumerate(self._setting.pieces):
+            if not self._is_gathered[number]:
                 continue
-            news = [p.grad for p in bucket.parameters]
-            if count_missing(news) == len(news):
-                continue
-            for place, gradient in enumerate(news):
-                if gradient is None:
-                    continue
-                if self._states[bucket.index] is State.GATHERED:
-                    bucket.add(place, gradient)
-                else:
-                    late[bucket.members[place]] = gradient
-                    self.is_surprised = True
+            news = [p.grad for p in piece.parameters]
+            if count_missing(news) < len(news):
+                self._take_late(piece, news, late)
         return late
+
+    def _take_late(self, piece: Piece, news: Gradients, late: dict[int, Tensor]) -> None:
+        is_launched = self._states[piece.bucket.index] is State.LAUNCHED
+        for offset, gradient in enumerate(news):
+            if gradient is None:
+                continue
+            if is_launched:
+                late[piece.members[offset]] = gradient
+                self.is_surprised = True
+            else:
+                piece.bucket.add(piece.places.start + offset, gradient)
 
     def _write_header(self, backward: float, late: dict[int, Tensor]) -> None:
         self._setting.header.write(
@@ -344,14 +323,14 @@ class Pass:
                 continue
             for place, i in enumerate(bucket.members):
                 if used is None or used[i]:
-                    bucket.parameters[place].grad = self._result(bucket, place, results[place])
+                    bucket.parameters[place].grad = self._result(i, results[place])
                 else:
                     bucket.parameters[place].grad = self._as_it_was(i)
 
-    def _result(self, bucket: Bucket, place: int, result: Tensor) -> Tensor:
+    def _result(self, i: int, result: Tensor) -> Tensor:
         if self._setting.keeps_views:
             return result
-        own = self._own[bucket.index][place]
+        own = self._own[i]
         if own is None or own.layout != result.layout or result.is_sparse:
             return result.clone()
         with torch.no_grad():
@@ -382,8 +361,8 @@ def _put_aside(parameters: Sequence[Parameter], first: int | None) -> list[Tenso
     return olds
 
 
-def _homes(buckets: Sequence[Bucket]) -> dict[int, int]:
-    return {i: bucket.index for bucket in buckets for i in bucket.members}
+def _homes(pieces: Sequence[Piece]) -> dict[int, int]:
+    return {i: number for number, piece in enumerate(pieces) for i in piece.members}
 
 
 def _first_of(olds: Gradients, news: Gradients) -> Gradients:

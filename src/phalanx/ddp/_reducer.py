@@ -23,9 +23,10 @@ from ._buckets import Bucket, DenseBucket, SparseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._header import Header
-from ._pass import LocalPass, Pass, Setting, Timing
+from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Shape, plan_buckets
 from ._scale import Mean, Scale, Sum
+from ._setting import Setting, Timing
 from ._stats import Stats
 from ._weights import Weights
 
@@ -106,7 +107,8 @@ class Reducer:
         last = self.buckets[-1]
         assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
         self._header = Header(last.extra, rank=self.channel.rank, **room)
-        self._absent = [0] * len(plans)
+        self._pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        self._absent = [0] * len(self._pieces)
 
     def _shape(self, name: str, p: Parameter) -> Shape:
         return Shape(p.numel(), p.dtype, p.device, is_sparse=name in self._sparse)
@@ -137,11 +139,11 @@ class Reducer:
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
-        members = [bucket.members for bucket in self.buckets]
+        members = [piece.members for piece in self._pieces]
         self._arrivals.follow(
             members, self._on_ready, stray=self._on_stray, under_way=self._lifetime
         )
-        self._absent = [len(set(bucket.members) - seen) for bucket in self.buckets]
+        self._absent = [len(set(piece.members) - seen) for piece in self._pieces]
         self._settle()
 
     @property
@@ -236,6 +238,7 @@ class Reducer:
             names=self.names,
             parameters=self.parameters,
             buckets=self.buckets,
+            pieces=self._pieces,
             header=self._header,
             keeps_views=self._keeps_views,
             absent=self._absent,

@@ -85,7 +85,7 @@ void copy_together(Address into, const std::vector<Address>& pieces,
   unlocked([&] {
     char* target = pointer(into);
     for (std::size_t i = 0; i < pieces.size(); ++i) {
-      std::memcpy(target, pointer(pieces[i]), sizes[i]);
+      if (sizes[i] != 0) std::memcpy(target, pointer(pieces[i]), sizes[i]);  // else there is no piece
       target += sizes[i];
     }
   });

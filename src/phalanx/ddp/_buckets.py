@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import accumulate, repeat
 from operator import attrgetter, is_
 from typing import Any
 
@@ -112,7 +112,9 @@ class DenseBucket(Bucket):
         self.extra = self.flat[numel:]
         self.views = _views(self.gradients, self.parameters)
         self._sizes = [view.nbytes for view in self.views]
-        self._addresses = [view.data_ptr() for view in self.views] if self._is_plain() else None
+        # Of places, not of views: one without elements has none.
+        offsets = accumulate(self._sizes, initial=self.flat.data_ptr())
+        self._addresses = list(offsets) if self._is_plain() else None
 
     def _is_plain(self) -> bool:
         """Tell whether gradients may be copied as bytes: in CPU memory, and as their bits read."""

@@ -93,6 +93,9 @@ class Pass:
         self._waiting = [len(bucket.pieces) for bucket in setting.buckets]
         """How many pieces of each bucket have not been gathered."""
         self._is_gathered = [False] * len(setting.pieces)
+        self._is_shown = [False] * len(setting.pieces)
+        # With gradients that have a graph of their own, autograd would replace a tensor, not add.
+        self._shows_early = setting.keeps_views and not torch.is_grad_enabled()
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = _homes(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle] = []
@@ -114,7 +117,7 @@ class Pass:
         if not self._left[number]:
             piece = self._setting.pieces[number]
             self._gather(number, [p.grad for p in piece.parameters])
-            self._clear(piece)
+            self._release(number)
 
     def ready(self, number: int) -> None:
         """Take notice that the last gradient of a piece has probably come."""
@@ -124,7 +127,7 @@ class Pass:
             self.is_surprised = True
             return
         self._gather(number, news)
-        self._clear(piece)
+        self._release(number)
         last = len(self._states) - 1
         while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
             self._mark_arrival()
@@ -144,8 +147,20 @@ class Pass:
         if not self._waiting[bucket.index]:
             self._states[bucket.index] = State.GATHERED
 
-    def _clear(self, piece: Piece) -> None:
-        """Have autograd make a new tensor of whatever comes now."""
+    def _release(self, number: int) -> None:
+        """Let go of tensors that have been gathered, and have what comes now do no harm.
+
+        The last bucket is not launched before backward is over. Until then autograd may add to it,
+        so its gradients can be shown already; for others it has to make a new tensor.
+        """
+        piece = self._setting.pieces[number]
+        if self._shows_early and piece.bucket is self._setting.buckets[-1]:
+            views = piece.bucket.results()[piece.places]
+            if not self._setting.absent[number]:
+                for parameter, view in zip(piece.parameters, views, strict=True):
+                    parameter.grad = view
+                self._is_shown[number] = True
+                return
         for parameter in piece.parameters:
             parameter.grad = None
 
@@ -218,7 +233,7 @@ class Pass:
         """Take what came after its piece was gathered; late is what came after the launch."""
         late: dict[int, Tensor] = {}
         for number, piece in enumerate(self._setting.pieces):
-            if not self._is_gathered[number]:
+            if not self._is_gathered[number] or self._is_shown[number]:
                 continue
             news = [p.grad for p in piece.parameters]
             if count_missing(news) < len(news):
@@ -315,17 +330,17 @@ class Pass:
     # -- the results -----------------------------------------------------------------------
 
     def _show(self, used: list[bool] | None) -> None:
-        for bucket in self._setting.buckets:
-            results = bucket.results()
+        for number, piece in enumerate(self._setting.pieces):
+            if self._is_shown[number]:
+                continue
+            results = piece.bucket.results()[piece.places]
             if used is None and self._setting.keeps_views:
-                for parameter, result in zip(bucket.parameters, results, strict=True):
+                for parameter, result in zip(piece.parameters, results, strict=True):
                     parameter.grad = result
                 continue
-            for place, i in enumerate(bucket.members):
-                if used is None or used[i]:
-                    bucket.parameters[place].grad = self._result(i, results[place])
-                else:
-                    bucket.parameters[place].grad = self._as_it_was(i)
+            for parameter, i, result in zip(piece.parameters, piece.members, results, strict=True):
+                is_used = used is None or used[i]
+                parameter.grad = self._result(i, result) if is_used else self._as_it_was(i)
 
     def _result(self, i: int, result: Tensor) -> Tensor:
         if self._setting.keeps_views:

@@ -5,7 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -78,19 +77,6 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double 
   return unlocked([&] { return engine.issue(std::move(request)); });
 }
 
-// Copies pieces of memory into one, one behind the other.
-void copy_together(Address into, const std::vector<Address>& pieces,
-                   const std::vector<std::size_t>& sizes) {
-  if (pieces.size() != sizes.size()) throw std::invalid_argument("a size for each piece");
-  unlocked([&] {
-    char* target = pointer(into);
-    for (std::size_t i = 0; i < pieces.size(); ++i) {
-      if (sizes[i] != 0) std::memcpy(target, pointer(pieces[i]), sizes[i]);  // else there is no piece
-      target += sizes[i];
-    }
-  });
-}
-
 }  // namespace
 
 NB_MODULE(_engine, module) {
@@ -99,7 +85,6 @@ NB_MODULE(_engine, module) {
   nb::set_leak_warnings(false);
   module.attr("MAX_RANKS") = kMaxRanks;
   module.def("instruction_set", &instruction_set);
-  module.def("copy_together", &copy_together, "into"_a, "pieces"_a, "sizes"_a);
   module.def("supports", [](int type, int op) {
     return supports(static_cast<DType>(type), static_cast<ReduceOp>(op));
   });
@@ -192,4 +177,5 @@ NB_MODULE(_engine, module) {
 
   add_work(module);
   add_shortcut(module);
+  add_gathering(module);
 }

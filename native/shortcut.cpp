@@ -1,5 +1,6 @@
 #include "shortcut.hpp"
 
+#include "dlpack.hpp"
 #include "extent.hpp"
 
 #include <pthread.h>
@@ -19,18 +20,7 @@ namespace {
 
 constexpr Py_ssize_t kManyInFlight = 256;  // of `_health`: then the long way looks who has ended
 
-// -- what a tensor is: the parts of DLPack's ABI that are needed ------------------------------------
-
-struct Told {
-  void* data;
-  std::int32_t device_type, device_id;
-  std::int32_t dims;
-  std::uint8_t code, bits;
-  std::uint16_t lanes;
-  const std::int64_t* shape;
-  const std::int64_t* strides;  // of elements
-  std::uint64_t byte_offset;
-};
+// -- what a tensor is ------------------------------------------------------------------------------
 
 struct Exchange {
   std::uint32_t major, minor;
@@ -39,45 +29,6 @@ struct Exchange {
   int (*inspect)(void* tensor, void* told);
   void* stream;
 };
-
-constexpr std::int32_t kCpu = 1;
-
-int type_of(const Told& told) {
-  constexpr auto key = [](int code, int bits) { return code << 8 | bits; };
-  if (told.lanes != 1) return -1;
-  switch (key(told.code, told.bits)) {
-    case key(2, 32): return static_cast<int>(DType::float32);
-    case key(2, 64): return static_cast<int>(DType::float64);
-    case key(2, 16): return static_cast<int>(DType::float16);
-    case key(4, 16): return static_cast<int>(DType::bfloat16);
-    case key(0, 8): return static_cast<int>(DType::int8);
-    case key(0, 16): return static_cast<int>(DType::int16);
-    case key(0, 32): return static_cast<int>(DType::int32);
-    case key(0, 64): return static_cast<int>(DType::int64);
-    case key(1, 8): return static_cast<int>(DType::uint8);
-    default: return -1;
-  }
-}
-
-// The number of elements, or 0 if there is none or they do not lie in a row.
-std::uint64_t elements_in_a_row(const Told& told) {
-  std::int64_t count = 1;
-  for (std::int32_t dim = told.dims; dim-- > 0;) {
-    if (told.shape[dim] != 1 && told.strides[dim] != count) return 0;
-    count *= told.shape[dim];
-  }
-  return static_cast<std::uint64_t>(count);
-}
-
-bool is_a_plain_tensor(PyObject* object) {
-  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  bool plain = false;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(known.tensor_types); ++i)
-    plain = plain || PyTuple_GET_ITEM(known.tensor_types, i) == type;
-  static PyObject* const layout = PyUnicode_InternFromString("layout");
-  // Asked first, for of a sparse tensor DLPack would have a story to tell, which takes long.
-  return plain && nb::steal(PyObject_GetAttr(object, layout)).ptr() == known.strided;
-}
 
 // Fills in what the engine needs of a tensor, and its record; tells whether it is an ordinary one.
 bool describe(PyObject* tensor, ReduceOp op, Request& request, PyObject* call) {
@@ -359,6 +310,16 @@ bool prepare(nb::type_object call, nb::type_object recorder, nb::dict files, nb:
 }
 
 }  // namespace
+
+bool is_a_plain_tensor(PyObject* object) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  bool plain = false;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(known.tensor_types); ++i)
+    plain = plain || PyTuple_GET_ITEM(known.tensor_types, i) == type;
+  static PyObject* const layout = PyUnicode_InternFromString("layout");
+  // Asked first, for of a sparse tensor DLPack would have a story to tell, which takes long.
+  return plain && nb::steal(PyObject_GetAttr(object, layout)).ptr() == known.strided;
+}
 
 Slot::Slot(PyTypeObject* type, const char* name) {
   const nb::object slot = nb::getattr(reinterpret_cast<PyObject*>(type), name);

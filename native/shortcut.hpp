@@ -56,6 +56,9 @@ struct Known {
 };
 extern Known known;
 
+// Tells whether an object is a tensor, dense, and of no class of its own.
+bool is_a_plain_tensor(PyObject* object);
+
 // Tells whether tests have armed fault points, which are all on the long way.
 bool has_fault_points();
 
@@ -99,5 +102,6 @@ ShortWork* new_work(Shortcut* shortcut, PyObject* call, PyObject* tensor);
 
 void add_work(nanobind::module_& module);
 void add_shortcut(nanobind::module_& module);
+void add_gathering(nanobind::module_& module);
 
 }  // namespace phalanx

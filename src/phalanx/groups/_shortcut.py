@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..native._engine import Shortcut, ShortWork
     from ._group import ProcessGroup
 
-__all__ = ["shortcut_for"]
+__all__ = ["NUMBERS", "can_read_tensors", "shortcut_for"]
 
 # The numbers of `native/types.hpp` are the places in this list.
 _DTYPES = (
@@ -41,9 +41,13 @@ _DTYPES = (
 )
 
 
+NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
+"""What the native side calls the types whose tensors it reads."""
+
+
 def shortcut_for(group: ProcessGroup) -> Shortcut | None:
     """Make the short way of a group whose engine has one."""
-    if not hasattr(group._engine, "shortcut") or not _is_possible():
+    if not hasattr(group._engine, "shortcut") or not can_read_tensors():
         return None
     if group._agreement is not None:
         return None  # what is compared beforehand takes long anyway
@@ -77,9 +81,10 @@ def _grow(
 
 
 @functools.cache
-def _is_possible() -> bool:
-    """Tell the native side what all groups share; and whether it can do without the rest."""
-    assert native.engine is not None, "an engine with a short way is native"
+def can_read_tensors() -> bool:
+    """Tell the native side what all groups share, and whether it can read torch's tensors."""
+    if native.engine is None:
+        return False
     _complete(native.engine.ShortWork)
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return exchange is not None and native.engine.prepare_shortcuts(

@@ -171,7 +171,7 @@ def test_it_tells_all_that_a_work_tells(waited):
     assert group.records()[-2].ended == ended
 
 
-@over_groups(backends=["shm"], sizes=(2,), reuse=True)
+@over_groups(backends=["shm"], sizes=(2,))
 def test_a_future_comes_true(group):
     tensor = torch.ones(2)
     doubled = group.allreduce(tensor).get_future().then(lambda done: done.value()[0] * 2)

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "copy.hpp"
 #include "dlpack.hpp"
 #include "shortcut.hpp"
 
@@ -13,6 +14,9 @@ using namespace nb::literals;
 namespace phalanx {
 
 namespace {
+
+// Gradients of this size are not alone: together they do not stay in the cache until they are reduced.
+constexpr std::size_t kLarge = std::size_t{4} << 20;
 
 struct Piece {
   const char* data;
@@ -50,7 +54,10 @@ bool gather(std::uintptr_t into, nb::list tensors, nb::list sizes, int type) {
   const nb::gil_scoped_release release;
   auto* target = reinterpret_cast<char*>(into);
   for (const Piece& piece : pieces) {
-    std::memcpy(target, piece.data, piece.bytes);
+    if (piece.bytes < kLarge)
+      std::memcpy(target, piece.data, piece.bytes);
+    else
+      stream_bytes(target, piece.data, piece.bytes);
     target += piece.bytes;
   }
   return true;

@@ -1,13 +1,18 @@
 """How parameters are divided into buckets, and when that changes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 from phalanx.ddp import DDP
+from phalanx.groups import new_group
 from phalanx.testing import over_groups
 
-from .whole import TINY, everywhere, mlp, on_pairs, squares, train
+from .whole import TINY, batch, everywhere, mlp, on_pairs, squares, train
 
 MIB = 1 << 20
 
@@ -118,3 +123,20 @@ def test_a_step_is_one_collective_per_bucket_and_nothing_else(group, skips):
     assert len(ddp.reducer.buckets) == 4
     *_, before, after = calls
     assert after - before == 4 + 1  # and with which the ranks have compared gradients here
+
+
+def test_memory_of_the_first_plan_is_given_back_at_once():
+    group = new_group("local", rank=0, world_size=1, store=HashStore())
+    ddp = DDP(mlp(), process_group=group)
+    rows = batch(0, 1)
+    gc.collect()
+    gc.disable()  # what is in a circle would be kept until the collector comes by
+    try:
+        first = weakref.ref(ddp.reducer.buckets[0])
+        ddp(rows).sum().backward()
+        ddp.zero_grad()
+        ddp(rows)
+        assert first() is None
+    finally:
+        gc.enable()
+        group.shutdown()

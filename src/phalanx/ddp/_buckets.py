@@ -40,7 +40,8 @@ Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 class Piece:
     """Some of a bucket's gradients, next to each other, which are gathered together."""
 
-    bucket: Bucket
+    home: int
+    """The bucket's index; the bucket itself would be a circle, and its memory kept too long."""
     places: slice
     """Where they are in the bucket."""
     members: list[int]
@@ -57,7 +58,7 @@ class Bucket:
         """Which parameters they are, by their place among all."""
         self.parameters = [parameters[i] for i in plan.members]
         self.pieces = [
-            Piece(self, places, self.members[places], self.parameters[places])
+            Piece(index, places, self.members[places], self.parameters[places])
             for places in _pieces(self.parameters)
         ]
 

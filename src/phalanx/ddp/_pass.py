@@ -140,7 +140,7 @@ class Pass:
             self._note_unused(piece, news, olds)
         if not self._setting.keeps_views:
             self._own.update(zip(piece.members, _first_of(olds, news), strict=True))
-        bucket = piece.bucket
+        bucket = self._setting.buckets[piece.home]
         bucket.gather(piece, news, olds if self._olds_count else self._scale.olds(olds))
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
@@ -154,8 +154,8 @@ class Pass:
         so its gradients can be shown already; for others it has to make a new tensor.
         """
         piece = self._setting.pieces[number]
-        if self._shows_early and piece.bucket is self._setting.buckets[-1]:
-            views = piece.bucket.results()[piece.places]
+        if self._shows_early and piece.home == len(self._states) - 1:
+            views = self._setting.buckets[piece.home].results()[piece.places]
             if not self._setting.absent[number]:
                 for parameter, view in zip(piece.parameters, views, strict=True):
                     parameter.grad = view
@@ -223,7 +223,7 @@ class Pass:
         if self._setting.is_learning:
             return 0
         unused = {
-            piece.bucket.index
+            piece.home
             for piece, absent in zip(self._setting.pieces, self._setting.absent, strict=True)
             if absent == len(piece.members)
         }
@@ -241,7 +241,7 @@ class Pass:
         return late
 
     def _take_late(self, piece: Piece, news: Gradients, late: dict[int, Tensor]) -> None:
-        is_launched = self._states[piece.bucket.index] is State.LAUNCHED
+        is_launched = self._states[piece.home] is State.LAUNCHED
         for offset, gradient in enumerate(news):
             if gradient is None:
                 continue
@@ -249,7 +249,7 @@ class Pass:
                 late[piece.members[offset]] = gradient
                 self.is_surprised = True
             else:
-                piece.bucket.add(piece.places.start + offset, gradient)
+                self._setting.buckets[piece.home].add(piece.places.start + offset, gradient)
 
     def _write_header(self, backward: float, late: dict[int, Tensor]) -> None:
         self._setting.header.write(
@@ -333,7 +333,7 @@ class Pass:
         for number, piece in enumerate(self._setting.pieces):
             if self._is_shown[number]:
                 continue
-            results = piece.bucket.results()[piece.places]
+            results = self._setting.buckets[piece.home].results()[piece.places]
             if used is None and self._setting.keeps_views:
                 for parameter, result in zip(piece.parameters, results, strict=True):
                     parameter.grad = result

@@ -27,6 +27,12 @@ def renamed():
     return module
 
 
+def transposed():
+    module = mlp()
+    module[0].weight = nn.Parameter(torch.empty(5, 7).t())
+    return module
+
+
 OTHERS = {
     "shape": (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)), "2.weight"),
     "dtype": (lambda: mlp().to(torch.bfloat16), "0.weight"),
@@ -34,6 +40,7 @@ OTHERS = {
     "frozen": (frozen, "0.weight.*frozen"),
     "more": (lambda: mlp().append(nn.Linear(3, 3)), "only rank 1 has '3.weight"),
     "fewer": (lambda: nn.Sequential(nn.Linear(5, 7)), "only rank 0 has '2.weight"),
+    "strides": (transposed, r"0.weight.*strides \[1, 7\]"),
     "order": (lambda: nn.ModuleDict({"2": nn.Linear(7, 3), "0": nn.Linear(5, 7)}), "0.weight"),
 }
 

@@ -324,3 +324,22 @@ def test_backward_raises_and_is_called_again_without_a_forward(group):
     loss.backward()
     squares(whole, rows).backward()
     assert_same_gradients(ddp.module, whole)
+
+
+class Optional(nn.Module):
+    """Has a first layer that is used from some step on: its gradient comes after all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.body = nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, rows, all_of_it):
+        return self.body(self.first(rows).tanh() if all_of_it else rows)
+
+
+@everywhere
+def test_a_layer_is_used_that_comes_after_all_that_is_known(group):
+    def loss(module, rows, step, rank):
+        return module(rows, step > 3).square().mean()
+
+    train(Optional, group, loss, steps=8)

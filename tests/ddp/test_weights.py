@@ -6,7 +6,7 @@ import torch
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_same_gradients, batch, everywhere, mlp, squares, wrapped
+from .whole import TINY, assert_same_gradients, batch, everywhere, mlp, share, squares, wrapped
 
 SHARES = {
     "uneven": lambda _, rank: rank + 1,
@@ -146,3 +146,25 @@ def test_a_pass_of_weight_0_after_one_that_has_some(group):
         ddp.backward(squares(ddp, torch.ones(2, 5)), weight=1)
     with pytest.raises(InvalidState, match="leave it out"):
         ddp.backward(squares(ddp, torch.ones(2, 5)), weight=0)
+
+
+@everywhere
+def test_a_pass_that_raised_does_not_count(group):
+    def fail(gradient):
+        raise ArithmeticError("in the middle")
+
+    ddp, whole = wrapped(mlp, group)
+    ddp.weight = 4
+    for step in range(4):
+        rows = batch(step, group.size())
+        if step in (1, 2):
+            hook = ddp.module[0].weight.register_hook(fail)
+            with pytest.raises(ArithmeticError, match="in the middle"):
+                ddp(share(rows, group)).sum().backward()
+            hook.remove()
+            ddp.zero_grad()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()

@@ -19,7 +19,7 @@ Named = Sequence[tuple[str, Tensor]]
 
 def verify_parameters(named: Named, channel: Channel) -> None:
     """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
-    short = [(name, t.dtype, *t.shape, t.requires_grad) for name, t in named]
+    short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
     if not _all_same(_digest(repr(short)), channel):
         mine = [_describe(name, tensor) for name, tensor in named]
         theirs = [text.split("\n") for text in channel.exchange("\n".join(mine))]
@@ -65,7 +65,8 @@ def _fingerprint_of(tensor: Tensor) -> int:
 
 def _describe(name: str, tensor: Tensor) -> str:
     grad = "" if tensor.requires_grad else ", frozen"
-    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{grad}"
+    order = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{order}{grad}"
 
 
 def _digest(text: str) -> int:

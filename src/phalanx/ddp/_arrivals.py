@@ -127,8 +127,8 @@ class _Countdown:
 def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
     notice = told()
     if notice is not None:
+        notice(i)  # which may begin a pass, and forget what was seen before it
         seen.append(i)
-        notice(i)
 
 
 def _watch(told: Any, under_way: UnderWay, i: int) -> Callable[[Parameter], None]:

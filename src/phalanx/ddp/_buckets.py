@@ -84,8 +84,8 @@ class Bucket:
         """Multiply all gradients."""
         raise NotImplementedError
 
-    def nothing(self, place: int) -> Tensor:
-        """Make a gradient for a place that changes nothing when it is added."""
+    def fitting(self, place: int, gradient: Tensor | None) -> Tensor:
+        """Make a gradient for a place one that can be reduced by itself; zero if there is none."""
         raise NotImplementedError
 
     def results(self) -> Sequence[Tensor]:
@@ -180,8 +180,12 @@ class DenseBucket(Bucket):
         if not is_root:
             torch._foreach_copy_(values, self.views)
 
-    def nothing(self, place: int) -> Tensor:
-        return torch.zeros_like(self.views[place])
+    def fitting(self, place: int, gradient: Tensor | None) -> Tensor:
+        if gradient is None:
+            return torch.zeros(
+                self.views[place].shape, dtype=self.flat.dtype, device=self.flat.device
+            )
+        return (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
 
     def results(self) -> Sequence[Tensor]:
         return self.views
@@ -208,19 +212,22 @@ class SparseBucket(Bucket):
         parts = [part for part in (*olds, *news) if part is not None]
         total = _nothing(self._parameter)
         for part in parts:
-            total = total + (part if part.is_sparse else part.to_sparse(total.sparse_dim()))
+            total = total + self._sparse(part)
         self._sum = total.coalesce()
 
     def add(self, place: int, gradient: Tensor) -> None:
         del place
-        self._sum = (self._sum + gradient).coalesce()
+        self._sum = (self._sum + self._sparse(gradient)).coalesce()
 
     def scale(self, factor: float) -> None:
         self._sum = self._sum * factor if factor else _nothing(self._parameter)
 
-    def nothing(self, place: int) -> Tensor:
+    def fitting(self, place: int, gradient: Tensor | None) -> Tensor:
         del place
-        return _nothing(self._parameter)
+        return _nothing(self._parameter) if gradient is None else self._sparse(gradient)
+
+    def _sparse(self, gradient: Tensor) -> Tensor:
+        return gradient if gradient.is_sparse else gradient.to_sparse(self._sum.sparse_dim())
 
     def results(self) -> Sequence[Tensor]:
         return [self._sum]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -182,12 +183,13 @@ class Pass:
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
 
     def abandon(self) -> None:
-        """End without an end: nobody may write into what peers are still reducing."""
+        """End without an end: nobody may write into what peers are still reducing.
+
+        Gradients from before the pass are gone, for they may lie in what has been reduced in part.
+        """
         for work in self._works:
-            work.wait()
-        for parameter, old in zip(self._setting.parameters, self._olds, strict=False):
-            if parameter.grad is None:
-                parameter.grad = old
+            with suppress(GroupError):  # who asks the group again hears of it
+                work.wait()
 
     # -- when backward is over -------------------------------------------------------------
 
@@ -250,6 +252,9 @@ class Pass:
                 self.is_surprised = True
             else:
                 self._setting.buckets[piece.home].add(piece.places.start + offset, gradient)
+                if piece.members[offset] in self._unused:  # it was taken for one that does not come
+                    self._unused.remove(piece.members[offset])
+                    self.is_surprised = True
 
     def _write_header(self, backward: float, late: dict[int, Tensor]) -> None:
         self._setting.header.write(
@@ -312,7 +317,7 @@ class Pass:
         works = []
         for i in which:
             bucket, place = homes[i]
-            part = self._scale.scaled(mine[i] if i in mine else bucket.nothing(place))
+            part = self._scale.scaled(bucket.fitting(place, mine.get(i)))
             works.append((bucket, place, part, self._scale.start(self._setting.channel, part)))
         for bucket, place, part, work in works:
             work.wait()

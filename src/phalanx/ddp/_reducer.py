@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from ._agreement import verify_parameters
 from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket, DenseBucket, SparseBucket
 from ._buffers import broadcast_tensors
@@ -83,7 +84,7 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
-        self._nodes: list[Any] = []
+        self._nodes: dict[int, Any] = {}
         self._arrivals.remove()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
         self._has_ordered, self._order = False, None
@@ -124,6 +125,7 @@ class Reducer:
         if self._under_way is not None:
             return  # a part of forward is run again, for the backward pass that wants its values
         if self._frozen and any(p.requires_grad for p in self._frozen):
+            verify_parameters(self._named, self.channel)
             self._take_on()
         if self._must_learn:
             self._learn()
@@ -131,7 +133,10 @@ class Reducer:
             seen = set(self._arrivals.order)
             self._arrange(self._order)
             self._order = None
-            self._follow(seen)
+            if self._arrivals.is_learning:
+                self._follow(seen)
+            else:  # several passes have come out of the first forward
+                self._learn()
 
     def _learn(self) -> None:
         self._must_learn = False
@@ -219,17 +224,19 @@ class Reducer:
             # A plain ``backward()``. Where it ends is not known, for checkpoints of the reentrant
             # kind hide parameters; and peers may reach some although this rank reaches none.
             return any(p.requires_grad for p in self.parameters)
+        nodes = self._accumulators()
         try:
-            return any(map(torch._C._will_engine_execute_node, self._accumulators()))
+            return any(map(torch._C._will_engine_execute_node, nodes))
         except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
             return False
 
     def _accumulators(self) -> Iterator[Any]:
         """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
-        yield from self._nodes
-        for parameter in self.parameters[len(self._nodes) :]:
-            self._nodes.append(torch.autograd.graph.get_gradient_edge(parameter).node)
-            yield self._nodes[-1]
+        for i, parameter in enumerate(self.parameters):
+            if parameter.requires_grad and i not in self._nodes:
+                self._nodes[i] = torch.autograd.graph.get_gradient_edge(parameter).node
+            if i in self._nodes:
+                yield self._nodes[i]
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
@@ -272,13 +279,16 @@ class Reducer:
                 self._under_way.ready(number)
 
     def _end(self) -> None:
-        under_way, self._under_way = self._under_way, None
+        under_way = self._under_way
         self._arrivals.rearm()
         with torch.no_grad():
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
             elif under_way is not None:
                 under_way.finish()
+            # Not before: what does not come to its end has to be waited for, by whoever comes next.
+            self._under_way = None
+            if isinstance(under_way, Pass):
                 self._learn_from(under_way)
                 self._note(under_way)
 
@@ -321,6 +331,7 @@ class Reducer:
         if self._under_way is not None and self._lifetime[0]() is None:
             under_way, self._under_way = self._under_way, None
             under_way.abandon()
+            self.weights.go_back()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""

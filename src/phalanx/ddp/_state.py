@@ -52,11 +52,15 @@ class DataParallelState(nn.Module):
         survey = Survey.of(self.module, self.parameters_to_ignore)
         known = {id(parameter) for _, parameter in self._survey.parameters}
         if known != {id(parameter) for _, parameter in survey.parameters}:
-            synchronises, weight = self.reducer.synchronises, self.reducer.weights.current
-            self.reducer.close()
             self._survey = survey
-            self._connect()
-            self.reducer.synchronises, self.reducer.weights.current = synchronises, weight
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Make another reducer in the place of the one there is."""
+        synchronises, weight = self.reducer.synchronises, self.reducer.weights.current
+        self.reducer.close()
+        self._connect()
+        self.reducer.synchronises, self.reducer.weights.current = synchronises, weight
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}

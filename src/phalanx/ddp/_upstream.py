@@ -101,11 +101,10 @@ class UpstreamNames:
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce in another group from now on; between steps, and on every rank of it."""
         self._check_reducer_finalized()
-        self.reducer.close()
         self.process_group = new_process_group
-        self._connect()
+        self._reconnect()
 
-    def _connect(self) -> None:
+    def _reconnect(self) -> None:
         raise NotImplementedError
 
     # -- buffers ---------------------------------------------------------------------------

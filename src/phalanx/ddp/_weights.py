@@ -27,6 +27,7 @@ class Weights:
         self._current: float | None = None
         self._last: float | None = None
         self._sum = 0.0
+        self._before: tuple[float | None, float] = (None, 0.0)
 
     @property
     def current(self) -> float | None:
@@ -44,6 +45,7 @@ class Weights:
     def accumulate(self, parameters: Sequence[Parameter]) -> None:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current
+        self._before = self._last, self._sum
         if weight is None:
             return
         if weight == 0 and self._last:
@@ -64,6 +66,10 @@ class Weights:
         assert weight is not None, "asked for by somebody who has set it"
         self.accumulate(parameters)
         return WeightedMean(weight, self._sum)
+
+    def go_back(self) -> None:
+        """Take back the last pass, which did not come to its end."""
+        self._last, self._sum = self._before
 
     def clear(self) -> None:
         """Begin anew: the gradients have been reduced."""

@@ -95,8 +95,11 @@ class Pass:
         """How many pieces of each bucket have not been gathered."""
         self._is_gathered = [False] * len(setting.pieces)
         self._is_shown = [False] * len(setting.pieces)
-        # With gradients that have a graph of their own, autograd would replace a tensor, not add.
-        self._shows_early = setting.keeps_views and not torch.is_grad_enabled()
+        # With gradients that have a graph of their own, autograd would replace a tensor, not add;
+        # and what it adds is not multiplied.
+        self._shows_early = (
+            setting.keeps_views and not torch.is_grad_enabled() and scale.factor == 1
+        )
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = _homes(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle] = []
@@ -142,7 +145,8 @@ class Pass:
         if not self._setting.keeps_views:
             self._own.update(zip(piece.members, _first_of(olds, news), strict=True))
         bucket = self._setting.buckets[piece.home]
-        bucket.gather(piece, news, olds if self._olds_count else self._scale.olds(olds))
+        olds = olds if self._olds_count else self._scale.olds(olds)
+        bucket.gather(piece, news, olds, self._scale.factor)
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
         if not self._waiting[bucket.index]:
@@ -175,7 +179,6 @@ class Pass:
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._states[bucket.index] is State.GATHERED
-        self._scale.before(bucket)
         self._works.append(self._scale.start(self._setting.channel, bucket.payload))
         self._states[bucket.index] = State.LAUNCHED
 
@@ -251,7 +254,8 @@ class Pass:
                 late[piece.members[offset]] = gradient
                 self.is_surprised = True
             else:
-                self._setting.buckets[piece.home].add(piece.places.start + offset, gradient)
+                place = piece.places.start + offset
+                self._setting.buckets[piece.home].add(place, gradient, self._scale.factor)
                 if piece.members[offset] in self._unused:  # it was taken for one that does not come
                     self._unused.remove(piece.members[offset])
                     self.is_surprised = True
@@ -317,7 +321,8 @@ class Pass:
         works = []
         for i in which:
             bucket, place = homes[i]
-            part = self._scale.scaled(bucket.fitting(place, mine.get(i)))
+            part = bucket.fitting(place, mine.get(i))
+            part = part if self._scale.factor == 1 else part * self._scale.factor
             works.append((bucket, place, part, self._scale.start(self._setting.channel, part)))
         for bucket, place, part, work in works:
             work.wait()

@@ -26,7 +26,7 @@ from ._channel import Channel, Handle
 from ._header import Header
 from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Shape, plan_buckets
-from ._scale import Mean, Scale, Sum
+from ._scale import Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
 from ._stats import Stats
 from ._weights import Weights
@@ -53,8 +53,8 @@ class Reducer:
         self._sparse = sparse
         self.channel = channel
         self._caps = caps
-        kind = {"mean": Mean, "sum": Sum}[reduce]
-        self._plain_scale: Scale = kind(channel.size)
+        mean = Mean if channel.shares_memory else MeanOfShares
+        self._plain_scale: Scale = {"mean": mean, "sum": Sum}[reduce](channel.size)
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every

@@ -78,6 +78,7 @@ class Pass:
         first: int | None,
         olds_count: bool,
         proof: Named,
+        launches_early: bool,
         timing: Timing,
     ) -> None:
         self._setting = setting
@@ -87,6 +88,7 @@ class Pass:
         """Whether gradients from before the pass are this rank's own, and not reduced yet."""
         self._proof = proof
         """The parameters to compare over the ranks in this pass."""
+        self._launches_early = launches_early
         self.timing = timing
         self.is_surprised = False
         """The graph was not the one that was learnt from."""
@@ -132,7 +134,7 @@ class Pass:
             return
         self._gather(number, news)
         self._release(number)
-        last = len(self._states) - 1
+        last = len(self._states) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
             self._mark_arrival()
             self._launch(self._setting.buckets[turn])
@@ -201,10 +203,9 @@ class Pass:
         *others, last = self._setting.buckets
         backward = time.perf_counter() - self.timing.began
         late = self._collect_late()
-        for number, piece in enumerate(self._setting.pieces):
+        for number in range(len(self._setting.pieces)):
             if not self._is_gathered[number]:
-                self._gather(number, [p.grad for p in piece.parameters])
-        self.is_surprised |= len(self._works) < self._expected()
+                self._gather_at_last(number)
         for bucket in others[len(self._works) :]:
             self._mark_arrival()
             self._launch(bucket)
@@ -223,16 +224,12 @@ class Pass:
         self._show(self._used(header, lates))
         self.timing.ended = time.perf_counter()
 
-    def _expected(self) -> int:
-        """Tell how many buckets would be under way by now, had it been as the last time."""
-        if self._setting.is_learning:
-            return 0
-        unused = {
-            piece.home
-            for piece, absent in zip(self._setting.pieces, self._setting.absent, strict=True)
-            if absent == len(piece.members)
-        }
-        return min(unused, default=len(self._states) - 1)
+    def _gather_at_last(self, number: int) -> None:
+        """Gather a piece that nobody called for: because none of it comes, or by surprise."""
+        news = [p.grad for p in self._setting.pieces[number].parameters]
+        is_expected = count_missing(news) == self._setting.absent[number] == len(news)
+        self.is_surprised |= not (is_expected or self._setting.is_learning)
+        self._gather(number, news)
 
     def _collect_late(self) -> dict[int, Tensor]:
         """Take what came after its piece was gathered; late is what came after the launch."""

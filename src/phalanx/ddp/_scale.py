@@ -84,8 +84,9 @@ class Sum(Scale):
 class WeightedMean(Scale):
     """Every rank counts by its samples, or whatever the loss of a rank is a mean over."""
 
-    def __init__(self, factor: float, weight: float) -> None:
-        self.factor = factor
+    def __init__(self, factor: float, weight: float, *, unit: float) -> None:
+        self._unit = unit
+        self.factor = factor / unit
         """What one gradient of this rank stands for: the weight of its last pass."""
         self.weight = weight
         """What they stand for together, since gradients were reduced last."""
@@ -101,7 +102,7 @@ class WeightedMean(Scale):
 
     @property
     def _share(self) -> float:
-        return 1 / self._total if self._total else 0.0
+        return self._unit / self._total if self._total else 0.0
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part * self._share

@@ -1,0 +1,58 @@
+"""Communication hooks: other ways than a plain mean for gradients to reach the other ranks.
+
+::
+
+    state = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=100)
+    model.register_comm_hook(state, powerSGD_hook)
+
+A hook is called with its state and a bucket of gradients, and returns a future of their mean. The
+names, parameters and meanings are those of ``torch.distributed.algorithms.ddp_comm_hooks`` and
+``model_averaging``; hooks from here run on torch's DDP, and torch's on ours. For the plain ones the
+state is a process group, and None means the module's.
+"""
+
+from ._allreduce import allreduce_hook, noop_hook
+from ._averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
+from ._chain import chain
+from ._diloco import DiLoCo
+from ._half import (
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from ._post_local import PostLocalSGDState, post_localSGD_hook
+from ._post_local_optimizer import PostLocalSGDOptimizer
+from ._power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from ._quantization import quantization_perchannel_hook, quantization_pertensor_hook
+from ._random_k import RandomKState, randomk_hook
+from ._registration import DDPCommHookType, register_ddp_comm_hook
+from ._top_k import TopKState, topk_hook
+
+__all__ = [
+    "DDPCommHookType",
+    "DiLoCo",
+    "HierarchicalModelAverager",
+    "ModelAverager",
+    "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
+    "PostLocalSGDState",
+    "PowerSGDState",
+    "RandomKState",
+    "TopKState",
+    "allreduce_hook",
+    "batched_powerSGD_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "chain",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+    "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
+    "randomk_hook",
+    "register_ddp_comm_hook",
+    "topk_hook",
+]

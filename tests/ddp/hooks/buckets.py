@@ -1,0 +1,48 @@
+"""Buckets for hooks, made without a module, and gradients that every rank can make for all."""
+
+import torch
+from torch.nn import Parameter
+
+from phalanx.ddp._grad_bucket import GradBucket
+from phalanx.testing import over_groups
+
+everywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
+"""Threads and processes, as a pair and more."""
+on_threads = over_groups(backends=("local",), sizes=(2, 4))
+"""What the memory of the ranks has no part in."""
+
+SHAPES = ((6, 5), (7,), (3, 2, 4))
+
+
+def bucket_of(*gradients, index=0, is_last=True, group=None):
+    """Make a bucket of gradients, as the reducer does."""
+    flat = torch.cat([each.reshape(-1) for each in gradients])
+    parts = flat.split([each.numel() for each in gradients])
+    views = [part.view(each.shape) for part, each in zip(parts, gradients, strict=True)]
+    parameters = [Parameter(torch.zeros_like(each)) for each in gradients]
+    return GradBucket(index, flat, views, parameters, is_last, group=group)
+
+
+def gradients(rank, step=0, *, shapes=SHAPES, dtype=torch.float32):
+    """Make what a rank has in a step; anybody can, for the generator is seeded."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def flat_gradients(size, step=0, **options):
+    """Make what all ranks have in a step, flat, by rank."""
+    everyones = (gradients(rank, step, **options) for rank in range(size))
+    return [torch.cat([each.reshape(-1) for each in mine]) for mine in everyones]
+
+
+def mean_of(tensors):
+    """Average tensors in float64, as the oracle does."""
+    return torch.stack([each.double() for each in tensors]).mean(0)
+
+
+def run(hook, state, group, step=0, *, index=0, is_last=True, **options):
+    """Run a hook on this rank's gradients of a step, and wait for its result."""
+    mine = bucket_of(
+        *gradients(group.rank(), step, **options), index=index, is_last=is_last, group=group
+    )
+    return hook(state, mine).wait()

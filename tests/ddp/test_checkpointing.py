@@ -10,6 +10,7 @@ from .whole import (
     TINY,
     assert_same_gradients,
     batch,
+    compare,
     everywhere,
     share,
     train,
@@ -106,9 +107,7 @@ def test_recomputing_does_not_rearrange_what_is_under_way(group):
             ]
             for loss in losses:  # the order from the first of them must not be taken in the second
                 loss.backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 # -- late ----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from .whole import (
     assert_close,
     assert_same_gradients,
     batch,
+    compare,
     everywhere,
     mlp,
     on_pairs,
@@ -103,9 +104,7 @@ def test_several_forwards_then_as_many_backwards(group, cap):
         theirs = [whole_loss(whole, rows * n, group, squares, step) for n in (1, 2)]
         for loss in mine + theirs:
             loss.backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -118,9 +117,7 @@ def test_one_forward_and_several_backwards(group, cap):
             for _ in range(2):
                 loss.backward(retain_graph=True)
             (loss * 2).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -130,9 +127,7 @@ def test_backward_to_chosen_parameters(group):
         rows = batch(step, group.size())
         for module, part in ((ddp, share(rows, group)), (whole, rows)):
             squares(module, part).backward(inputs=[inner(module)[2].weight])
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -206,9 +201,7 @@ def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
             squares(module, part).backward()
             squares(module, part * 2).backward()
             (inner(module)[0].bias.square().sum() * part.mean()).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @on_pairs
@@ -220,9 +213,7 @@ def test_a_parameter_is_regularised_by_itself_after_a_while(group):
             squares(module, part).backward()
             if step > 3:
                 (inner(module)[2].bias.square().sum() * part.mean()).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @on_pairs
@@ -296,9 +287,7 @@ def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
             ddp.zero_grad()
         squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole, rtol=1e-5)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=1e-5)
 
 
 @everywhere

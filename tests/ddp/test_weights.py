@@ -6,7 +6,17 @@ import torch
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_same_gradients, batch, everywhere, mlp, share, squares, wrapped
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    compare,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    wrapped,
+)
 
 SHARES = {
     "uneven": lambda _, rank: rank + 1,
@@ -46,9 +56,7 @@ def test_ranks_hold_different_amounts(group, shares):
             ddp.backward(mean(ddp, mine), weight=len(mine))
             assert ddp.weight is None
         mean(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole, rtol=2e-6)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=2e-6)
 
 
 @everywhere
@@ -68,9 +76,7 @@ def test_accumulation_with_changing_weights(group, keeps):
             else:
                 loss.backward()
         mean(whole, torch.cat(everything)).backward()
-        assert_same_gradients(ddp.module, whole, rtol=2e-6)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=2e-6)
 
 
 @everywhere
@@ -165,6 +171,4 @@ def test_a_pass_that_raised_does_not_count(group):
             ddp.zero_grad()
         squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)

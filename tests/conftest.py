@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import torch
 
 from phalanx.testing import RankPool
 from phalanx.testing.pytest_plugin import threads
@@ -12,6 +13,8 @@ __all__ = ["ranks", "threads"]
 # For every connection to a TCPStore, torch asks a name server about the loopback address. Tests
 # need none, and must not wait for a slow one.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+torch.set_num_threads(1)  # as in rank processes: where ranks are threads, they share the machine
 
 PRELOADED = ("phalanx.ddp", "torch._dynamo")
 """What the first optimizer or checkpoint of a process imports: 1,200 modules. In the template they

@@ -4,17 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.ddp import DDP
-
 from .whole import (
     TINY,
     assert_close,
     assert_same_gradients,
     batch,
+    both_caps,
     compare,
     everywhere,
+    inner,
+    launched,
     mlp,
-    on_pairs,
+    parts,
     seeded,
     share,
     squares,
@@ -22,12 +23,6 @@ from .whole import (
     whole_loss,
     wrapped,
 )
-
-both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
-
-
-def inner(module):
-    return module.module if isinstance(module, DDP) else module
 
 
 class Choice(nn.Module):
@@ -125,7 +120,7 @@ def test_backward_to_chosen_parameters(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward(inputs=[inner(module)[2].weight])
         compare(ddp, whole)
 
@@ -157,6 +152,46 @@ def test_autograd_grad_in_between_leaves_gradients_alone(group):
         return squares(module, rows)
 
     train(mlp, group, loss, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_autograd_grad_beside_frozen_parameters(group):
+    def loss(module, rows, step, rank):
+        layers = inner(module)
+        layers[0].requires_grad_(step % 2 == 0)  # the first that is asked for
+        inputs = rows.clone().requires_grad_()
+        for wanted in (inputs, layers[2].weight):
+            (mine,) = torch.autograd.grad(squares(module, inputs), wanted)
+            (plain,) = torch.autograd.grad(squares(layers, inputs), wanted)
+            assert torch.equal(mine, plain)
+        (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean() + squares(module, rows)
+
+    train(mlp, group, loss, steps=5, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_backward_to_chosen_parameters_beside_frozen_ones(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            inner(module)[0].weight.requires_grad_(step % 2 == 1)
+            squares(module, part).backward(inputs=[inner(module)[2].weight])
+        compare(ddp, whole)
+
+
+@everywhere
+def test_buckets_leave_early_after_several_passes_from_the_first_forward(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for times in (3, 1, 1):
+        rows = batch(times, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            loss = squares(module, part)
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+        compare(ddp, whole)
+    assert launched(ddp, share(rows, group)) >= 2
 
 
 @everywhere
@@ -197,26 +232,26 @@ def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(6):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward()
             squares(module, part * 2).backward()
             (inner(module)[0].bias.square().sum() * part.mean()).backward()
         compare(ddp, whole)
 
 
-@on_pairs
+@everywhere
 def test_a_parameter_is_regularised_by_itself_after_a_while(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward()
             if step > 3:
                 (inner(module)[2].bias.square().sum() * part.mean()).backward()
         compare(ddp, whole)
 
 
-@on_pairs
+@everywhere
 def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
     def loss(module, rows, step, rank):
         plain = squares(module, rows)
@@ -254,65 +289,6 @@ def test_a_wrapped_module_is_part_of_another(group):
         assert_same_gradients(ddp.module, whole)
         models[0].zero_grad()
         models[1].zero_grad()
-
-
-# -- what goes wrong -----------------------------------------------------------------------
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(_, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("broken in the middle")
-
-
-@everywhere
-@both_caps
-def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
-    class Breaking(nn.Sequential):
-        def forward(self, rows, breaks=False):
-            hidden = self[0](rows)
-            return self[1](Broken.apply(hidden) if breaks else hidden)
-
-    ddp, whole = wrapped(lambda: Breaking(nn.Linear(5, 500), nn.Linear(500, 2)), group,
-                         bucket_cap_mb=cap)  # fmt: skip
-    for step in range(8):
-        rows = batch(step, group.size())
-        if step in (0, 2, 3, 6):
-            with pytest.raises(ArithmeticError, match="in the middle"):
-                ddp(share(rows, group), breaks=True).square().mean().backward()
-            ddp.zero_grad()
-        squares(ddp, share(rows, group)).backward()
-        squares(whole, rows).backward()
-        compare(ddp, whole, rtol=1e-5)
-
-
-@everywhere
-def test_backward_raises_and_is_called_again_without_a_forward(group):
-    fails = [True]
-
-    def fail_once(gradient):
-        if fails:
-            fails.pop()
-            raise ArithmeticError("once")
-
-    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
-    rows = batch(0, group.size())
-
-    def hook(layer, inputs, output):
-        output.register_hook(fail_once)
-
-    ddp.module[0].register_forward_hook(hook)
-    loss = squares(ddp, share(rows, group))
-    with pytest.raises(ArithmeticError):
-        loss.backward(retain_graph=True)
-    ddp.zero_grad()
-    loss.backward()
-    squares(whole, rows).backward()
-    assert_same_gradients(ddp.module, whole)
 
 
 class Optional(nn.Module):

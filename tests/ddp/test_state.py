@@ -12,19 +12,17 @@ from phalanx.ddp import DDP
 from phalanx.testing import over_groups
 
 from .whole import (
+    alone,
     assert_same_gradients,
     batch,
     compare,
     everywhere,
     mlp,
-    on_pairs,
     seeded,
     share,
     squares,
     wrapped,
 )
-
-alone = over_groups(backends=("local",), sizes=(1,))
 
 
 @everywhere
@@ -146,7 +144,7 @@ def test_a_copy_trains_by_itself(group, how):
     outer.load_state_dict({f"0.module.{k}": v for k, v in whole.state_dict().items()})
 
 
-@on_pairs
+@everywhere
 @pytest.mark.parametrize("how", COPIERS)
 def test_a_copy_needs_a_current_group(group, how):
     ddp, _ = wrapped(mlp, group)

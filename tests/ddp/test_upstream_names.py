@@ -8,22 +8,21 @@ import torch
 from torch import nn
 
 from phalanx.ddp import DDP
-from phalanx.testing import over_groups
 
 from .whole import (
+    ROWS,
     TINY,
+    alone,
     assert_same_gradients,
     batch,
+    compare,
     everywhere,
     mlp,
-    on_pairs,
     seeded,
     share,
     squares,
     wrapped,
 )
-
-alone = over_groups(backends=("local",), sizes=(1,))
 
 
 @everywhere
@@ -65,7 +64,7 @@ def test_the_module_that_runs(group):
         assert DDP._get_active_ddp_module() is ddp
 
 
-@on_pairs
+@everywhere
 def test_what_is_told_for_logs(group):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     ddp._set_ddp_runtime_logging_sample_rate(2)
@@ -75,7 +74,8 @@ def test_what_is_told_for_logs(group):
     for step in range(3):
         squares(ddp, share(batch(step, group.size()), group)).backward()
     data = ddp._get_ddp_logging_data()
-    assert (data["world_size"], data["rank"], data["iteration"]) == (2, group.rank(), 3)
+    place = (group.size(), group.rank())
+    assert (data["world_size"], data["rank"], data["iteration"]) == (*place, 3)
     assert (data["module_name"], data["num_parameter_tensors"]) == ("Sequential", 4)
     assert data["total_parameter_size_bytes"] == sum(p.nbytes for p in ddp.parameters())
     assert len(data["bucket_sizes"].split(", ")) == 4
@@ -92,7 +92,7 @@ def test_hooks_are_removed(group):
     assert not any(p._post_accumulate_grad_hooks for p in ddp.parameters())
 
 
-@on_pairs
+@everywhere
 def test_settings_that_are_accepted(group):
     ddp, whole = wrapped(mlp, group)
     ddp._set_ddp_sink_clone(False)
@@ -108,7 +108,7 @@ def test_settings_that_are_accepted(group):
     ddp._check_reducer_finalized()
 
 
-@on_pairs
+@everywhere
 def test_a_pass_that_is_not_over(group):
     ddp, _ = wrapped(mlp, group)
     said = []
@@ -124,20 +124,27 @@ def test_a_pass_that_is_not_over(group):
     assert said
 
 
-@over_groups(backends=("shm",), sizes=(4,))
+@everywhere
 def test_another_group(group):
     ddp, whole = wrapped(mlp, group)
     squares(ddp, torch.ones(1, 5)).backward()
     ddp.zero_grad()
-    halves = [group.split_group([0, 1]), group.split_group([2, 3])]
-    (mine,) = (half for half in halves if half is not None)
-    ddp._update_process_group(mine)
+    half = [rank for rank in range(group.size()) if rank % 2 == group.rank() % 2]
+    mine = group.split_group(half)
+    ddp.weight = 1 + mine.rank()
+    with ddp.no_sync():
+        ddp._update_process_group(mine)
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
     assert ddp.process_group is mine
-    rows = batch(0, 2)
-    for _ in range(2):
+    assert ddp.weight == 1 + mine.rank()
+    total = sum(range(1, mine.size() + 1))
+    for step in range(3):
+        rows = batch(step, mine.size())
         squares(ddp, share(rows, mine)).backward()
-        squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole)
+        for rank, part in enumerate(rows.split(ROWS)):
+            (squares(whole, part) * (1 + rank) / total).backward()
+        compare(ddp, whole, rtol=2e-6)
     mine.shutdown()
 
 

@@ -16,8 +16,10 @@ from phalanx.testing import over_groups
 
 everywhere = over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
 """Most bodies: threads and processes, alone, as a pair, and more than this."""
-on_pairs = over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
-"""Bodies with nothing to say of more ranks."""
+several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+"""Bodies in which ranks differ, and leave the group as they found it."""
+alone = over_groups(backends=("local",), sizes=(1,))
+"""Bodies that never come to a group."""
 both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
 """``gradient_as_bucket_view``."""
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
@@ -116,6 +118,24 @@ def parts(ddp, whole, rows, group):
 def inner(module):
     """Tell the module itself, wrapped or not."""
     return module.module if isinstance(module, DDP) else module
+
+
+def operations(group, action):
+    """List what a group was asked for while something was done."""
+    before = [record.sequence for record in group.records()][-1:]
+    action()
+    return [record.operation for record in group.records() if [record.sequence] > before]
+
+
+def launched(ddp, rows):
+    """Tell how many buckets of a Sequential are under way when its first weight's turn comes."""
+    counts = []
+    weight = ddp.module[0].weight
+    hook = weight.register_hook(lambda _: counts.append(len(ddp.reducer._under_way._works)))
+    squares(ddp, rows).backward()
+    hook.remove()
+    (count,) = counts
+    return count
 
 
 def assert_same_everywhere(ddp):

@@ -21,6 +21,7 @@ def test_it_has_upstreams_parameters_in_upstreams_order():
     ours = list(inspect.signature(DDP).parameters)
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert ours[: len(theirs)] == theirs
+    assert inspect.signature(DDP).parameters["gradient_as_bucket_view"].default is True
     assert phalanx.DDP is phalanx.DistributedDataParallel is DistributedDataParallel is DDP
 
 

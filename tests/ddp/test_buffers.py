@@ -8,6 +8,7 @@ from phalanx.ddp import DDP
 from phalanx.testing import over_groups
 
 from .whole import (
+    ROWS,
     assert_same_gradients,
     batch,
     compare,
@@ -79,6 +80,52 @@ def test_a_buffer_that_was_replaced_is_found(group):
     ddp(torch.ones(1, 5))
     assert ddp.module.scale.tolist() == [7] * 3
     assert ddp.module.new == 0
+
+
+class Moving(nn.Module):
+    """Puts another tensor in the place of its buffer in every forward, and uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, rows):
+        output = self.layer(rows)
+        self.mean = self.mean * 0.5 + output.detach().mean(dim=0)
+        return output * self.mean
+
+
+@everywhere
+def test_a_buffer_that_forward_replaces_is_found(group):
+    ddp, first = DDP(seeded(Moving), process_group=group), seeded(Moving)
+    for step in range(4):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        first.mean, before = first.mean.clone(), first.mean
+        for rank, part in reversed(list(enumerate(rows.split(ROWS)))):
+            first.mean = before  # of rank 0, which comes last here
+            (squares(first, part) / group.size()).backward()
+            if rank == group.rank():
+                assert torch.equal(ddp.module.mean, first.mean)
+        assert_same_gradients(ddp.module, first)
+        ddp.zero_grad()
+        first.zero_grad()
+
+
+@everywhere
+def test_several_forwards_with_a_buffer_that_autograd_has_saved(group):
+    ddp = make(group)
+    whole = seeded(Counting)
+
+    def loss(module, rows, step, rank):
+        return squares(module, rows) + squares(module, rows * 2)
+
+    for step in range(3):
+        rows = batch(step, group.size())
+        loss(ddp, share(rows, group), step, 0).backward()
+        whole_loss(whole, rows, group, loss, step).backward()
+        compare(ddp, whole)
 
 
 @everywhere

@@ -11,6 +11,7 @@ from .whole import (
     batch,
     both_caps,
     compare,
+    defective,
     everywhere,
     inner,
     launched,
@@ -182,6 +183,32 @@ def test_backward_to_chosen_parameters_beside_frozen_ones(group):
 
 
 @everywhere
+def test_sums_to_chosen_parameters_beside_frozen_ones(group):
+    ddp, whole = wrapped(mlp, group, reduce="sum")
+    for step in range(4):  # which add up: what was there is summed once only
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            inner(module)[0].weight.requires_grad_(step == 0)
+            loss = squares(module, part) * (group.size() if module is whole else 1)
+            loss.backward(inputs=[inner(module)[2].weight])
+        assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+def test_the_order_is_learnt_from_a_pass_that_nobody_announced(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            output = module(part)
+            (inner(module)[0].weight.square().sum() * part.mean()).backward()
+            output.square().mean().backward()
+        compare(ddp, whole)
+    first = ddp.reducer.buckets[0]
+    assert [ddp.reducer.names[i] for i in first.members] == ["0.weight"]
+
+
+@everywhere
 def test_buckets_leave_early_after_several_passes_from_the_first_forward(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for times in (3, 1, 1):
@@ -258,6 +285,30 @@ def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
         return plain + inner(module).temperature.exp() * (rank + step) if step > 3 else plain
 
     train(Scaled, group, loss, steps=6)
+
+
+def regularise(group, reduce):
+    """Give one parameter gradients that come from no output, and clear nothing."""
+    ddp, whole = wrapped(mlp, group, reduce=reduce, bucket_cap_mb=TINY)
+    factor = group.size() if reduce == "sum" else 1
+    for step in range(5):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            times = 1 if module is ddp else factor
+            (squares(module, part) * times).backward()
+            (inner(module)[2].bias.square().sum() * part.mean() * times).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+
+
+@everywhere
+def test_a_parameter_is_regularised_by_itself_without_clearing(group):
+    regularise(group, "mean")
+
+
+@defective
+@pytest.mark.xfail(reason="what was there before is summed again with the first", strict=True)
+def test_a_parameter_is_regularised_by_itself_without_clearing_and_summed(group):
+    regularise(group, "sum")
 
 
 # -- several modules -----------------------------------------------------------------------

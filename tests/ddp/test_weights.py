@@ -15,6 +15,7 @@ from .whole import (
     batch,
     both,
     compare,
+    defective,
     everywhere,
     mlp,
     share,
@@ -126,10 +127,6 @@ def test_the_weight_that_is_set_holds_unless_another_is_given(group):
     mean(whole, rows).backward()
     assert_same_gradients(ddp.module, whole, rtol=2e-6)
     assert ddp.weight == counts[group.rank()]
-
-
-defective = over_groups(backends=("local", "shm"), sizes=(2,))
-"""For what is known to fail: a rank process that fails is replaced, and so are all groups."""
 
 
 @defective

@@ -22,6 +22,8 @@ alone = over_groups(backends=("local",), sizes=(1,))
 """Bodies that never come to a group."""
 both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
 """``gradient_as_bucket_view``."""
+defective = over_groups(backends=("local", "shm"), sizes=(2,))
+"""What is known to fail: a rank process that fails is replaced, and so are all groups."""
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
 both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
 """``bucket_cap_mb``."""

@@ -14,15 +14,14 @@ from phalanx.ddp import DDP, DistributedDataParallel
 from phalanx.mesh import DeviceMesh, init_device_mesh
 from phalanx.testing import over_groups
 
-from .whole import TINY, batch, everywhere, mlp, on_pairs, seeded, share, squares, train
-
-alone = over_groups(backends=("local",), sizes=(1,))
+from .whole import TINY, alone, batch, everywhere, mlp, operations, seeded, share, squares, train
 
 
 def test_it_has_upstreams_parameters_in_upstreams_order():
     ours = list(inspect.signature(DDP).parameters)
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert ours[: len(theirs)] == theirs
+    assert inspect.signature(DDP).parameters["gradient_as_bucket_view"].default is True
     assert phalanx.DDP is phalanx.DistributedDataParallel is DistributedDataParallel is DDP
 
 
@@ -77,24 +76,23 @@ def test_the_current_group_is_taken(group):
     assert ddp.process_group is group
 
 
-@on_pairs
+@everywhere
 def test_no_syncing_at_the_start(group):
     module = seeded(mlp, seed=group.rank())
     before = [p.detach().clone() for p in module.parameters()]
-    calls = len(group.records())
-    ddp = DDP(module, process_group=group, init_sync=False)
-    assert len(group.records()) == calls
-    assert all(map(torch.equal, before, ddp.parameters()))
+    wrappers = []
+    told = operations(
+        group, lambda: wrappers.append(DDP(module, process_group=group, init_sync=False))
+    )
+    assert told == []
+    assert all(map(torch.equal, before, wrappers[0].parameters()))
 
 
-@on_pairs
+@everywhere
 def test_syncing_at_the_start_is_one_check_and_one_broadcast(group):
-    def collectives():
-        return [record.operation for record in group.records()]
-
-    calls = len(collectives())
-    DDP(seeded(mlp, seed=group.rank()), process_group=group)
-    assert collectives()[calls:] == ["allgather", "broadcast"]
+    module = seeded(mlp, seed=group.rank())
+    told = operations(group, lambda: DDP(module, process_group=group))
+    assert told == ["allgather", "broadcast"]
 
 
 def train_on(mesh, group):

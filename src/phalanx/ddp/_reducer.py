@@ -64,6 +64,7 @@ class Reducer:
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
+        self._is_closed = False
         self.was_surprised = False
         """The graph has changed at some time."""
         self.weights = Weights()
@@ -150,7 +151,7 @@ class Reducer:
     def prepare(self) -> None:
         """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
         self._abandon_if_dead()
-        if self._under_way is not None:
+        if self._under_way is not None or self._is_closed:
             return  # a part of forward is run again, for the backward pass that wants its values
         self.expects_backward = True
         if self._frozen and any(p.requires_grad for p in self._frozen):
@@ -205,7 +206,7 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
-        if self._will_accumulate():
+        if not self._is_closed and self._will_accumulate():
             self.begin()
 
     def begin(self, *, first: int | None = None, blind: bool = False) -> None:
@@ -383,7 +384,8 @@ class Reducer:
             self.weights.go_back()
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and reduce nothing any more."""
+        self._is_closed = True
         self._arrivals.close()
         self._company.leave(self)
 

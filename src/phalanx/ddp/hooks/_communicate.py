@@ -94,16 +94,19 @@ def when_done(
     calls: Sequence[Handle], finish: Callable[[], Tensor], device: torch.device
 ) -> Future[Tensor]:
     """Return a future of what `finish` makes when all calls have ended."""
-
-    def finished(_: object = None) -> Tensor:
-        for call in calls:
-            call.wait()
-        return finish()
-
     if all(call.is_completed() for call in calls):
-        return _settled(_future(device), finished)  # a future of the engine's may cost a thread
+        # A future of the engine's may cost a thread.
+        return _settled(_future(device), lambda: _after(calls, finish))
+    # Not the calls, once their futures have ended: to wait for one there may be for ever.
     parts = [call.get_future() for call in calls]
-    return then(parts[0] if len(parts) == 1 else collect_all(parts), finished, device)
+    whole: Future[Any] = parts[0] if len(parts) == 1 else collect_all(parts)
+    return then(whole, lambda _: _after(parts, finish), device)
+
+
+def _after(ended: Sequence[Handle | Future[Any]], finish: Callable[[], Tensor]) -> Tensor:
+    for each in ended:
+        each.wait()  # raises what it ended with
+    return finish()
 
 
 def then(

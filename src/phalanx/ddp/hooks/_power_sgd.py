@@ -4,9 +4,8 @@ A gradient M of n x m becomes P Q^T with r columns each. One step of a power ite
 begun from the Q of the step before: P = M Q, averaged over the ranks and made orthonormal, then
 Q = M^T P, averaged. Both are linear in M, so what comes out is the approximation of the mean.
 
-What a rank holds back is M less its own part of that, P Q_w^T, as the paper has it. (Less the mean,
-as torch and the paper's program reckon, the ranks' means agree, but each rank hoards the difference
-between its gradients and everybody's, without end.)
+What a rank holds back is M less its own part of that, P Q_w^T, as the paper has it. Torch takes the
+mean of all ranks' parts instead; over the ranks that comes to the same.
 """
 
 import math

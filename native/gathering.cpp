@@ -18,6 +18,9 @@ namespace {
 // Gradients of this size are not alone: together they do not stay in the cache until they are reduced.
 constexpr std::size_t kLarge = std::size_t{4} << 20;
 
+constexpr int kSingle = static_cast<int>(DType::float32);
+constexpr int kDouble = static_cast<int>(DType::float64);
+
 struct Piece {
   const char* data;
   std::size_t bytes;
@@ -38,9 +41,30 @@ Piece memory_of(PyObject* tensor, int type, std::size_t bytes) {
   return {static_cast<const char*>(told.data) + told.byte_offset, bytes};
 }
 
-// Copies tensors, or does nothing and says so if one of them is anything special, None for instance.
-bool gather(std::uintptr_t into, nb::list tensors, nb::list sizes, int type) {
+void copy_bytes(char* target, const Piece& piece) {
+  if (piece.bytes < kLarge)
+    std::memcpy(target, piece.data, piece.bytes);
+  else
+    stream_bytes(target, piece.data, piece.bytes);
+}
+
+template <typename T>
+void copy_scaled(char* target, const Piece& piece, T factor) {
+  const auto* from = reinterpret_cast<const T*>(piece.data);
+  auto* to = reinterpret_cast<T*>(target);
+  for (std::size_t i = 0; i < piece.bytes / sizeof(T); ++i) to[i] = from[i] * factor;
+}
+
+// Not by 0, which has to make a zero even of what is not a number.
+bool can_scale(int type, double factor) {
+  return factor != 0 && (type == kSingle || type == kDouble);
+}
+
+// Copies tensors and multiplies them on the way, or does nothing and says so if one of them is anything
+// special, None for instance.
+bool gather(std::uintptr_t into, nb::list tensors, nb::list sizes, int type, double factor) {
   if (known.inspect == nullptr || nb::len(tensors) != nb::len(sizes)) return false;
+  if (factor != 1 && !can_scale(type, factor)) return false;
   std::vector<Piece> pieces;
   pieces.reserve(nb::len(tensors));
   for (std::size_t i = 0; i < nb::len(tensors); ++i) {
@@ -54,10 +78,12 @@ bool gather(std::uintptr_t into, nb::list tensors, nb::list sizes, int type) {
   const nb::gil_scoped_release release;
   auto* target = reinterpret_cast<char*>(into);
   for (const Piece& piece : pieces) {
-    if (piece.bytes < kLarge)
-      std::memcpy(target, piece.data, piece.bytes);
+    if (factor == 1)
+      copy_bytes(target, piece);
+    else if (type == kSingle)
+      copy_scaled(target, piece, static_cast<float>(factor));
     else
-      stream_bytes(target, piece.data, piece.bytes);
+      copy_scaled(target, piece, factor);
     target += piece.bytes;
   }
   return true;
@@ -66,7 +92,7 @@ bool gather(std::uintptr_t into, nb::list tensors, nb::list sizes, int type) {
 }  // namespace
 
 void add_gathering(nb::module_& module) {
-  module.def("gather", &gather, "into"_a, "tensors"_a, "sizes"_a, "type"_a);
+  module.def("gather", &gather, "into"_a, "tensors"_a, "sizes"_a, "type"_a, "factor"_a);
 }
 
 }  // namespace phalanx

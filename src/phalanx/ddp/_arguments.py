@@ -71,13 +71,19 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
             raise InvalidState(
                 f"parameter {name!r} has no shape yet: run the module once before wrapping it"
             )
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
+    if not named:
+        raise InvalidState("no parameter requires a gradient, for the module has none")
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
     if types == ["meta"]:
         raise InvalidState(f"parameter {named[0][0]!r} has no values: it is on the meta device")
+
+
+def check_trainable(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse a module that does not learn; after ranks know that it is the same on all of them."""
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
 
 
 def check_layers(sync_norms: Sequence[str], device: torch.device) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Parameter
 
 __all__ = ["Arrivals", "UnderWay"]
@@ -32,6 +33,7 @@ class Arrivals:
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
         self._handles: list[Any] = []
+        self._announcing: list[Any] = []
         self._seen: list[int] = []
         self._countdowns: list[_Countdown] = []
         self.is_learning = False
@@ -43,6 +45,13 @@ class Arrivals:
         told = weakref.WeakMethod(notice)
         for i, parameter in enumerate(self._parameters):
             self._hook(parameter, partial(_arrived, told, self._seen, i))
+
+    def announce(self, notice: Callable[[], None]) -> None:
+        """Call `notice` for every gradient before it is added to what is in ``.grad``, for good."""
+        told = weakref.WeakMethod(notice)
+        for parameter in self._parameters:
+            handle = parameter.register_hook(partial(_announce, told))  # type: ignore[no-untyped-call]
+            self._announcing.append(handle)
 
     @property
     def order(self) -> list[int]:
@@ -87,8 +96,14 @@ class Arrivals:
         for countdown in self._countdowns:
             countdown.restart()
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """Take all hooks away."""
+        self.remove()
+        for handle in self._announcing:
+            handle.remove()
+
+    def remove(self) -> None:
+        """Take away the hooks that learn or follow."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._countdowns = [], []
@@ -124,6 +139,12 @@ class _Countdown:
 # longer than the reducer, and must not keep it.
 
 
+def _announce(told: Any, _: Tensor) -> None:
+    notice = told()
+    if notice is not None:
+        notice()
+
+
 def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
     notice = told()
     if notice is not None:
@@ -132,20 +153,15 @@ def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
 
 
 def _watch(told: Any, under_way: UnderWay, i: int) -> Callable[[Parameter], None]:
-    """Make a hook for a parameter that is hardly ever a stray: a generator, which resumes faster
-    than a function starts."""
+    """Make a hook for a parameter that is hardly ever a stray."""
 
-    def watcher() -> Generator[None, Parameter, None]:
-        while True:
-            yield
-            if under_way[0]() is None:
-                notice = told()
-                if notice is not None:
-                    notice(i)
+    def watch(_: Parameter) -> None:
+        if under_way[0]() is None:
+            notice = told()
+            if notice is not None:
+                notice(i)
 
-    waiting = watcher()
-    next(waiting)
-    return waiting.send
+    return watch
 
 
 def _ready(told: Any, countdown: _Countdown, number: int, _: Parameter) -> None:

@@ -72,11 +72,11 @@ class Bucket:
         """Tell how many bytes travel."""
         raise NotImplementedError
 
-    def gather(self, piece: Piece, news: Gradients, olds: Gradients) -> None:
-        """Take in gradients of a backward pass, and those that there were before it."""
+    def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
+        """Take in gradients of a pass and those that there were before it, times a factor."""
         raise NotImplementedError
 
-    def add(self, place: int, gradient: Tensor) -> None:
+    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         """Add to the gradient at a place."""
         raise NotImplementedError
 
@@ -133,20 +133,24 @@ class DenseBucket(Bucket):
     def nbytes(self) -> int:
         return self.flat.nbytes
 
-    def gather(self, piece: Piece, news: Gradients, olds: Gradients) -> None:
-        if not olds and self._copy_all(piece.places, news):
+    def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
+        if not olds and self._copy_plain(piece.places, news, factor):
             return
-        for place, (view, new) in enumerate(zip(self.views[piece.places], news, strict=True)):
+        if olds or not self._copy_all(piece.places, news):
+            self._copy_each(piece.places, news, olds)
+        if factor != 1:
+            _scale(self.views[piece.places], factor)
+
+    def _copy_each(self, places: slice, news: Gradients, olds: Gradients) -> None:
+        for place, (view, new) in enumerate(zip(self.views[places], news, strict=True)):
             old = olds[place] if olds else None
             first, second = (new, None) if old is None else (old, new)
             _settle(view, first)
             if second is not None:
-                _add(view, second)
+                view.add_(second)
 
     def _copy_all(self, places: slice, news: Gradients) -> bool:
         """Copy gradients all at once; tell if that cannot be done: some are sparse, or missing."""
-        if self._copy_plain(places, news):
-            return True
         if count_missing(news):
             return False
         try:
@@ -155,21 +159,19 @@ class DenseBucket(Bucket):
             return False
         return True
 
-    def _copy_plain(self, places: slice, news: Gradients) -> bool:
+    def _copy_plain(self, places: slice, news: Gradients, factor: float) -> bool:
         """Copy gradients as bytes, which takes a third of torch's time, if all lie in a row."""
         if native.engine is None or self._addresses is None:
             return False
         into, sizes = self._addresses[places.start], self._sizes[places]
-        return bool(native.engine.gather(into, news, sizes, NUMBERS[self.flat.dtype]))
+        return bool(native.engine.gather(into, news, sizes, NUMBERS[self.flat.dtype], factor))
 
-    def add(self, place: int, gradient: Tensor) -> None:
-        _add(self.views[place], gradient)
+    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
+        if factor:
+            self.views[place].add_(gradient, alpha=factor)  # which takes a sparse one as well
 
     def scale(self, factor: float) -> None:
-        if factor:
-            self.gradients.mul_(factor)
-        else:
-            self.gradients.zero_()  # whatever is in there, even what is not a number
+        _scale([self.gradients], factor)
 
     def broadcast_through(self, broadcast: Callable[[Tensor], object], *, is_root: bool) -> None:
         """Give all ranks one rank's parameters, by way of the flat tensor."""
@@ -207,17 +209,20 @@ class SparseBucket(Bucket):
     def nbytes(self) -> int:
         return self._sum._values().nbytes + self._sum._indices().nbytes
 
-    def gather(self, piece: Piece, news: Gradients, olds: Gradients) -> None:
+    def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
         del piece  # there is but one
         parts = [part for part in (*olds, *news) if part is not None]
         total = _nothing(self._parameter)
         for part in parts:
             total = total + self._sparse(part)
         self._sum = total.coalesce()
+        if factor != 1:
+            self.scale(factor)
 
-    def add(self, place: int, gradient: Tensor) -> None:
+    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         del place
-        self._sum = (self._sum + self._sparse(gradient)).coalesce()
+        if factor:
+            self._sum = (self._sum + self._sparse(gradient) * factor).coalesce()
 
     def scale(self, factor: float) -> None:
         self._sum = self._sum * factor if factor else _nothing(self._parameter)
@@ -284,8 +289,11 @@ def _copy(view: Tensor, gradient: Tensor) -> None:
     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def _add(view: Tensor, gradient: Tensor) -> None:
-    view.add_(gradient)  # which takes a sparse one as well
+def _scale(tensors: list[Tensor], factor: float) -> None:
+    if factor:
+        torch._foreach_mul_(tensors, factor)
+    else:
+        torch._foreach_zero_(tensors)  # whatever is in there, even what is not a number
 
 
 def _nothing(parameter: Parameter) -> Tensor:

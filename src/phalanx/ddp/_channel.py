@@ -54,10 +54,9 @@ class Channel:
         return torch.empty(count, dtype=dtype, device=device)
 
     def mean(self, flat: Tensor) -> Handle:
-        """Replace a tensor by its mean over the ranks."""
-        if self._ours is not None:
-            return self._ours.allreduce(flat, op=ReduceOp.AVG)
-        return self.sum(flat.div_(self.size))  # not every engine of torch's knows a mean
+        """Replace a tensor by its mean over the ranks; not every group of torch's can."""
+        assert self._ours is not None
+        return self._ours.allreduce(flat, op=ReduceOp.AVG)
 
     def sum(self, flat: Tensor) -> Handle:
         """Replace a tensor by its sum over the ranks."""

@@ -98,9 +98,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self._reduce = reduce
         self._check_sync_every = check_sync_every
         self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
+        if init_sync:
+            verify_parameters(named, Channel(self.process_group, self.device))
+        arguments.check_trainable(named)
         self._connect()
         if init_sync:
-            verify_parameters(named, self._channel)
             self.reducer.broadcast_parameters()
             if at_start:
                 self._sync_buffers()

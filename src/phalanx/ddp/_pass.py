@@ -78,6 +78,7 @@ class Pass:
         first: int | None,
         olds_count: bool,
         proof: Named,
+        launches_early: bool,
         timing: Timing,
     ) -> None:
         self._setting = setting
@@ -87,6 +88,7 @@ class Pass:
         """Whether gradients from before the pass are this rank's own, and not reduced yet."""
         self._proof = proof
         """The parameters to compare over the ranks in this pass."""
+        self._launches_early = launches_early
         self.timing = timing
         self.is_surprised = False
         """The graph was not the one that was learnt from."""
@@ -95,8 +97,11 @@ class Pass:
         """How many pieces of each bucket have not been gathered."""
         self._is_gathered = [False] * len(setting.pieces)
         self._is_shown = [False] * len(setting.pieces)
-        # With gradients that have a graph of their own, autograd would replace a tensor, not add.
-        self._shows_early = setting.keeps_views and not torch.is_grad_enabled()
+        # With gradients that have a graph of their own, autograd would replace a tensor, not add;
+        # and what it adds is not multiplied.
+        self._shows_early = (
+            setting.keeps_views and not torch.is_grad_enabled() and scale.factor == 1
+        )
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = _homes(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle] = []
@@ -129,7 +134,7 @@ class Pass:
             return
         self._gather(number, news)
         self._release(number)
-        last = len(self._states) - 1
+        last = len(self._states) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
             self._mark_arrival()
             self._launch(self._setting.buckets[turn])
@@ -142,7 +147,8 @@ class Pass:
         if not self._setting.keeps_views:
             self._own.update(zip(piece.members, _first_of(olds, news), strict=True))
         bucket = self._setting.buckets[piece.home]
-        bucket.gather(piece, news, olds if self._olds_count else self._scale.olds(olds))
+        olds = olds if self._olds_count else self._scale.olds(olds)
+        bucket.gather(piece, news, olds, self._scale.factor)
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
         if not self._waiting[bucket.index]:
@@ -175,7 +181,6 @@ class Pass:
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._states[bucket.index] is State.GATHERED
-        self._scale.before(bucket)
         self._works.append(self._scale.start(self._setting.channel, bucket.payload))
         self._states[bucket.index] = State.LAUNCHED
 
@@ -198,10 +203,9 @@ class Pass:
         *others, last = self._setting.buckets
         backward = time.perf_counter() - self.timing.began
         late = self._collect_late()
-        for number, piece in enumerate(self._setting.pieces):
+        for number in range(len(self._setting.pieces)):
             if not self._is_gathered[number]:
-                self._gather(number, [p.grad for p in piece.parameters])
-        self.is_surprised |= len(self._works) < self._expected()
+                self._gather_at_last(number)
         for bucket in others[len(self._works) :]:
             self._mark_arrival()
             self._launch(bucket)
@@ -220,16 +224,12 @@ class Pass:
         self._show(self._used(header, lates))
         self.timing.ended = time.perf_counter()
 
-    def _expected(self) -> int:
-        """Tell how many buckets would be under way by now, had it been as the last time."""
-        if self._setting.is_learning:
-            return 0
-        unused = {
-            piece.home
-            for piece, absent in zip(self._setting.pieces, self._setting.absent, strict=True)
-            if absent == len(piece.members)
-        }
-        return min(unused, default=len(self._states) - 1)
+    def _gather_at_last(self, number: int) -> None:
+        """Gather a piece that nobody called for: because none of it comes, or by surprise."""
+        news = [p.grad for p in self._setting.pieces[number].parameters]
+        is_expected = count_missing(news) == self._setting.absent[number] == len(news)
+        self.is_surprised |= not (is_expected or self._setting.is_learning)
+        self._gather(number, news)
 
     def _collect_late(self) -> dict[int, Tensor]:
         """Take what came after its piece was gathered; late is what came after the launch."""
@@ -251,7 +251,8 @@ class Pass:
                 late[piece.members[offset]] = gradient
                 self.is_surprised = True
             else:
-                self._setting.buckets[piece.home].add(piece.places.start + offset, gradient)
+                place = piece.places.start + offset
+                self._setting.buckets[piece.home].add(place, gradient, self._scale.factor)
                 if piece.members[offset] in self._unused:  # it was taken for one that does not come
                     self._unused.remove(piece.members[offset])
                     self.is_surprised = True
@@ -317,7 +318,8 @@ class Pass:
         works = []
         for i in which:
             bucket, place = homes[i]
-            part = self._scale.scaled(bucket.fitting(place, mine.get(i)))
+            part = bucket.fitting(place, mine.get(i))
+            part = part if self._scale.factor == 1 else part * self._scale.factor
             works.append((bucket, place, part, self._scale.start(self._setting.channel, part)))
         for bucket, place, part, work in works:
             work.wait()

@@ -23,15 +23,19 @@ from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket, DenseBucket, SparseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
+from ._company import Company
 from ._header import Header
 from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Shape, plan_buckets
-from ._scale import Mean, Scale, Sum
+from ._scale import Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
 from ._stats import Stats
 from ._weights import Weights
 
 __all__ = ["Reducer"]
+
+NARROW = (torch.float16,)
+"""Types that would overflow, were a gradient multiplied by the number of tokens in a batch."""
 
 
 class Reducer:
@@ -53,8 +57,8 @@ class Reducer:
         self._sparse = sparse
         self.channel = channel
         self._caps = caps
-        kind = {"mean": Mean, "sum": Sum}[reduce]
-        self._plain_scale: Scale = kind(channel.size)
+        mean = Mean if channel.shares_memory else MeanOfShares
+        self._plain_scale: Scale = {"mean": mean, "sum": Sum}[reduce](channel.size)
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
@@ -72,9 +76,13 @@ class Reducer:
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
         self._order: list[int] | None = None  # a better one, from the first pass
+        self.expects_backward = self.has_met_others = False
+        self.graph_task: int | None = None
+        self._company = Company.of(channel.group)
         self._arrivals = Arrivals([])
         self._since = time.perf_counter()
         self._take_on()
+        self._company.enter(self)
 
     # -- the plan --------------------------------------------------------------------------
 
@@ -85,8 +93,12 @@ class Reducer:
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
         self._nodes: dict[int, Any] = {}
-        self._arrivals.remove()  # the hooks that count other parameters
+        self._arrivals.close()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
+        if isinstance(self._plain_scale, Sum):
+            # A pass may begin with any parameter, and it must be known what was in it before, for
+            # that must not be added up again.
+            self._arrivals.announce(self.begin_from_output)
         self._has_ordered, self._order = False, None
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
@@ -124,6 +136,7 @@ class Reducer:
         self._abandon_if_dead()
         if self._under_way is not None:
             return  # a part of forward is run again, for the backward pass that wants its values
+        self.expects_backward = True
         if self._frozen and any(p.requires_grad for p in self._frozen):
             verify_parameters(self._named, self.channel)
             self._take_on()
@@ -191,9 +204,10 @@ class Reducer:
         self._passes += 1
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
-        callback = partial(self._end)
+        callback = partial(self._end_together)
         self._lifetime[0] = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
+        self.graph_task = torch._C._current_graph_task_id()
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
@@ -206,6 +220,7 @@ class Reducer:
             first=first,
             olds_count=blind or self._is_unsynced,
             proof=self._named if self._is_check_due() else (),
+            launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
         )
 
@@ -256,9 +271,13 @@ class Reducer:
         return self._check_every > 0 and self._reduced % self._check_every == 0
 
     def _scale(self) -> Scale:
-        if self.weights.current is not None:
-            return self.weights.scale(self.parameters)
-        return self._plain_scale
+        weight = self.weights.current
+        if weight is None:
+            return self._plain_scale
+        if self.weights.unit is None and any(p.dtype in NARROW for p in self.parameters):
+            card = torch.tensor([weight], dtype=torch.float64, device=self.channel.device)
+            self.weights.unit = sum(part.item() for part in self.channel.gather(card)) or 1.0
+        return self.weights.scale(self.parameters)
 
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)
@@ -278,8 +297,16 @@ class Reducer:
             with torch.no_grad():
                 self._under_way.ready(number)
 
-    def _end(self) -> None:
-        under_way = self._under_way
+    def _end_together(self) -> None:
+        """End all passes of the run of autograd that has ended, unless somebody else has."""
+        if self.graph_task is not None:
+            for reducer in self._company.together_with(self):
+                reducer.end()
+
+    def end(self) -> None:
+        """End the pass under way: autograd has come to the end of it."""
+        under_way, self.graph_task = self._under_way, None
+        self.expects_backward = False
         self._arrivals.rearm()
         with torch.no_grad():
             if isinstance(under_way, LocalPass):
@@ -330,12 +357,14 @@ class Reducer:
         """Forget a pass that did not come to its end, because something raised in it."""
         if self._under_way is not None and self._lifetime[0]() is None:
             under_way, self._under_way = self._under_way, None
+            self.graph_task = None
             under_way.abandon()
             self.weights.go_back()
 
     def close(self) -> None:
         """Take the hooks off the parameters."""
-        self._arrivals.remove()
+        self._arrivals.close()
+        self._company.leave(self)
 
 
 def _none() -> None:

@@ -10,7 +10,7 @@ from ._buckets import Bucket, Gradients
 from ._channel import Channel, Handle
 from ._header import NO_WEIGHT, Header
 
-__all__ = ["Mean", "Scale", "Sum", "WeightedMean"]
+__all__ = ["Mean", "MeanOfShares", "Scale", "Sum", "WeightedMean"]
 
 
 class Scale:
@@ -20,13 +20,12 @@ class Scale:
     """What this rank's header says."""
     divisor = 1
     """By how much the reduction divides a sum over the ranks."""
+    factor = 1.0
+    """What this rank's gradients are multiplied with on their way into a bucket."""
 
     def olds(self, gradients: Gradients) -> Gradients:
         """Scale gradients that all ranks have alike, so that a reduction leaves them alone."""
         return gradients
-
-    def before(self, bucket: Bucket) -> None:
-        """Scale a bucket that is about to be reduced."""
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         """Start the reduction."""
@@ -35,17 +34,13 @@ class Scale:
     def after(self, buckets: Sequence[Bucket], header: Header) -> None:
         """Scale the buckets when all are reduced and every rank's weight is known."""
 
-    def scaled(self, part: Tensor) -> Tensor:
-        """Scale one gradient that is about to be reduced by itself."""
-        return part
-
     def unscaled(self, part: Tensor) -> Tensor:
-        """Scale the result of that."""
+        """Scale one gradient that was reduced by itself."""
         return part
 
 
 class Mean(Scale):
-    """Every rank counts the same."""
+    """Every rank counts the same; the group divides, which is free where it adds up by itself."""
 
     def __init__(self, size: int) -> None:
         self.divisor = size
@@ -61,6 +56,16 @@ class Mean(Scale):
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part / self.divisor if part.is_sparse else part
+
+
+class MeanOfShares(Scale):
+    """Every rank counts the same; gradients are divided while they are copied, which is free."""
+
+    def __init__(self, size: int) -> None:
+        self.factor = 1 / size
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return channel.sum(payload)
 
 
 class Sum(Scale):
@@ -79,15 +84,13 @@ class Sum(Scale):
 class WeightedMean(Scale):
     """Every rank counts by its samples, or whatever the loss of a rank is a mean over."""
 
-    def __init__(self, factor: float, weight: float) -> None:
-        self._factor = factor
+    def __init__(self, factor: float, weight: float, *, unit: float) -> None:
+        self._unit = unit
+        self.factor = factor / unit
         """What one gradient of this rank stands for: the weight of its last pass."""
         self.weight = weight
         """What they stand for together, since gradients were reduced last."""
         self._total = 0.0
-
-    def before(self, bucket: Bucket) -> None:
-        bucket.scale(self._factor)
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
@@ -99,10 +102,7 @@ class WeightedMean(Scale):
 
     @property
     def _share(self) -> float:
-        return 1 / self._total if self._total else 0.0
-
-    def scaled(self, part: Tensor) -> Tensor:
-        return part * self._factor
+        return self._unit / self._total if self._total else 0.0
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part * self._share

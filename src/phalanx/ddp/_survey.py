@@ -23,6 +23,8 @@ class Survey:
     sync_norms: list[str]
     """The layers that normalise over all ranks."""
     _places: list[tuple[str, nn.Module]]
+    _tables: list[dict[str, Tensor | None]]
+    """The buffers of each place, by name; empty for most."""
     _ignored: Collection[str]
 
     @classmethod
@@ -40,15 +42,17 @@ class Survey:
             elif isinstance(part, nn.SyncBatchNorm):
                 sync_norms.append(prefix.removesuffix("."))
         named = [(name, parameter) for parameter, name in found.items()]
-        return cls(named, frozenset(sparse), sync_norms, places, ignored)
+        tables = [part._buffers for _, part in places]
+        return cls(named, frozenset(sparse), sync_norms, places, tables, ignored)
 
     def buffers(self) -> list[Tensor]:
         """List the buffers that there are now, each once: a module may replace some."""
+        if not any(self._tables):  # asked before every forward pass
+            return []
         found = {
             id(buffer): _unwatched(buffer) if _is_collecting(part) else buffer
-            for prefix, part in self._places
-            if part._buffers
-            for name, buffer in part._buffers.items()
+            for (prefix, part), table in zip(self._places, self._tables, strict=True)
+            for name, buffer in table.items()
             if buffer is not None and prefix + name not in self._ignored
         }
         return list(found.values())

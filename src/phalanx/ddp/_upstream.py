@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,20 @@ __all__ = ["UpstreamNames"]
 
 
 _here = threading.local()  # as ranks may be threads
+
+
+class _Inside(AbstractContextManager[None]):
+    """Has a module be the active one in the body."""
+
+    def __init__(self, module: UpstreamNames) -> None:
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._before = getattr(_here, "module", None)
+        _here.module = self._module
+
+    def __exit__(self, *_: object) -> None:
+        _here.module = self._before
 
 
 class UpstreamNames:
@@ -47,14 +61,8 @@ class UpstreamNames:
     def _get_active_ddp_module(cls) -> Any:
         return getattr(_here, "module", None)
 
-    @contextmanager
-    def _inside_ddp_forward(self) -> Generator[None, None, None]:
-        before = self._get_active_ddp_module()
-        _here.module = self
-        try:
-            yield
-        finally:
-            _here.module = before
+    def _inside_ddp_forward(self) -> AbstractContextManager[None]:
+        return _Inside(self)
 
     # -- parameters ------------------------------------------------------------------------
 

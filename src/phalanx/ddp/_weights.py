@@ -27,6 +27,8 @@ class Weights:
         self._current: float | None = None
         self._last: float | None = None
         self._sum = 0.0
+        self.unit: float | None = None
+        """What gradients are divided by while they travel multiplied; the same on every rank."""
         self._before: tuple[float | None, float] = (None, 0.0)
 
     @property
@@ -65,7 +67,7 @@ class Weights:
         weight = self._current
         assert weight is not None, "asked for by somebody who has set it"
         self.accumulate(parameters)
-        return WeightedMean(weight, self._sum)
+        return WeightedMean(weight, self._sum, unit=self.unit or 1.0)
 
     def go_back(self) -> None:
         """Take back the last pass, which did not come to its end."""

@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future, collect_all
 
 from ...errors import InvalidState, InvalidType
+from ...groups import ProcessGroup
 from ...groups import _futures as futures
 from .._channel import Channel, Handle
 
@@ -67,10 +68,10 @@ def new_subgroup(**options: Any) -> dist.ProcessGroup:
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> Handle:
     """Begin to replace a tensor by its mean over the ranks."""
     channel = Channel(group, tensor.device)
-    if tensor.dtype in _HALVES or tensor.is_sparse:
-        # A sum of halves may be too large for a half. Of sparse tensors there is only a sum.
-        return channel.sum(tensor.div_(channel.size))
-    return channel.mean(tensor)
+    # A sum of halves may be too large for a half; not all groups and layouts have a mean.
+    if isinstance(group, ProcessGroup) and not (tensor.dtype in _HALVES or tensor.is_sparse):
+        return channel.mean(tensor)
+    return channel.sum(tensor.div_(channel.size))
 
 
 def average(group: dist.ProcessGroup, tensor: Tensor) -> Future[Tensor]:

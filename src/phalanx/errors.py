@@ -19,6 +19,7 @@
     │   ├── InvalidMesh (ValueError, RuntimeError, AssertionError)
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
     │   └── NotInMesh (RuntimeError, IndexError)
+    ├── HookError (RuntimeError)             a hook of the user's raised, or gave what is no use
     ├── RanksFailed (RuntimeError)           ranks that we started ended badly
     └── InternalError (RuntimeError)         our own bug; please report it
 
@@ -36,6 +37,7 @@ __all__ = [
     "CollectiveTimeout",
     "GroupAborted",
     "GroupError",
+    "HookError",
     "InternalError",
     "InvalidArgument",
     "InvalidMesh",
@@ -209,6 +211,10 @@ class UnknownAxis(MisuseError, KeyError, IndexError, ValueError, AssertionError)
 
 class NotInMesh(MisuseError, RuntimeError, IndexError):
     """The calling rank is not in the mesh, so there is no answer for it."""
+
+
+class HookError(PhalanxError, RuntimeError):
+    """A communication hook raised, returned what is no use, or did not end in time."""
 
 
 class RanksFailed(PhalanxError, RuntimeError):

@@ -4,9 +4,10 @@ The names and meanings of ``torch.nn.parallel.DistributedDataParallel``. The lay
 ``module`` wraps, ``reducer`` drives one backward pass after the other, ``buckets`` own storage.
 """
 
+from ._grad_bucket import GradBucket
 from ._module import DistributedDataParallel
 from ._stats import StepStats
 
 DDP = DistributedDataParallel
 
-__all__ = ["DDP", "DistributedDataParallel", "StepStats"]
+__all__ = ["DDP", "DistributedDataParallel", "GradBucket", "StepStats"]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,15 @@ class Bucket:
         """Tell how many bytes travel."""
         raise NotImplementedError
 
+    @property
+    def buffer(self) -> Tensor:
+        """The gradients alone, in one tensor."""
+        raise NotImplementedError
+
+    def take(self, result: Any) -> str:
+        """Have gradients replaced by a tensor like `buffer`; tell what else it is, if it is not."""
+        raise NotImplementedError
+
     def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
         """Take in gradients of a pass and those that there were before it, times a factor."""
         raise NotImplementedError
@@ -128,6 +138,17 @@ class DenseBucket(Bucket):
     @property
     def payload(self) -> Tensor:
         return self.flat
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.gradients
+
+    def take(self, result: Any) -> str:
+        if wrong := _unlike(result, self.gradients, layout=torch.strided):
+            return wrong
+        if result.data_ptr() != self.gradients.data_ptr() or result.dtype != self.flat.dtype:
+            self.gradients.copy_(result.detach().reshape(-1))
+        return ""
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +225,16 @@ class SparseBucket(Bucket):
     @property
     def payload(self) -> Tensor:
         return self._sum
+
+    @property
+    def buffer(self) -> Tensor:
+        return self._sum
+
+    def take(self, result: Any) -> str:
+        if wrong := _unlike(result, self._sum, layout=torch.sparse_coo):
+            return wrong
+        self._sum = result.detach().to(self._sum.dtype).coalesce()
+        return ""
 
     @property
     def nbytes(self) -> int:
@@ -287,6 +318,17 @@ def _settle(view: Tensor, gradient: Tensor | None) -> None:
 
 def _copy(view: Tensor, gradient: Tensor) -> None:
     view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _unlike(result: Any, wanted: Tensor, *, layout: torch.layout) -> str:
+    """Tell what is in the place of a tensor of that size; nothing if it is one."""
+    if not isinstance(result, Tensor):
+        return f"a {type(result).__name__}, not a tensor"
+    if result.layout != layout:
+        return f"a tensor that is {result.layout}, not {layout}"
+    if result.numel() != wanted.numel():
+        return f"{list(result.shape)}, not {list(wanted.shape)}"
+    return ""
 
 
 def _scale(tensors: list[Tensor], factor: float) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
-from ..errors import InvalidState
+from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
 
 __all__ = ["Channel", "Handle"]
@@ -32,6 +32,20 @@ class Channel:
         self.device = device
         """Where small tensors have to be for the group to take them."""
         self._ours = group if isinstance(group, ProcessGroup) else None
+
+    @property
+    def timeout(self) -> float | None:
+        """Tell how many seconds a call may take, if the group says."""
+        return self._ours.timeout.total_seconds() if self._ours is not None else None
+
+    def failure(self) -> GroupError | None:
+        """Return why the group cannot go on, if it cannot and says so."""
+        return self._ours.failure() if self._ours is not None else None
+
+    def give_up(self, why: str) -> None:
+        """Have peers that wait for this rank raise, and tell them why; torch's groups cannot."""
+        if self._ours is not None:
+            self._ours.abort(why)
 
     @property
     def sees_calls(self) -> bool:
@@ -54,9 +68,10 @@ class Channel:
         return torch.empty(count, dtype=dtype, device=device)
 
     def mean(self, flat: Tensor) -> Handle:
-        """Replace a tensor by its mean over the ranks; not every group of torch's can."""
-        assert self._ours is not None
-        return self._ours.allreduce(flat, op=ReduceOp.AVG)
+        """Replace a tensor by its mean over the ranks."""
+        if self._ours is not None:
+            return self._ours.allreduce(flat, op=ReduceOp.AVG)
+        return self.sum(flat.div_(self.size))  # not every engine of torch's knows a mean
 
     def sum(self, flat: Tensor) -> Handle:
         """Replace a tensor by its sum over the ranks."""

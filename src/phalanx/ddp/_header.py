@@ -36,7 +36,8 @@ class Header:
     def __init__(
         self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int
     ) -> None:
-        self._space = space
+        self.space = space
+        """What the reduction of the bucket reduces, too."""
         self._card = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
         kind = _KINDS[space.dtype]
         self._numbers = (kind * space.numel()).from_address(self._card.data_ptr())
@@ -77,14 +78,14 @@ class Header:
             self._numbers[self._used.start + i] = 0.0
         for i in late:
             self._numbers[self._late.start + i] = 1.0
-        if self._card is not self._space:
-            self._space.copy_(self._card)
+        if self._card is not self.space:
+            self.space.copy_(self._card)
 
     def receive(self, divisor: int) -> None:
         """Get ready to be read, given by how much the reduction has divided the sum."""
         self._divisor = divisor
-        if self._card is not self._space:
-            self._card.copy_(self._space)
+        if self._card is not self.space:
+            self._card.copy_(self.space)
 
     def _column(self, field: int) -> list[float]:
         """Tell a field of every rank's row, still divided."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
 from ._buffers import broadcast_tensors
 from ._channel import Channel
+from ._comm_hook import CommHook, check_hook
 from ._outputs import on_backward
 from ._reducer import Reducer
 from ._state import DataParallelState
@@ -98,6 +99,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         self._reduce = reduce
         self._check_sync_every = check_sync_every
         self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
+        self._hook: tuple[object, Callable[[Any, Any], Any]] | None = None
         if init_sync:
             verify_parameters(named, Channel(self.process_group, self.device))
         arguments.check_trainable(named)
@@ -120,6 +122,8 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             is_static=self.static_graph,
             check_every=self._check_sync_every,
         )
+        if self._hook is not None:
+            self.reducer.use_hook(CommHook(*self._hook, self._channel))
 
     # -- training --------------------------------------------------------------------------
 
@@ -192,6 +196,17 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         """Set whether the module trains or evaluates."""
         super().train(mode)
         return self
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Have a hook reduce the gradients: ``hook(state, bucket)`` returns a future of the mean.
+
+        `bucket` is a `GradBucket`. There is one hook for good, the same on every rank.
+        """
+        check_hook(hook)
+        if self._hook is not None:
+            raise InvalidState("a module has one communication hook, and this one has it already")
+        self._hook = state, hook
+        self.reducer.use_hook(CommHook(state, hook, self._channel))
 
     # -- what it shows ---------------------------------------------------------------------
 

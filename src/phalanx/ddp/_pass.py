@@ -21,15 +21,17 @@ import enum
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import GroupError, RankMismatch
+from ..errors import GroupError, HookError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
 from ._buckets import Bucket, Gradients, Piece, count_missing
 from ._channel import Channel, Handle
+from ._comm_hook import HookWork
 from ._header import CYCLE, Header
 from ._scale import Scale
 from ._setting import Setting, Timing
@@ -104,7 +106,7 @@ class Pass:
         )
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = _homes(setting.pieces) if setting.is_learning else {}
-        self._works: list[Handle] = []
+        self._works: list[Handle | HookWork] = []
         self._unused: list[int] = []
         self._olds = _put_aside(setting.parameters, first)
         self._kept: dict[int, Tensor] = {}
@@ -136,6 +138,8 @@ class Pass:
         self._release(number)
         last = len(self._states) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
+            if self._setting.hook is not None and turn and not self._works[-1].is_completed():
+                break  # a hook makes calls until its future has ended, and those must not mix
             self._mark_arrival()
             self._launch(self._setting.buckets[turn])
 
@@ -181,7 +185,15 @@ class Pass:
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._states[bucket.index] is State.GATHERED
-        self._works.append(self._scale.start(self._setting.channel, bucket.payload))
+        hook = self._setting.hook
+        if hook is None or not bucket.members:
+            self._works.append(self._scale.start(self._setting.channel, bucket.payload))
+        else:
+            if self._works:
+                self._works[-1].wait()
+            is_last = all(not later.members for later in self._setting.buckets[bucket.index + 1 :])
+            told = partial(self._describe, bucket)
+            self._works.append(hook.start(bucket, is_last=is_last, told=told))
         self._states[bucket.index] = State.LAUNCHED
 
     def _mark_arrival(self) -> None:
@@ -193,7 +205,7 @@ class Pass:
         Gradients from before the pass are gone, for they may lie in what has been reduced in part.
         """
         for work in self._works:
-            with suppress(GroupError):  # who asks the group again hears of it
+            with suppress(GroupError, HookError):  # who asks the group again hears of it
                 work.wait()
 
     # -- when backward is over -------------------------------------------------------------
@@ -215,6 +227,8 @@ class Pass:
         began = time.perf_counter()
         self._wait()
         header = self._setting.header
+        if self._setting.hook is not None and last.members:
+            self._setting.channel.sum(header.space).wait()  # a hook takes the gradients alone
         header.receive(self._scale.divisor)
         self._compare(header)
         self._scale.after(self._setting.buckets, header)

@@ -23,11 +23,12 @@ from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket, DenseBucket, SparseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
+from ._comm_hook import CommHook
 from ._company import Company
 from ._header import Header
 from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Shape, plan_buckets
-from ._scale import Mean, MeanOfShares, Scale, Sum
+from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
 from ._stats import Stats
 from ._weights import Weights
@@ -57,8 +58,9 @@ class Reducer:
         self._sparse = sparse
         self.channel = channel
         self._caps = caps
-        mean = Mean if channel.shares_memory else MeanOfShares
-        self._plain_scale: Scale = {"mean": mean, "sum": Sum}[reduce](channel.size)
+        self._reduce = reduce
+        self.hook: CommHook | None = None
+        self._plain_scale = self._choose_scale()
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
@@ -83,6 +85,20 @@ class Reducer:
         self._since = time.perf_counter()
         self._take_on()
         self._company.enter(self)
+
+    def _choose_scale(self) -> Scale:
+        if self._reduce == "sum":
+            return Sum(self.channel.size)
+        # A hook divides by itself.
+        divides = self.channel.shares_memory or self.hook is not None
+        return Mean(self.channel.size) if divides else MeanOfShares(self.channel.size)
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Have a hook reduce the buckets from now on."""
+        self.hook = hook
+        self._plain_scale = self._choose_scale()
+        if not self._must_learn:
+            self._settle()
 
     # -- the plan --------------------------------------------------------------------------
 
@@ -265,12 +281,17 @@ class Reducer:
             keeps_views=self._keeps_views,
             absent=self._absent,
             is_learning=self._arrivals.is_learning,
+            hook=self.hook,
         )
 
     def _is_check_due(self) -> bool:
         return self._check_every > 0 and self._reduced % self._check_every == 0
 
     def _scale(self) -> Scale:
+        scale = self._scale_by_weight()
+        return scale if self.hook is None else Hooked(scale, self.channel.size)
+
+    def _scale_by_weight(self) -> Scale:
         weight = self.weights.current
         if weight is None:
             return self._plain_scale

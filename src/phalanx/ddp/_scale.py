@@ -10,7 +10,7 @@ from ._buckets import Bucket, Gradients
 from ._channel import Channel, Handle
 from ._header import NO_WEIGHT, Header
 
-__all__ = ["Mean", "MeanOfShares", "Scale", "Sum", "WeightedMean"]
+__all__ = ["Hooked", "Mean", "MeanOfShares", "Scale", "Sum", "WeightedMean"]
 
 
 class Scale:
@@ -37,6 +37,11 @@ class Scale:
     def unscaled(self, part: Tensor) -> Tensor:
         """Scale one gradient that was reduced by itself."""
         return part
+
+    def times(self, header: Header) -> float:
+        """Tell by how much a mean over the ranks would have to be multiplied instead."""
+        del header
+        return 1.0
 
 
 class Mean(Scale):
@@ -80,6 +85,10 @@ class Sum(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
 
+    def times(self, header: Header) -> float:
+        del header
+        return self._size
+
 
 class WeightedMean(Scale):
     """Every rank counts by its samples, or whatever the loss of a rank is a mean over."""
@@ -106,3 +115,33 @@ class WeightedMean(Scale):
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part * self._share
+
+    def times(self, header: Header) -> float:
+        weights = header.weights()
+        self._total = sum(weights)
+        return self._share * len(weights)
+
+
+class Hooked(Scale):
+    """A hook makes the mean; what is more than that is done before and after it."""
+
+    def __init__(self, wanted: Scale, size: int) -> None:
+        self._wanted = wanted
+        self._size = size
+        self._times = 1.0
+        self.weight, self.factor = wanted.weight, wanted.factor
+
+    def olds(self, gradients: Gradients) -> Gradients:
+        return self._wanted.olds(gradients)
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return channel.sum(payload) if payload.is_sparse else channel.mean(payload)
+
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        self._times = self._wanted.times(header)
+        if self._times != 1:
+            for bucket in buckets:
+                bucket.scale(self._times)
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        return part * (self._times / self._size if part.is_sparse else self._times)

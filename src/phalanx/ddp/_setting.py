@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from ._buckets import Bucket, Piece
 from ._channel import Channel
+from ._comm_hook import CommHook
 from ._header import Header
 
 __all__ = ["Setting", "Timing"]
@@ -31,6 +32,8 @@ class Setting:
     absent: Sequence[int]
     """How many gradients of each piece did not come in the pass that was learnt from."""
     is_learning: bool
+    hook: CommHook | None
+    """Reduces the buckets, in the place of the group."""
 
 
 @dataclass

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
 
-from ..errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._reducer import Reducer
+from .hooks import allreduce_hook, fp16_compress_hook
 
 __all__ = ["UpstreamNames"]
 
@@ -114,6 +116,21 @@ class UpstreamNames:
 
     def _reconnect(self) -> None:
         raise NotImplementedError
+
+    # -- communication hooks -----------------------------------------------------------------
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        raise NotImplementedError
+
+    def _register_builtin_comm_hook(self, comm_hook_type: c10d.BuiltinCommHookType) -> None:
+        """Register a hook that torch has in C++, by its name there."""
+        hooks = {
+            c10d.BuiltinCommHookType.ALLREDUCE: allreduce_hook,
+            c10d.BuiltinCommHookType.FP16_COMPRESS: fp16_compress_hook,
+        }
+        if comm_hook_type not in hooks:
+            raise InvalidType(f"a BuiltinCommHookType is needed, not {comm_hook_type!r}")
+        self.register_comm_hook(None, hooks[comm_hook_type])
 
     # -- buffers ---------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
+from ..errors import GroupError
 from . import _membership as membership
 from . import _torch as torch_tables
 from . import _validate as validate
@@ -190,6 +191,11 @@ class ProcessGroup(Collectives):
             return cast(Tensor, self._engine.allocate(shape, dtype))
         return torch.empty(tuple(shape), dtype=dtype, device=self._recipe.device)
 
+    def failure(self) -> GroupError | None:
+        """Return the error that a call would raise now because the group has failed, if it has."""
+        cause = self._health.failure
+        return None if cause is None else self._health.error(cause, None, None)
+
     def records(self) -> list[Record]:
         """List the last calls of this rank, oldest first."""
         return self._recorder.records()
@@ -306,12 +312,13 @@ class ProcessGroup(Collectives):
         self._health.leave(user_site())
         self._retire()
 
-    def abort(self) -> None:
-        """Break the group on every rank: calls under way raise `GroupAborted`, at once."""
+    def abort(self, why: str = "") -> None:
+        """Break the group on every rank: calls under way raise `GroupAborted`, and say why."""
         site = user_site()
         if not self._close("was aborted"):
             return
-        self._health.fail(Failure("aborted", self._rank, f"aborted the group at {site}"))
+        cause = f"aborted the group at {site}{f', because {why}' if why else ''}"
+        self._health.fail(Failure("aborted", self._rank, cause))
         self._health.attend_futures()
         if hasattr(self._engine, "abort"):
             self._engine.abort()

@@ -1,0 +1,181 @@
+"""A hook of the user's in the place of the group's reduction.
+
+What a hook does is not ours: it may raise on one rank only, return what is no use, or nothing at
+all. Peers wait for it meanwhile, so whoever finds a hook at fault says so to all of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
+from torch.futures import Future
+
+from ..errors import GroupError, HookError, InvalidArgument, InvalidType
+from ._buckets import Bucket
+from ._channel import Channel
+from ._grad_bucket import GradBucket
+
+__all__ = ["CommHook", "HookWork", "check_hook"]
+
+Hook = Callable[[Any, Any], Future[Tensor]]
+SHARE_OF_DEADLINE = 0.9
+"""How much of a group's timeout a hook may take: peers are to hear of it before theirs is over."""
+Blame = Callable[[str], HookError | GroupError]
+"""Makes an error of what is wrong with a hook."""
+LONG = 1800.0
+"""Seconds that a hook may take where the group says nothing."""
+_BUCKETS = {GradBucket, c10d.GradBucket, "GradBucket", "dist.GradBucket"}
+_FUTURES = ("Future[Tensor]", "Future[torch.Tensor]")
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a communication hook, as far as its signature tells."""
+    if not callable(hook):
+        raise InvalidType(f"a communication hook is a function, not {type(hook).__name__}")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # a function of C's does not tell
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in positional) and not (
+        len(positional) >= 2 and all(p.default is not p.empty for p in positional[2:])
+    ):
+        raise InvalidArgument(
+            f"a communication hook takes (state, bucket), and {name_of(hook)} takes {signature}"
+        )
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and not _is_any(bucket.annotation, _BUCKETS):
+        raise InvalidArgument(
+            f"hook {name_of(hook)} takes a bucket that is {bucket.annotation}, not a GradBucket"
+        )
+    returns = signature.return_annotation
+    told = returns if isinstance(returns, str) else str(returns)
+    if returns is not signature.empty and not told.endswith(_FUTURES):
+        raise InvalidArgument(
+            f"hook {name_of(hook)} returns {told}, not torch.futures.Future[torch.Tensor]"
+        )
+
+
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.VAR_POSITIONAL,
+)
+
+
+def _is_any(annotation: Any, known: set[Any]) -> bool:
+    return annotation is inspect.Parameter.empty or annotation in known
+
+
+def name_of(hook: Any) -> str:
+    """Tell what to call a hook."""
+    return str(getattr(hook, "__qualname__", None) or repr(hook))
+
+
+class CommHook:
+    """A hook, with its state and the group that it is to reduce in."""
+
+    def __init__(self, state: Any, hook: Hook, channel: Channel) -> None:
+        self._state = state
+        self._hook = hook
+        self._channel = channel
+        self.name = name_of(hook)
+
+    def start(self, bucket: Bucket, *, is_last: bool, told: Callable[[], str]) -> HookWork:
+        """Have the hook reduce a bucket; `told` describes it."""
+        shown = GradBucket(
+            bucket.index,
+            bucket.buffer,
+            bucket.results(),
+            bucket.parameters,
+            is_last,
+            group=self._channel.group,
+        )
+        work = HookWork(bucket, lambda why: self._error(why, told()), self._timeout())
+        with work.told_to_peers():
+            work.future = self._hook(self._state, shown)
+        return work
+
+    def _timeout(self) -> float:
+        return (self._channel.timeout or LONG) * SHARE_OF_DEADLINE
+
+    def _error(self, why: str, told: str) -> HookError | GroupError:
+        """Say what is wrong, here and to all ranks; unless all know already, from another."""
+        failure = self._channel.failure()
+        if failure is not None:
+            return failure
+        text = f"communication hook {self.name} {why}, for {told}"
+        self._channel.give_up(text)
+        return HookError(text)
+
+
+class HookWork:
+    """A bucket that a hook is reducing."""
+
+    future: Any = None
+    _has_ended = False
+
+    def __init__(self, bucket: Bucket, error: Blame, timeout: float) -> None:
+        self._bucket = bucket
+        self._error = error
+        self._timeout = timeout
+        self._until = time.monotonic() + timeout
+
+    def told_to_peers(self) -> _ToldToPeers:
+        """Have what a hook of the user's raises in the body raised on every rank."""
+        return _ToldToPeers(self._error)
+
+    def is_completed(self) -> bool:
+        """Tell whether waiting would take no time."""
+        return not isinstance(self.future, torch._C.Future) or self.future.done()
+
+    def wait(self) -> bool:
+        """Block until the bucket holds what the hook has made of it."""
+        if self._has_ended:
+            return True
+        if not isinstance(self.future, torch._C.Future):
+            raise self._error(f"returned {_kind(self.future)}, not a torch.futures.Future")
+        if not self._is_done_in_time():
+            raise self._error(f"did not end its future within {self._timeout:.3g} s")
+        with self.told_to_peers():
+            result = self.future.wait()
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            (result,) = result
+        wrong = self._bucket.take(result)
+        if wrong:
+            raise self._error(f"returned a future of {wrong}")
+        self._has_ended = True
+        return True
+
+    def _is_done_in_time(self) -> bool:
+        if self.future.done():
+            return True
+        done = threading.Event()
+        self.future.add_done_callback(lambda _: done.set())
+        return done.wait(max(0.0, self._until - time.monotonic()))
+
+
+class _ToldToPeers:
+    """Turns what is raised in the body into an error of the hook's."""
+
+    def __init__(self, error: Blame) -> None:
+        self._error = error
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # What the group raises it raises on every rank.
+        if isinstance(error, Exception) and not isinstance(error, (GroupError, HookError)):
+            raise self._error(f"raised {type(error).__name__}: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    return "nothing" if value is None else f"a {type(value).__name__}"

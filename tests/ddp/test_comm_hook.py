@@ -1,0 +1,348 @@
+"""Hooks in the place of the reduction: torch's own, and those at fault."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+    _hook_then_optimizer,
+    _OptimizerHookState,
+)
+from torch.futures import Future
+
+from phalanx.ddp import DDP, GradBucket
+from phalanx.ddp.hooks import allreduce_hook
+from phalanx.errors import GroupError, HookError, InvalidArgument, InvalidState, InvalidType
+from phalanx.testing import over_groups
+
+from .whole import (
+    TINY,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    everywhere,
+    mlp,
+    on_pairs,
+    share,
+    squares,
+    train,
+    wrapped,
+)
+
+
+def hooked(make, group, hook, state=None, **options):
+    ddp, whole = wrapped(make, group, **options)
+    ddp.register_comm_hook(state, hook)
+    return ddp, whole
+
+
+def plain(state, bucket: GradBucket) -> Future[torch.Tensor]:
+    """Reduce as a user would write it, with a group for state."""
+    work = state.allreduce(bucket.buffer())
+    return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
+
+
+@everywhere
+def test_a_hook_sees_every_bucket_once_and_in_order(group):
+    seen = []
+
+    def watching(state, bucket):
+        assert state == "state"
+        gradients = [each.data_ptr() for each in bucket.gradients()]
+        assert gradients[0] == bucket.buffer().data_ptr()
+        assert [g.shape for g in bucket.gradients()] == [p.shape for p in bucket.parameters()]
+        seen.append((bucket.index(), bucket.is_last(), len(gradients)))
+        return allreduce_hook(group, bucket)
+
+    ddp, whole = hooked(mlp, group, watching, "state", bucket_cap_mb=TINY)
+    for step in range(3):
+        seen.clear()
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole)
+        assert seen == [(0, False, 1), (1, False, 1), (2, False, 1), (3, True, 1)]
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+OPTIONS = {
+    "views": {},
+    "copies": {"gradient_as_bucket_view": False},
+    "sum": {"reduce": "sum"},
+    "small buckets": {"bucket_cap_mb": TINY},
+}
+
+
+class Branching(nn.Module):
+    """Uses its second layer only if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(7, 3)
+
+    def forward(self, rows, both=True):
+        hidden = self.first(rows).tanh()
+        return self.second(hidden) if both else hidden
+
+
+@everywhere
+@pytest.mark.parametrize("kind", OPTIONS)
+@pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted"])
+def test_hooks_with_everything_else(group, kind, way):
+    """A hook that makes a mean changes nothing, whatever else is in use."""
+
+    def loss(module, rows, rank):
+        both = way != "unused" or bool((step + rank) % 2)
+        return module(rows, both=both).square().mean()
+
+    ddp, whole = wrapped(lambda: Branching().double(), group, **OPTIONS[kind])
+    ddp.register_comm_hook(group, plain)
+    weights = [rank + 1 if way == "weighted" else 1 for rank in range(group.size())]
+    total = 1 if kind == "sum" and way != "weighted" else sum(weights)
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        ddp.weight = weights[group.rank()] if way == "weighted" else None
+        if way == "accumulated":
+            with ddp.no_sync():
+                loss(ddp, share(rows, group), group.rank()).backward()
+        loss(ddp, share(rows, group), group.rank()).backward()
+        times = 2 if way == "accumulated" else 1
+        for rank, part in enumerate(rows.split(len(share(rows, group)))):
+            (loss(whole, part, rank) * times * weights[rank] / total).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+TORCH_HOOKS = {
+    "allreduce": (default_hooks.allreduce_hook, 1e-6),
+    "fp16": (default_hooks.fp16_compress_hook, 3e-3),
+    "bf16": (default_hooks.bf16_compress_hook, 2e-2),
+}
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+@pytest.mark.parametrize("name", TORCH_HOOKS)
+def test_hooks_of_torch_run_unchanged(group, name):
+    hook, rtol = TORCH_HOOKS[name]
+    ddp, whole = hooked(mlp, group, hook, group)
+    for step in range(3):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        for mine, theirs in zip(ddp.module.parameters(), whole.parameters(), strict=True):
+            assert_close(mine.grad, theirs.grad, name, rtol)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+def test_torch_power_sgd_runs_unchanged(group):
+    """It makes calls when futures end; several buckets must not get into each other's way."""
+    state = powerSGD_hook.PowerSGDState(
+        group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=1.0
+    )
+    make = lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))  # noqa: E731
+    ddp, _ = hooked(make, group, powerSGD_hook.powerSGD_hook, state, bucket_cap_mb=TINY)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    rows = batch(0, group.size(), width=16)
+    for _ in range(8):
+        loss = squares(ddp, share(rows, group))
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0]
+    ddp.assert_in_sync()
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+def test_torch_post_local_sgd_runs_unchanged(group):
+    state = post_localSGD_hook.PostLocalSGDState(group, subgroup=group, start_localSGD_iter=2)
+    ddp, whole = hooked(mlp, group, post_localSGD_hook.post_localSGD_hook, state)
+    for step in range(4):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@over_groups(backends=("shm", "gloo"), sizes=(2,), reuse=True)
+def test_torch_overlapped_optimizer_runs_unchanged(group):
+    from torch.distributed.optim.utils import functional_optim_map  # takes seconds
+
+    ddp, whole = wrapped(mlp, group)
+    functional = functional_optim_map[torch.optim.SGD]([], lr=0.1, _allow_empty_param_list=True)
+    state = _OptimizerHookState(functional)
+    ddp.register_comm_hook(group, _hook_then_optimizer(default_hooks.allreduce_hook, state))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for step in range(3):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        optimizer.step()
+        ddp.zero_grad()
+        whole.zero_grad()
+        for (name, mine), theirs in zip(
+            ddp.module.named_parameters(), whole.parameters(), strict=True
+        ):
+            assert_close(mine, theirs, name)
+
+
+@on_pairs
+def test_builtin_hooks_of_torch(group):
+    for kind, rtol in ((dist.BuiltinCommHookType.ALLREDUCE, 1e-6),
+                       (dist.BuiltinCommHookType.FP16_COMPRESS, 3e-3)):  # fmt: skip
+        ddp, whole = wrapped(mlp, group)
+        ddp._register_builtin_comm_hook(kind)
+        rows = batch(0, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert_same_gradients(ddp.module, whole, rtol=rtol)
+
+
+@on_pairs
+def test_one_hook_for_good(group):
+    ddp, _ = hooked(mlp, group, plain, group)
+    with pytest.raises(InvalidState, match="one communication hook"):
+        ddp.register_comm_hook(group, plain)
+    with pytest.raises(InvalidState, match="one communication hook"):
+        ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+
+
+def no_bucket(state):
+    """Take too little."""
+
+
+def of_int(state, bucket: int):
+    """Take something else."""
+
+
+def to_int(state, bucket) -> int:
+    """Return something else."""
+
+
+@on_pairs
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [
+        (1, InvalidType),
+        (no_bucket, InvalidArgument),
+        (of_int, InvalidArgument),
+        (to_int, InvalidArgument),
+    ],
+)
+def test_what_is_no_hook(group, hook, error):
+    ddp, _ = wrapped(mlp, group)
+    with pytest.raises(error, match="hook"):
+        ddp.register_comm_hook(None, hook)
+
+
+def raises(bucket):
+    raise ValueError("out of luck")
+
+
+def returns_nothing(bucket):
+    return None
+
+
+def returns_too_much(bucket):
+    future = Future()
+    future.set_result(torch.zeros(1000))
+    return future
+
+
+def fails(bucket):
+    future = Future()
+    future.set_exception(ValueError("out of luck"))
+    return future
+
+
+def never_ends(bucket):
+    return Future()
+
+
+FAULTS = {
+    raises: "raised ValueError: out of luck",
+    returns_nothing: "returned nothing",
+    returns_too_much: r"returned a future of \[1000\]",
+    fails: "raised .*out of luck",
+    never_ends: "did not end its future",
+}
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=3)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
+    told = FAULTS[fault]
+
+    def hook(state, bucket):
+        at_fault = group.rank() == 1 and bucket.index() == 1
+        return fault(bucket) if at_fault else plain(group, bucket)
+
+    ddp, _ = hooked(mlp, group, hook, bucket_cap_mb=TINY)
+    began = time.monotonic()
+    # Where the others' futures do not end either, everybody finds it out by itself.
+    expected = HookError if group.rank() == 1 or fault is never_ends else GroupError
+    with pytest.raises((expected, GroupError), match=told) as caught:
+        squares(ddp, share(batch(0, group.size()), group)).backward()
+    assert "hook" in str(caught.value)
+    assert "bucket 2 of 4" in str(caught.value)
+    assert time.monotonic() - began < 3
+
+
+@on_pairs
+def test_a_hook_stays_when_the_group_is_replaced(group):
+    calls = []
+
+    def counting(state, bucket):
+        calls.append(bucket.index())
+        return allreduce_hook(bucket.group, bucket)
+
+    ddp, whole = hooked(mlp, group, counting)
+    ddp._update_process_group(group)
+    rows = batch(0, group.size())
+    squares(ddp, share(rows, group)).backward()
+    squares(whole, rows).backward()
+    assert_same_gradients(ddp.module, whole)
+    assert calls
+
+
+@everywhere
+def test_a_sparse_bucket_goes_through_a_hook(group):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(10, 5, sparse=True)
+            self.out = nn.Linear(5, 2)
+
+        def forward(self, rows):
+            return self.out(self.embed((rows[:, :1] * 3).long() % 10))
+
+    ddp, whole = hooked(Words, group, allreduce_hook)
+    rows = batch(0, group.size())
+    squares(ddp, share(rows, group)).backward()
+    squares(whole, rows).backward()
+    assert ddp.module.embed.weight.grad.is_sparse
+    assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+def test_a_run_with_a_hook(group):
+    def with_hook(module, rows, step, rank):
+        if isinstance(module, DDP) and step == 0:
+            module.register_comm_hook(None, allreduce_hook)
+        return squares(module, rows)
+
+    train(mlp, group, with_hook, bucket_cap_mb=TINY)

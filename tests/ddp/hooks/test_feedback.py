@@ -23,7 +23,7 @@ from phalanx.ddp.hooks import (
 from phalanx.errors import InvalidArgument
 from phalanx.testing import ThreadRanks
 
-from .buckets import bucket_of, everywhere, run
+from .buckets import bucket_of, everywhere, gradients, on_threads, run
 
 LOSSY = {
     "powerSGD": (powerSGD_hook, lambda: PowerSGDState(None, 1, 2, min_compression_rate=0)),
@@ -70,6 +70,25 @@ def test_what_was_sent_and_what_is_held_back_are_all_gradients(name, steps):
     total = torch.tensor(steps).double().sum(0).mean(0)
     scale = max(torch.tensor(steps).abs().max().item(), 1e-3) * len(steps)
     assert (sent + (first + second) / 2 - total).abs().max() <= 1e-5 * scale
+
+
+@on_threads
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_seen_in_its_step_and_in_no_other(group, value):
+    for name, (hook, make) in LOSSY.items():
+        state = make()
+        state.iter = 2
+        run(hook, state, group, 0)
+        held = state.error_dict[0].clone()
+        bucket = bucket_of(*gradients(group.rank(), 1), group=group)
+        if group.rank() == 0:
+            bucket.buffer().fill_(value)
+        result = hook(state, bucket).wait()
+        # Random places show what is at them.
+        assert not result[result != 0].isfinite().all(), name
+        assert group.rank() or torch.equal(state.error_dict[0], held), name
+        assert state.error_dict[0].isfinite().all(), name
+        assert run(hook, state, group, 2).isfinite().all(), name
 
 
 def tensors_to_lists(value):

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ...errors import InvalidArgument
 from ._communicate import Handle, average, group_of, start_average, when_done
-from ._feedback import add_held
+from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._low_rank import Factors, Shape, stacked
 from ._seeds import shared_generator
@@ -160,8 +160,7 @@ def _approximate(
     Waits for the first ones, as the second depend on them, and a call that was made later, from
     wherever the first one ended, could meet another call of its peers.
     """
-    if state.use_error_feedback:
-        add_held(state.error_dict, index, matrices)
+    before = add_held(state.error_dict, index, matrices) if state.use_error_feedback else None
     parts = stacked(matrices, shapes)
     q = _first_guess(state, index, matrices, [(m, state.factor_rank((n, m))) for n, m in shapes])
     q.orthogonalize(state.orthogonalization_epsilon)
@@ -175,7 +174,7 @@ def _approximate(
     if state.use_error_feedback:
         for i, part in enumerate(parts):
             part.addmm_(p.parts[i], q.parts[i].T, alpha=-1)
-        state.error_dict[index] = matrices
+        hold(state.error_dict, index, matrices, before)
     if state.warm_start:
         state.q_memory_dict[index] = q.flat  # which holds the mean before the next step begins
     return p, q, start_average(group, q.flat)
@@ -187,7 +186,7 @@ def _first_guess(
     """Take the second factors of the last step, or random ones that are the same on all ranks."""
     count = sum(math.prod(shape) for shape in shapes)
     known = state.q_memory_dict.get(index)
-    if known is None or len(known) != count:
+    if known is None or len(known) != count or not known.isfinite().all():
         generator = shared_generator(state.random_seed, state.iter, index)
         known = torch.randn(count, generator=generator).to(matrices)
     return Factors.of(known.to(matrices), shapes)

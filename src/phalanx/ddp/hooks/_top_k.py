@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ._communicate import average, gather, group_of, when_done
-from ._feedback import add_held
+from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._selection import SelectionState
 
@@ -29,12 +29,11 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     if not compresses:
         return average(group, buffer)
     index = bucket.index()
-    if state.use_error_feedback:
-        add_held(state.error_dict, index, buffer)
+    before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
     places = torch.topk(buffer.abs(), state.count_of(buffer), sorted=False).indices
     sent = buffer[places]
     if state.use_error_feedback:
-        state.error_dict[index] = buffer.index_fill(0, places, 0)
+        hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
     getting_values, values = gather(group, sent)
     getting_places, everyones_places = gather(group, places.to(narrow))

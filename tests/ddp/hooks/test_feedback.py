@@ -142,3 +142,12 @@ def test_the_state_of_another_hook_is_refused():
     saved = TopKState().state_dict()
     with pytest.raises(InvalidArgument, match=r"PowerSGDState has \['error_dict', .* loaded has"):
         PowerSGDState(None).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_hook_without_its_state_says_which_it_needs(name):
+    hook, make = STATEFUL[name]
+    needed = type(make()).__name__
+    for wrong in (None, 3, object()):
+        with pytest.raises(TypeError, match=f"the state of {hook.__name__} is a {needed}, not"):
+            hook(wrong, bucket_of(torch.ones(2)))

@@ -19,7 +19,7 @@ def add_held(held: MutableMapping[int, Tensor], index: int, gradients: Tensor) -
     # Modules plan their buckets anew after the first step: what is of another size is of others.
     if error is None or error.shape != gradients.shape:
         return None
-    gradients.add_(error)
+    gradients.add_(error.to(gradients.device))  # a checkpoint may have been loaded elsewhere
     return error
 
 

@@ -22,7 +22,7 @@ from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._low_rank import Factors, Shape, stacked
 from ._seeds import shared_generator
-from ._state import HookState, check_count
+from ._state import HookState, check_count, check_state
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -93,6 +93,7 @@ def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients as matrices of low rank, layer by layer; small ones as they are."""
+    check_state(state, PowerSGDState, "powerSGD_hook")
     buffer = dense_buffer(bucket, "powerSGD_hook")
     group = group_of(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
@@ -125,6 +126,7 @@ def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the whole bucket as one square matrix of low rank: quicker, and less exact."""
+    check_state(state, PowerSGDState, "batched_powerSGD_hook")
     buffer = dense_buffer(bucket, "batched_powerSGD_hook")
     group = group_of(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:

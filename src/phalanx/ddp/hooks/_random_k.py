@@ -11,6 +11,7 @@ from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._seeds import shared_generator
 from ._selection import SelectionState
+from ._state import check_state
 
 __all__ = ["RandomKState", "randomk_hook"]
 
@@ -39,6 +40,7 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
 
     Without error feedback what is sent is scaled up, so that it is right in the long run.
     """
+    check_state(state, RandomKState, "randomk_hook")
     buffer = dense_buffer(bucket, "randomk_hook")
     group = group_of(state.process_group, bucket)
     step = state.iter

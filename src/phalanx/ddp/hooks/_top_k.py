@@ -8,6 +8,7 @@ from ._communicate import average, gather, group_of, when_done
 from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._selection import SelectionState
+from ._state import check_state
 
 __all__ = ["TopKState", "topk_hook"]
 
@@ -22,6 +23,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     Ranks choose different elements, so each sends which they are, and all of it to everybody: what
     a rank receives grows with their number.
     """
+    check_state(state, TopKState, "topk_hook")
     buffer = dense_buffer(bucket, "topk_hook")
     group = group_of(state.process_group, bucket)
     compresses = state.iter >= state.start_iter

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidMesh, InvalidState, InvalidType, UnknownAxis
-from ._axis_options import AxisOptions, Override, Overrides, for_axes, for_one_axis
+from ..groups._bases import GroupOptions
+from ._axis_options import Override, Overrides, for_axes, for_one_axis
 from ._checks import check_names
 from .layout import FlatLayout, MeshLayout
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["concatenate", "find_axis", "flatten", "slice_layout", "slice_mesh", "unflatten"]
 
-Axis = tuple[FlatLayout, AxisOptions]
+Axis = tuple[FlatLayout, GroupOptions]
 
 
 def find_axis(mesh: DeviceMesh, axis: int | str, *, what: str = "axis") -> int:
@@ -54,6 +55,8 @@ def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> De
     names, family = mesh.mesh_dim_names, mesh._family
     if not names:
         raise InvalidState(f"{mesh} cannot be flattened: its axes have no names")
+    if name is not None and not isinstance(name, str):
+        raise InvalidType(f"{mesh} cannot be flattened to an axis {name!r}: a name is a string")
     name = name or "_".join(names)
     if (name,) == names:
         return mesh
@@ -176,6 +179,9 @@ def _parts(
     own = mesh.mesh_dim_names
     if own is None:
         raise InvalidType(f"{mesh} cannot be unflattened: its axes have no names")
+    for what, several in (("mesh_sizes", sizes), ("mesh_dim_names", names)):
+        if isinstance(several, str) or not isinstance(several, Sequence):
+            raise InvalidType(f"{what} has one for each new axis, in a tuple: not {several!r}")
     if len(sizes) != len(names):
         raise InvalidMesh(
             f"axis {own[axis]!r} is to become {len(sizes)} axes {tuple(sizes)} with {len(names)} "
@@ -191,8 +197,7 @@ def _parts(
 
 def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
     """Return the axes of several meshes of one root, and their names."""
-    if not meshes:
-        raise UnknownAxis("there is nothing to concatenate: give at least one mesh")
+    _require_meshes(meshes)
     axes: list[Axis] = []
     names: list[str] = []
     first = meshes[0]
@@ -214,6 +219,18 @@ def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
             names.append(name)
             axes.append(axis)
     return axes, tuple(names)
+
+
+def _require_meshes(meshes: Sequence[DeviceMesh]) -> None:
+    from ._device_mesh import DeviceMesh  # here, for it imports this module
+
+    if not isinstance(meshes, Sequence):
+        raise InvalidType(f"concatenate takes a list of meshes, not {meshes!r}")
+    if not meshes:
+        raise UnknownAxis("there is nothing to concatenate: give at least one mesh")
+    for each in meshes:
+        if not isinstance(each, DeviceMesh):
+            raise InvalidType(f"concatenate takes a list of meshes, not of {each!r}")
 
 
 def _layout_of(axes: Sequence[Axis]) -> MeshLayout:

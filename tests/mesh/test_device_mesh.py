@@ -185,13 +185,15 @@ def derivations(draw):
     names = [f"a{axis}" for axis in range(len(shape))]
     steps = []
     for turn in range(draw(st.integers(0, 3))):
-        kind = draw(st.sampled_from(["slice", "flatten", "unflatten"]))
+        kind = draw(st.sampled_from(["slice", "flatten", "unflatten", "concatenate"]))
         if kind == "slice":
             kept = draw(st.lists(st.sampled_from(names), min_size=1, unique=True))
             names = [name for name in names if name in kept]
             sizes = None
         elif kind == "flatten":
             names, sizes = [f"f{turn}"], None
+        elif kind == "concatenate":
+            names, sizes = draw(st.permutations(names)), None
         else:
             names, sizes = [*names[:-1], f"u{turn}", f"v{turn}"], draw(st.booleans())
         steps.append((kind, tuple(names), sizes))
@@ -205,6 +207,8 @@ def follow(kit, shape, steps):
             mesh = mesh[names]
         elif kind == "flatten":
             mesh = mesh._flatten(names[0])
+        elif kind == "concatenate":
+            mesh = kit.cls._concatenate([mesh[name] for name in names])
         else:
             size = mesh.size(mesh.ndim - 1)
             sizes = (size, 1) if first else (1, size)
@@ -223,12 +227,25 @@ def pair():
     dist.destroy_process_group()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(derivations())
 def test_any_chain_of_derivations_comes_to_the_same(pair, program):
     shape, steps = program
-    theirs, mine = (follow(kit, shape, steps) for kit in pair)
-    assert told(mine) == told(theirs)
+    theirs, mine = pair
+    try:
+        expected = told(follow(theirs, shape, steps))
+    except (KeyError, RuntimeError, ValueError) as error:
+        with pytest.raises(type(error), match="a\\d|f\\d|u\\d|v\\d"):  # which axis is at fault
+            follow(mine, shape, steps)
+        return
+    found = told(follow(mine, shape, steps))
+    assert found["places"] == list(found["coordinate"])
+    if any(kind == "concatenate" for kind, _, _ in steps):
+        # torch numbers a group of all ranks as they are, in whatever order the mesh has them.
+        for each in (found, expected):
+            each["groups"] = [sorted(ranks) for ranks, _ in each.pop("groups")]
+            del each["places"]
+    assert found == expected
 
 
 # -- mistakes ------------------------------------------------------------------------------
@@ -262,7 +279,14 @@ MISTAKES = {
         lambda kit: flat_pair(kit)["dp", "cp"]["dp_cp"],
         "'dp_cp'.*'dp', 'cp'",
     ),
-    "slice that overlaps": (lambda kit: flat_pair(kit)["dp_cp", "dp"], "'dp_cp', 'dp'"),
+    "slice that overlaps": (
+        lambda kit: flat_pair(kit)["dp", "dp_cp"],
+        "'dp_cp' overlaps with 'dp'",
+    ),
+    "flattened before its own axis": (
+        lambda kit: flat_pair(kit)["dp_cp", "dp"],
+        "'dp_cp', 'dp'.*'dp', 'cp', 'tp'",
+    ),
     "group of which axis": (lambda kit: cube(kit).get_group(), "3 axes"),
     "group of an unknown axis": (lambda kit: cube(kit).get_group("x"), "'x'.*'dp', 'cp', 'tp'"),
     "group of axis 3": (lambda kit: cube(kit).get_group(3), "3.*0 to 2"),
@@ -393,6 +417,17 @@ def test_the_same_mistake_raises_the_same_kind(pair, name):
             InvalidMesh,
             r"axis 'a'.*\[3, 1\].*\[3, 7\]",
         ),
+        (
+            lambda kit: kit.cls.from_group([5], "cpu", mesh=[0], mesh_dim_names=("a",)),
+            InvalidType,
+            "of 5",
+        ),
+        (lambda kit: kit.by_shape((2, 4), mesh_dim_names=5), InvalidType, "5"),
+        (lambda kit: cube(kit).flatten(5), InvalidType, "5"),
+        (lambda kit: cube(kit).unflatten(0, 2, ("x",)), InvalidType, "mesh_sizes.*2"),
+        (lambda kit: cube(kit).unflatten(0, (2, 1), "xy"), InvalidType, "mesh_dim_names.*'xy'"),
+        (lambda kit: kit.cls.concatenate(5), InvalidType, "5"),
+        (lambda kit: kit.cls.concatenate([cube(kit)["dp"], 5]), InvalidType, "of 5"),
         (lambda _: _mesh_resources.get_current_mesh(), RuntimeError, "with mesh"),
         (lambda _: _mesh_resources.num_hosts("abacus"), RuntimeError, "abacus|environment|RANK"),
         (lambda kit: DeviceMesh.from_torch(cube(kit)), InvalidType, "torch"),

@@ -1,6 +1,7 @@
 """The names of upstream: all there, called alike, and the same on every kind of group."""
 
 import inspect
+import pickle
 import re
 
 import pytest
@@ -13,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import phalanx.mesh
 from phalanx.groups import new_group
 from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh, layout
-from phalanx.testing import ThreadRanks
+from phalanx.testing import ThreadRanks, over_groups
 
-from .test_device_mesh import NAMES, PROGRAMS, WORLD, Ours, told
+from .kits import NAMES, PROGRAMS, WORLD, Ours, told
 
 # -- signatures ----------------------------------------------------------------------------
 
@@ -150,6 +151,36 @@ def test_the_default_group_of_torch_gives_the_same(on_fake):
             assert init_device_mesh("cpu", (8,)).group is dist.group.WORLD
         finally:
             dist.destroy_process_group()
+
+
+@over_groups(sizes=(4,), backends=("local", "gloo", "shm"), reuse=True)
+def test_a_mesh_is_the_same_object_to_its_users_on_every_kind_of_group(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), group=group)
+    row, column = divmod(group.rank(), 2)
+    assert mesh.get_rank() == group.rank()
+    assert mesh.get_coordinate() == (row, column)
+    assert [mesh.get_local_rank(name) for name in ("dp", "tp")] == [row, column]
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh["tp"].mesh.tolist() == [2 * row, 2 * row + 1]
+    assert (mesh.ndim, mesh.shape, mesh.size(), mesh.size(1)) == (2, (2, 2), 4, 2)
+    assert mesh["dp"].get_root_mesh() is mesh
+    assert mesh["tp"].get_root_mesh_dim() == mesh.get_mesh_dim_by_name("tp") == 1
+    assert len(mesh.get_all_submeshes("dp")) == 2
+    assert str(mesh).endswith(f"'cpu', 4 ranks, rank {group.rank()} at {row, column})")
+    same = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), group=group)
+    for other in (same, pickle.loads(pickle.dumps(mesh))):
+        assert other == mesh
+        assert hash(other) == hash(mesh)
+        assert other["tp"].get_group() is mesh.get_group("tp")
+    with mesh:
+        assert _mesh_resources.get_current_mesh() is mesh
+    line = DeviceMesh.from_group(group, "cpu", mesh=list(range(4)), mesh_dim_names=("all",))
+    assert line["all"].get_group() is group
+    given = DeviceMesh.from_group(
+        mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=("a", "b")
+    )
+    assert given.get_all_groups() == mesh.get_all_groups()
+    mesh.shutdown()
 
 
 # -- nothing before it is used -------------------------------------------------------------

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,10 @@ from .._roster import Member
 if TYPE_CHECKING:
     from ...native import _engine
 
-__all__ = ["Slab", "share"]
+__all__ = ["Slab", "make_region", "share", "watch_peers"]
 
 TURN = timedelta(milliseconds=50)  # for which others cannot ask on the same connection
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 GRAIN = 4096  # bytes; slab memory is handed out in pages
 
 
@@ -62,7 +64,7 @@ def share(
         engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
             engine.share_cores(verdict["cores"])
-            _watch_peers(engine, rank, verdict["pids"])
+            watch_peers(engine, rank, verdict["pids"])
             return engine
         refusals.append(f"{place}: {verdict['why']}")
     raise RendezvousError(
@@ -117,8 +119,8 @@ def _offer(
     del rank
     verdict: dict[str, Any] = {"pids": [], "cores": 1, "why": "", "lost": []}
     try:
-        region = _native(size).Region.create(place, size, sizes or _native(size).Sizes())
-    except RuntimeError as error:  # what nanobind makes of a system error
+        region = make_region(place, size, sizes)
+    except (RuntimeError, OSError) as error:  # nanobind makes a RuntimeError of a system error
         verdict["why"] = str(error)
         peers.tell(f"offer/{number}", None)
         peers.tell(f"verdict/{number}", verdict)
@@ -140,6 +142,32 @@ def _offer(
         engine.region.unlink()
         peers.tell(f"verdict/{number}", verdict)
     return (None if verdict["why"] else engine), verdict
+
+
+def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _engine.Region:
+    """Make a region whose memory is there, for to touch what is not would be a SIGBUS.
+
+    Files have theirs from the start. A memfd gets it page by page, which fails only where the
+    kernel promises no more than it has: there it is taken at once, though that takes time.
+    """
+    region: _engine.Region = _native(size).Region.create(
+        place, size, sizes or _native(size).Sizes()
+    )
+    if place == "memfd" and _never_overcommits():
+        descriptor = os.open(region.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _, slab = region.slab(0)  # which takes its memory when tensors are made in it
+            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size - size * slab)
+        finally:
+            os.close(descriptor)
+    return region
+
+
+def _never_overcommits() -> bool:
+    try:
+        return OVERCOMMIT.read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def _own_cores() -> list[list[int]]:
@@ -204,7 +232,8 @@ def _take_away(path: str) -> None:
         os.unlink(path)
 
 
-def _watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
+def watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
+    """Have the engine notice when a peer's process ends."""
     for peer, pid in enumerate(pids):
         if pid != pids[rank]:  # threads of one process need no watching
             try:

@@ -18,7 +18,9 @@
     │   ├── UnknownOption (KeyError, AssertionError)
     │   ├── InvalidMesh (ValueError, RuntimeError, AssertionError)
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
-    │   └── NotInMesh (RuntimeError, IndexError)
+    │   ├── NotInMesh (RuntimeError, IndexError)
+    │   └── Unprepared (RuntimeError, AssertionError)
+    ├── UnevenInputs (RuntimeError)          some ranks have run out of data, which was forbidden
     ├── RanksFailed (RuntimeError)           ranks that we started ended badly
     └── InternalError (RuntimeError)         our own bug; please report it
 
@@ -51,8 +53,10 @@ __all__ = [
     "RanksFailed",
     "RendezvousError",
     "RendezvousTimeout",
+    "UnevenInputs",
     "UnknownAxis",
     "UnknownOption",
+    "Unprepared",
 ]
 
 
@@ -209,6 +213,14 @@ class UnknownAxis(MisuseError, KeyError, IndexError, ValueError, AssertionError)
 
 class NotInMesh(MisuseError, RuntimeError, IndexError):
     """The calling rank is not in the mesh, so there is no answer for it."""
+
+
+class Unprepared(MisuseError, RuntimeError, AssertionError):
+    """An object's constructor has not called that of its base class."""
+
+
+class UnevenInputs(PhalanxError, RuntimeError):
+    """Ranks have run out of data at different steps, where that was to be an error."""
 
 
 class RanksFailed(PhalanxError, RuntimeError):

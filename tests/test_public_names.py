@@ -8,7 +8,7 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
-    "phalanx.ddp": {"DDP", "DistributedDataParallel", "StepStats"},
+    "phalanx.ddp": {"DDP", "DistributedDataParallel", "ShardedOptimizer", "StepStats"},
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",

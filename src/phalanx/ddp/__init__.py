@@ -5,8 +5,9 @@ The names and meanings of ``torch.nn.parallel.DistributedDataParallel``. The lay
 """
 
 from ._module import DistributedDataParallel
+from ._sharded import ShardedOptimizer
 from ._stats import StepStats
 
 DDP = DistributedDataParallel
 
-__all__ = ["DDP", "DistributedDataParallel", "StepStats"]
+__all__ = ["DDP", "DistributedDataParallel", "ShardedOptimizer", "StepStats"]

@@ -8,7 +8,7 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
-    "phalanx.ddp": {"DDP", "DistributedDataParallel", "StepStats"},
+    "phalanx.ddp": {"DDP", "DistributedDataParallel", "ShardedOptimizer", "StepStats"},
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",
@@ -28,8 +28,10 @@ PROMISED = {
         "RanksFailed",
         "RendezvousError",
         "RendezvousTimeout",
+        "UnevenInputs",
         "UnknownAxis",
         "UnknownOption",
+        "Unprepared",
     },
     "phalanx.groups": {
         "DEFAULT_TIMEOUT",
@@ -44,6 +46,7 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
+    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig"},
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",

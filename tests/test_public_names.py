@@ -8,11 +8,19 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
-    "phalanx.ddp": {"DDP", "DistributedDataParallel", "ShardedOptimizer", "StepStats"},
+    "phalanx.ddp": {
+        "DDP",
+        "DistributedDataParallel",
+        "GradBucket",
+        "MixedPrecision",
+        "ShardedOptimizer",
+        "StepStats",
+    },
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",
         "GroupError",
+        "HookError",
         "InternalError",
         "InvalidArgument",
         "InvalidMesh",

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import GroupAborted, InvalidState, RankMismatch
-from phalanx.groups import new_group, register_backend
+from phalanx.groups import _registry, new_group
+from phalanx.groups._registry import Backend
 from phalanx.groups.backends import fake
 from phalanx.mesh import DeviceMesh, init_device_mesh
 from phalanx.testing import over_groups
@@ -33,9 +34,6 @@ class Gate:
     """An engine that takes as long to make as the test wants, and may fail."""
 
     def __init__(self):
-        self.close()
-
-    def close(self):
         self.entered, self.open = threading.Semaphore(0), threading.Event()
         self.error = None
 
@@ -47,14 +45,12 @@ class Gate:
         return fake.make(*args, **kwargs)
 
 
-GATE = Gate()
-register_backend("gated", GATE.make, traits=fake.TRAITS)
-
-
 @pytest.fixture
-def gate():
-    GATE.close()
-    return GATE
+def gate(monkeypatch):
+    gate = Gate()
+    # Not by `register_backend`, for good: other tests list those that there are.
+    monkeypatch.setitem(_registry._backends, "gated", Backend("gated", gate.make, fake.TRAITS))
+    return gate
 
 
 @pytest.fixture

@@ -8,11 +8,19 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
-    "phalanx.ddp": {"DDP", "DistributedDataParallel", "StepStats"},
+    "phalanx.ddp": {
+        "DDP",
+        "DistributedDataParallel",
+        "GradBucket",
+        "MixedPrecision",
+        "ShardedOptimizer",
+        "StepStats",
+    },
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",
         "GroupError",
+        "HookError",
         "InternalError",
         "InvalidArgument",
         "InvalidMesh",
@@ -28,8 +36,10 @@ PROMISED = {
         "RanksFailed",
         "RendezvousError",
         "RendezvousTimeout",
+        "UnevenInputs",
         "UnknownAxis",
         "UnknownOption",
+        "Unprepared",
     },
     "phalanx.groups": {
         "DEFAULT_TIMEOUT",
@@ -44,6 +54,7 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
+    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig"},
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",

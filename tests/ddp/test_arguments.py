@@ -4,25 +4,23 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx
 from phalanx import groups
 from phalanx.ddp import DDP, DistributedDataParallel
-from phalanx.mesh import DeviceMesh, init_device_mesh
+from phalanx.mesh import init_device_mesh
 from phalanx.testing import over_groups
 
-from .whole import TINY, batch, everywhere, mlp, on_pairs, seeded, share, squares, train
-
-alone = over_groups(backends=("local",), sizes=(1,))
+from .whole import TINY, alone, batch, everywhere, mlp, operations, seeded, share, squares, train
 
 
 def test_it_has_upstreams_parameters_in_upstreams_order():
     ours = list(inspect.signature(DDP).parameters)
     theirs = list(inspect.signature(TorchDDP).parameters)
     assert ours[: len(theirs)] == theirs
+    assert inspect.signature(DDP).parameters["gradient_as_bucket_view"].default is True
     assert phalanx.DDP is phalanx.DistributedDataParallel is DistributedDataParallel is DDP
 
 
@@ -77,24 +75,23 @@ def test_the_current_group_is_taken(group):
     assert ddp.process_group is group
 
 
-@on_pairs
+@everywhere
 def test_no_syncing_at_the_start(group):
     module = seeded(mlp, seed=group.rank())
     before = [p.detach().clone() for p in module.parameters()]
-    calls = len(group.records())
-    ddp = DDP(module, process_group=group, init_sync=False)
-    assert len(group.records()) == calls
-    assert all(map(torch.equal, before, ddp.parameters()))
+    wrappers = []
+    told = operations(
+        group, lambda: wrappers.append(DDP(module, process_group=group, init_sync=False))
+    )
+    assert told == []
+    assert all(map(torch.equal, before, wrappers[0].parameters()))
 
 
-@on_pairs
+@everywhere
 def test_syncing_at_the_start_is_one_check_and_one_broadcast(group):
-    def collectives():
-        return [record.operation for record in group.records()]
-
-    calls = len(collectives())
-    DDP(seeded(mlp, seed=group.rank()), process_group=group)
-    assert collectives()[calls:] == ["allgather", "broadcast"]
+    module = seeded(mlp, seed=group.rank())
+    told = operations(group, lambda: DDP(module, process_group=group))
+    assert told == ["allgather", "broadcast"]
 
 
 def train_on(mesh, group):
@@ -129,8 +126,3 @@ def test_an_axis_of_a_mesh_of_ours_and_not_two(group):
 def test_flags_of_another_kind(group):
     train(mlp, group, squares, dim=0, forward_sync_buffers=True, bucket_cap_mb_list=[TINY, 1],
           skip_all_reduce_unused_params=True, batched_grad_copy=True)  # fmt: skip
-
-
-def test_names():
-    assert DeviceMesh
-    assert dist.is_available()

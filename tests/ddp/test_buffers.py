@@ -8,10 +8,12 @@ from phalanx.ddp import DDP
 from phalanx.testing import over_groups
 
 from .whole import (
+    ROWS,
     assert_same_gradients,
     batch,
+    compare,
     everywhere,
-    on_pairs,
+    operations,
     seeded,
     share,
     squares,
@@ -80,6 +82,52 @@ def test_a_buffer_that_was_replaced_is_found(group):
     assert ddp.module.new == 0
 
 
+class Moving(nn.Module):
+    """Puts another tensor in the place of its buffer in every forward, and uses it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, rows):
+        output = self.layer(rows)
+        self.mean = self.mean * 0.5 + output.detach().mean(dim=0)
+        return output * self.mean
+
+
+@everywhere
+def test_a_buffer_that_forward_replaces_is_found(group):
+    ddp, first = DDP(seeded(Moving), process_group=group), seeded(Moving)
+    for step in range(4):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        first.mean, before = first.mean.clone(), first.mean
+        for rank, part in reversed(list(enumerate(rows.split(ROWS)))):
+            first.mean = before  # of rank 0, which comes last here
+            (squares(first, part) / group.size()).backward()
+            if rank == group.rank():
+                assert torch.equal(ddp.module.mean, first.mean)
+        assert_same_gradients(ddp.module, first)
+        ddp.zero_grad()
+        first.zero_grad()
+
+
+@everywhere
+def test_several_forwards_with_a_buffer_that_autograd_has_saved(group):
+    ddp = make(group)
+    whole = seeded(Counting)
+
+    def loss(module, rows, step, rank):
+        return squares(module, rows) + squares(module, rows * 2)
+
+    for step in range(3):
+        rows = batch(step, group.size())
+        loss(ddp, share(rows, group), step, 0).backward()
+        whole_loss(whole, rows, group, loss, step).backward()
+        compare(ddp, whole)
+
+
 @everywhere
 def test_buffers_that_are_ignored(group):
     module = seeded(lambda: Counting(group.rank()))
@@ -119,9 +167,7 @@ def test_batch_norm_and_several_forwards_in_a_row(group):
         rows = batch(step, group.size())
         loss(ddp, share(rows, group), step, 0).backward()
         whole_loss(whole, rows, group, loss, step).backward()
-        assert_same_gradients(ddp.module, whole, rtol=1e-5)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=1e-5)
 
 
 @everywhere
@@ -142,9 +188,8 @@ def test_evaluation_in_between(group):
     ddp.eval()
     with torch.no_grad():
         ddp(torch.ones(1, 5))
-        calls = len(group.records())
-        ddp(torch.ones(1, 5))  # nothing is sent: nobody has trained in between
-        assert len(group.records()) == calls
+        # nothing is sent: nobody has trained in between
+        assert operations(group, lambda: ddp(torch.ones(1, 5))) == []
     assert not ddp.will_sync_module_buffers()
 
 
@@ -167,7 +212,7 @@ def test_upstreams_older_argument_is_deprecated(group):
     assert not ddp.forward_sync_buffers
 
 
-@on_pairs
+@everywhere
 def test_synchronised_batch_norm_is_for_accelerators(group):
     module = nn.SyncBatchNorm.convert_sync_batchnorm(Norm(), process_group=group)
     with pytest.raises(ValueError, match="SyncBatchNorm"):

@@ -1,7 +1,9 @@
 """Activation checkpointing of both kinds, and what comes late because of it."""
 
 import pytest
+import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp import DDP
@@ -10,6 +12,8 @@ from .whole import (
     TINY,
     assert_same_gradients,
     batch,
+    both,
+    compare,
     everywhere,
     share,
     train,
@@ -106,9 +110,7 @@ def test_recomputing_does_not_rearrange_what_is_under_way(group):
             ]
             for loss in losses:  # the order from the first of them must not be taken in the second
                 loss.backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 # -- late ----------------------------------------------------------------------------------
@@ -116,7 +118,7 @@ def test_recomputing_does_not_rearrange_what_is_under_way(group):
 
 def late(ddp):
     """Name the parameters that came late in the last pass, on any rank."""
-    return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._header.late()}
+    return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._arrangement.header.late()}
 
 
 @everywhere
@@ -143,6 +145,47 @@ def test_a_layer_is_run_once_more_than_last_time(group, reduce):
         assert late(ddp) == ({"layers.1"} if step in (3, 5) else set()), "the late round"
         ddp.zero_grad()
         whole.zero_grad()
+
+
+class Laid(nn.Module):
+    """Layers whose gradients come late, and lie in memory otherwise than their parameters."""
+
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.sparse = sparse
+        self.conv = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.zeros(18, 18).t())
+        self.table = nn.Parameter(torch.zeros(4, 18))  # its gradients are sparse, or not
+        self.words = nn.Embedding(4, 18, sparse=True)  # and so are these
+        self.first, self.last = nn.Linear(5, 18), nn.Linear(18, 2)
+
+    def layer(self, hidden):
+        images = self.conv(hidden.view(-1, 2, 3, 3)).flatten(1)
+        ids = torch.arange(len(hidden)) % 4
+        rows = functional.embedding(ids, self.table, sparse=self.sparse)
+        words = self.words(ids) if self.sparse else self.words.weight[ids]
+        return images.tanh() + (hidden @ self.turned).tanh() + rows + words
+
+    def forward(self, rows, times):
+        hidden = self.first(rows)
+        for _ in range(times):
+            hidden = checkpoint(self.layer, hidden, use_reentrant=True)
+        return self.last(hidden)
+
+
+@everywhere
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_late_gradients_lie_otherwise_in_memory(group, sparse):
+    ddp, whole = wrapped(lambda: Laid(sparse), group, bucket_cap_mb=TINY)
+    lates = []
+    for step in range(7):
+        both(
+            ddp, whole, group, step,
+            lambda m, rows, step, rank: m(rows, 1 + (step in (3, 5) and rank == 0)).square().mean(),
+        )  # fmt: skip
+        lates.append(late(ddp))
+        compare(ddp, whole, rtol=2e-6)
+    assert [step for step, names in enumerate(lates) if names] == [3, 5]
 
 
 class Optional(nn.Module):

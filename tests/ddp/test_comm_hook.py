@@ -27,9 +27,8 @@ from .whole import (
     assert_close,
     assert_same_gradients,
     batch,
-    everywhere,
     mlp,
-    on_pairs,
+    several,
     share,
     squares,
     train,
@@ -49,7 +48,7 @@ def plain(state, bucket: GradBucket) -> Future[torch.Tensor]:
     return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
 
 
-@everywhere
+@several
 def test_a_hook_sees_every_bucket_once_and_in_order(group):
     seen = []
 
@@ -93,7 +92,7 @@ class Branching(nn.Module):
         return self.second(hidden) if both else hidden
 
 
-@everywhere
+@several
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted"])
 def test_hooks_with_everything_else(group, kind, way):
@@ -200,7 +199,7 @@ def test_torch_overlapped_optimizer_runs_unchanged(group):
             assert_close(mine, theirs, name)
 
 
-@on_pairs
+@several
 def test_builtin_hooks_of_torch(group):
     for kind, rtol in ((dist.BuiltinCommHookType.ALLREDUCE, 1e-6),
                        (dist.BuiltinCommHookType.FP16_COMPRESS, 3e-3)):  # fmt: skip
@@ -212,7 +211,7 @@ def test_builtin_hooks_of_torch(group):
         assert_same_gradients(ddp.module, whole, rtol=rtol)
 
 
-@on_pairs
+@several
 def test_one_hook_for_good(group):
     ddp, _ = hooked(mlp, group, plain, group)
     with pytest.raises(InvalidState, match="one communication hook"):
@@ -233,7 +232,7 @@ def to_int(state, bucket) -> int:
     """Return something else."""
 
 
-@on_pairs
+@several
 @pytest.mark.parametrize(
     ("hook", "error"),
     [
@@ -302,7 +301,7 @@ def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
     assert time.monotonic() - began < 3
 
 
-@on_pairs
+@several
 def test_a_hook_stays_when_the_group_is_replaced(group):
     calls = []
 
@@ -319,7 +318,7 @@ def test_a_hook_stays_when_the_group_is_replaced(group):
     assert calls
 
 
-@everywhere
+@several
 def test_a_sparse_bucket_goes_through_a_hook(group):
     class Words(nn.Module):
         def __init__(self):
@@ -338,7 +337,7 @@ def test_a_sparse_bucket_goes_through_a_hook(group):
     assert_same_gradients(ddp.module, whole)
 
 
-@everywhere
+@several
 def test_a_run_with_a_hook(group):
     def with_hook(module, rows, step, rank):
         if isinstance(module, DDP) and step == 0:

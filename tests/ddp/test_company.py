@@ -1,9 +1,6 @@
 """Two wrapped modules on one group."""
 
-import pytest
 from torch import nn
-
-from phalanx.ddp import DDP
 
 from .whole import ROWS, TINY, assert_same_gradients, batch, everywhere, share, wrapped
 
@@ -76,51 +73,3 @@ def test_a_module_alone_launches_early_beside_another_that_is_idle(group):
         launched += under_way
     assert launched[-1] == 1, launched
     assert idle.module.weight.grad is None
-
-
-@everywhere
-def test_a_pass_that_begins_with_a_parameter_adds_up_only_what_is_new(group):
-    ddp, whole = wrapped(lambda: nn.Linear(5, 5), group, reduce="sum")
-    for step in range(3):
-        rows = batch(step, group.size())
-        ddp(share(rows, group)).square().mean().backward()
-        sum(whole(part).square().mean() for part in rows.split(ROWS)).backward()
-        # Not from an output of the module, and onto gradients that are reduced already.
-        (ddp.module.weight.square().sum() * (group.rank() + 1)).backward()
-        (whole.weight.square().sum() * sum(range(1, group.size() + 1))).backward()
-        assert_same_gradients(ddp.module, whole)
-
-
-@everywhere
-def test_a_module_that_is_frozen_on_one_rank_is_refused_by_all(group):
-    module = nn.Linear(5, 5)
-    if group.rank() == group.size() - 1:
-        module.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="frozen" if group.size() > 1 else "requires"):
-        DDP(module, process_group=group)
-
-
-@everywhere
-def test_parameters_that_come_into_use_are_learnt(group):
-    class Growing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-            self.used = 2
-
-        def forward(self, rows):
-            for part in self.parts[: self.used]:
-                rows = part(rows).tanh()
-            return rows
-
-    ddp, whole = wrapped(Growing, group, bucket_cap_mb=TINY)
-    for step in range(6):
-        ddp.module.used = whole.used = 3 if step > 2 else 2
-        rows = batch(step, group.size())
-        ddp(share(rows, group)).square().mean().backward()
-        whole(rows).square().mean().backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
-    assert ddp.reducer.was_surprised
-    assert not any(ddp.reducer._absent)

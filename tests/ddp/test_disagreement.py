@@ -10,9 +10,18 @@ from phalanx.ddp import DDP
 from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
 from phalanx.testing import over_groups
 
-from .whole import batch, mlp, share, squares, wrapped
-
-several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+from .whole import (
+    batch,
+    both,
+    compare,
+    everywhere,
+    mlp,
+    operations,
+    several,
+    share,
+    squares,
+    wrapped,
+)
 
 
 def frozen():
@@ -67,6 +76,35 @@ def test_a_parameter_is_unfrozen_on_one_rank_only(group):
             squares(ddp, rows).backward()
 
 
+@several
+def test_ranks_unfreeze_different_parameters(group):
+    def make():
+        module = mlp()
+        module[0].requires_grad_(False)
+        return module
+
+    ddp, _ = wrapped(make, group)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    getattr(ddp.module[0], "weight" if group.rank() == 1 else "bias").requires_grad_(True)
+    with pytest.raises(RankMismatch, match=r"'0.weight.*frozen' on rank 0 and '0.weight.*rank 1"):
+        ddp(rows)
+
+
+@everywhere
+def test_parameters_are_verified_once_when_one_is_unfrozen(group):
+    ddp, whole = wrapped(frozen, group)
+    rows = batch(0, group.size())
+    for step in range(4):
+        if step == 2:
+            for module in (ddp.module, whole):
+                module[0].weight.requires_grad_(True)
+        told = operations(group, lambda: ddp(share(rows, group)))
+        assert told == (["allgather"] if step == 2 else [])
+        both(ddp, whole, group, step)
+        compare(ddp, whole)
+
+
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
 def test_a_rank_never_calls_backward(group):
     ddp, _ = wrapped(mlp, group)
@@ -113,3 +151,12 @@ def test_a_rank_makes_another_call_of_the_same_kind(group):
         return
     with pytest.raises(RankMismatch):
         squares(ddp, rows).backward()
+
+
+@everywhere
+def test_a_module_that_is_frozen_on_one_rank_is_refused_by_all(group):
+    module = nn.Linear(5, 5)
+    if group.rank() == group.size() - 1:
+        module.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="frozen" if group.size() > 1 else "requires"):
+        DDP(module, process_group=group)

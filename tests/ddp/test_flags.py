@@ -34,17 +34,20 @@ def test_flags_do_not_change_results(group, value):
 
 
 @everywhere
+@pytest.mark.filterwarnings("ignore:the graph of this backward pass")  # static_graph, see below
 @pytest.mark.parametrize("flag", [None, *FLAGS])
 def test_flags_are_not_needed_and_do_not_hurt(group, flag):
     def loss(module, rows, step, rank):
         return module(rows, both=(step + rank) % 3 == 0).square().mean()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # static_graph, see below
-        train(Optional, group, loss, steps=6, bucket_cap_mb=TINY, **({flag: True} if flag else {}))
+    train(Optional, group, loss, steps=6, bucket_cap_mb=TINY, **({flag: True} if flag else {}))
 
 
-@over_groups(backends=("shm",), sizes=(2,))  # threads share what they are warned of
+processes = over_groups(backends=("shm",), sizes=(1, 2, 4), reuse=True)
+"""Not threads, which share what they are warned of."""
+
+
+@processes
 def test_a_static_graph_that_changes_is_told_of(group):
     def told(last):
         with warnings.catch_warnings(record=True) as caught:
@@ -66,7 +69,17 @@ def test_a_static_graph_that_changes_is_told_of(group):
     assert not could
 
 
-@over_groups(backends=("shm",), sizes=(1, 2), reuse=True)
+@everywhere
+@pytest.mark.filterwarnings("ignore:the graph of this backward pass")
+def test_a_static_graph_that_changes_is_noticed_and_gradients_are_right(group):
+    def loss(module, rows, step, rank):
+        return module(rows, both=step not in (3, 4)).square().mean()
+
+    ddp, _ = train(Optional, group, loss, steps=6, bucket_cap_mb=TINY, static_graph=True)
+    assert ddp.reducer.was_surprised
+
+
+@processes
 def test_check_reduction_is_deprecated_and_does_nothing(group):
     with pytest.warns(FutureWarning, match="check_reduction"):
         DDP(mlp(), process_group=group, check_reduction=True)

@@ -4,16 +4,18 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.ddp import DDP
-
 from .whole import (
     TINY,
     assert_close,
     assert_same_gradients,
     batch,
+    both_caps,
+    compare,
     everywhere,
+    inner,
+    launched,
     mlp,
-    on_pairs,
+    parts,
     seeded,
     share,
     squares,
@@ -21,12 +23,6 @@ from .whole import (
     whole_loss,
     wrapped,
 )
-
-both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
-
-
-def inner(module):
-    return module.module if isinstance(module, DDP) else module
 
 
 class Choice(nn.Module):
@@ -103,9 +99,7 @@ def test_several_forwards_then_as_many_backwards(group, cap):
         theirs = [whole_loss(whole, rows * n, group, squares, step) for n in (1, 2)]
         for loss in mine + theirs:
             loss.backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -118,9 +112,7 @@ def test_one_forward_and_several_backwards(group, cap):
             for _ in range(2):
                 loss.backward(retain_graph=True)
             (loss * 2).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -128,11 +120,9 @@ def test_backward_to_chosen_parameters(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(4):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward(inputs=[inner(module)[2].weight])
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -162,6 +152,73 @@ def test_autograd_grad_in_between_leaves_gradients_alone(group):
         return squares(module, rows)
 
     train(mlp, group, loss, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_autograd_grad_beside_frozen_parameters(group):
+    def loss(module, rows, step, rank):
+        layers = inner(module)
+        layers[0].requires_grad_(step % 2 == 0)  # the first that is asked for
+        inputs = rows.clone().requires_grad_()
+        for wanted in (inputs, layers[2].weight):
+            (mine,) = torch.autograd.grad(squares(module, inputs), wanted)
+            (plain,) = torch.autograd.grad(squares(layers, inputs), wanted)
+            assert torch.equal(mine, plain)
+        (slope,) = torch.autograd.grad(module(inputs).sum(), inputs, create_graph=True)
+        return slope.square().mean() + squares(module, rows)
+
+    train(mlp, group, loss, steps=5, bucket_cap_mb=TINY)
+
+
+@everywhere
+def test_backward_to_chosen_parameters_beside_frozen_ones(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            inner(module)[0].weight.requires_grad_(step % 2 == 1)
+            squares(module, part).backward(inputs=[inner(module)[2].weight])
+        compare(ddp, whole)
+
+
+@everywhere
+def test_sums_to_chosen_parameters_beside_frozen_ones(group):
+    ddp, whole = wrapped(mlp, group, reduce="sum")
+    for module in (ddp.module, whole):
+        module[0].weight.requires_grad_(False)
+    for step in range(4):  # which add up: what was there is summed once only
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            loss = squares(module, part) * (group.size() if module is whole else 1)
+            loss.backward(inputs=[inner(module)[2].weight])
+        assert_same_gradients(ddp.module, whole)
+
+
+@everywhere
+def test_the_order_is_learnt_from_a_pass_that_nobody_announced(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            output = module(part)
+            (inner(module)[0].weight.square().sum() * part.mean()).backward()
+            output.square().mean().backward()
+        compare(ddp, whole)
+    first = ddp.reducer.buckets[0]
+    assert [ddp.reducer.names[i] for i in first.members] == ["0.weight"]
+
+
+@everywhere
+def test_buckets_leave_early_after_several_passes_from_the_first_forward(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for times in (3, 1, 1):
+        rows = batch(times, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            loss = squares(module, part)
+            for _ in range(times):
+                loss.backward(retain_graph=True)
+        compare(ddp, whole)
+    assert launched(ddp, share(rows, group)) >= 2
 
 
 @everywhere
@@ -202,36 +259,55 @@ def test_a_parameter_is_regularised_in_a_backward_of_its_own(group):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
     for step in range(6):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward()
             squares(module, part * 2).backward()
             (inner(module)[0].bias.square().sum() * part.mean()).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
-@on_pairs
+@everywhere
 def test_a_parameter_is_regularised_by_itself_after_a_while(group):
     ddp, whole = wrapped(mlp, group)
     for step in range(6):
         rows = batch(step, group.size())
-        for module, part in ((ddp, share(rows, group)), (whole, rows)):
+        for module, part in parts(ddp, whole, rows, group):
             squares(module, part).backward()
             if step > 3:
                 (inner(module)[2].bias.square().sum() * part.mean()).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
-@on_pairs
+@everywhere
 def test_a_parameter_is_used_outside_of_forward_after_a_while(group):
     def loss(module, rows, step, rank):
         plain = squares(module, rows)
         return plain + inner(module).temperature.exp() * (rank + step) if step > 3 else plain
 
     train(Scaled, group, loss, steps=6)
+
+
+def regularise(group, reduce):
+    """Give one parameter gradients that come from no output, and clear nothing."""
+    ddp, whole = wrapped(mlp, group, reduce=reduce, bucket_cap_mb=TINY)
+    factor = group.size() if reduce == "sum" else 1
+    for step in range(5):
+        rows = batch(step, group.size())
+        for module, part in parts(ddp, whole, rows, group):
+            times = 1 if module is ddp else factor
+            (squares(module, part) * times).backward()
+            (inner(module)[2].bias.square().sum() * part.mean() * times).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+
+
+@everywhere
+def test_a_parameter_is_regularised_by_itself_without_clearing(group):
+    regularise(group, "mean")
+
+
+@everywhere
+def test_a_parameter_is_regularised_by_itself_without_clearing_and_summed(group):
+    regularise(group, "sum")
 
 
 # -- several modules -----------------------------------------------------------------------
@@ -265,67 +341,6 @@ def test_a_wrapped_module_is_part_of_another(group):
         models[1].zero_grad()
 
 
-# -- what goes wrong -----------------------------------------------------------------------
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(_, tensor):
-        return tensor.clone()
-
-    @staticmethod
-    def backward(*_):
-        raise ArithmeticError("broken in the middle")
-
-
-@everywhere
-@both_caps
-def test_backward_raises_in_the_middle_and_training_goes_on(group, cap):
-    class Breaking(nn.Sequential):
-        def forward(self, rows, breaks=False):
-            hidden = self[0](rows)
-            return self[1](Broken.apply(hidden) if breaks else hidden)
-
-    ddp, whole = wrapped(lambda: Breaking(nn.Linear(5, 500), nn.Linear(500, 2)), group,
-                         bucket_cap_mb=cap)  # fmt: skip
-    for step in range(8):
-        rows = batch(step, group.size())
-        if step in (0, 2, 3, 6):
-            with pytest.raises(ArithmeticError, match="in the middle"):
-                ddp(share(rows, group), breaks=True).square().mean().backward()
-            ddp.zero_grad()
-        squares(ddp, share(rows, group)).backward()
-        squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole, rtol=1e-5)
-        ddp.zero_grad()
-        whole.zero_grad()
-
-
-@everywhere
-def test_backward_raises_and_is_called_again_without_a_forward(group):
-    fails = [True]
-
-    def fail_once(gradient):
-        if fails:
-            fails.pop()
-            raise ArithmeticError("once")
-
-    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
-    rows = batch(0, group.size())
-
-    def hook(layer, inputs, output):
-        output.register_hook(fail_once)
-
-    ddp.module[0].register_forward_hook(hook)
-    loss = squares(ddp, share(rows, group))
-    with pytest.raises(ArithmeticError):
-        loss.backward(retain_graph=True)
-    ddp.zero_grad()
-    loss.backward()
-    squares(whole, rows).backward()
-    assert_same_gradients(ddp.module, whole)
-
-
 class Optional(nn.Module):
     """Has a first layer that is used from some step on: its gradient comes after all others."""
 
@@ -343,3 +358,29 @@ def test_a_layer_is_used_that_comes_after_all_that_is_known(group):
         return module(rows, step > 3).square().mean()
 
     train(Optional, group, loss, steps=8)
+
+
+@everywhere
+def test_parameters_that_come_into_use_are_learnt(group):
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+            self.used = 2
+
+        def forward(self, rows):
+            for part in self.parts[: self.used]:
+                rows = part(rows).tanh()
+            return rows
+
+    ddp, whole = wrapped(Growing, group, bucket_cap_mb=TINY)
+    for step in range(6):
+        ddp.module.used = whole.used = 3 if step > 2 else 2
+        rows = batch(step, group.size())
+        ddp(share(rows, group)).square().mean().backward()
+        whole(rows).square().mean().backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+    assert ddp.reducer.was_surprised
+    assert not any(ddp.reducer._absent)

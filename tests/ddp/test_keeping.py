@@ -4,10 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from phalanx.ddp import DDP
+
 from .whole import (
     TINY,
     assert_same_gradients,
     batch,
+    both,
+    both_ways,
     everywhere,
     mlp,
     share,
@@ -16,15 +20,6 @@ from .whole import (
     whole_loss,
     wrapped,
 )
-
-both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
-
-
-def both(ddp, whole, group, step, loss=squares):
-    """Run one backward pass on both."""
-    rows = batch(step, group.size())
-    loss(ddp, share(rows, group), step, group.rank()).backward()
-    whole_loss(whole, rows, group, loss, step).backward()
 
 
 @everywhere
@@ -132,8 +127,6 @@ def test_some_gradients_are_taken_away_and_replaced_by_hand(group, keeps):
 @everywhere
 @both_ways
 def test_gradients_from_before_it_was_wrapped_are_averaged_in(group, keeps):
-    from phalanx.ddp import DDP
-
     module, whole = mlp(), mlp()
     whole.load_state_dict({k: torch.full_like(v, 0.1) for k, v in whole.state_dict().items()})
     module.load_state_dict(whole.state_dict())

@@ -1,5 +1,7 @@
 """Parameters of every kind."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -8,11 +10,15 @@ from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 from phalanx.ddp import DDP
 from phalanx.testing import over_groups
 
+from .models import Waves
 from .whole import (
     ROWS,
     TINY,
     assert_same_gradients,
     batch,
+    both,
+    both_ways,
+    compare,
     everywhere,
     mlp,
     share,
@@ -58,6 +64,47 @@ def test_types_are_mixed(group):
         ddp.zero_grad()
         whole.zero_grad()
     ddp.assert_in_sync()
+
+
+class Empty(nn.Module):
+    """A parameter without elements, alone or beside another, perhaps of another type."""
+
+    def __init__(self, dtype, beside):
+        super().__init__()
+        self.empty = nn.Parameter(torch.zeros(0, 3, dtype=dtype))
+        self.weight = nn.Parameter(torch.zeros(5, 2)) if beside else None
+
+    def forward(self, rows):
+        return (rows if self.weight is None else rows @ self.weight) + self.empty.sum()
+
+
+@everywhere
+def test_parameters_without_elements(group):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.complex64):
+        for beside, cap in ((False, 25), (True, 25), (True, TINY)):
+            ddp, whole = wrapped(partial(Empty, dtype, beside), group, bucket_cap_mb=cap)
+            for step in range(3):
+                both(ddp, whole, group, step, absolute)
+                assert ddp.module.empty.grad.shape == (0, 3)
+                assert ddp.module.empty.grad.dtype is dtype
+                compare(ddp, whole)
+
+
+def absolute(module, rows, step=0, rank=0):
+    return module(rows).abs().mean()
+
+
+@everywhere
+@pytest.mark.parametrize("reduce", ["mean", "sum"])
+@both_ways
+def test_complex_parameters(group, reduce, keeps):
+    ddp, whole = wrapped(Waves, group, reduce=reduce, gradient_as_bucket_view=keeps)
+    factor = group.size() if reduce == "sum" else 1
+    for step in range(3):
+        both(ddp, whole, group, step)
+        for parameter in whole.parameters():
+            parameter.grad *= factor
+        compare(ddp, whole)
 
 
 @everywhere
@@ -155,9 +202,21 @@ def test_sparse_gradients_by_weight_and_unused_on_some_ranks(group):
         loss(ddp, share(everything, group), group.rank()).backward()
         for rank, theirs in enumerate(everything.split(ROWS)):
             (loss(whole, theirs, rank) * weights[rank] / weights.sum()).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
+
+
+@everywhere
+def test_sparse_gradients_are_unused_everywhere_in_some_steps(group):
+    def loss(module, ids, step=0, rank=0):
+        return module(ids, words=step % 3 == 1).square().mean()
+
+    ddp, whole = wrapped(Words, group)
+    for step in range(6):
+        everything = ids(step, group)
+        loss(ddp, share(everything, group), step).backward()
+        whole_loss(whole, everything, group, loss, step).backward()
+        assert (ddp.module.words.weight.grad is None) == (step % 3 != 1)
+        compare(ddp, whole)
 
 
 class Functional(nn.Module):
@@ -178,9 +237,7 @@ def test_a_sparse_gradient_that_no_layer_tells_of(group):
         everything = ids(step, group)
         squares(ddp, share(everything, group)).backward()
         whole_loss(whole, everything, group, squares, step).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 class Tied(nn.Module):
@@ -209,9 +266,7 @@ def test_weights_are_tied(group, sparse, head_first):
         everything = ids(step, group)
         squares(ddp, share(everything, group)).backward()
         whole_loss(whole, everything, group, squares, step).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -232,7 +287,7 @@ class Conv(nn.Sequential):
 
 
 @everywhere
-@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+@both_ways
 def test_channels_last(group, keeps):
     def loss(module, rows, step, rank):
         images = rows.repeat(1, 3 * 36 // 5 + 1)[:, : 3 * 36].view(-1, 3, 6, 6)
@@ -259,7 +314,7 @@ def test_a_transposed_parameter(group):
 
 
 @everywhere
-@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+@both_ways
 def test_parameters_are_frozen_and_unfrozen_between_steps(group, keeps):
     def loss(module, rows, step, rank):
         inner = module.module if isinstance(module, DDP) else module
@@ -275,3 +330,29 @@ def test_parameters_are_frozen_and_unfrozen_between_steps(group, keeps):
     ddp, _ = train(make, group, loss, steps=8, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
     for parameter in ddp.parameters():
         assert len(parameter._post_accumulate_grad_hooks or ()) <= 2, "hooks are left behind"
+
+
+@everywhere
+def test_everything_is_frozen_in_some_steps(group):
+    ddp, whole = wrapped(mlp, group)
+    for step in range(6):
+        for module in (ddp.module, whole):
+            module.requires_grad_(step % 2 == 0)
+        if step % 2:
+            assert not ddp(share(batch(step, group.size()), group)).requires_grad
+        else:
+            both(ddp, whole, group, step)
+            compare(ddp, whole)
+
+
+@everywhere
+def test_a_module_changes_its_layout_after_it_was_wrapped(group):
+    ddp, whole = wrapped(Conv, group)
+    for step in range(5):
+        layout = torch.contiguous_format if step > 2 else torch.channels_last
+        images = batch(step, group.size(), 3 * 36).view(-1, 3, 6, 6)
+        for module in (ddp, whole):
+            module.to(memory_format=layout)
+        squares(ddp, share(images, group)).backward()
+        whole_loss(whole, images, group, squares, step).backward()
+        compare(ddp, whole)

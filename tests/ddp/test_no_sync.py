@@ -11,14 +11,14 @@ from .whole import (
     TINY,
     assert_same_gradients,
     batch,
+    both_ways,
+    compare,
     everywhere,
     mlp,
     share,
     squares,
     wrapped,
 )
-
-both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
@@ -93,9 +93,7 @@ def test_a_parameter_is_used_in_local_passes_only(group, keeps):
         ddp(share(rows, group)).mean().backward(inputs=[ddp.module[2].weight])
         squares(whole, rows).backward()
         whole(rows).mean().backward(inputs=[whole[2].weight])
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -118,6 +116,19 @@ def test_sums(group, keeps):
             whole.zero_grad()
 
 
+@everywhere
+def test_passes_from_one_forward_within_it_and_after(group):
+    ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size())
+        mine, theirs = squares(ddp, share(rows, group)), squares(whole, rows)
+        with ddp.no_sync():
+            mine.backward(retain_graph=True)
+        mine.backward()
+        (2 * theirs).backward()
+        compare(ddp, whole)
+
+
 # -- ranks that disagree -------------------------------------------------------------------
 
 
@@ -131,10 +142,11 @@ def disagree(ddp, rows, rank):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
-def test_ranks_that_disagree_are_told_at_once(group):
+@pytest.mark.parametrize("warm", [0, 2])
+def test_ranks_that_disagree_are_told_at_once(group, warm):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     rows = share(batch(0, group.size()), group)
-    for _ in range(2):
+    for _ in range(warm):
         squares(ddp, rows).backward()
     with pytest.raises(RankMismatch, match=r"ranks disagree: rank 0 called .* rank \d called"):
         disagree(ddp, rows, group.rank())

@@ -8,7 +8,7 @@ from phalanx.errors import RankMismatch
 from phalanx.testing import over_groups
 
 from .test_kinds import Mixed
-from .whole import TINY, batch, everywhere, mlp, on_pairs, share, squares, wrapped
+from .whole import TINY, batch, everywhere, mlp, share, squares, wrapped
 
 several = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
 
@@ -59,7 +59,7 @@ def test_values_are_compared_every_few_steps(group, local):
         step()
 
 
-@on_pairs
+@everywhere
 def test_comparing_costs_no_collective_while_ranks_agree(group):
     ddp, _ = wrapped(mlp, group, check_sync_every=1)
     rows = share(batch(0, group.size()), group)

@@ -9,21 +9,19 @@ from torch import nn
 
 from phalanx import groups
 from phalanx.ddp import DDP
-from phalanx.testing import over_groups
 
 from .whole import (
+    alone,
     assert_same_gradients,
     batch,
+    compare,
     everywhere,
     mlp,
-    on_pairs,
     seeded,
     share,
     squares,
     wrapped,
 )
-
-alone = over_groups(backends=("local",), sizes=(1,))
 
 
 @everywhere
@@ -98,9 +96,7 @@ def test_a_state_of_torchs_is_loaded_while_training(group):
         whole.load_state_dict(state)
         squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)
 
 
 @everywhere
@@ -125,9 +121,8 @@ COPIERS = {"deepcopy": copy.deepcopy, "pickle": lambda ddp: pickle.loads(pickle.
 @everywhere
 @pytest.mark.parametrize("how", COPIERS)
 def test_a_copy_trains_by_itself(group, how):
-    steps = 0 if how == "pickle" else 3
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=False, bucket_cap_mb=1)
-    for step in range(steps):
+    for step in range(3):
         squares(ddp, share(batch(step, group.size()), group)).backward()
         ddp.zero_grad()
     ddp.weight = 3
@@ -147,7 +142,7 @@ def test_a_copy_trains_by_itself(group, how):
     outer.load_state_dict({f"0.module.{k}": v for k, v in whole.state_dict().items()})
 
 
-@on_pairs
+@everywhere
 @pytest.mark.parametrize("how", COPIERS)
 def test_a_copy_needs_a_current_group(group, how):
     ddp, _ = wrapped(mlp, group)
@@ -155,11 +150,10 @@ def test_a_copy_needs_a_current_group(group, how):
         COPIERS[how](ddp)
 
 
-@over_groups(backends=("shm",), sizes=(4,))
+@everywhere
 def test_a_copy_goes_to_the_group_that_is_current(group):
     ddp, _ = wrapped(mlp, group)
-    halves = [group.split_group([0, 1]), group.split_group([2, 3])]
-    (mine,) = (half for half in halves if half is not None)
+    mine = group.split_group(list(range(group.rank() % 2, group.size(), 2)))
     with groups.process_group(mine):
         other = copy.deepcopy(ddp)
     assert other.process_group is mine

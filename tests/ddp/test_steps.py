@@ -4,9 +4,17 @@ import torch
 
 from phalanx.testing import over_groups
 
-from .whole import assert_same_gradients, batch, mlp, share, wrapped
-
-LOCAL_AND_SHM = {"backends": ("local", "shm"), "sizes": (1, 2, 4)}
+from .whole import (
+    ROWS,
+    assert_same_gradients,
+    batch,
+    both_ways,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    wrapped,
+)
 
 
 @over_groups(backends=("local", "gloo", "shm"), sizes=(1, 2, 3, 4), split=True)
@@ -23,3 +31,21 @@ def test_gradients_are_those_of_the_whole_batch(group):
         for optimizer in optimizers:
             optimizer.step()
     ddp.assert_in_sync()
+
+
+@everywhere
+@both_ways
+def test_a_mean_is_the_sum_by_rank_to_the_last_bit(group, keeps):
+    ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
+    for step in range(4):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        total = None
+        for part in rows.split(ROWS):
+            whole.zero_grad()
+            squares(whole, part).backward()
+            gradients = [p.grad for p in whole.parameters()]
+            total = gradients if total is None else list(map(torch.add, total, gradients))
+        for mine, theirs in zip(ddp.parameters(), total, strict=True):
+            assert torch.equal(mine.grad, theirs / group.size())
+        ddp.zero_grad()

@@ -1,18 +1,36 @@
 """Gradients by weight: exactly those of the whole batch, however unevenly ranks share it."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_same_gradients, batch, everywhere, mlp, share, squares, wrapped
+from .models import Waves, Words
+from .whole import (
+    TINY,
+    assert_same_gradients,
+    batch,
+    both,
+    compare,
+    everywhere,
+    mlp,
+    share,
+    squares,
+    wrapped,
+)
 
 SHARES = {
     "uneven": lambda _, rank: rank + 1,
     "changing": lambda step, rank: 1 + (step * 3 + rank) % 5,
     "empty": lambda step, rank: 0 if rank == step % 2 + 1 else 3,
 }
+
+
+def fail(gradient):
+    raise ArithmeticError("in the middle")
 
 
 def cut(rows, counts, rank):
@@ -46,9 +64,7 @@ def test_ranks_hold_different_amounts(group, shares):
             ddp.backward(mean(ddp, mine), weight=len(mine))
             assert ddp.weight is None
         mean(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole, rtol=2e-6)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=2e-6)
 
 
 @everywhere
@@ -68,9 +84,7 @@ def test_accumulation_with_changing_weights(group, keeps):
             else:
                 loss.backward()
         mean(whole, torch.cat(everything)).backward()
-        assert_same_gradients(ddp.module, whole, rtol=2e-6)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole, rtol=2e-6)
 
 
 @everywhere
@@ -124,6 +138,45 @@ def test_half_precision_and_many_tokens(group):
         ddp.zero_grad()
 
 
+@everywhere
+@pytest.mark.parametrize("raises", [False, True], ids=["cleared", "raised"])
+def test_local_passes_that_were_cleared_do_not_count(group, raises):
+    ddp, whole = wrapped(mlp, group)
+    ddp.weight = 4
+    rows = share(batch(0, group.size()), group)
+    with ddp.no_sync():
+        squares(ddp, rows).backward()
+    if raises:
+        hook = ddp.module[0].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            squares(ddp, rows).backward()
+        hook.remove()
+    ddp.zero_grad()
+    both(ddp, whole, group, 1)
+    compare(ddp, whole)
+
+
+@everywhere
+def test_complex_and_sparse_gradients(group):
+    for make in (Waves, partial(Words, sparse=True)):
+        ddp, whole = wrapped(make, group)
+        for step in range(3):
+            counts, rows = plan("uneven", step, group.size())
+            ddp.weight = counts[group.rank()]
+            mean(ddp, cut(rows, counts, group.rank())).backward()
+            mean(whole, rows).backward()
+            compare(ddp, whole, rtol=2e-6)
+
+
+@everywhere
+def test_weights_are_set_in_some_steps_only(group):
+    ddp, whole = wrapped(mlp, group)
+    for step in range(6):
+        ddp.weight = 4 if step % 2 else None
+        both(ddp, whole, group, step)
+        compare(ddp, whole)
+
+
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
 def test_a_weight_on_one_rank_only(group):
     ddp, _ = wrapped(mlp, group)
@@ -151,9 +204,6 @@ def test_a_pass_of_weight_0_after_one_that_has_some(group):
 
 @everywhere
 def test_a_pass_that_raised_does_not_count(group):
-    def fail(gradient):
-        raise ArithmeticError("in the middle")
-
     ddp, whole = wrapped(mlp, group)
     ddp.weight = 4
     for step in range(4):
@@ -166,6 +216,4 @@ def test_a_pass_that_raised_does_not_count(group):
             ddp.zero_grad()
         squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
-        assert_same_gradients(ddp.module, whole)
-        ddp.zero_grad()
-        whole.zero_grad()
+        compare(ddp, whole)

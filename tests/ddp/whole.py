@@ -7,6 +7,7 @@ rank can run the oracle itself, on a copy of the module.
 import copy
 import zlib
 
+import pytest
 import torch
 from torch import nn
 
@@ -15,9 +16,15 @@ from phalanx.testing import over_groups
 
 everywhere = over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
 """Most bodies: threads and processes, alone, as a pair, and more than this."""
-on_pairs = over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
-"""Bodies with nothing to say of more ranks."""
+several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+"""Bodies in which ranks differ, and leave the group as they found it."""
+alone = over_groups(backends=("local",), sizes=(1,))
+"""Bodies that never come to a group."""
+both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+"""``gradient_as_bucket_view``."""
 TINY = 1e-6  # MiB: every parameter has a bucket of its own
+both_caps = pytest.mark.parametrize("cap", [TINY, 25], ids=["many", "one"])
+"""``bucket_cap_mb``."""
 
 ROWS = 4  # per rank and step
 
@@ -54,6 +61,11 @@ def wrapped(make, group, **options):
     return ddp, whole
 
 
+def squares(module, rows, step=0, rank=0):
+    """Make a loss of a module's only output."""
+    return module(rows).square().mean()
+
+
 def whole_loss(whole, rows, group, loss, step):
     """Tell the mean of what the ranks' losses are, in one process that has all their rows."""
     parts = rows.split(ROWS)
@@ -84,17 +96,54 @@ def train(make, group, loss, *, steps=4, set_to_none=True, **options):
     return ddp, whole
 
 
+def both(ddp, whole, group, step, loss=squares):
+    """Run one backward pass on both."""
+    rows = batch(step, group.size())
+    loss(ddp, share(rows, group), step, group.rank()).backward()
+    whole_loss(whole, rows, group, loss, step).backward()
+
+
+def compare(ddp, whole, rtol=1e-6, *, set_to_none=True):
+    """Compare the gradients of both, and clear them."""
+    assert_same_gradients(ddp.module, whole, rtol)
+    for module in (ddp, whole):
+        module.zero_grad(set_to_none=set_to_none)
+
+
+def parts(ddp, whole, rows, group):
+    """Pair each module with the rows that it sees."""
+    return (ddp, share(rows, group)), (whole, rows)
+
+
+def inner(module):
+    """Tell the module itself, wrapped or not."""
+    return module.module if isinstance(module, DDP) else module
+
+
+def operations(group, action):
+    """List what a group was asked for while something was done."""
+    before = [record.sequence for record in group.records()][-1:]
+    action()
+    return [record.operation for record in group.records() if [record.sequence] > before]
+
+
+def launched(ddp, rows):
+    """Tell how many buckets of a Sequential are under way when its first weight's turn comes."""
+    counts = []
+    weight = ddp.module[0].weight
+    hook = weight.register_hook(lambda _: counts.append(len(ddp.reducer._under_way._works)))
+    squares(ddp, rows).backward()
+    hook.remove()
+    (count,) = counts
+    return count
+
+
 def assert_same_everywhere(ddp):
     """Compare every gradient over the ranks, in one collective."""
     gradients = [p.grad for p in ddp.module.parameters()]
     hashes = [0 if g is None else zlib.crc32(g.contiguous().numpy()) + 1 for g in gradients]
     cards = [card.tolist() for card in ddp._channel.gather(torch.tensor(hashes))]
     assert all(card == cards[0] for card in cards), "gradients are not the same on all ranks"
-
-
-def squares(module, rows, step=0, rank=0):
-    """Make a loss of a module's only output."""
-    return module(rows).square().mean()
 
 
 def assert_same_gradients(module, whole, rtol=1e-6):

@@ -6,8 +6,18 @@ The names and meanings of ``torch.nn.parallel.DistributedDataParallel``. The lay
 
 from ._grad_bucket import GradBucket
 from ._module import DistributedDataParallel
+from ._precision import MixedPrecision
+from ._sharded import ShardedOptimizer
 from ._stats import StepStats
 
 DDP = DistributedDataParallel
+_MixedPrecision = MixedPrecision
 
-__all__ = ["DDP", "DistributedDataParallel", "GradBucket", "StepStats"]
+__all__ = [
+    "DDP",
+    "DistributedDataParallel",
+    "GradBucket",
+    "MixedPrecision",
+    "ShardedOptimizer",
+    "StepStats",
+]

@@ -20,6 +20,7 @@ from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
 from ._outputs import on_backward
+from ._precision import Precision, cast_buffers
 from ._reducer import Reducer
 from ._state import DataParallelState
 from ._stats import StepStats
@@ -65,9 +66,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         check_sync_every: int = 0,
     ) -> None:
         super().__init__()
-        _refuse_what_is_not_there(
-            delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision
-        )
+        _refuse_what_is_not_there(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
         if check_reduction:
@@ -79,6 +78,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         named = self._survey.parameters
         arguments.check_parameters(named)
         arguments.check_layers(self._survey.sync_norms, named[0][1].device)
+        self.mixed_precision = arguments.choose_precision(mixed_precision, named)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)
@@ -103,15 +103,29 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         if init_sync:
             verify_parameters(named, Channel(self.process_group, self.device))
         arguments.check_trainable(named)
+        self._set_precision()
         self._connect()
         if init_sync:
             self.reducer.broadcast_parameters()
             if at_start:
                 self._sync_buffers()
 
+    def _set_precision(self) -> None:
+        config = self.mixed_precision
+        if config is not None and config.buffer_dtype is not None:
+            cast_buffers(self.module, config.buffer_dtype, ignored=self.parameters_to_ignore)
+        if config is not None and config.gradient_dtype is not None:
+            # Not every group and device can add up every type: better now than in backward.
+            trial = torch.zeros(1, dtype=config.gradient_dtype, device=self.device)
+            Channel(self.process_group, self.device).sum(trial).wait()
+
     def _connect(self) -> None:
         """Make what works through the group."""
         self._channel = Channel(self.process_group, self.device)
+        self._precision = None
+        if self.mixed_precision is not None:
+            parameters = [p for _, p in self._survey.parameters]
+            self._precision = Precision(self.mixed_precision, parameters)
         self.reducer = Reducer(
             self._survey.parameters,
             self._channel,
@@ -121,6 +135,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
+            precision=self._precision,
         )
         if self._hook is not None:
             self.reducer.use_hook(CommHook(*self._hook, self._channel))
@@ -138,7 +153,10 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         with self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
+            if self._precision is None:
+                output = self.module(*inputs, **kwargs)
+            else:
+                output = self._precision.run(self.module, inputs, kwargs)
         tracks = torch.is_grad_enabled()
         syncs = tracks and self.require_backward_grad_sync
         if self.require_forward_param_sync != syncs:  # to set an attribute takes a module long
@@ -248,14 +266,10 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         return gather(outputs, output_device, dim=self.dim)
 
 
-def _refuse_what_is_not_there(delayed: Any, hooked: Any, mixed_precision: Any) -> None:
+def _refuse_what_is_not_there(delayed: Any, hooked: Any) -> None:
     if (delayed is None) != (hooked is None):
         raise InvalidArgument(
             "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
         )
-    for name, value in (
-        ("delay_all_reduce_named_params", delayed),
-        ("mixed_precision", mixed_precision),
-    ):
-        if value is not None:
-            raise InvalidState(f"{name} is not there yet: leave it out")
+    if delayed is not None:
+        raise InvalidState("delay_all_reduce_named_params is not there yet: leave it out")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,16 +18,20 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from ..errors import InvalidState
 from ._agreement import verify_parameters
+from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
-from ._buckets import Bucket, DenseBucket, SparseBucket
+from ._buckets import Bucket, DenseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._comm_hook import CommHook
 from ._company import Company
-from ._header import Header
-from ._pass import LocalPass, Pass
-from ._plan import BucketPlan, Caps, Shape, plan_buckets
+from ._in_backward import OptimizersInBackward
+from ._local_pass import LocalPass
+from ._pass import Pass
+from ._plan import Caps
+from ._precision import Precision
 from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
 from ._stats import Stats
@@ -53,17 +57,21 @@ class Reducer:
         keeps_views: bool = True,
         is_static: bool = False,
         check_every: int = 0,
+        precision: Precision | None = None,
     ) -> None:
         self._named = list(named)
-        self._sparse = sparse
+        self._precision = precision
+        self.optimizers = OptimizersInBackward(self._named)
         self.channel = channel
-        self._caps = caps
+        dtype = None if precision is None else precision.gradient_dtype
+        self._arranger = Arranger(channel, caps, sparse, dtype)
         self._reduce = reduce
         self.hook: CommHook | None = None
         self._plain_scale = self._choose_scale()
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
+        self._is_closed = False
         self.was_surprised = False
         """The graph has changed at some time."""
         self.weights = Weights()
@@ -121,36 +129,19 @@ class Reducer:
         self._must_learn = True
 
     def _arrange(self, order: list[int]) -> None:
-        shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
-        plans = plan_buckets(shapes, order, self._caps)
-        room = {
-            "size": self.channel.size,
-            "parameters": len(self.parameters),
-            "buckets": len(plans),
-        }
-        extras = [0] * (len(plans) - 1) + [Header.room(**room)]
-        self.buckets: list[Bucket] = [
-            self._make_bucket(number, plan, extra)
-            for number, (plan, extra) in enumerate(zip(plans, extras, strict=True))
-        ]
-        last = self.buckets[-1]
-        assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
-        self._header = Header(last.extra, rank=self.channel.rank, **room)
-        self._pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        self._absent = [0] * len(self._pieces)
+        taken = list(zip(self.names, self.parameters, strict=True))
+        self._arrangement = self._arranger.arrange(taken, order)
+        self._absent = [0] * len(self._arrangement.pieces)
 
-    def _shape(self, name: str, p: Parameter) -> Shape:
-        return Shape(p.numel(), p.dtype, p.device, is_sparse=name in self._sparse)
-
-    def _make_bucket(self, number: int, plan: BucketPlan, extra: int) -> Bucket:
-        if plan.is_sparse:
-            return SparseBucket(number, plan, self.parameters)
-        return DenseBucket(number, plan, self.parameters, self.channel.allocate, extra=extra)
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are reduced."""
+        return self._arrangement.buckets
 
     def prepare(self) -> None:
         """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
         self._abandon_if_dead()
-        if self._under_way is not None:
+        if self._under_way is not None or self._is_closed:
             return  # a part of forward is run again, for the backward pass that wants its values
         self.expects_backward = True
         if self._frozen and any(p.requires_grad for p in self._frozen):
@@ -173,11 +164,11 @@ class Reducer:
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
-        members = [piece.members for piece in self._pieces]
+        members = [piece.members for piece in self._arrangement.pieces]
         self._arrivals.follow(
             members, self._on_ready, stray=self._on_stray, under_way=self._lifetime
         )
-        self._absent = [len(set(piece.members) - seen) for piece in self._pieces]
+        self._absent = [len(set(piece.members) - seen) for piece in self._arrangement.pieces]
         self._settle()
 
     @property
@@ -187,7 +178,7 @@ class Reducer:
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
-        dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+        dense = [b for b in self.buckets if isinstance(b, DenseBucket) and b.holds_values]
         with torch.no_grad():
             for bucket in dense:
                 if bucket.members:
@@ -205,7 +196,7 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
-        if self._will_accumulate():
+        if not self._is_closed and self._will_accumulate():
             self.begin()
 
     def begin(self, *, first: int | None = None, blind: bool = False) -> None:
@@ -221,12 +212,13 @@ class Reducer:
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
         callback = partial(self._end_together)
-        self._lifetime[0] = weakref.ref(callback)
+        self._lifetime[0] = weakref.ref(callback, self._restore)
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = torch._C._current_graph_task_id()
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
+            self._lower()
             return
         self._reduced += 1
         self._under_way = Pass(
@@ -239,6 +231,13 @@ class Reducer:
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
         )
+        self._lower()
+
+    def _lower(self) -> None:
+        """Have backward find parameters as forward left them to it."""
+        if self._precision is not None:
+            self._nodes.clear()  # autograd makes others for parameters of another type
+            self._precision.lower()
 
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
@@ -271,14 +270,21 @@ class Reducer:
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
+        name = self.optimizers.late
+        if name is not None:
+            raise InvalidState(
+                f"an optimizer was applied to parameter {name!r} after the module was wrapped, so "
+                "it would step with the gradients of one rank: apply it before"
+            )
         self._setting = Setting(
             channel=self.channel,
             names=self.names,
             parameters=self.parameters,
             buckets=self.buckets,
-            pieces=self._pieces,
-            header=self._header,
-            keeps_views=self._keeps_views,
+            pieces=self._arrangement.pieces,
+            header=self._arrangement.header,
+            keeps_views=self._keeps_views and all(b.holds_values for b in self.buckets),
+            may_show_early=self._precision is None,
             absent=self._absent,
             is_learning=self._arrivals.is_learning,
             hook=self.hook,
@@ -330,6 +336,7 @@ class Reducer:
         self.expects_backward = False
         self._arrivals.rearm()
         with torch.no_grad():
+            self._restore()
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
             elif under_way is not None:
@@ -339,13 +346,19 @@ class Reducer:
             if isinstance(under_way, Pass):
                 self._learn_from(under_way)
                 self._note(under_way)
+        if isinstance(under_way, Pass) and self.optimizers:
+            self.optimizers.step()
+
+    @property
+    def _restore(self) -> Callable[..., None]:
+        return _nothing if self._precision is None else self._precision.restore
 
     def _note(self, done: Pass) -> None:
         self._is_unsynced = False
         self._announced = None
         self.was_surprised |= done.is_surprised
         self.weights.clear()
-        self.stats.add(done.timing, self._header.clocks(), self.buckets)
+        self.stats.add(done.timing, self._arrangement.header.clocks(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
 
     def _learn_from(self, done: Pass) -> None:
@@ -382,10 +395,22 @@ class Reducer:
             under_way.abandon()
             self.weights.go_back()
 
+    def adopt(self, other: Reducer) -> None:
+        """Take over what the user has set on another, which this one replaces."""
+        self.synchronises = other.synchronises
+        self.weights.current = other.weights.current
+        if [id(p) for _, p in self._named] == [id(p) for _, p in other._named]:
+            self.optimizers = other.optimizers
+
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Take the hooks off the parameters, and reduce nothing any more."""
+        self._is_closed = True
         self._arrivals.close()
         self._company.leave(self)
+
+
+def _nothing(*_: object) -> None:
+    """Do what there is to do for parameters of one precision."""
 
 
 def _none() -> None:

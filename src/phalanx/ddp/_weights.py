@@ -47,6 +47,8 @@ class Weights:
     def accumulate(self, parameters: Sequence[Parameter]) -> None:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current
+        if self._last is not None and all(p.grad is None for p in parameters):
+            self.clear()  # what they stood for is gone
         self._before = self._last, self._sum
         if weight is None:
             return

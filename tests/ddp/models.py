@@ -1,0 +1,45 @@
+"""Modules that several tests train."""
+
+import torch
+from torch import nn
+
+__all__ = ["Images", "Waves", "Words", "encoder"]
+
+
+class Images(nn.Sequential):
+    """Convolutions with statistics, over rows of 36 numbers."""
+
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (1, 6, 6)), nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64, 3),
+        )  # fmt: skip
+
+
+class Words(nn.Module):
+    """An embedding, over rows of which every number is a word."""
+
+    def __init__(self, *, sparse=False):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 6, sparse=sparse), nn.Linear(6, 2)
+
+    def forward(self, rows):
+        return self.head(self.words(rows.abs().mul(7).long() % 20).mean(dim=1))
+
+
+class Waves(nn.Module):
+    """Parameters of complex numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.wave = nn.Parameter(torch.zeros(5, 3, dtype=torch.complex64))
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, rows):
+        return (rows.to(self.wave.dtype) @ self.wave).abs() + self.shift
+
+
+def encoder():
+    """Make a layer of a transformer, over rows of 24 numbers."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 8)), layer)

@@ -6,7 +6,7 @@ import torch
 from phalanx.ddp.hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from phalanx.errors import InvalidArgument
 
-from .buckets import bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
+from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
 
 
 def as_bytes(row):
@@ -25,7 +25,7 @@ def in_rows(flat, length):
 def test_per_tensor_is_the_mean_of_bytes(group):
     expected = mean_of([as_bytes(each) for each in flat_gradients(group.size())])
     result = run(quantization_pertensor_hook, None, group)
-    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+    assert_near(result, expected)
 
 
 @everywhere
@@ -37,7 +37,7 @@ def test_per_channel_has_a_scale_for_each_row(group):
     for hook, length in ((quantization_perchannel_hook, 512), (rows_of_seven, 7)):
         expected = mean_of([in_rows(each, length) for each in everyones])
         result = run(hook, None, group)
-        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-6)
+        assert_near(result, expected)
 
 
 @on_threads

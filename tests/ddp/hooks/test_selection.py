@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phalanx.ddp.hooks import (
     RandomKState,
@@ -11,8 +13,9 @@ from phalanx.ddp.hooks import (
     randomk_hook,
     topk_hook,
 )
+from phalanx.ddp.hooks._seeds import draw
 
-from .buckets import bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
+from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
 
 KINDS = {TopKState: topk_hook, RandomKState: randomk_hook}
 
@@ -34,7 +37,7 @@ def test_top_k_is_the_mean_of_what_is_largest(group):
         sent = [largest(each, 9) if step >= 2 else each for each in full]
         held = [f - s for f, s in zip(full, sent, strict=True)]
         result = run(topk_hook, state, group, step)
-        torch.testing.assert_close(result.double(), mean_of(sent))
+        assert_near(result, mean_of(sent))
     assert torch.equal(state.error_dict[0], held[group.rank()])
 
 
@@ -48,7 +51,7 @@ def test_random_k_is_the_mean_at_places_that_all_draw_alike(group):
         result = run(randomk_hook, state, group, step).double()
         places = result.nonzero().view(-1)
         assert len(places) == 15  # a quarter of 61
-        torch.testing.assert_close(result[places], full[places])
+        assert_near(result[places], full[places])
         held = full - result
         drawn.add(tuple(places.tolist()))
     assert len(drawn) == 4, "every step draws anew"
@@ -77,7 +80,7 @@ def test_all_of_it_is_the_mean_and_a_share_is_one_element_at_least(group):
     size = group.size()
     for kind, hook in KINDS.items():
         result = run(hook, kind(k=1000, start_iter=0), group)
-        torch.testing.assert_close(result.double(), mean_of(flat_gradients(size)))
+        assert_near(result, mean_of(flat_gradients(size)))
         one = hook(kind(k=0.001, start_iter=0), bucket_of(torch.ones(9), group=group)).wait()
         assert one.count_nonzero() == 1
         assert hook(kind(start_iter=0), bucket_of(torch.ones(0), group=group)).wait().numel() == 0
@@ -98,6 +101,22 @@ def test_halves_may_be_selected(group):
     result = run(chain(bf16_compress_wrapper, topk_hook), state, group)
     expected = mean_of(flat_gradients(group.size()))
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
+
+
+@given(among=st.integers(0, 200), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_places_are_drawn_without_repetition(among, share, seed):
+    count = int(share * among)
+    drawn = draw(count, among, torch.Generator().manual_seed(seed)).tolist()
+    assert len(set(drawn)) == len(drawn) == count
+    assert set(drawn) <= set(range(among))
+
+
+@pytest.mark.parametrize("count", [2, 15])  # few and many, which are drawn in different ways
+def test_every_place_is_as_likely_as_any_other(count):
+    generator, rounds = torch.Generator().manual_seed(0), 3000
+    drawn = torch.cat([draw(count, 20, generator) for _ in range(rounds)])
+    expected = rounds * count / 20
+    assert (torch.bincount(drawn) - expected).abs().max() < 5 * expected**0.5
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from ...errors import InvalidArgument
 from ._communicate import Handle, average, group_of, start_average, when_done
-from ._feedback import add_held, hold
+from ._feedback import add_held, hold, is_finite
 from ._hook import GradBucket, dense_buffer
 from ._low_rank import Factors, Shape, stacked
 from ._seeds import shared_generator
@@ -188,7 +188,7 @@ def _first_guess(
     """Take the second factors of the last step, or random ones that are the same on all ranks."""
     count = sum(math.prod(shape) for shape in shapes)
     known = state.q_memory_dict.get(index)
-    if known is None or len(known) != count or not known.isfinite().all():
+    if known is None or len(known) != count or not is_finite(known):
         generator = shared_generator(state.random_seed, state.iter, index)
         known = torch.randn(count, generator=generator).to(matrices)
     return Factors.of(known.to(matrices), shapes)

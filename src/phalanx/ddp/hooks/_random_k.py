@@ -1,7 +1,6 @@
 """Random-k: all ranks send the same elements, drawn anew in every step (Stich et al. 2018,
 arXiv:1809.07599)."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -9,7 +8,7 @@ from torch.futures import Future
 from ._communicate import average, group_of, start_average, when_done
 from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
-from ._seeds import shared_generator
+from ._seeds import draw, shared_generator
 from ._selection import SelectionState
 from ._state import check_state
 
@@ -50,7 +49,7 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
     index, count = bucket.index(), state.count_of(buffer)
     before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
     generator = shared_generator(state.random_seed, step, index)
-    places = torch.randperm(buffer.numel(), generator=generator)[:count].to(buffer.device)
+    places = draw(count, buffer.numel(), generator).to(buffer.device)
     sent = buffer[places]
     if state.use_error_feedback:
         hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)

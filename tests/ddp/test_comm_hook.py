@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
     _hook_then_optimizer,
@@ -125,6 +126,8 @@ TORCH_HOOKS = {
     "allreduce": (default_hooks.allreduce_hook, 1e-6),
     "fp16": (default_hooks.fp16_compress_hook, 3e-3),
     "bf16": (default_hooks.bf16_compress_hook, 2e-2),
+    "bytes": (quantization_hooks.quantization_pertensor_hook, 3e-2),
+    "bytes by channel": (quantization_hooks.quantization_perchannel_hook, 3e-2),
 }
 
 

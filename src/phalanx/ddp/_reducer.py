@@ -27,7 +27,7 @@ from ._comm_hook import CommHook
 from ._company import Company
 from ._header import Header
 from ._pass import LocalPass, Pass
-from ._plan import BucketPlan, Caps, Shape, plan_buckets
+from ._plan import BucketPlan, Caps, Delay, Shape, plan_buckets
 from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
 from ._stats import Stats
@@ -49,13 +49,14 @@ class Reducer:
         *,
         caps: Caps,
         sparse: frozenset[str] = frozenset(),
+        delay: Delay = Delay(),  # noqa: B008 - it does not change
         reduce: str = "mean",
         keeps_views: bool = True,
         is_static: bool = False,
         check_every: int = 0,
     ) -> None:
         self._named = list(named)
-        self._sparse = sparse
+        self._sparse, self._delay = sparse, delay
         self.channel = channel
         self._caps = caps
         self._reduce = reduce
@@ -123,7 +124,7 @@ class Reducer:
 
     def _arrange(self, order: list[int]) -> None:
         shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
-        plans = plan_buckets(shapes, order, self._caps)
+        plans = plan_buckets(shapes, order, self._caps, after=self._delay.place(self.names))
         room = {
             "size": self.channel.size,
             "parameters": len(self.parameters),
@@ -141,7 +142,8 @@ class Reducer:
         self._absent = [0] * len(self._pieces)
 
     def _shape(self, name: str, p: Parameter) -> Shape:
-        return Shape(p.numel(), p.dtype, p.device, is_sparse=name in self._sparse)
+        kind = name in self._sparse, name in self._delay.names
+        return Shape(p.numel(), p.dtype, p.device, *kind)
 
     def _make_bucket(self, number: int, plan: BucketPlan, extra: int) -> Bucket:
         if plan.is_sparse:

@@ -23,6 +23,7 @@ PROMISED = {
         "HookError",
         "InternalError",
         "InvalidArgument",
+        "InvalidHook",
         "InvalidMesh",
         "InvalidState",
         "InvalidType",

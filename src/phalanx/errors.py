@@ -15,6 +15,7 @@
     │   ├── InvalidArgument (ValueError)
     │   ├── InvalidType (TypeError)
     │   ├── InvalidState (RuntimeError)
+    │   ├── InvalidHook (TypeError, AssertionError)
     │   ├── UnknownOption (KeyError, AssertionError)
     │   ├── InvalidMesh (ValueError, RuntimeError, AssertionError)
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
@@ -42,6 +43,7 @@ __all__ = [
     "HookError",
     "InternalError",
     "InvalidArgument",
+    "InvalidHook",
     "InvalidMesh",
     "InvalidState",
     "InvalidType",
@@ -201,6 +203,10 @@ class UnknownOption(MisuseError, KeyError, AssertionError):
     """A backend was given an option that it does not have."""
 
     __str__ = Exception.__str__  # KeyError would print the message's repr
+
+
+class InvalidHook(MisuseError, TypeError, AssertionError):
+    """What was given for a hook is none."""
 
 
 class InvalidMesh(MisuseError, ValueError, RuntimeError, AssertionError):

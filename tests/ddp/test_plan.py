@@ -10,7 +10,14 @@ CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
 
 shapes_ = st.lists(
-    st.builds(Shape, st.integers(0, 40), st.sampled_from(DTYPES), st.just(CPU), st.booleans()),
+    st.builds(
+        Shape,
+        st.integers(0, 40),
+        st.sampled_from(DTYPES),
+        st.just(CPU),
+        st.booleans(),
+        st.booleans(),
+    ),
     min_size=1,
     max_size=12,
 )
@@ -27,7 +34,8 @@ def plans(draw):
     shapes = draw(shapes_)
     order = draw(st.permutations(range(len(shapes))))
     caps = draw(caps_)
-    return shapes, order, caps, plan_buckets(shapes, order, caps)
+    after = draw(st.none() | st.sampled_from(range(len(shapes))))
+    return shapes, order, caps, plan_buckets(shapes, order, caps, after=after)
 
 
 @given(plans())
@@ -50,7 +58,7 @@ def test_a_bucket_is_full_with_its_last_parameter_and_not_before(case):
     shapes, _, caps, buckets = case
     sizes = {caps.first, caps.rest, *caps.each} - {None}
     for bucket in buckets:
-        if not bucket.is_sparse and bucket.members:
+        if not (bucket.is_sparse or bucket.is_delayed) and bucket.members:
             *most, _ = (shapes[i].numel * bucket.dtype.itemsize for i in bucket.members)
             assert sum(most) < max(sizes)
 
@@ -60,8 +68,21 @@ def test_parameters_of_a_bucket_are_in_order_and_so_are_buckets_but_the_last(cas
     _, order, _, buckets = case
     turns = [[order.index(i) for i in bucket.members] for bucket in buckets]
     assert all(turn == sorted(turn) for turn in turns)
-    ends = [turn[-1] for turn in turns[:-1]]
+    ends = [turn[-1] for turn, b in zip(turns[:-1], buckets, strict=False) if not b.is_delayed]
     assert ends == sorted(ends)
+
+
+@given(shapes_, st.data())
+def test_delayed_gradients_travel_together_and_not_before_the_one_that_they_wait_for(shapes, data):
+    order = data.draw(st.permutations(range(len(shapes))))
+    after = data.draw(st.none() | st.sampled_from(order))
+    buckets = plan_buckets(shapes, order, Caps(1), after=after)
+    delayed = [bucket for bucket in buckets if bucket.is_delayed]
+    assert all(shapes[i].is_delayed for bucket in delayed for i in bucket.members)
+    assert len({bucket.dtype for bucket in delayed}) == len(delayed)
+    home = next((n for n, bucket in enumerate(buckets) if after in bucket.members), -1)
+    if home < len(buckets) - 1:  # not where the header is, which is moved to the end
+        assert all(n >= home for n, bucket in enumerate(buckets[:-1]) if bucket.is_delayed)
 
 
 @given(plans())

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups import current_process_group
-from ._plan import MIB, Caps
+from ._plan import MIB, Caps, Delay
 from ._precision import MixedPrecision, check_precision, setting_of
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_parameters",
     "choose_caps",
     "choose_group",
+    "delay_of",
     "devices_of",
     "find_group",
 ]
@@ -141,6 +142,36 @@ def buffer_syncing(
         return forward_sync_buffers, True
     both = broadcast_buffers is not False
     return both, both
+
+
+Named = tuple[str, Parameter]
+
+
+def delay_of(
+    named: Sequence[Named], delayed: Sequence[Named] | None, hooked: Any
+) -> tuple[Delay, list[Named]]:
+    """Tell which parameters are reduced together, by name, and which of them are not the module's.
+
+    `named`: the module's; `hooked`: the one after whose gradient that is.
+    """
+    if (delayed is None) != (hooked is None):
+        raise InvalidArgument(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
+        )
+    if delayed is None:
+        return Delay(), []
+    if not isinstance(hooked, Tensor) or not all(isinstance(p, Tensor) for _, p in delayed):
+        raise InvalidType(
+            "delay_all_reduce_named_params is a list of names with parameters, and "
+            "param_to_hook_all_reduce is a parameter"
+        )
+    own: dict[Tensor, str] = {parameter: name for name, parameter in named}
+    more = [(name, parameter) for name, parameter in delayed if parameter not in own]
+    for name, _ in more:
+        if name in own.values():
+            raise InvalidArgument(f"the module has another parameter that is called {name!r}")
+    names = own | {parameter: name for name, parameter in more}
+    return Delay(frozenset(names[p] for _, p in delayed), names.get(hooked, "")), more
 
 
 def choose_caps(

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from ._buckets import Bucket, DenseBucket, Piece, SparseBucket
 from ._channel import Channel
 from ._header import Header
-from ._plan import BucketPlan, Caps, Shape, plan_buckets
+from ._plan import BucketPlan, Caps, Delay, Shape, plan_buckets
 
 __all__ = ["Arrangement", "Arranger"]
 
@@ -34,12 +34,15 @@ class Arranger:
     caps: Caps
     sparse: frozenset[str]
     """The names of parameters whose gradients are sparse."""
+    delay: Delay
     dtype: torch.dtype | None
     """What floating-point gradients are reduced in, if not in their own type."""
 
     def arrange(self, named: Sequence[tuple[str, Parameter]], order: Sequence[int]) -> Arrangement:
         """Make the buckets for gradients that come in this order."""
-        plans = plan_buckets([self._shape(*each) for each in named], order, self.caps)
+        shapes = [self._shape(*each) for each in named]
+        after = self.delay.place([name for name, _ in named])
+        plans = plan_buckets(shapes, order, self.caps, after=after)
         room = {"size": self.channel.size, "parameters": len(named), "buckets": len(plans)}
         extras = [0] * (len(plans) - 1) + [Header.room(**room)]
         parameters = [parameter for _, parameter in named]
@@ -56,7 +59,7 @@ class Arranger:
         is_sparse = name in self.sparse
         is_cast = p.dtype.is_floating_point and not is_sparse
         dtype = self.dtype if self.dtype is not None and is_cast else p.dtype
-        return Shape(p.numel(), dtype, p.device, is_sparse=is_sparse)
+        return Shape(p.numel(), dtype, p.device, is_sparse, name in self.delay.names)
 
     def _make(
         self, number: int, plan: BucketPlan, parameters: Sequence[Parameter], extra: int

@@ -16,7 +16,7 @@ from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from ..errors import InvalidArgument, InvalidState
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
-from ._buffers import broadcast_tensors
+from ._buffer_sync import BufferSync
 from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
 from ._outputs import on_backward
@@ -32,7 +32,7 @@ __all__ = ["DistributedDataParallel"]
 REDUCTIONS = ("mean", "sum")
 
 
-class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
+class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.Module):
     """Wraps a module so that every rank has the gradient of all ranks' batches after backward.
 
     Takes what torch's class of the same name takes, and needs none of its hints: parameters that
@@ -66,7 +66,6 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         check_sync_every: int = 0,
     ) -> None:
         super().__init__()
-        _refuse_what_is_not_there(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
         if check_reduction:
@@ -75,6 +74,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self._survey = Survey.of(module, self.parameters_to_ignore)
+        self._delay, self._more = arguments.delay_of(
+            self._survey.parameters, delay_all_reduce_named_params, param_to_hook_all_reduce
+        )
+        if self._more:
+            self._survey = Survey.of(module, self.parameters_to_ignore, self._more)
         named = self._survey.parameters
         arguments.check_parameters(named)
         arguments.check_layers(self._survey.sync_norms, named[0][1].device)
@@ -131,6 +135,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
             self._channel,
             caps=arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory),
             sparse=self._survey.sparse,
+            delay=self._delay,
             reduce=self._reduce,
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
@@ -147,7 +152,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         began = time.perf_counter()
         if torch.is_grad_enabled():
             self.reducer.prepare()
-        if self.will_sync_module_buffers():
+        if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
@@ -157,6 +162,8 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
                 output = self.module(*inputs, **kwargs)
             else:
                 output = self._precision.run(self.module, inputs, kwargs)
+        if self.buffer_hook is not None:
+            self._finish_forward(output)
         tracks = torch.is_grad_enabled()
         syncs = tracks and self.require_backward_grad_sync
         if self.require_forward_param_sync != syncs:  # to set an attribute takes a module long
@@ -236,19 +243,6 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
         """Raise, on every rank, if any parameter has not the same value on all; all ranks call."""
         assert_same_values(self._survey.parameters, self._channel)
 
-    # -- buffers ---------------------------------------------------------------------------
-
-    def will_sync_module_buffers(self) -> bool:
-        """Tell whether the next forward pass begins with rank 0's buffers."""
-        return (
-            self.require_forward_param_sync
-            and self.forward_sync_buffers
-            and bool(self._survey.buffers())
-        )
-
-    def _sync_buffers(self) -> None:
-        broadcast_tensors(self._survey.buffers(), self._channel)
-
     # -- devices ---------------------------------------------------------------------------
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
@@ -264,12 +258,3 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, nn.Module):
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Collect outputs on a device, along `dim`."""
         return gather(outputs, output_device, dim=self.dim)
-
-
-def _refuse_what_is_not_there(delayed: Any, hooked: Any) -> None:
-    if (delayed is None) != (hooked is None):
-        raise InvalidArgument(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
-        )
-    if delayed is not None:
-        raise InvalidState("delay_all_reduce_named_params is not there yet: leave it out")

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["find_tensors", "on_backward"]
+__all__ = ["find_tensors", "is_reference", "on_backward"]
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
@@ -23,7 +23,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             continue
         else:
             seen.add(id(item))
-            pending.extend(_parts(item))
+            pending.extend(reversed(_parts(item)))
 
 
 def _parts(item: Any) -> list[Any]:
@@ -33,9 +33,14 @@ def _parts(item: Any) -> list[Any]:
         return list(item)
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
-    if type(item).__module__.startswith("torch.distributed.rpc"):
+    if is_reference(item):
         return [item.local_value()] if item.is_owner() else []
     return []
+
+
+def is_reference(item: Any) -> bool:
+    """Tell whether something is an ``RRef``, without importing what makes one."""
+    return type(item).__module__.startswith("torch.distributed.rpc") and hasattr(item, "is_owner")
 
 
 def on_backward(value: Any, notice: Callable[[], None]) -> None:

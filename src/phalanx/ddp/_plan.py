@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["BucketPlan", "Caps", "Shape", "plan_buckets"]
+__all__ = ["BucketPlan", "Caps", "Delay", "Shape", "plan_buckets"]
 
 MIB = 1 << 20
 EXACT = (torch.float32, torch.float64)
@@ -40,6 +40,21 @@ class Shape(NamedTuple):
     device: torch.device
     is_sparse: bool = False
     """Its gradient is a sparse tensor, which fits in no bucket with others."""
+    is_delayed: bool = False
+    """Its gradient waits for the others of this kind."""
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Parameters whose gradients are reduced in one call, whatever their size."""
+
+    names: frozenset[str] = frozenset()
+    after: str = ""
+    """The parameter whose gradient they wait for as well; without it they wait for all."""
+
+    def place(self, names: Sequence[str]) -> int | None:
+        """Tell which parameter that is, among those that are reduced."""
+        return names.index(self.after) if self.after in names else None
 
 
 @dataclass
@@ -49,6 +64,7 @@ class BucketPlan:
     dtype: torch.dtype
     device: torch.device
     is_sparse: bool = False
+    is_delayed: bool = False
     members: list[int] = field(default_factory=list)
     nbytes: int = 0
     ready: int = -1
@@ -66,28 +82,35 @@ class BucketPlan:
         return not self.is_sparse and self.dtype in EXACT
 
 
-def plan_buckets(shapes: Sequence[Shape], order: Sequence[int], caps: Caps) -> list[BucketPlan]:
+def plan_buckets(
+    shapes: Sequence[Shape], order: Sequence[int], caps: Caps, *, after: int | None = None
+) -> list[BucketPlan]:
     """Divide parameters into buckets, in the order in which their gradients are expected.
 
-    The last bucket can carry a header. If no parameter has a type that can, it has no parameters.
+    Gradients that are delayed come `after` that of a parameter, or last. The last bucket can carry
+    a header. If no parameter has a type that can, it has no parameters.
     """
     plans: list[BucketPlan] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[BucketPlan, int]] = {}
+    filling: dict[tuple[torch.dtype, torch.device, bool], tuple[BucketPlan, int]] = {}
     for position, i in enumerate(order):
         shape = shapes[i]
         if shape.is_sparse:
             plans.append(BucketPlan(shape.dtype, shape.device, is_sparse=True))
             plans[-1].add(i, shape, position)
             continue
-        key = shape.dtype, shape.device
+        key = shape.dtype, shape.device, shape.is_delayed
         if key not in filling:
-            filling[key] = BucketPlan(*key), caps.of(len(plans))
-            plans.append(filling[key][0])
+            plan = BucketPlan(shape.dtype, shape.device, is_delayed=shape.is_delayed)
+            filling[key] = plan, caps.of(len(plans))
+            plans.append(plan)
         plan, cap = filling[key]
         plan.add(i, shape, position)
-        if plan.nbytes >= cap:
+        if plan.nbytes >= cap and not plan.is_delayed:
             del filling[key]
-    plans.sort(key=lambda plan: plan.ready)
+    turn = order.index(after) if after is not None else len(order)
+    for plan in plans:
+        plan.ready = max(plan.ready, turn) if plan.is_delayed else plan.ready
+    plans.sort(key=lambda plan: (plan.ready, plan.is_delayed))
     return _with_carrier_last(plans, shapes[0].device)
 
 

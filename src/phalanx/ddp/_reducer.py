@@ -30,7 +30,7 @@ from ._company import Company
 from ._in_backward import OptimizersInBackward
 from ._local_pass import LocalPass
 from ._pass import Pass
-from ._plan import Caps
+from ._plan import Caps, Delay
 from ._precision import Precision
 from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
 from ._setting import Setting, Timing
@@ -53,6 +53,7 @@ class Reducer:
         *,
         caps: Caps,
         sparse: frozenset[str] = frozenset(),
+        delay: Delay = Delay(),  # noqa: B008 - it does not change
         reduce: str = "mean",
         keeps_views: bool = True,
         is_static: bool = False,
@@ -64,7 +65,7 @@ class Reducer:
         self.optimizers = OptimizersInBackward(self._named)
         self.channel = channel
         dtype = None if precision is None else precision.gradient_dtype
-        self._arranger = Arranger(channel, caps, sparse, dtype)
+        self._arranger = Arranger(channel, caps, sparse, delay, dtype)
         self._reduce = reduce
         self.hook: CommHook | None = None
         self._plain_scale = self._choose_scale()

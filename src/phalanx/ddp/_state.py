@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
 from ..errors import InvalidState, MisuseError
 from . import _arguments as arguments
@@ -25,6 +26,8 @@ class DataParallelState(nn.Module):
     reducer: Reducer
     parameters_to_ignore: set[str]
     _survey: Survey
+    _more: list[tuple[str, Parameter]]
+    """Parameters besides the module's own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +52,7 @@ class DataParallelState(nn.Module):
 
     def _take_over(self) -> None:
         """Reduce the gradients of the parameters that the module has now, if they are others."""
-        survey = Survey.of(self.module, self.parameters_to_ignore)
+        survey = Survey.of(self.module, self.parameters_to_ignore, self._more)
         known = {id(parameter) for _, parameter in self._survey.parameters}
         if known != {id(parameter) for _, parameter in survey.parameters}:
             self._survey = survey
@@ -79,7 +82,7 @@ class DataParallelState(nn.Module):
                 "one first, with phalanx.groups.process_group(group)"
             ) from error
         self.device_mesh = None
-        self._survey = Survey.of(self.module, self.parameters_to_ignore)
+        self._survey = Survey.of(self.module, self.parameters_to_ignore, self._more)
         self._connect()
         self.reducer.synchronises = synchronises
         self.reducer.weights.current = weight

@@ -11,12 +11,14 @@ from torch.nn import Parameter
 
 __all__ = ["Survey"]
 
+Named = tuple[str, Parameter]
+
 
 @dataclass(frozen=True)
 class Survey:
     """The parameters of a module, and where its buffers are."""
 
-    parameters: list[tuple[str, Parameter]]
+    parameters: list[Named]
     """By name, each once, in the order of ``named_parameters``."""
     sparse: frozenset[str]
     """Those whose gradients are sparse, for their layer says so."""
@@ -28,8 +30,10 @@ class Survey:
     _ignored: Collection[str]
 
     @classmethod
-    def of(cls, module: nn.Module, ignored: Collection[str]) -> Survey:
-        """Look at a module, but for what is to be ignored, by name."""
+    def of(
+        cls, module: nn.Module, ignored: Collection[str], more: Collection[Named] = ()
+    ) -> Survey:
+        """Look at a module, but for what is to be ignored, by name; and at `more` parameters."""
         found: dict[Parameter, str] = {}
         sparse, sync_norms, places = set(), [], []
         for prefix, part in _walk(module):
@@ -41,6 +45,8 @@ class Survey:
                 sparse.add(f"{prefix}weight")
             elif isinstance(part, nn.SyncBatchNorm):
                 sync_norms.append(prefix.removesuffix("."))
+        for name, parameter in more:
+            found.setdefault(parameter, name)
         named = [(name, parameter) for parameter, name in found.items()]
         tables = [part._buffers for _, part in places]
         return cls(named, frozenset(sparse), sync_norms, places, tables, ignored)
@@ -56,6 +62,18 @@ class Survey:
             if buffer is not None and prefix + name not in self._ignored
         }
         return list(found.values())
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Map names to the buffers that there are now, each once, under its first name.
+
+        Autograd does not mind a write to what is returned, at whatever time it comes.
+        """
+        found: dict[int, tuple[str, Tensor]] = {}
+        for (prefix, _), table in zip(self._places, self._tables, strict=True):
+            for name, buffer in table.items():
+                if buffer is not None and prefix + name not in self._ignored:
+                    found.setdefault(id(buffer), (prefix + name, _unwatched(buffer)))
+        return dict(found.values())
 
 
 def _is_collecting(part: nn.Module) -> bool:

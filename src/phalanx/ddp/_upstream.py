@@ -8,12 +8,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ._buffers import broadcast_tensors
 from ._channel import Channel
 from ._reducer import Reducer
 from .hooks import allreduce_hook, fp16_compress_hook
@@ -48,15 +47,7 @@ class UpstreamNames:
     static_graph: bool
     forward_sync_buffers: bool
     _channel: Channel
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Torch's older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    _ddp_sink_clone = True
 
     # -- the module that runs --------------------------------------------------------------
 
@@ -104,7 +95,8 @@ class UpstreamNames:
             raise InvalidState("a backward pass of this module has not come to its end")
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Accept a setting of torch's: here outputs are never copied."""
+        """Have `_DDPSink` copy what it passes on, or not; a wrapped module needs none."""
+        self._ddp_sink_clone = val
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Accept a hint of torch's: here the entries of sparse gradients are found."""
@@ -140,13 +132,6 @@ class UpstreamNames:
     ) -> Optimizer:
         """Have an optimizer step at the end of every backward pass that is reduced; return it."""
         return self.reducer.optimizers.fuse(optim, optim_params, *args, **kwargs)
-
-    # -- buffers ---------------------------------------------------------------------------
-
-    def _distributed_broadcast_coalesced(
-        self, tensors: list[Tensor], buffer_size: int, authoritative_rank: int = 0
-    ) -> None:
-        broadcast_tensors(tensors, self._channel, root=authoritative_rank, chunk=buffer_size)
 
     # -- logging ---------------------------------------------------------------------------
 

@@ -1,0 +1,241 @@
+"""Hooks for buffers: what is done in the place of the broadcast, and when."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.futures import Future
+
+import phalanx
+from phalanx.ddp import DDP, _BufferCommHookLocation
+from phalanx.errors import GroupError, HookError
+from phalanx.testing import over_groups
+
+from .whole import ROWS, batch, compare, everywhere, mlp, seeded, share, squares
+
+BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
+both_times = pytest.mark.parametrize("location", [BEFORE, AFTER], ids=["before", "after"])
+
+
+class Counting(nn.Module):
+    """Counts its rows, and has a buffer that autograd saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.register_buffer("count", torch.tensor(0.0))
+        self.register_buffer("scale", torch.ones(3))
+        self.again = self.count
+
+    def forward(self, rows):
+        self.count += len(rows)
+        return self.layer(rows) * self.scale
+
+
+def make(group, **options):
+    return DDP(seeded(Counting), process_group=group, **options)
+
+
+def total(group, buffers):
+    """Add a counter up over the ranks, at once."""
+    group.allreduce(buffers["count"]).wait()
+
+
+@everywhere
+@both_times
+def test_a_hook_gets_the_buffers_by_name_in_the_place_of_the_broadcast(group, location):
+    ddp, whole = make(group), seeded(Counting)
+    seen = []
+
+    def hook(state, buffers):
+        seen.append((state, list(buffers), float(buffers["count"])))
+        total(group, buffers)
+
+    ddp._register_buffer_comm_hook("mine", hook, location)
+    assert ddp.buffer_hook.buffer_comm_hook is hook
+    assert ddp._check_sync_bufs_pre_fwd() == (location is BEFORE)
+    assert ddp._check_sync_bufs_post_fwd() == (location is AFTER)
+    ddp.module.count.fill_(group.rank())
+    ranks = sum(range(group.size()))
+    for step in range(2):
+        rows = batch(step, group.size())
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        compare(ddp, whole)
+    assert [each[:2] for each in seen] == [("mine", ["count", "scale"])] * 2
+    size = group.size()
+    if location is BEFORE:
+        assert [each[2] for each in seen] == [group.rank(), ranks + ROWS]
+        assert ddp.module.count == (ranks + ROWS) * size + ROWS
+    else:
+        first = ranks + ROWS * size
+        assert [each[2] for each in seen] == [group.rank() + ROWS, first + ROWS]
+        assert ddp.module.count == (first + ROWS) * size
+
+
+@everywhere
+@both_times
+def test_futures_have_ended_when_backward_has(group, location):
+    ddp = make(group)
+    futures = []
+
+    def hook(state, buffers):
+        futures.append(Future())
+        return [group.allreduce(buffers["count"]).get_future(), futures[-1]]
+
+    ddp._register_buffer_comm_hook(None, hook, location)
+    for step in range(3):
+        output = ddp(share(batch(step, group.size()), group))
+        assert len(futures) == step + 1
+        # Ended while backward runs, so nobody has waited for it before.
+        output.register_hook(lambda _: futures[-1].set_result(None))
+        assert not futures[-1].done()
+        output.sum().backward()
+        assert futures[-1].done()
+        ddp.zero_grad()
+    if location is AFTER:
+        size = group.size()
+        assert ddp.module.count == ROWS * (size + size**2 + size**3)
+
+
+@everywhere
+def test_futures_of_a_forward_without_backward_have_ended_before_the_next(group):
+    ddp = make(group)
+    events = []
+
+    class Told(Future):
+        def wait(self):
+            events.append("waited")
+            return super().wait()
+
+    def hook(state, buffers):
+        events.append("called")
+        future = Told()
+        future.set_result(None)
+        return future
+
+    ddp._register_buffer_comm_hook(None, hook)
+    for _ in range(2):
+        ddp(torch.ones(1, 5))
+    assert events == ["called", "waited", "called"]
+
+
+@everywhere
+def test_passes_that_are_not_reduced_do_not_call_the_hook(group):
+    ddp, calls = make(group), []
+    ddp._register_buffer_comm_hook(None, lambda *_: calls.append(1))
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    with ddp.no_sync():
+        squares(ddp, rows).backward()
+        assert len(calls) == 2  # as in torch's class: it goes by the forward pass before
+        squares(ddp, rows).backward()
+    assert len(calls) == 2
+    with torch.no_grad():
+        ddp(rows)
+    assert len(calls) == 2
+
+
+@everywhere
+def test_several_forwards_with_buffers_that_autograd_has_saved(group):
+    ddp, whole = make(group), seeded(Counting)
+
+    def hook(state, buffers):
+        buffers["scale"].mul_(1.0)
+
+    ddp._register_buffer_comm_hook(None, hook, AFTER)
+    rows = batch(0, group.size())
+    sum(squares(ddp, share(rows, group) * n) for n in (1, 2)).backward()
+    sum(squares(whole, rows * n) for n in (1, 2)).backward()
+    compare(ddp, whole)
+
+
+@everywhere
+def test_what_is_no_hook(group):
+    ddp = make(group)
+    for kind in (AssertionError, TypeError, phalanx.errors.MisuseError):
+        with pytest.raises(kind, match="function, not str"):
+            ddp._register_buffer_comm_hook(None, "hook")
+    with pytest.raises(TypeError, match="_BufferCommHookLocation"):
+        ddp._register_buffer_comm_hook(None, total, "before")
+    assert ddp.buffer_hook is None
+
+
+def raises(state, buffers):
+    raise OSError("no disk")
+
+
+def returns_text(state, buffers):
+    return "done"
+
+
+def future_raises(state, buffers):
+    future = Future()
+    future.set_exception(ValueError("not today"))
+    return [future]
+
+
+def never_ends(state, buffers):
+    return [Future()]
+
+
+def nothing(state, buffers):
+    pass
+
+
+WRONG = {
+    raises: "raised OSError: no disk",
+    returns_text: "a str, not futures",
+    future_raises: "ValueError: not today",
+    never_ends: "did not end its future in time",
+}
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=2)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda hook: hook.__name__)
+def test_a_hook_that_fails_on_one_rank_is_named_on_all(group, wrong):
+    ddp = make(group)
+    ddp._register_buffer_comm_hook(None, wrong if group.rank() == 1 else nothing, AFTER)
+    kind = HookError if group.rank() == 1 else GroupError
+    with pytest.raises(kind, match=f"(?s)for buffers {wrong.__name__} .*{WRONG[wrong]}"):
+        for _ in range(2):
+            squares(ddp, torch.ones(ROWS, 5)).backward()
+
+
+@everywhere
+def test_the_highest_rank_that_will_do(group):
+    ddp = DDP(mlp(), process_group=group)
+    rank, size = group.rank(), group.size()
+    assert ddp._find_common_rank(rank, True) == size - 1
+    assert ddp._find_common_rank(rank, rank == 0) == 0
+    with pytest.raises(ValueError, match="no rank"):
+        ddp._find_common_rank(rank, False)
+
+
+@everywhere
+def test_relatives_of_sync_buffers(group):
+    ddp = make(group)
+    root = group.size() - 1
+    ddp.module.count.fill_(group.rank())
+    ddp._sync_module_buffers(root)
+    assert ddp.module.count == root
+    ddp.module.count.fill_(group.rank())
+    ddp._default_broadcast_coalesced(authoritative_rank=root)
+    assert ddp.module.count == root
+    other = torch.tensor([group.rank()])
+    ddp._default_broadcast_coalesced([other], 1 << 20, root)
+    assert other == root
+    ddp._passing_sync_batchnorm_handle(ddp.module)
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        ddp._passing_sync_batchnorm_handle(nn.Sequential(nn.SyncBatchNorm(3)))
+
+
+@everywhere
+@pytest.mark.parametrize("page", ["ddp_buffers", "ddp_delay"])
+def test_the_documented_example(group, page):
+    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
+    (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    assert len(source.splitlines()) <= 30
+    exec(source, {"group": group})  # noqa: S102 - our own document

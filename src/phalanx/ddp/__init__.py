@@ -7,6 +7,7 @@ The names and meanings of ``torch.nn.parallel.DistributedDataParallel``. The lay
 from ._buffer_hook import _BufferCommHook as _BufferCommHook
 from ._buffer_hook import _BufferCommHookLocation as _BufferCommHookLocation
 from ._grad_bucket import GradBucket
+from ._joining import _DDPJoinHook as _DDPJoinHook
 from ._module import DistributedDataParallel
 from ._precision import MixedPrecision
 from ._sharded import ShardedOptimizer

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ..errors import InvalidArgument, InvalidState
+from ..join import Joinable
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
 from ._buffer_sync import BufferSync
 from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
+from ._joining import Joining
 from ._outputs import on_backward
 from ._precision import Precision, cast_buffers
 from ._reducer import Reducer
@@ -32,7 +34,7 @@ __all__ = ["DistributedDataParallel"]
 REDUCTIONS = ("mean", "sum")
 
 
-class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.Module):
+class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Joining, nn.Module):
     """Wraps a module so that every rank has the gradient of all ranks' batches after backward.
 
     Takes what torch's class of the same name takes, and needs none of its hints: parameters that
@@ -66,6 +68,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         check_sync_every: int = 0,
     ) -> None:
         super().__init__()
+        Joinable.__init__(self)
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
         if check_reduction:
@@ -152,7 +155,9 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         began = time.perf_counter()
         if torch.is_grad_enabled():
             self.reducer.prepare()
-        if self._check_sync_bufs_pre_fwd():
+        if self._join_config.enable:
+            self._begin_step_of_join()
+        elif self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])

@@ -297,7 +297,7 @@ class Pass:
                 operation="backward",
             )
         without = header.without_weight()
-        if without and len(without) < self._setting.channel.size:
+        if without and without != header.with_data():
             told = ", ".join(map(str, without))
             raise RankMismatch(
                 f"rank {told} has no weight and the others have: set ddp.weight on every rank",

@@ -10,15 +10,15 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
+from ._accumulators import Accumulators
 from ._agreement import verify_parameters
 from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
@@ -32,15 +32,12 @@ from ._local_pass import LocalPass
 from ._pass import Pass
 from ._plan import Caps, Delay
 from ._precision import Precision
-from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
+from ._scale import Scale
+from ._scaling import Scaling
 from ._setting import Setting, Timing
 from ._stats import Stats
-from ._weights import Weights
 
 __all__ = ["Reducer"]
-
-NARROW = (torch.float16,)
-"""Types that would overflow, were a gradient multiplied by the number of tokens in a batch."""
 
 
 class Reducer:
@@ -66,16 +63,15 @@ class Reducer:
         self.channel = channel
         dtype = None if precision is None else precision.gradient_dtype
         self._arranger = Arranger(channel, caps, sparse, delay, dtype)
-        self._reduce = reduce
+        self.scaling = Scaling(channel, reduce)
+        self.weights = self.scaling.weights
         self.hook: CommHook | None = None
-        self._plain_scale = self._choose_scale()
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
         self._is_closed = False
         self.was_surprised = False
         """The graph has changed at some time."""
-        self.weights = Weights()
         self.stats = Stats()
         self.forward_seconds = 0.0
         self.synchronises = True
@@ -95,17 +91,10 @@ class Reducer:
         self._take_on()
         self._company.enter(self)
 
-    def _choose_scale(self) -> Scale:
-        if self._reduce == "sum":
-            return Sum(self.channel.size)
-        # A hook divides by itself.
-        divides = self.channel.shares_memory or self.hook is not None
-        return Mean(self.channel.size) if divides else MeanOfShares(self.channel.size)
-
     def use_hook(self, hook: CommHook) -> None:
         """Have a hook reduce the buckets from now on."""
         self.hook = hook
-        self._plain_scale = self._choose_scale()
+        self.scaling.has_hook = True
         if not self._must_learn:
             self._settle()
 
@@ -117,10 +106,10 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
-        self._nodes: dict[int, Any] = {}
+        self._accumulators = Accumulators(self.parameters)
         self._arrivals.close()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
-        if isinstance(self._plain_scale, Sum):
+        if self.scaling.adds_up:
             # A pass may begin with any parameter, and it must be known what was in it before, for
             # that must not be added up again.
             self._arrivals.announce(self.begin_from_output)
@@ -197,7 +186,7 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
-        if not self._is_closed and self._will_accumulate():
+        if not self._is_closed and self._accumulators.may_run():
             self.begin()
 
     def begin(self, *, first: int | None = None, blind: bool = False) -> None:
@@ -222,52 +211,40 @@ class Reducer:
             self._lower()
             return
         self._reduced += 1
-        self._under_way = Pass(
+        olds_count = blind or self._is_unsynced
+        self._under_way = self._make_pass(
+            self.scaling.scale(self.parameters), first=first, olds_count=olds_count
+        )
+        self._lower()
+
+    def _make_pass(
+        self, scale: Scale, *, first: int | None = None, olds_count: bool = False
+    ) -> Pass:
+        return Pass(
             self._setting,
-            self._scale(),
+            scale,
             number=self._passes,
             first=first,
-            olds_count=blind or self._is_unsynced,
+            olds_count=olds_count,
             proof=self._named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
         )
-        self._lower()
 
     def _lower(self) -> None:
         """Have backward find parameters as forward left them to it."""
         if self._precision is not None:
-            self._nodes.clear()  # autograd makes others for parameters of another type
+            self._accumulators.forget()
             self._precision.lower()
 
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
         self.weights.accumulate(self.parameters)
         if not self._is_unsynced and self.weights.current is None:
-            reduced = self._plain_scale.olds([p.grad for p in self.parameters])
+            reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
             for parameter, old in zip(self.parameters, reduced, strict=True):
                 parameter.grad = old
         self._is_unsynced = True
-
-    def _will_accumulate(self) -> bool:
-        """Tell whether the pass of autograd that is running may end in ``.grad`` of ours."""
-        if Variable._execution_engine.is_checkpoint_valid():
-            # A plain ``backward()``. Where it ends is not known, for checkpoints of the reentrant
-            # kind hide parameters; and peers may reach some although this rank reaches none.
-            return any(p.requires_grad for p in self.parameters)
-        nodes = self._accumulators()
-        try:
-            return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
-            return False
-
-    def _accumulators(self) -> Iterator[Any]:
-        """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
-        for i, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and i not in self._nodes:
-                self._nodes[i] = torch.autograd.graph.get_gradient_edge(parameter).node
-            if i in self._nodes:
-                yield self._nodes[i]
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
@@ -294,18 +271,25 @@ class Reducer:
     def _is_check_due(self) -> bool:
         return self._check_every > 0 and self._reduced % self._check_every == 0
 
-    def _scale(self) -> Scale:
-        scale = self._scale_by_weight()
-        return scale if self.hook is None else Hooked(scale, self.channel.size)
-
-    def _scale_by_weight(self) -> Scale:
-        weight = self.weights.current
-        if weight is None:
-            return self._plain_scale
-        if self.weights.unit is None and any(p.dtype in NARROW for p in self.parameters):
-            card = torch.tensor([weight], dtype=torch.float64, device=self.channel.device)
-            self.weights.unit = sum(part.item() for part in self.channel.gather(card)) or 1.0
-        return self.weights.scale(self.parameters)
+    def shadow(self, *, reduces: bool) -> None:
+        """Take part in a backward pass of the others, without gradients of one's own."""
+        self._abandon_if_dead()
+        self._passes += 1
+        if not reduces:
+            self._announced = LocalPass(self.channel).finish()
+            return
+        self._reduced += 1
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.grad = None
+            shadow = self._make_pass(self.scaling.without_data())
+            shadow.finish()
+            shadow.is_surprised = False
+            if not self._has_ordered:
+                self._agree_on_order()
+            self._note(shadow)
+        if self.optimizers:
+            self.optimizers.step()
 
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)

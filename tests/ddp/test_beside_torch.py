@@ -2,6 +2,7 @@
 
 import copy
 import sys
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from phalanx.ddp import DDP
+from phalanx.ddp import DDP, ShardedOptimizer
 from phalanx.testing import RankPool
 
 from .whole import ROWS, assert_close, batch, mlp, seeded
@@ -128,3 +129,37 @@ def over_torchs_shm(ctx):
 
 def test_shared_memory_as_torchs_default_group(pair):
     pair.run(over_torchs_shm, 2, timeout=30)
+
+
+def sharded_three_ways(ctx, backend):
+    """Step with torch's sharded optimizer, with ours and with a plain one, on our module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's module warns of itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    with world(ctx, backend):
+        makers = (
+            lambda p: torch.optim.Adam(p, lr=0.1),
+            lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=0.1),
+            lambda p: ShardedOptimizer(p, torch.optim.Adam, lr=0.1),
+        )
+        models = [DDP(seeded(mlp)) for _ in makers]
+        optimizers = [make(m.parameters()) for make, m in zip(makers, models, strict=True)]
+        for step in range(3):
+            rows = batch(step, ctx.size)[ctx.rank * ROWS :][:ROWS]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(rows).square().mean().backward()
+                optimizer.step()
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                assert all(torch.equal(parameters[0], other) for other in parameters)
+            dist.barrier()
+        optimizers[1].consolidate_state_dict(to=0)
+        ours = optimizers[2].state_dict()["state"]
+        if ctx.rank == 0:
+            theirs = optimizers[1].state_dict()["state"]
+            assert all(torch.equal(ours[i][k], v) for i, s in theirs.items() for k, v in s.items())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_torchs_sharded_optimizer_beside_ours(pair, backend):
+    pair.run(sharded_three_ways, 2, args=(backend,), timeout=60)

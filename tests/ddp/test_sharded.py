@@ -1,6 +1,7 @@
 """The sharded optimizer takes the plain one's steps, to the last bit."""
 
 import gc
+import warnings
 
 import pytest
 import torch
@@ -229,15 +230,79 @@ def test_memory_that_belongs_to_something_else_too_stays_where_it_is(group):
         module.part = nn.Parameter(module.flat[:4])
         return module
 
-    module = tied()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=1.0)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = module.weight.detach().clone()
-    optimizer.step()
+    module, whole = seeded(tied), seeded(tied)
+    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=1.0)
+    plain = torch.optim.SGD(whole.parameters(), lr=1.0)
+    for optimizer in (sharded, plain):
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
     assert module.twin.data_ptr() == module.weight.data_ptr()
-    assert module.flat.tolist() == [-1.0] * 4 + [0.0] * 2
-    assert not torch.equal(module.weight, before)
+    assert torch.equal(module.weight, whole.weight)  # stepped twice, by the same rank
+    assert torch.equal(module.flat, whole.flat)
+    assert module.flat.any()
+
+
+@everywhere
+def test_more_ranks_than_parameters(group):
+    for kind in KINDS:
+        pair = Pair(group, kind, make=lambda: nn.Linear(5, 3, bias=False))
+        pair.step()
+        pair.step()
+        pair.sharded.load_state_dict(pair.sharded.state_dict())
+        pair.step()
+
+
+@on_pairs
+def test_when_the_optimizer_goes_each_rank_has_its_own_copy_again(group):
+    pair = Pair(group)
+    pair.step()
+    del pair.sharded, pair.both
+    gc.collect()
+    group.barrier().wait()
+    with torch.no_grad():
+        for parameter in (*pair.module.parameters(), *pair.whole.parameters()):
+            parameter.mul_(0.5)  # on every rank
+    pair.assert_same()
+
+
+@over_groups(backends=("shm",), sizes=(2,))
+def test_parameters_outlive_the_group(group):
+    pair = Pair(group)
+    pair.step()
+    group.shutdown()
+    for mine, theirs in zip(pair.module.parameters(), pair.whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    del pair.sharded, pair.both
+    gc.collect()
+    assert pair.module(torch.ones(1, 5)).isfinite().all()
+
+
+@on_pairs
+def test_the_module_may_be_wrapped_later(group):
+    pair = Pair(group)
+    pair.model = DDP(pair.module, process_group=group)
+    for _ in range(2):
+        pair.step()
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_where_there_is_no_shared_memory_left_parameters_are_sent(group):
+    slab = group._engine._slab
+    free = slab._free
+    slab._collect()
+    if group.rank() == 1:
+        free, slab._free = slab._free, []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pair = Pair(group)
+        assert "its own copy of the parameters" in str(caught[0].message)
+        assert [type(each) for each in pair.sharded._exchanges] == [Sent]
+        pair.step()
+    finally:
+        if group.rank() == 1:
+            slab._free = free
 
 
 class MeanGradients(Joinable):

@@ -31,6 +31,8 @@ def test_bad_arguments(group):
     ):
         with pytest.raises(kind, match=told):
             ShardedOptimizer(params, SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no shape yet"):
+        ShardedOptimizer(nn.LazyLinear(2).parameters(), SGD, process_group=group)
     with pytest.raises(errors.InvalidType, match="Linear is none"):
         ShardedOptimizer(module.parameters(), nn.Linear, process_group=group)
     with pytest.raises(errors.InvalidType, match="SGD is none"):

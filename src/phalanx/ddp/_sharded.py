@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
@@ -17,7 +18,7 @@ from ._agreement import verify_parameters
 from ._arguments import choose_group
 from ._channel import Channel
 from ._sharded_memory import Exchange, make_exchanges
-from ._sharded_shares import divide
+from ._sharded_shares import share_out
 from ._sharded_state import States, collect
 
 __all__ = ["ShardedOptimizer"]
@@ -39,8 +40,9 @@ class ShardedOptimizer(Optimizer, Joinable):
     into the shared memory of the rank that steps it, where all ranks read it, so nothing is sent
     after a step; ranks meet before the step and after it. So whatever else writes to a parameter
     does so for all ranks: edit weights in place on one rank, not on each, or pass
-    ``share_parameters=False``. On other groups, for parameters on other devices, and for those
-    whose memory belongs to something else too, owners send what they have stepped.
+    ``share_parameters=False``. When the optimizer goes, each rank has its own copy again. On other
+    groups, for parameters on other devices, and for those whose memory belongs to something else
+    too, owners send what they have stepped.
 
     `step`, `add_param_group`, `consolidate_state_dict` and `state_dict` are called by every rank.
     """
@@ -97,7 +99,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _divide(self, parameters: list[Tensor]) -> None:
-        owners = divide([p.nbytes for p in parameters], self._loads)
+        for parameter in parameters:
+            if isinstance(parameter, UninitializedParameter):
+                raise InvalidState("a parameter has no shape yet: run the module once before this")
+        owners = share_out(parameters, self._loads)
         self._owners.update(zip(parameters, owners, strict=True))
 
     def _own_part(self, group: Group) -> Group:

@@ -7,6 +7,7 @@ owner (`OneCopy`). Elsewhere, and where a parameter cannot be moved, it is sent 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -85,7 +86,10 @@ def _unzip(pairs: list[tuple[Tensor, int]]) -> tuple[list[Tensor], list[int]]:
 
 
 class OneCopy(Exchange):
-    """Parameters of which there is one copy for all ranks, each in its owner's shared memory."""
+    """Parameters of which there is one copy for all ranks, each in its owner's shared memory.
+
+    When this goes away, with its optimizer, each rank has its own copy again.
+    """
 
     def __init__(
         self, parameters: Sequence[Tensor], owners: Sequence[int], channel: Channel
@@ -101,6 +105,8 @@ class OneCopy(Exchange):
         for view, parameter in zip(views, self.parameters, strict=True):
             parameter.data = view
         self._addresses = [p.data_ptr() for p in self.parameters]
+        shared = list(zip(map(weakref.ref, self.parameters), views, strict=True))
+        weakref.finalize(self, _part_with, shared).atexit = False
         mine = channel.rank
         self._others = [
             p for p, owner in zip(self.parameters, owners, strict=True) if owner != mine
@@ -130,6 +136,18 @@ class OneCopy(Exchange):
         self._group.barrier().wait()
         # They have changed behind autograd's back: it must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
+
+
+def _part_with(shared: list[tuple[weakref.ref[Tensor], Tensor]]) -> None:
+    """Give this rank its own copy of what another optimizer would step on every rank.
+
+    A parameter may have moved on since. That the old memory is kept until here, and so is not where
+    it has moved to, makes its address tell.
+    """
+    for reference, memory in shared:
+        parameter = reference()
+        if parameter is not None and parameter.data_ptr() == memory.data_ptr():
+            parameter.data = memory.clone()
 
 
 class Sent(Exchange):

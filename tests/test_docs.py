@@ -66,3 +66,11 @@ def test_the_design_names_modules_that_exist():
     named = set(re.findall(r"(?:`|^  )(_[a-z]\w+)(?=[`. ])", text, flags=re.MULTILINE)) - {"_issue"}
     assert {"_collectives", "_board", "_health"} <= named
     assert named <= {path.stem for path in (ROOT / "src").rglob("_*.py")}
+
+
+def test_the_documented_sharded_optimizer_learns(tmp_path):
+    source = code("docs/ddp_optimizers.md", containing="ShardedOptimizer(")
+    assert len(source.splitlines()) <= 30
+    script = tmp_path / "train.py"
+    script.write_text(source + "assert loss.item() < 0.01, loss\n")
+    launch.run(str(script), ranks=2)

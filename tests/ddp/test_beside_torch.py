@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -158,6 +159,12 @@ def sharded_three_ways(ctx, backend):
         if ctx.rank == 0:
             theirs = optimizers[1].state_dict()["state"]
             assert all(torch.equal(ours[i][k], v) for i, s in theirs.items() for k, v in s.items())
+        with Join([optimizers[2]]):  # torch's: a rank that is out of data steps too
+            for _ in range(ctx.rank):
+                optimizers[2].step()
+        optimizers[0].step()
+        for plain, sharded in zip(models[0].parameters(), models[2].parameters(), strict=True):
+            assert torch.equal(plain, sharded)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])

@@ -151,11 +151,12 @@ def test_all_ranks_start_with_the_values_of_rank_0(group):
 def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
     pair = Pair(group)
     assert [type(each) for each in pair.sharded._exchanges] == [OneCopy]
-    before = len(group.records())
+    before, _ = last_call(group)
     pair.backward()
     for optimizer in pair.both:
         optimizer.step()
-    assert {record.operation for record in group.records()[before:]} == {"barrier"}
+    made = [record.operation for record in group.records() if record.sequence > before]
+    assert made == ["barrier"] * 2
     pair.assert_same()
     if group.rank() == 0:
         with torch.no_grad():
@@ -163,6 +164,31 @@ def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
     group.barrier().wait()
     assert (pair.module[0].weight == 7).all()
     group.barrier().wait()
+
+
+def last_call(group):
+    return group.records()[-1].sequence, group.records()[-1].operation
+
+
+class Witness(torch.optim.SGD):
+    """Notes which collectives there had been when it wrote."""
+
+    def step(self):
+        group = self.param_groups[0]["witness"]
+        self.param_groups[0]["seen"] = last_call(group)
+        super().step()
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_ranks_meet_before_parameters_are_written_and_after(group):
+    module = seeded(wide)
+    groups = [{"params": module.parameters(), "witness": group}]
+    optimizer = ShardedOptimizer(groups, Witness, process_group=group, lr=0.1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    before, _ = last_call(group)
+    optimizer.step()
+    assert optimizer.param_groups[0]["seen"] == (before + 1, "barrier")
+    assert last_call(group) == (before + 2, "barrier")
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
@@ -367,6 +393,15 @@ def test_alone_in_a_join(group):
     for _ in range(group.size() - 1):
         pair.plain.step()
     pair.assert_same()
+
+
+@on_pairs
+def test_accumulation(group):
+    pair = Pair(group, ddp=True)
+    for _ in range(2):
+        with pair.model.no_sync():
+            pair.backward()
+        pair.step()
 
 
 @on_pairs

@@ -262,7 +262,14 @@ class _Hook(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        self._optimizer.step()
+        """Step, without a word to the `Join` that there is data here, which torch's would take."""
+        optimizer = self._optimizer
+        config = optimizer._join_config
+        optimizer._join_config = config._replace(is_first_joinable=False)
+        try:
+            optimizer.step()
+        finally:
+            optimizer._join_config = config
 
 
 def _copied(value: Any) -> Any:

@@ -24,7 +24,8 @@ SGD = torch.optim.SGD
 def test_bad_arguments(group):
     module = nn.Linear(3, 2)
     for params, kind, told in (
-        ([], ValueError, "empty parameter list"),
+        ([], errors.InvalidArgument, "empty parameter list"),
+        ([{"params": []}], errors.InvalidArgument, "empty parameter list"),
         ([module.weight, module.bias, module.weight], ValueError, "0 and 2 of a group"),
         ([{"params": [module.weight]}] * 2, ValueError, "more than one parameter group"),
         ([torch.ones(2)[1:] * module.weight], ValueError, "non-leaf"),
@@ -35,6 +36,8 @@ def test_bad_arguments(group):
             ShardedOptimizer(params, SGD, process_group=group)
     with pytest.raises(errors.InvalidState, match="no shape yet"):
         ShardedOptimizer(nn.LazyLinear(2).parameters(), SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no values"):
+        ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), SGD, process_group=group)
     with pytest.raises(errors.InvalidType, match="Linear is none"):
         ShardedOptimizer(module.parameters(), nn.Linear, process_group=group)
     with pytest.raises(errors.InvalidType, match="SGD is none"):
@@ -72,6 +75,16 @@ def test_ranks_with_other_parameters_are_told_which(group):
     optimizer = ShardedOptimizer(nn.Linear(3, 2).parameters(), SGD, process_group=group)
     with pytest.raises(errors.RankMismatch, match="0 of group 1"):
         optimizer.add_param_group({"params": nn.Linear(wide, 2).parameters()})
+
+
+@on_pairs
+def test_ranks_whose_parameters_overlap_in_different_ways(group):
+    memory = torch.zeros(8)
+    first, second = memory[:4], memory[4:].clone()
+    if group.rank():
+        second = memory[2:6]
+    with pytest.raises(errors.RankMismatch, match="divide the parameters differently"):
+        ShardedOptimizer([first, second], SGD, process_group=group)
 
 
 @on_pairs

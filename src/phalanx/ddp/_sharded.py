@@ -62,8 +62,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._collected: tuple[int, States | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""
         Joinable.__init__(self)
-        Optimizer.__init__(self, _listed(params), dict(defaults))
+        listed = _listed(params)
+        if isinstance(listed, list) and not listed:
+            listed = [{"params": []}]  # which is refused below
+        Optimizer.__init__(self, listed, dict(defaults))
         parameters = self._parameters()
+        if not parameters:
+            raise InvalidArgument("the optimizer was given an empty parameter list")
         self._channel = Channel(group, parameters[0].device)
         self._share = share_parameters
         self._loads = [0] * group.size()
@@ -102,6 +107,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         for parameter in parameters:
             if isinstance(parameter, UninitializedParameter):
                 raise InvalidState("a parameter has no shape yet: run the module once before this")
+            if parameter.device.type == "meta":
+                raise InvalidState("a parameter has no values: it is on the meta device")
         owners = share_out(parameters, self._loads)
         self._owners.update(zip(parameters, owners, strict=True))
 

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import InvalidState
+from ..errors import InvalidState, RankMismatch
 from ..groups import ProcessGroup
 from ..groups._common import allocate_common
 from ._channel import Channel
@@ -52,7 +52,7 @@ def make_exchanges(
     pairs = [pair for pair in zip(parameters, owners, strict=True) if pair[0].numel()]
     if channel.size == 1 or not pairs:
         return []
-    movable = _movable([p for p, _ in pairs]) if share and channel.shares_memory else set()
+    movable = _agree(pairs, channel, share=share and channel.shares_memory)
     moved = [pair for pair in pairs if id(pair[0]) in movable]
     exchanges: list[Exchange] = []
     if moved:
@@ -66,6 +66,25 @@ def make_exchanges(
     if rest:
         exchanges.append(Sent(*_unzip(rest), channel))
     return exchanges
+
+
+def _agree(pairs: list[tuple[Tensor, int]], channel: Channel, *, share: bool) -> set[int]:
+    """Choose what is moved: what can be on all ranks; they must agree on the owners anyway."""
+    movable = _movable([p for p, _ in pairs]) if share else set()
+    codes = [2 * owner + (id(p) in movable) for p, owner in pairs]
+    card = torch.tensor(codes, dtype=torch.int64, device=channel.device)
+    cards = torch.stack([part.cpu() for part in channel.gather(card)])
+    odd = ((cards // 2) != (cards[:1] // 2)).any(dim=1).nonzero().flatten().tolist()
+    if odd:
+        raise RankMismatch(
+            f"ranks divide the parameters differently: rank {odd[0]} not as rank 0 does. Those "
+            "that overlap in memory stay together, so they must overlap on all ranks or on none",
+            group=getattr(channel.group, "label", ""),
+            operation="ShardedOptimizer",
+            ranks=odd,
+        )
+    both = (cards % 2).all(dim=0).tolist()
+    return {id(p) for (p, _), can in zip(pairs, both, strict=True) if can}
 
 
 def _movable(parameters: list[Tensor]) -> set[int]:

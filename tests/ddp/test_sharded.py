@@ -1,14 +1,11 @@
 """The sharded optimizer takes the plain one's steps, to the last bit."""
 
-import gc
-
-import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from phalanx.ddp import DDP, ShardedOptimizer
-from phalanx.ddp._sharded_memory import OneCopy, Sent
+from phalanx.ddp._sharded_memory import Sent
 from phalanx.ddp._sharded_shares import divide
 from phalanx.join import Join, Joinable, JoinHook
 from phalanx.testing import over_groups
@@ -146,98 +143,14 @@ def test_all_ranks_start_with_the_values_of_rank_0(group):
         assert torch.equal(mine, first)
 
 
-@over_groups(backends=("shm",), sizes=(2, 4), reuse=True)
-def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
-    pair = Pair(group)
-    assert [type(each) for each in pair.sharded._exchanges] == [OneCopy]
-    before = len(group.records())
-    pair.backward()
-    for optimizer in pair.both:
-        optimizer.step()
-    assert {record.operation for record in group.records()[before:]} == {"barrier"}
-    pair.assert_same()
-    if group.rank() == 0:
-        with torch.no_grad():
-            pair.module[0].weight.fill_(7.0)
-    group.barrier().wait()
-    assert (pair.module[0].weight == 7).all()
-    group.barrier().wait()
-
-
-@over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_autograd_knows_that_others_have_written(group):
-    module = seeded(wide)
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
-    loss = module(torch.ones(2, 5)).square().sum()
-    loss.backward(retain_graph=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    assert all(p._version for p in module.parameters())
-
-
-@over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_shared_memory_is_given_back(group):
-    slab = group._engine._slab
-    module = seeded(lambda: nn.Linear(1000, 100))
-    pair = [ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)]
-    kept = module.weight.data  # outlives both, wherever its owner is
-    kept.fill_(3.0)
-    held = [len(slab._common)]
-    del module, pair
-    gc.collect()
-    group.barrier().wait()
-    group.allocate((1,))
-    held.append(len(slab._common))
-    assert (kept == 3).all()
-    group.barrier().wait()
-    del kept
-    group.barrier().wait()
-    group.allocate((1,))
-    held.append(len(slab._common))
-    assert held[0] == 1
-    assert sum(held) in (1, 2)
-    assert held[2] == 0
-
-
-@on_pairs
-def test_parameters_that_are_given_other_memory_are_found_again(group):
-    pair = Pair(group)
-    pair.step()
-    for module in (pair.module, pair.whole):
-        module.double()
-    for state in (pair.sharded.state, pair.plain.state):
-        for each in state.values():
-            each.update({k: v.double() for k, v in each.items() if k != "step"})
-    for _ in range(2):
-        for optimizer in pair.both:
-            optimizer.zero_grad()
-        pair.module(batch(0, 2).double()).sum().backward()
-        for mine, theirs in zip(pair.module.parameters(), pair.whole.parameters(), strict=True):
-            theirs.grad = mine.grad.clone()
-        for optimizer in pair.both:
-            optimizer.step()
-        pair.assert_same()
-
-
-@on_pairs
-def test_memory_that_belongs_to_something_else_too_stays_where_it_is(group):
-    def tied():
-        module = nn.Linear(4, 4, bias=False)
-        module.twin = nn.Parameter(module.weight.data)
-        module.register_buffer("flat", torch.zeros(6))
-        module.part = nn.Parameter(module.flat[:4])
-        return module
-
-    module = tied()
-    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=1.0)
-    for parameter in module.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before = module.weight.detach().clone()
-    optimizer.step()
-    assert module.twin.data_ptr() == module.weight.data_ptr()
-    assert module.flat.tolist() == [-1.0] * 4 + [0.0] * 2
-    assert not torch.equal(module.weight, before)
+@everywhere
+def test_more_ranks_than_parameters(group):
+    for kind in KINDS:
+        pair = Pair(group, kind, make=lambda: nn.Linear(5, 3, bias=False))
+        pair.step()
+        pair.step()
+        pair.sharded.load_state_dict(pair.sharded.state_dict())
+        pair.step()
 
 
 class MeanGradients(Joinable):
@@ -302,6 +215,15 @@ def test_alone_in_a_join(group):
     for _ in range(group.size() - 1):
         pair.plain.step()
     pair.assert_same()
+
+
+@on_pairs
+def test_accumulation(group):
+    pair = Pair(group, ddp=True)
+    for _ in range(2):
+        with pair.model.no_sync():
+            pair.backward()
+        pair.step()
 
 
 @on_pairs

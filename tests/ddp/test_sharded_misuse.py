@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from phalanx import errors
 from phalanx.ddp import ShardedOptimizer
-from phalanx.testing import over_groups
+from phalanx.testing import Fault, kill, over_groups
 
 from .sharded import Pair
 from .whole import on_pairs
@@ -22,7 +24,8 @@ SGD = torch.optim.SGD
 def test_bad_arguments(group):
     module = nn.Linear(3, 2)
     for params, kind, told in (
-        ([], ValueError, "empty parameter list"),
+        ([], errors.InvalidArgument, "empty parameter list"),
+        ([{"params": []}], errors.InvalidArgument, "empty parameter list"),
         ([module.weight, module.bias, module.weight], ValueError, "0 and 2 of a group"),
         ([{"params": [module.weight]}] * 2, ValueError, "more than one parameter group"),
         ([torch.ones(2)[1:] * module.weight], ValueError, "non-leaf"),
@@ -31,6 +34,10 @@ def test_bad_arguments(group):
     ):
         with pytest.raises(kind, match=told):
             ShardedOptimizer(params, SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no shape yet"):
+        ShardedOptimizer(nn.LazyLinear(2).parameters(), SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no values"):
+        ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), SGD, process_group=group)
     with pytest.raises(errors.InvalidType, match="Linear is none"):
         ShardedOptimizer(module.parameters(), nn.Linear, process_group=group)
     with pytest.raises(errors.InvalidType, match="SGD is none"):
@@ -71,6 +78,16 @@ def test_ranks_with_other_parameters_are_told_which(group):
 
 
 @on_pairs
+def test_ranks_whose_parameters_overlap_in_different_ways(group):
+    memory = torch.zeros(8)
+    first, second = memory[:4], memory[4:].clone()
+    if group.rank():
+        second = memory[2:6]
+    with pytest.raises(errors.RankMismatch, match="divide the parameters differently"):
+        ShardedOptimizer([first, second], SGD, process_group=group)
+
+
+@on_pairs
 def test_bad_states(group):
     pair = Pair(group)
     for state, told in (
@@ -99,3 +116,39 @@ def test_a_share_whose_owner_has_left_is_missed(group):
         for _ in range(1000):  # until the departure is known here
             group.barrier().wait()
             pair.sharded._check_members()
+
+
+def lose_an_owner(ctx, backend):
+    """Go on with those that are left, from a state that was saved before."""
+    group = ctx.group(backend, timeout=timedelta(seconds=60))
+    pair = Pair(group)
+    pair.step()
+    saved, weights = pair.sharded.state_dict(), copy.deepcopy(pair.module.state_dict())
+    group.allreduce(torch.ones(1)).wait()
+    pair.backward()
+    began = time.monotonic()
+    with pytest.raises(errors.PeerLost) as caught:
+        pair.sharded.step()
+        group.allreduce(torch.ones(1)).wait()
+    assert time.monotonic() - began < 5
+    assert caught.value.lost == (1,)
+    group.abort()
+    rest = ctx.closing(group.split_group([0, 2]))
+    other = Pair(rest)
+    other.module.load_state_dict(weights)
+    other.whole.load_state_dict(weights)
+    other.sharded.load_state_dict(saved)
+    other.plain.load_state_dict(copy.deepcopy(saved))
+    rest.barrier().wait()
+    other.step()
+
+
+DEATHS = {
+    "shm": Fault("barrier:before", kill(), rank=1, nth=6),  # it has stepped, but not said so
+    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=32),  # after 6 and those of the state
+}
+
+
+@pytest.mark.parametrize("backend", DEATHS)
+def test_an_owner_that_dies_is_named_and_the_rest_start_over(ranks, backend):
+    ranks.run(lose_an_owner, 3, args=(backend,), faults=[DEATHS[backend]], timeout=60)

@@ -135,6 +135,15 @@ def test_who_raises_does_not_keep_the_others(group):
     assert not counter._join_config.enable
 
 
+@apart
+def test_a_hook_that_raises_does_not_keep_the_others(group):
+    counter = Counter(group)
+    counter.add_up = lambda mine: 1 / mine  # a step, and a hook that fails
+    expected = ZeroDivisionError if group.rank() else errors.GroupAborted
+    with pytest.raises(expected), Join([counter]):
+        take([counter], 0 if group.rank() else 2)
+
+
 @on_pairs
 def test_leaving_the_block_early_is_running_out_of_data(group):
     counter = Counter(group)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
@@ -17,7 +18,7 @@ from ._agreement import verify_parameters
 from ._arguments import choose_group
 from ._channel import Channel
 from ._sharded_memory import Exchange, make_exchanges
-from ._sharded_shares import divide
+from ._sharded_shares import share_out
 from ._sharded_state import States, collect
 
 __all__ = ["ShardedOptimizer"]
@@ -39,8 +40,9 @@ class ShardedOptimizer(Optimizer, Joinable):
     into the shared memory of the rank that steps it, where all ranks read it, so nothing is sent
     after a step; ranks meet before the step and after it. So whatever else writes to a parameter
     does so for all ranks: edit weights in place on one rank, not on each, or pass
-    ``share_parameters=False``. On other groups, for parameters on other devices, and for those
-    whose memory belongs to something else too, owners send what they have stepped.
+    ``share_parameters=False``. When the optimizer goes, each rank has its own copy again. On other
+    groups, for parameters on other devices, and for those whose memory belongs to something else
+    too, owners send what they have stepped.
 
     `step`, `add_param_group`, `consolidate_state_dict` and `state_dict` are called by every rank.
     """
@@ -60,8 +62,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._collected: tuple[int, States | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""
         Joinable.__init__(self)
-        Optimizer.__init__(self, _listed(params), dict(defaults))
+        listed = _listed(params)
+        if isinstance(listed, list) and not listed:
+            listed = [{"params": []}]  # which is refused below
+        Optimizer.__init__(self, listed, dict(defaults))
         parameters = self._parameters()
+        if not parameters:
+            raise InvalidArgument("the optimizer was given an empty parameter list")
         self._channel = Channel(group, parameters[0].device)
         self._share = share_parameters
         self._loads = [0] * group.size()
@@ -97,7 +104,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _divide(self, parameters: list[Tensor]) -> None:
-        owners = divide([p.nbytes for p in parameters], self._loads)
+        for parameter in parameters:
+            if isinstance(parameter, UninitializedParameter):
+                raise InvalidState("a parameter has no shape yet: run the module once before this")
+            if parameter.device.type == "meta":
+                raise InvalidState("a parameter has no values: it is on the meta device")
+        owners = share_out(parameters, self._loads)
         self._owners.update(zip(parameters, owners, strict=True))
 
     def _own_part(self, group: Group) -> Group:
@@ -257,7 +269,14 @@ class _Hook(JoinHook):
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        self._optimizer.step()
+        """Step, without a word to the `Join` that there is data here, which torch's would take."""
+        optimizer = self._optimizer
+        config = optimizer._join_config
+        optimizer._join_config = config._replace(is_first_joinable=False)
+        try:
+            optimizer.step()
+        finally:
+            optimizer._join_config = config
 
 
 def _copied(value: Any) -> Any:

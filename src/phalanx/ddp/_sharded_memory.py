@@ -7,6 +7,7 @@ owner (`OneCopy`). Elsewhere, and where a parameter cannot be moved, it is sent 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..errors import InvalidState
+from ..errors import InvalidState, RankMismatch
 from ..groups import ProcessGroup
 from ..groups._common import allocate_common
 from ._channel import Channel
@@ -51,7 +52,7 @@ def make_exchanges(
     pairs = [pair for pair in zip(parameters, owners, strict=True) if pair[0].numel()]
     if channel.size == 1 or not pairs:
         return []
-    movable = _movable([p for p, _ in pairs]) if share and channel.shares_memory else set()
+    movable = _agree(pairs, channel, share=share and channel.shares_memory)
     moved = [pair for pair in pairs if id(pair[0]) in movable]
     exchanges: list[Exchange] = []
     if moved:
@@ -65,6 +66,25 @@ def make_exchanges(
     if rest:
         exchanges.append(Sent(*_unzip(rest), channel))
     return exchanges
+
+
+def _agree(pairs: list[tuple[Tensor, int]], channel: Channel, *, share: bool) -> set[int]:
+    """Choose what is moved: what can be on all ranks; they must agree on the owners anyway."""
+    movable = _movable([p for p, _ in pairs]) if share else set()
+    codes = [2 * owner + (id(p) in movable) for p, owner in pairs]
+    card = torch.tensor(codes, dtype=torch.int64, device=channel.device)
+    cards = torch.stack([part.cpu() for part in channel.gather(card)])
+    odd = ((cards // 2) != (cards[:1] // 2)).any(dim=1).nonzero().flatten().tolist()
+    if odd:
+        raise RankMismatch(
+            f"ranks divide the parameters differently: rank {odd[0]} not as rank 0 does. Those "
+            "that overlap in memory stay together, so they must overlap on all ranks or on none",
+            group=getattr(channel.group, "label", ""),
+            operation="ShardedOptimizer",
+            ranks=odd,
+        )
+    both = (cards % 2).all(dim=0).tolist()
+    return {id(p) for (p, _), can in zip(pairs, both, strict=True) if can}
 
 
 def _movable(parameters: list[Tensor]) -> set[int]:
@@ -85,7 +105,10 @@ def _unzip(pairs: list[tuple[Tensor, int]]) -> tuple[list[Tensor], list[int]]:
 
 
 class OneCopy(Exchange):
-    """Parameters of which there is one copy for all ranks, each in its owner's shared memory."""
+    """Parameters of which there is one copy for all ranks, each in its owner's shared memory.
+
+    When this goes away, with its optimizer, each rank has its own copy again.
+    """
 
     def __init__(
         self, parameters: Sequence[Tensor], owners: Sequence[int], channel: Channel
@@ -101,6 +124,8 @@ class OneCopy(Exchange):
         for view, parameter in zip(views, self.parameters, strict=True):
             parameter.data = view
         self._addresses = [p.data_ptr() for p in self.parameters]
+        shared = list(zip(map(weakref.ref, self.parameters), views, strict=True))
+        weakref.finalize(self, _part_with, shared).atexit = False
         mine = channel.rank
         self._others = [
             p for p, owner in zip(self.parameters, owners, strict=True) if owner != mine
@@ -130,6 +155,18 @@ class OneCopy(Exchange):
         self._group.barrier().wait()
         # They have changed behind autograd's back: it must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
+
+
+def _part_with(shared: list[tuple[weakref.ref[Tensor], Tensor]]) -> None:
+    """Give this rank its own copy of what another optimizer would step on every rank.
+
+    A parameter may have moved on since. That the old memory is kept until here, and so is not where
+    it has moved to, makes its address tell.
+    """
+    for reference, memory in shared:
+        parameter = reference()
+        if parameter is not None and parameter.data_ptr() == memory.data_ptr():
+            parameter.data = memory.clone()
 
 
 class Sent(Exchange):

@@ -28,9 +28,9 @@ class Join:
     With `throw_on_early_termination` uneven inputs are an error on all ranks. With `enable=False`
     the block does nothing.
 
-    An exception that leaves the block on this rank passes, and no hook runs. The others would wait
-    for this rank until their deadline, so its group is aborted if it is one of ours: they raise
-    `GroupAborted`, which names this rank.
+    An exception in the block passes, and no hook runs. The others would wait for this rank until
+    their deadline, so its group is aborted if it is one of ours: they raise `GroupAborted`, which
+    names this rank.
     """
 
     def __init__(
@@ -64,10 +64,13 @@ class Join:
         traceback: TracebackType | None,
     ) -> None:
         try:
-            if self._enable and value is not None:
-                self._part_with_others(value)
-            elif self._enable:
+            if self._enable and value is None:
                 self._see_off_others()
+            elif value is not None:
+                self._part_with_others(value)
+        except Exception as error:  # of a hook
+            self._part_with_others(error)
+            raise
         finally:
             for joinable, config in zip(self._joinables, self._before, strict=True):
                 joinable._join_config = config
@@ -90,6 +93,8 @@ class Join:
 
     def _part_with_others(self, error: BaseException) -> None:
         """End the group, so that nobody waits for this rank, unless everybody raises anyway."""
+        if not self._enable:
+            return
         all_raise = isinstance(error, GroupError) or (self._throw and _is_of_uneven_inputs(error))
         group = self._meeting.group
         if isinstance(group, ProcessGroup) and isinstance(error, Exception) and not all_raise:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from . import points
 from .results import EntryResult, Results
 from .stats import Spread
-from .style import BLUE, GREEN, GREY, ORANGE, SKY, Style
-from .table import BUSY, seconds, size
+from .style import BLUE, GREEN, GREY, ORANGE, SKY, Style, round_time
+from .table import BUSY, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -162,17 +162,12 @@ def _dress(axes: Axes, chart: Chart, places: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(places, [chart.tick(place) for place in places])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: _round_time(value))
+    axes.yaxis.set_major_formatter(lambda value, _: round_time(value))
     axes.set_ylabel(chart.upwards)
     axes.set_xlabel(chart.across)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-
-
-def _round_time(value: float) -> str:
-    number, unit = seconds(value * 1.0000001).split()  # so that 1e-6 is not 1000 ns
-    return f"{float(number):g} {unit}"
 
 
 def _label_ends(axes: Axes, curves: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:

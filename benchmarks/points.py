@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from .results import EntryResult
 from .stats import Spread
-from .style import BLACK, BLUE, GREEN, GREY, ORANGE, Style
-from .table import seconds, size
+from .style import BLACK, BLUE, GREEN, GREY, ORANGE, Style, round_time
+from .table import size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -75,6 +75,8 @@ def plot(canvas: FigureCanvasAgg, axes: Axes, entry: EntryResult) -> None:
     ]
     for point in points:
         _draw(axes, point)
+    if entry.peer in times:  # who is below takes less time
+        axes.axhline(times[entry.peer].median, color=GREY, linestyle="--", linewidth=0.9, zorder=1)
     _dress(axes, scatter, [point.sent for point in points])
     canvas.figure.draw_without_rendering()  # the limits are final: labels can be placed by them
     renderer = canvas.get_renderer()  # type: ignore[no-untyped-call]
@@ -98,14 +100,17 @@ def _draw(axes: Axes, point: Point) -> None:
 def _dress(axes: Axes, scatter: Scatter, sent: Sequence[int]) -> None:
     """Write the axes in people's units, and leave room for names at the edges."""
     axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
     axes.margins(x=0.1, y=0.12)
-    axes.set_ylim(bottom=0)
     ticks = [
         1 << power for power in range(0, 60, 2) if min(sent) / 2 <= 1 << power <= max(sent) * 2
     ]
     axes.set_xticks(ticks, [size(tick) for tick in ticks])
+    low, high = axes.get_ylim()
+    times = [digit * 10.0**power for power in range(-9, 4) for digit in (1, 2, 5)]
+    times = [time for time in times if low <= time <= high]
+    axes.set_yticks(times, [round_time(time) for time in times])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: seconds(value) if value else "0")
     axes.set_xlabel(scatter.across)
     axes.set_ylabel(scatter.upwards)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
@@ -150,6 +155,7 @@ def _label(axes: Axes, point: Point) -> Annotation:
         color=point.style.colour,
         fontsize=9,
         va="center",
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # lines pass behind it
         arrowprops={"arrowstyle": "-", "color": GREY, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4},
     )
 

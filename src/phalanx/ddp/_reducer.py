@@ -25,6 +25,7 @@ from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._comm_hook import CommHook
 from ._company import Company
+from ._compiling import refuse_compiled_backward
 from ._header import Header
 from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Delay, Shape, plan_buckets
@@ -220,6 +221,7 @@ class Reducer:
         self._abandon_if_dead()
         if self._under_way is not None:
             return
+        refuse_compiled_backward()
         self._passes += 1
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.

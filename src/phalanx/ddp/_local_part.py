@@ -46,7 +46,7 @@ class LocalPart:
             self.parameter.grad = None
             return
         p = self.parameter
-        self.parameter.grad = type(p.data).from_local(
+        self.parameter.grad = type(p).from_local(
             part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
         )
 
@@ -79,7 +79,7 @@ def local(tensor: Tensor) -> Tensor:
     """Return what this rank has of a tensor, which is most often all of it."""
     if isinstance(tensor, LocalPart):
         return tensor.detach()
-    return _arrived(tensor.detach().to_local()) if _is_spread(tensor) else tensor
+    return LocalPart(tensor).detach() if _is_spread(tensor) else tensor
 
 
 def _arrived(part: Any) -> Tensor:

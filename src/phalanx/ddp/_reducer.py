@@ -27,6 +27,7 @@ from ._comm_hook import CommHook
 from ._company import Company
 from ._compiling import refuse_compiled_backward
 from ._header import Header
+from ._local_part import stand_in, whole
 from ._pass import LocalPass, Pass
 from ._plan import BucketPlan, Caps, Delay, Shape, plan_buckets
 from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
@@ -56,7 +57,7 @@ class Reducer:
         is_static: bool = False,
         check_every: int = 0,
     ) -> None:
-        self._named = list(named)
+        self._named = [(name, stand_in(parameter)) for name, parameter in named]
         self._sparse, self._delay = sparse, delay
         self.channel = channel
         self._caps = caps
@@ -270,7 +271,7 @@ class Reducer:
         """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
         for i, parameter in enumerate(self.parameters):
             if parameter.requires_grad and i not in self._nodes:
-                self._nodes[i] = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[i] = torch.autograd.graph.get_gradient_edge(whole(parameter)).node
             if i in self._nodes:
                 yield self._nodes[i]
 

@@ -9,6 +9,8 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from ._local_part import whole
+
 __all__ = ["Accumulators"]
 
 
@@ -38,6 +40,6 @@ class Accumulators:
         """Yield the nodes; most often the first is all it takes."""
         for i, parameter in enumerate(self._parameters):
             if parameter.requires_grad and i not in self._nodes:
-                self._nodes[i] = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes[i] = torch.autograd.graph.get_gradient_edge(whole(parameter)).node
             if i in self._nodes:
                 yield self._nodes[i]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..errors import RankMismatch
 from ._channel import Channel
+from ._local_part import local
 
 __all__ = ["Named", "assert_same_values", "fingerprint", "verify_parameters"]
 
@@ -63,7 +64,7 @@ def fingerprint(named: Named) -> int:
 
 
 def _fingerprint_of(tensor: Tensor) -> int:
-    tensor = tensor.detach()
+    tensor = local(tensor).detach()
     if tensor.device.type == "cpu":
         return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return int(torch.hash_tensor(tensor).item()) & (2**63 - 1)

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from .. import native
 from ..groups._shortcut import NUMBERS, can_read_tensors
+from ._local_part import local
 from ._plan import BucketPlan
 
 __all__ = [
@@ -299,7 +300,7 @@ def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
     """Show parts of a flat tensor in the shapes of parameters, and in the order of their memory."""
     if not parameters:
         return []
-    views = list(torch._C._nn.unflatten_dense_tensors(flat, [*parameters]))
+    views = list(torch._C._nn.unflatten_dense_tensors(flat, [local(p) for p in parameters]))
     for place, parameter in enumerate(parameters):
         if not parameter.is_contiguous() and _is_dense(parameter):
             part = views[place]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ._channel import Channel
+from ._local_part import local
 
 __all__ = ["broadcast_tensors"]
 
@@ -23,7 +24,7 @@ def broadcast_tensors(
     would take any write for a change.
     """
     with torch.no_grad():
-        for group in _chunks([t.detach() for t in tensors if t.numel()], chunk):
+        for group in _chunks([local(t).detach() for t in tensors if t.numel()], chunk):
             _broadcast_together(group, channel, root)
 
 

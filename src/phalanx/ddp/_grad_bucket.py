@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidType
+from ._local_part import whole
 
 __all__ = ["GradBucket"]
 
@@ -60,7 +61,7 @@ class GradBucket:
 
     def parameters(self) -> list[Parameter]:
         """List the parameters, in the order of their gradients."""
-        return list(self._parameters)
+        return [whole(parameter) for parameter in self._parameters]
 
     def is_last(self) -> bool:
         """Tell whether no other bucket follows in this backward pass."""

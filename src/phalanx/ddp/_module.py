@@ -20,6 +20,7 @@ from ._agreement import assert_same_values, verify_parameters
 from ._buffer_sync import BufferSync
 from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
+from ._compiling import cap_for_compiler, compilable, keep_compiler_out, not_compiled
 from ._joining import Joining
 from ._outputs import on_backward
 from ._precision import Precision, cast_buffers
@@ -133,10 +134,12 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         if self.mixed_precision is not None:
             parameters = [p for _, p in self._survey.parameters]
             self._precision = Precision(self.mixed_precision, parameters)
+        caps = arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory)
+        self.bucket_bytes_cap = cap_for_compiler(caps.rest)
         self.reducer = Reducer(
             self._survey.parameters,
             self._channel,
-            caps=arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory),
+            caps=caps,
             sparse=self._survey.sparse,
             delay=self._delay,
             reduce=self._reduce,
@@ -150,8 +153,10 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
 
     # -- training --------------------------------------------------------------------------
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
+        keep_compiler_out()
         began = time.perf_counter()
         if torch.is_grad_enabled():
             self.reducer.prepare()
@@ -163,10 +168,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         with self._inside_ddp_forward():
+            run = compilable(self.module)
             if self._precision is None:
-                output = self.module(*inputs, **kwargs)
+                output = run(*inputs, **kwargs)
             else:
-                output = self._precision.run(self.module, inputs, kwargs)
+                output = self._precision.run(run, inputs, kwargs)
         if self.buffer_hook is not None:
             self._finish_forward(output)
         tracks = torch.is_grad_enabled()

@@ -9,7 +9,7 @@ one of the same bits, for nobody has changed the full values in between.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -119,7 +119,7 @@ class Precision:
             if gradient is not None:
                 parameter.grad = gradient.to(data.dtype)
 
-    def run(self, module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+    def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         """Run a module in the smaller type."""
         was_low = self.is_low  # a checkpointed part of a backward pass
         self.lower()

@@ -27,7 +27,9 @@ from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._comm_hook import CommHook
 from ._company import Company
+from ._compiling import refuse_compiled_backward
 from ._in_backward import OptimizersInBackward
+from ._local_part import stand_in
 from ._local_pass import LocalPass
 from ._pass import Pass
 from ._plan import Caps, Delay
@@ -57,9 +59,9 @@ class Reducer:
         check_every: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        self._named = list(named)
+        self._named = [(name, stand_in(parameter)) for name, parameter in named]
         self._precision = precision
-        self.optimizers = OptimizersInBackward(self._named)
+        self.optimizers = OptimizersInBackward(named)
         self.channel = channel
         dtype = None if precision is None else precision.gradient_dtype
         self._arranger = Arranger(channel, caps, sparse, delay, dtype)
@@ -198,6 +200,7 @@ class Reducer:
         self._abandon_if_dead()
         if self._under_way is not None:
             return
+        refuse_compiled_backward()
         self._passes += 1
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.

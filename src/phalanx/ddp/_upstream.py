@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -14,27 +13,11 @@ from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._channel import Channel
+from ._compiling import Inside, running
 from ._reducer import Reducer
 from .hooks import allreduce_hook, fp16_compress_hook
 
 __all__ = ["UpstreamNames"]
-
-
-_here = threading.local()  # as ranks may be threads
-
-
-class _Inside(AbstractContextManager[None]):
-    """Has a module be the active one in the body."""
-
-    def __init__(self, module: UpstreamNames) -> None:
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._before = getattr(_here, "module", None)
-        _here.module = self._module
-
-    def __exit__(self, *_: object) -> None:
-        _here.module = self._before
 
 
 class UpstreamNames:
@@ -53,10 +36,10 @@ class UpstreamNames:
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return getattr(_here, "module", None)
+        return running()
 
     def _inside_ddp_forward(self) -> AbstractContextManager[None]:
-        return _Inside(self)
+        return Inside(self)
 
     # -- parameters ------------------------------------------------------------------------
 

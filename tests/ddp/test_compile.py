@@ -1,0 +1,159 @@
+"""``torch.compile`` around the wrapper, and inside of it."""
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+import torch._dynamo.compiled_autograd
+import torch._dynamo.testing
+from torch import nn
+
+from phalanx.ddp import DDP
+from phalanx.testing import over_groups
+
+from .whole import assert_same_gradients, batch, compare, seeded, share, squares, whole_loss
+
+pairs = over_groups(backends=("shm",), sizes=(2,), timeout=60, reuse=True)
+
+
+class Normed(nn.Module):
+    """A network with a buffer, whose last layer is not always used."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, rows, whole=True):
+        self.count += 1
+        hidden = torch.tanh(self.first(rows))
+        return self.last(hidden) if whole else hidden
+
+
+def compiled(way, make, group, backend, **options):
+    """Wrap a module and have it compiled; return the wrapper, and what to call."""
+    module = seeded(make, seed=group.rank())
+    if way == "inside":
+        ddp = DDP(torch.compile(module, backend=backend), process_group=group, **options)
+        return ddp, ddp
+    ddp = DDP(module, process_group=group, **options)
+    if way == "outside":
+        return ddp, torch.compile(ddp, backend=backend)
+    return ddp, torch.compile(lambda *args, **kwargs: ddp(*args, **kwargs) * 1, backend=backend)
+
+
+def loss(module, rows, step, rank):
+    """Leave a layer out in some steps."""
+    return module(rows, whole=step != 2).square().mean()
+
+
+def train_compiled(way, group, backend, *, steps=4):
+    """Train a compiled module and a whole one, comparing gradients, with passes that stay local."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    ddp, run = compiled(way, Normed, group, graphs)
+    whole = seeded(Normed)
+    for step in range(steps):
+        rows = batch(step, group.size())
+        with ddp.no_sync():
+            loss(run, share(rows, group), step, group.rank()).backward()
+        whole_loss(whole, rows, group, loss, step).backward()
+        loss(run, share(rows, group), step, group.rank()).backward()
+        whole_loss(whole, rows, group, loss, step).backward()
+        assert_same_gradients(ddp.module, whole, rtol=1e-5)
+        ddp.zero_grad()
+        whole.zero_grad()
+    assert ddp.module.count == 2 * steps
+    assert graphs.graphs
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=40, reuse=True)
+def test_a_wrapper_is_compiled(group):
+    train_compiled("outside", group, "eager")
+
+
+@pairs
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
+@pytest.mark.parametrize("way", ["inside", "function"])
+def test_a_module_in_a_wrapper_and_a_function_around_it_are_compiled(group, way):
+    train_compiled(way, group, "eager")
+
+
+@pairs
+def test_it_is_right_with_a_backward_that_is_compiled_too(group):
+    train_compiled("outside", group, "aot_eager")
+
+
+def small():
+    """Make a network of one kernel."""
+    return nn.Sequential(nn.Linear(5, 3), nn.Tanh())
+
+
+@pairs
+def test_it_is_right_with_the_default_backend(group):
+    import torch._inductor.config
+
+    quick = {"compile_threads": 1, "cpp.vec_isa_ok": False}  # no more processes, no trials
+    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        with torch._inductor.config.patch(quick):
+            for way in ("inside", "outside"):
+                torch._dynamo.reset()
+                ddp, run = compiled(way, small, group, "inductor")
+                whole = seeded(small)
+                for step in range(3):
+                    rows = batch(step, group.size())
+                    squares(run, share(rows, group)).backward()
+                    squares(whole, rows).backward()
+                    compare(ddp, whole, rtol=1e-5)
+        assert list(Path(cache).rglob("*.so"))
+
+
+def deep():
+    """Make a network of parts that are each as big as the compiler's first bucket."""
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+
+
+@pairs
+@pytest.mark.parametrize("way", ["inside", "outside"])
+def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group, way):
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    ddp, run = compiled(way, deep, group, graphs, bucket_cap_mb=1)
+    rows, launched = torch.ones(2, 512), []
+    weights = [p for p in ddp.module.parameters() if p.dim() == 2]
+
+    def count(_):
+        launched.append(len(ddp.reducer._under_way._works))
+
+    for weight in weights:
+        weight.register_hook(count)
+    for _ in range(3):
+        launched.clear()
+        run(rows).sum().backward()
+    assert len(graphs.graphs) == 3
+    assert launched == sorted(launched)
+    assert launched[-1] > launched[0]
+    assert nn.parallel.DistributedDataParallel._get_active_ddp_module() is None
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        torch._dynamo.reset()
+        graphs.graphs.clear()
+        run(rows).sum().backward()
+    assert len(graphs.graphs) == 1
+
+
+@pairs
+def test_a_backward_that_is_compiled_as_a_whole_is_refused(group):
+    torch._dynamo.reset()
+    ddp = DDP(seeded(Normed), process_group=group)
+    output = ddp(torch.ones(2, 5))
+    whole = torch.compile(backend="eager")
+    with (
+        torch._dynamo.compiled_autograd._enable(whole),
+        pytest.raises(RuntimeError, match="compiled autograd"),
+    ):
+        output.sum().backward()
+    ddp.zero_grad()
+    train_compiled("inside", group, "eager", steps=1)  # the group goes on

@@ -1,0 +1,200 @@
+"""Data parallel over one axis of a mesh, while parameters are spread over another."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from phalanx.ddp import DDP
+from phalanx.ddp.hooks import allreduce_hook
+from phalanx.errors import RankMismatch
+from phalanx.mesh import init_device_mesh
+
+from .whole import ROWS, TINY, assert_close, batch, seeded, share, squares
+
+PLAN = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+SHAPE = (2, 2)
+
+
+class Net(nn.Module):
+    """A network of which two layers are spread, and need not be used, and one is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
+        self.last = nn.Linear(4, 3)
+
+    def forward(self, rows, whole=True):
+        rows = self.second(torch.tanh(self.first(rows))) if whole else rows[:, :4]
+        return self.last(rows)
+
+
+def net():
+    """Make such a network, with numbers so exact that the order of sums does not matter."""
+    return Net().double()
+
+
+def on_mesh(ctx, backend, name, *args):
+    """Run a body on a mesh of two axes, on a group that is torch's default group meanwhile."""
+    group = ctx.group(backend)
+    # DTensor keeps what it has worked out for a mesh that looks the same: so no other looks so.
+    names = (f"data {backend} {name}", f"model {backend} {name}")
+    mesh = init_device_mesh("cpu", SHAPE, mesh_dim_names=names, group=group)
+    mesh.to_torch(as_default=True)
+    try:
+        BODIES[name](mesh, *args)
+        dist.barrier()
+    finally:
+        mesh.shutdown()
+        dist.destroy_process_group()
+
+
+def make(mesh, **options):
+    """Spread a module over one axis and wrap it over the other; return it with an equal whole."""
+    data, model = mesh.mesh_dim_names
+    module = seeded(net, seed=mesh[data].get_group().rank())
+    parallelize_module(module, mesh[model].to_torch(), PLAN)
+    return DDP(module, device_mesh=mesh[data], **options), seeded(net)
+
+
+def gradients(module):
+    """List the gradients of all parameters, whole."""
+    found = [p.grad for p in module.parameters()]
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+
+
+def compare(ddp, whole):
+    """Compare the gradients of both, and clear them."""
+    for name, mine, theirs in zip(
+        dict(whole.named_parameters()), gradients(ddp.module), gradients(whole), strict=True
+    ):
+        assert (mine is None) == (theirs is None), name
+        if mine is not None:
+            assert_close(mine, theirs, name)
+    ddp.zero_grad()
+    whole.zero_grad()
+
+
+def trains(mesh, keeps):
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
+    spread = [p for p in ddp.parameters() if isinstance(p, DTensor)]
+    assert len(spread) == 4
+    assert torch.equal(ddp.module.first.weight.full_tensor(), whole.first.weight)
+    ddp.assert_in_sync()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, whole)]
+    for step in range(4):
+        rows = batch(step, group.size()).double()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        for parameter in spread:
+            assert isinstance(parameter.grad, DTensor)
+            assert parameter.grad.placements == parameter.placements
+        # torch clips parameters of one kind at a time
+        mine = nn.utils.clip_grad_norm_(spread, 0.01).full_tensor()
+        assert_close(mine, nn.utils.clip_grad_norm_(list(whole.parameters())[:4], 0.01))
+        for optimizer in optimizers:
+            optimizer.step()
+        compare(ddp, whole)
+    ddp.assert_in_sync()
+
+
+def accumulates(mesh):
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh)
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        with ddp.no_sync():
+            squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        for _ in range(2):  # the second on top of what all ranks have
+            squares(ddp, share(rows, group)).backward()
+            squares(whole, rows).backward()
+        compare(ddp, whole)
+    ddp.weight = 1 + group.rank()
+    total = sum(range(1, group.size() + 1))
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        squares(ddp, share(rows, group)).backward()
+        for rank, part in enumerate(rows.split(ROWS)):
+            (squares(whole, part) * (1 + rank) / total).backward()
+        compare(ddp, whole)
+
+
+def leaves_out(mesh):
+    """Use the layers that are spread on some ranks only, and then on none."""
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh)
+    rows = batch(0, group.size()).double()
+    for users in ([0], [0, 1], [], [1]):
+        for rank, part in enumerate(rows.split(ROWS)):
+            (whole(part, rank in users).square().mean() / group.size()).backward()
+        ddp(share(rows, group), group.rank() in users).square().mean().backward()
+        compare(ddp, whole)
+
+
+def takes_a_hook(mesh):
+    """Have a hook reduce this rank's parts; it sees the parameters themselves."""
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh)
+    seen = []
+
+    def hook(state, bucket):
+        seen.extend(bucket.parameters())
+        return allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        compare(ddp, whole)
+    assert {id(p) for p in seen} == {id(p) for p in ddp.parameters()}
+
+
+def differs(mesh):
+    ddp, _ = make(mesh)
+    data = mesh[mesh.mesh_dim_names[0]].get_group()
+    if data.rank() == 1:
+        ddp.module.first.weight.to_local().data.add_(1)
+    with pytest.raises(RankMismatch, match="parameter 'first.weight' differs"):
+        ddp.assert_in_sync()
+
+
+def copies(mesh):
+    ddp, _ = make(mesh)
+    state = copy.deepcopy(ddp.state_dict())
+    assert isinstance(state["first.weight"], DTensor)
+    ddp.module.first.weight.to_local().data.zero_()
+    ddp.load_state_dict(state)
+    assert ddp.module.first.weight.to_local().abs().sum() > 0
+
+
+BODIES = {
+    body.__name__: body for body in (trains, accumulates, leaves_out, takes_a_hook, differs, copies)
+}
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
+def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
+    ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("name", ["accumulates", "leaves_out", "takes_a_hook"])
+def test_passes_of_all_kinds(ranks, backend, name):
+    ranks.run(on_mesh, 4, args=(backend, name))
+
+
+@pytest.mark.parametrize("name", ["differs", "copies"])
+def test_values_of_parts(ranks, name):
+    ranks.run(on_mesh, 4, args=("shm", name))

@@ -1,5 +1,6 @@
 """Hooks in the place of the reduction: torch's own, and those at fault."""
 
+import threading
 import time
 
 import pytest
@@ -17,10 +18,18 @@ from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import 
     _OptimizerHookState,
 )
 from torch.futures import Future
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp import DDP, GradBucket
-from phalanx.ddp.hooks import allreduce_hook
-from phalanx.errors import GroupError, HookError, InvalidArgument, InvalidState, InvalidType
+from phalanx.ddp.hooks import allreduce_hook, noop_hook
+from phalanx.errors import (
+    CollectiveTimeout,
+    GroupError,
+    HookError,
+    InvalidArgument,
+    InvalidState,
+    InvalidType,
+)
 from phalanx.testing import over_groups
 
 from .whole import (
@@ -348,3 +357,133 @@ def test_a_run_with_a_hook(group):
         return squares(module, rows)
 
     train(mlp, group, with_hook, bucket_cap_mb=TINY)
+
+
+# -- hooks and time ------------------------------------------------------------------------
+
+
+def later(future, seconds):
+    """Have a future end later than it would."""
+    slow = Future()
+
+    def end(done):
+        threading.Timer(seconds, lambda: slow.set_result(done.value())).start()
+
+    future.add_done_callback(end)
+    return slow
+
+
+@several
+def test_other_calls_in_backward_find_the_same_order_on_all_ranks(group):
+    """Whatever time a hook takes: here on one rank much, and calls are of the same size."""
+
+    class Talks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, rows):
+            return rows.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            told = torch.ones(16)
+            group.allreduce(told).wait()
+            assert told.tolist() == [group.size()] * 16
+            return gradient
+
+    class Talking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(3))
+
+        def forward(self, rows):
+            for part in self.parts:
+                rows = Talks.apply(part(rows))
+            return rows
+
+    def slow(state, bucket):
+        future = allreduce_hook(state, bucket)
+        return later(future, 0.02) if group.rank() == 1 else future
+
+    ddp, whole = hooked(Talking, group, slow, bucket_cap_mb=TINY)
+    for step in range(4):
+        rows = batch(step, group.size(), width=4)
+        squares(ddp, share(rows, group)).backward()
+        product = rows
+        for part in whole.parts:
+            product = part(product)
+        product.square().mean().backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2,), timeout=2)
+def test_a_peer_that_does_not_come_is_not_the_hooks_fault(group):
+    ddp, _ = hooked(mlp, group, allreduce_hook)
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    if group.rank() == 1:
+        time.sleep(4)  # not for luck: it is the one that is late
+        return
+    with pytest.raises(CollectiveTimeout, match="rank 1"):
+        squares(ddp, rows).backward()
+
+
+@over_groups(backends=("local", "shm"), sizes=(2,), timeout=5)
+def test_another_group_that_fails_in_a_hook(group):
+    """The others do not know of it, so they are told."""
+
+    def hook(state, bucket):
+        if group.rank() == 1:
+            raise GroupError("the other group is gone", group="other")
+        return plain(group, bucket)
+
+    ddp, _ = hooked(mlp, group, hook)
+    began = time.monotonic()
+    with pytest.raises((HookError, GroupError), match="the other group is gone"):
+        squares(ddp, share(batch(0, group.size()), group)).backward()
+    assert time.monotonic() - began < 3
+
+
+class Again(nn.Module):
+    """Comes to its first layer once more from inside of a checkpoint, if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.again = False
+
+    def forward(self, rows):
+        rows = rows.requires_grad_()
+        hidden = checkpoint(self.part, rows, use_reentrant=True) if self.again else rows
+        return self.second(self.first(hidden))
+
+    def part(self, rows):
+        return self.second(rows).tanh()
+
+
+@several
+@pytest.mark.parametrize("hook", [noop_hook, allreduce_hook])
+def test_late_gradients_go_through_the_hook_too(group, hook):
+    ddp, whole = hooked(Again, group, hook, bucket_cap_mb=TINY)
+    for step in range(4):
+        ddp.module.again = whole.again = step == 3
+        rows = batch(step, group.size(), width=4)
+        mine = share(rows, group)
+        squares(ddp, mine.clone()).backward()
+        squares(whole, (mine if hook is noop_hook else rows).clone()).backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@several
+def test_late_gradients_of_a_rank_without_weight(group):
+    """It may have any gradients, even such as are not numbers."""
+    ddp, _ = wrapped(Again, group, bucket_cap_mb=TINY)
+    for step in range(4):
+        ddp.module.again = step == 3
+        ddp.weight = 0.0 if group.rank() == 1 else 1.0
+        rows = share(batch(step, group.size(), width=4), group)
+        (squares(ddp, rows) * (float("nan") if group.rank() == 1 else 1.0)).backward()
+        assert all(p.grad.isfinite().all() for p in ddp.parameters())
+        ddp.zero_grad()

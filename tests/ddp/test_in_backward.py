@@ -1,5 +1,7 @@
 """Optimizers that step in backward."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn.utils import clip_grad_value_
@@ -111,3 +113,26 @@ def test_optimizers_that_are_refused(group):
     _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
     with pytest.raises(InvalidState, match=r"'0\.weight' after the module was wrapped"):
         ddp(share(batch(0, group.size()), group))
+
+
+@several
+def test_optimizers_do_not_vanish(group):
+    ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
+    with pytest.raises(InvalidState, match="optimizers in backward"):
+        copy.deepcopy(ddp)
+    with pytest.raises(InvalidState, match="optimizers in backward"):
+        ddp.load_state_dict(seeded(mlp, seed=3).state_dict(), assign=True)
+
+
+@several
+def test_an_optimizer_applied_between_steps_is_noticed_before_it_steps(group):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    ddp = DDP(seeded(mlp), process_group=group)
+    rows = share(batch(0, group.size()), group)
+    for _ in range(3):
+        squares(ddp, rows).backward()
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+    with pytest.raises(InvalidState, match="after the module was wrapped"):
+        squares(ddp, rows).backward()
+    ddp.assert_in_sync()

@@ -9,9 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp import DDP, MixedPrecision, _MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
-from phalanx.errors import InvalidArgument, InvalidType
+from phalanx.errors import InvalidArgument, InvalidState, InvalidType
 
-from .whole import ROWS, TINY, assert_close, batch, mlp, several, share, wrapped
+from .whole import ROWS, TINY, assert_close, batch, mlp, seeded, several, share, wrapped
 
 LOW = torch.bfloat16
 
@@ -222,3 +222,159 @@ def test_a_type_that_the_group_cannot_add_up(group):
             process_group=group,
             mixed_precision=MixedPrecision(reduce_dtype=torch.float8_e4m3fn),
         )
+
+
+# -- what else goes on in forward and backward -----------------------------------------------
+
+
+@several
+def test_a_parameter_of_two_modules(group):
+    """Whichever of them ends first, nobody is left with a copy."""
+    precision = MixedPrecision(LOW, torch.float32)
+    first, second = seeded(lambda: nn.Linear(4, 4)), seeded(lambda: nn.Linear(4, 4), seed=1)
+    second.weight = first.weight
+    a, b = (DDP(m, process_group=group, mixed_precision=precision) for m in (first, second))
+    rows = batch(group.rank(), 1, width=4)
+    for _ in range(3):
+        a(b(rows)).square().mean().backward()
+        for p in (*a.parameters(), *b.parameters()):
+            assert isinstance(p, nn.Parameter)
+            assert p.dtype == p.grad.dtype == torch.float32
+        a.zero_grad()
+        b.zero_grad()
+
+
+class Product(nn.Module):
+    """Multiplies, so that autograd keeps the parameter as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix, self.norm = nn.Parameter(torch.ones(5, 3)), nn.LayerNorm(3)
+
+    def forward(self, rows):
+        return self.norm(torch.mm(rows, self.matrix))
+
+
+@several
+def test_whoever_asks_autograd_is_answered(group):
+    seen = []
+    for make in (mlp, Product):
+        ddp, _ = wrapped(make, group, mixed_precision=MixedPrecision(LOW, torch.float32))
+        parameters = list(ddp.parameters())
+        rows = share(batch(0, group.size()), group).requires_grad_()
+        gradients = torch.autograd.grad(ddp(rows).square().sum(), parameters)
+        assert [g.dtype for g in gradients] == [torch.float32] * len(parameters)
+        (of_rows,) = torch.autograd.grad(ddp(rows).square().sum(), rows)
+        assert of_rows.dtype == torch.float32
+        handle = torch.autograd.graph.register_multi_grad_hook(parameters, seen.append)
+        ddp(rows).square().sum().backward(inputs=parameters)
+        handle.remove()
+        assert all(p.grad is not None for p in parameters)
+    assert len(seen) == 2
+
+
+@several
+def test_recurrent_layers(group):
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cells = nn.GRU(5, 4, num_layers=2)
+
+        def forward(self, rows):
+            return self.cells(rows[None])[0]
+
+    ddp, whole = wrapped(Steps, group, mixed_precision=MixedPrecision(LOW, torch.float32))
+    rows = batch(0, group.size())
+    output = ddp(share(rows, group))
+    assert output.dtype == LOW
+    output.float().square().mean().backward()
+    whole(rows).square().mean().backward()
+    for p, theirs in zip(ddp.module.parameters(), whole.parameters(), strict=True):
+        assert_close(p.grad, theirs.grad, rtol=0.1)
+
+
+@several
+def test_sparse_gradients_of_some_ranks(group):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.out = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
+
+        def forward(self, words):
+            return self.out(self.words(words) if len(words) else torch.zeros(1, 4, dtype=LOW))
+
+    ddp, _ = wrapped(Words, group, mixed_precision=MixedPrecision(LOW, torch.float32))
+    for _ in range(3):
+        words = torch.tensor([1, 2] if group.rank() == 0 else [], dtype=torch.int64)
+        ddp(words).float().square().sum().backward()
+        assert ddp.module.words.weight.grad.is_sparse
+        assert ddp.module.words.weight.grad.dtype == torch.float32
+        ddp.zero_grad()
+
+
+@several
+def test_backward_within_forward(group):
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 2)
+
+        def forward(self, rows):
+            self.second(self.first(rows)).sum().backward()
+            return self.second(self.first(rows))
+
+    ddp, _ = wrapped(Inner, group, mixed_precision=MixedPrecision(LOW, torch.float32))
+    ddp(share(batch(0, group.size()), group)).sum().backward()
+    assert all(p.dtype == torch.float32 for p in ddp.parameters())
+
+
+@several
+def test_what_forward_writes_to_a_parameter_is_not_lost_in_silence(group):
+    class Clamped(nn.Linear):
+        def forward(self, rows):
+            with torch.no_grad():
+                self.weight.clamp_(-0.01, 0.01)
+            return super().forward(rows)
+
+    ddp, _ = wrapped(lambda: Clamped(5, 2), group, mixed_precision=MixedPrecision(LOW))
+    with pytest.raises(InvalidState, match="'weight'"):
+        ddp(share(batch(0, group.size()), group))
+
+
+@several
+def test_a_checkpoint_out_of_forward_is_in_full_precision(group):
+    ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(LOW))
+    saved = []
+    ddp.module[1].register_forward_hook(lambda *_: saved.append(ddp.state_dict()))
+    assert ddp(share(batch(0, group.size()), group)).dtype == LOW
+    assert {value.dtype for value in saved[0].values()} == {torch.float32}
+
+
+@several
+def test_a_hook_may_write_to_parameters_while_others_are_reduced(group):
+    def stepping(state, bucket):
+        with torch.no_grad():
+            for parameter in bucket.parameters():
+                parameter.add_(1.0)
+        return allreduce_hook(state, bucket)
+
+    ddp, whole = wrapped(mlp, group, mixed_precision=MixedPrecision(LOW), bucket_cap_mb=TINY)
+    ddp.register_comm_hook(None, stepping)
+    for _ in range(4):
+        ddp(share(batch(0, group.size()), group)).sum().backward()
+    for p, before in zip(ddp.parameters(), whole.parameters(), strict=True):
+        assert_close(p, before + 4.0)
+
+
+@several
+def test_weights_do_not_overflow_small_types(group):
+    for hook in (None, allreduce_hook):
+        for dtype in (torch.float16, LOW):
+            ddp, _ = wrapped(
+                lambda: nn.Linear(5, 2), group, mixed_precision=MixedPrecision(dtype, dtype)
+            )
+            if hook is not None:
+                ddp.register_comm_hook(None, hook)
+            ddp.weight = 4096.0 * (group.rank() + 1)
+            (ddp(torch.ones(1, 5)).sum() * 20).backward()
+            assert ddp.module.weight.grad.tolist() == [[20.0] * 5] * 2

@@ -30,6 +30,7 @@ __all__ = [
     "Piece",
     "SparseBucket",
     "count_missing",
+    "times",
 ]
 
 PIECE = 256 << 10
@@ -108,6 +109,10 @@ class Bucket:
         """List the gradients, as they are now, by place."""
         raise NotImplementedError
 
+    def another(self) -> Bucket:
+        """Make a bucket for the same parameters whose gradients are all zero."""
+        raise NotImplementedError
+
 
 class DenseBucket(Bucket):
     """Gradients one after the other in a flat tensor, which may have room for more behind them."""
@@ -122,6 +127,7 @@ class DenseBucket(Bucket):
         extra: int = 0,
     ) -> None:
         super().__init__(index, plan, parameters)
+        self._plan, self._all_parameters = plan, parameters
         numel = sum(p.numel() for p in self.parameters)
         self.flat = allocate(numel + extra, plan.dtype, plan.device)
         self.gradients = self.flat[:numel]
@@ -224,12 +230,16 @@ class DenseBucket(Bucket):
     def results(self) -> Sequence[Tensor]:
         return self.views
 
+    def another(self) -> DenseBucket:
+        return DenseBucket(self.index, self._plan, self._all_parameters, _zeros)
+
 
 class SparseBucket(Bucket):
     """One sparse gradient."""
 
     def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
         super().__init__(index, plan, parameters)
+        self._plan, self._all_parameters = plan, parameters
         (self._parameter,) = self.parameters
         self._sum = _nothing(self._parameter)
 
@@ -278,6 +288,9 @@ class SparseBucket(Bucket):
 
     def results(self) -> Sequence[Tensor]:
         return [self._sum]
+
+    def another(self) -> SparseBucket:
+        return SparseBucket(self.index, self._plan, self._all_parameters)
 
 
 def count_missing(gradients: Gradients) -> int:
@@ -357,3 +370,14 @@ def _nothing(parameter: Parameter) -> Tensor:
         parameter.shape,
         check_invariants=False,
     )
+
+
+def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
+def times(gradient: Tensor, factor: float) -> Tensor:
+    """Multiply a gradient; by 0 it is zero even if it was not a number."""
+    if factor == 1:
+        return gradient
+    return gradient * factor if factor else torch.zeros_like(gradient)

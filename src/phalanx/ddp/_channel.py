@@ -36,7 +36,17 @@ class Channel:
     @property
     def timeout(self) -> float | None:
         """Tell how many seconds a call may take, if the group says."""
-        return self._ours.timeout.total_seconds() if self._ours is not None else None
+        if self._ours is not None:
+            return self._ours.timeout.total_seconds()
+        try:
+            options: Any = self.group._get_backend(self.device).options
+            return float(options._timeout.total_seconds())
+        except (RuntimeError, AttributeError):  # not every backend has options
+            return None
+
+    def is_busy(self) -> bool:
+        """Tell whether calls of this rank are under way, as far as the group says."""
+        return self._ours is not None and self._ours._health.is_busy()
 
     def failure(self) -> GroupError | None:
         """Return why the group cannot go on, if it cannot and says so."""

@@ -18,7 +18,6 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future
 
 from ..errors import GroupError, HookError, InvalidArgument, InvalidType
-from ._buckets import Bucket
 from ._channel import Channel
 from ._grad_bucket import GradBucket
 
@@ -88,17 +87,11 @@ class CommHook:
         self._channel = channel
         self.name = name_of(hook)
 
-    def start(self, bucket: Bucket, *, is_last: bool, told: Callable[[], str]) -> HookWork:
-        """Have the hook reduce a bucket; `told` describes it."""
-        shown = GradBucket(
-            bucket.index,
-            bucket.buffer,
-            bucket.results(),
-            bucket.parameters,
-            is_last,
-            group=self._channel.group,
-        )
-        work = HookWork(bucket, lambda why: self._error(why, told()), self._timeout())
+    def start(
+        self, shown: GradBucket, take: Callable[[Any], str], *, told: Callable[[], str]
+    ) -> HookWork:
+        """Have the hook reduce a bucket; `take` is given the result, `told` describes it."""
+        work = HookWork(take, self._channel, lambda why: self._error(why, told()), self._timeout())
         with work.told_to_peers():
             work.future = self._hook(self._state, shown)
         return work
@@ -122,19 +115,18 @@ class HookWork:
     future: Any = None
     _has_ended = False
 
-    def __init__(self, bucket: Bucket, error: Blame, timeout: float) -> None:
-        self._bucket = bucket
+    def __init__(
+        self, take: Callable[[Any], str], channel: Channel, error: Blame, timeout: float
+    ) -> None:
+        self._take = take
+        self._channel = channel
         self._error = error
         self._timeout = timeout
         self._until = time.monotonic() + timeout
 
     def told_to_peers(self) -> _ToldToPeers:
         """Have what a hook of the user's raises in the body raised on every rank."""
-        return _ToldToPeers(self._error)
-
-    def is_completed(self) -> bool:
-        """Tell whether waiting would take no time."""
-        return not isinstance(self.future, torch._C.Future) or self.future.done()
+        return _ToldToPeers(self._error, self._channel)
 
     def wait(self) -> bool:
         """Block until the bucket holds what the hook has made of it."""
@@ -146,9 +138,9 @@ class HookWork:
             raise self._error(f"did not end its future within {self._timeout:.3g} s")
         with self.told_to_peers():
             result = self.future.wait()
-        if isinstance(result, (list, tuple)) and len(result) == 1:
-            (result,) = result
-        wrong = self._bucket.take(result)
+            if isinstance(result, (list, tuple)) and len(result) == 1:
+                (result,) = result
+            wrong = self._take(result)
         if wrong:
             raise self._error(f"returned a future of {wrong}")
         self._has_ended = True
@@ -159,21 +151,26 @@ class HookWork:
             return True
         done = threading.Event()
         self.future.add_done_callback(lambda _: done.set())
-        return done.wait(max(0.0, self._until - time.monotonic()))
+        if done.wait(max(0.0, self._until - time.monotonic())):
+            return True
+        # If it waits for peers, the group knows who does not come, and will say so.
+        return self._channel.is_busy() and done.wait(self._timeout)
 
 
 class _ToldToPeers:
     """Turns what is raised in the body into an error of the hook's."""
 
-    def __init__(self, error: Blame) -> None:
+    def __init__(self, error: Blame, channel: Channel) -> None:
         self._error = error
+        self._channel = channel
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # What the group raises it raises on every rank.
-        if isinstance(error, Exception) and not isinstance(error, (GroupError, HookError)):
+        # What the group raises it raises on every rank; another group does not.
+        is_known = isinstance(error, GroupError) and self._channel.failure() is not None
+        if isinstance(error, Exception) and not (is_known or isinstance(error, HookError)):
             raise self._error(f"raised {type(error).__name__}: {error}") from error
 
 

@@ -50,7 +50,7 @@ class Company:
 
     def leave(self, member: Member) -> None:
         """Be a member no more."""
-        self._members = [known for known in self._members if known() is not member]
+        self._members[:] = [known for known in self._members if known() is not member]
 
     def is_alone(self, member: Member) -> bool:
         """Tell whether no other reducer can take part in the backward pass that begins."""

@@ -22,7 +22,7 @@ class GradBucket:
     and `group`, which torch leaves its hooks to guess.
     """
 
-    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group")
+    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group", "names")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class GradBucket:
         is_last: bool,
         *,
         group: dist.ProcessGroup | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -41,6 +42,11 @@ class GradBucket:
         self._is_last = is_last
         self.group = group
         """The group that the module reduces its gradients in; None if nobody has said."""
+        self.names = names
+        """What the parameters are called in the module, in order; None if nobody has said.
+
+        A bucket may have other parameters after the first step, or when training goes on from a
+        checkpoint: what is remembered of gradients goes by these."""
 
     def __repr__(self) -> str:
         kind = str(self._buffer.dtype).removeprefix("torch.")

@@ -27,7 +27,8 @@ class OptimizersInBackward:
     """The optimizers of some parameters."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        self._named = named
+        self._named = list(named)
+        self._applied = {p: len(getattr(p, APPLIED, ())) for _, p in named if hasattr(p, APPLIED)}
         self._fused: Optimizer | None = None
         self._single: list[Optimizer] = [
             optimizer for _, p in named for optimizer in getattr(p, APPLIED, ())
@@ -73,14 +74,21 @@ class OptimizersInBackward:
         for optimizer in optimizers:
             optimizer.zero_grad()
 
-    @property
-    def late(self) -> str | None:
-        """Name a parameter to which an optimizer was applied too late for us to know it."""
-        known = set(map(id, self._single))
-        for name, parameter in self._named:
-            if any(id(each) not in known for each in getattr(parameter, APPLIED, ())):
-                return name
-        return None
+    def check_first(self) -> None:
+        """Raise if an optimizer was applied after we looked: by two parameters, in every step."""
+        self._check_known(self._named[:1] + self._named[-1:])
+
+    def check(self) -> None:
+        """Raise if an optimizer was applied to any parameter after we looked."""
+        self._check_known(self._named)
+
+    def _check_known(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        for name, parameter in named:
+            if len(getattr(parameter, APPLIED, ())) != self._applied.get(parameter, 0):
+                raise InvalidState(
+                    f"an optimizer was applied to parameter {name!r} after the module was wrapped, "
+                    "so it would step with the gradients of one rank: apply it before"
+                )
 
     def __bool__(self) -> bool:
         return bool(self._single or self._fused)

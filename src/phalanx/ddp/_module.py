@@ -133,7 +133,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         self._precision = None
         if self.mixed_precision is not None:
             parameters = [p for _, p in self._survey.parameters]
-            self._precision = Precision(self.mixed_precision, parameters)
+            self._precision = Precision(self.mixed_precision, self.module, parameters)
         caps = arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory)
         self.bucket_bytes_cap = cap_for_compiler(caps.rest)
         self.reducer = Reducer(

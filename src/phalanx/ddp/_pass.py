@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from ..errors import GroupError, HookError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
-from ._buckets import Bucket, Gradients, Piece, count_missing
+from ._buckets import Bucket, Gradients, Piece, count_missing, times
 from ._channel import Handle
 from ._comm_hook import HookWork
+from ._grad_bucket import GradBucket
 from ._header import CYCLE, Header
+from ._olds import first_of, homes_of, put_aside
 from ._scale import Scale
 from ._setting import Setting, Timing
 
@@ -82,16 +82,13 @@ class Pass:
         # With gradients that have a graph of their own, autograd would replace a tensor, not add;
         # and what it adds is not multiplied.
         self._shows_early = (
-            setting.keeps_views
-            and setting.may_show_early
-            and not torch.is_grad_enabled()
-            and scale.factor == 1
+            setting.keeps_views and not torch.is_grad_enabled() and scale.factor == 1
         )
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
-        self._home = _homes(setting.pieces) if setting.is_learning else {}
+        self._home = homes_of(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle | HookWork] = []
         self._unused: list[int] = []
-        self._olds = _put_aside(setting.parameters, first)
+        self._olds = put_aside(setting.parameters, first)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
         self._own: dict[int, Tensor | None] = {}
@@ -121,8 +118,6 @@ class Pass:
         self._release(number)
         last = len(self._states) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and self._states[turn] is State.GATHERED:
-            if self._setting.hook is not None and turn and not self._works[-1].is_completed():
-                break  # a hook makes calls until its future has ended, and those must not mix
             self._mark_arrival()
             self._launch(self._setting.buckets[turn])
 
@@ -132,7 +127,7 @@ class Pass:
         if count_missing(news):
             self._note_unused(piece, news, olds)
         if not self._setting.keeps_views:
-            self._own.update(zip(piece.members, _first_of(olds, news), strict=True))
+            self._own.update(zip(piece.members, first_of(olds, news), strict=True))
         bucket = self._setting.buckets[piece.home]
         olds = olds if self._olds_count else self._scale.olds(olds)
         bucket.gather(piece, news, olds, self._scale.factor)
@@ -168,16 +163,32 @@ class Pass:
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._states[bucket.index] is State.GATHERED
-        hook = self._setting.hook
-        if hook is None or not bucket.members:
-            self._works.append(self._scale.start(self._setting.channel, bucket.payload))
-        else:
-            if self._works:
-                self._works[-1].wait()
-            is_last = all(not later.members for later in self._setting.buckets[bucket.index + 1 :])
-            told = partial(self._describe, bucket)
-            self._works.append(hook.start(bucket, is_last=is_last, told=told))
+        self._works.append(self._start(bucket))
         self._states[bucket.index] = State.LAUNCHED
+
+    def _start(self, bucket: Bucket) -> Handle | HookWork:
+        hook, channel = self._setting.hook, self._setting.channel
+        if hook is None:
+            return self._scale.start(channel, bucket.payload)
+        if not bucket.members:  # but a header, which a hook has no part in
+            return channel.sum(bucket.payload)
+        if self._works:
+            # A hook makes calls until its future has ended, and those of two must not mix. When to
+            # begin is not a matter of time, for other calls must find the same order on all ranks.
+            self._works[-1].wait()
+        return hook.start(self._shown(bucket), bucket.take, told=partial(self._describe, bucket))
+
+    def _shown(self, bucket: Bucket) -> GradBucket:
+        """Make what a hook is given."""
+        return GradBucket(
+            bucket.index,
+            bucket.buffer,
+            bucket.results(),
+            bucket.parameters,
+            all(not later.members for later in self._setting.buckets[bucket.index + 1 :]),
+            group=self._setting.channel.group,
+            names=[self._setting.names[i] for i in bucket.members],
+        )
 
     def _mark_arrival(self) -> None:
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
@@ -216,7 +227,8 @@ class Pass:
         self._compare(header)
         self._scale.after(self._setting.buckets, header)
         lates = header.late()
-        self._add_late(lates, late)
+        if lates:
+            self._add_late(lates, late)
         self.timing.exposed = time.perf_counter() - began
         self._show(self._used(header, lates))
         self.timing.ended = time.perf_counter()
@@ -309,17 +321,31 @@ class Pass:
             assert_same_values(self._proof, self._setting.channel)
 
     def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:
-        if not which:
-            return
         homes = {i: (b, place) for b in self._setting.buckets for place, i in enumerate(b.members)}
+        if self._setting.hook is not None:
+            for bucket in {homes[i][0].index: homes[i][0] for i in which}.values():
+                self._add_late_by_hook(bucket, mine)
+            return
         works = []
         for i in which:
             bucket, place = homes[i]
-            part = bucket.fitting(place, mine.get(i))
-            part = part if self._scale.factor == 1 else part * self._scale.factor
+            part = times(bucket.fitting(place, mine.get(i)), self._scale.factor)
             works.append((bucket, place, part, self._scale.start(self._setting.channel, part)))
         for bucket, place, part, work in works:
             work.wait()
+            bucket.add(place, self._scale.unscaled(part))
+
+    def _add_late_by_hook(self, bucket: Bucket, mine: dict[int, Tensor]) -> None:
+        """Send what came late of a bucket through the hook, as one more bucket of its kind."""
+        assert self._setting.hook is not None
+        rest = bucket.another()
+        for place, i in enumerate(bucket.members):
+            if i in mine:
+                rest.add(place, mine[i], self._scale.factor)
+        shown = self._shown(rest)
+        told = partial(self._describe, bucket)
+        self._setting.hook.start(shown, rest.take, told=told).wait()
+        for place, part in enumerate(rest.results()):
             bucket.add(place, self._scale.unscaled(part))
 
     def _used(self, header: Header, late: list[int]) -> list[bool] | None:
@@ -360,31 +386,3 @@ class Pass:
         if old is not None and i in self._kept:
             old.copy_(self._kept[i])
         return old
-
-
-def _put_aside(parameters: Sequence[Parameter], first: int | None) -> list[Tensor | None]:
-    """Take every gradient that there is, so that what arrives is new; nothing if there is none.
-
-    That of `first` has arrived already: what there was before it is in it.
-    """
-    olds = [parameter.grad for parameter in parameters]
-    new = None if first is None else olds[first]
-    if first is not None:
-        olds[first] = None
-    if count_missing(olds) == len(olds):
-        return []
-    for parameter in parameters:
-        parameter.grad = None
-    if first is not None:
-        parameters[first].grad = new
-    return olds
-
-
-def _homes(pieces: Sequence[Piece]) -> dict[int, int]:
-    return {i: number for number, piece in enumerate(pieces) for i in piece.members}
-
-
-def _first_of(olds: Gradients, news: Gradients) -> Gradients:
-    if not olds:
-        return news
-    return [new if old is None else old for old, new in zip(olds, news, strict=True)]

@@ -1,24 +1,26 @@
 """Low precision where it is computed, full precision wherever anybody looks.
 
-Parameters are of a smaller type only while the module's forward runs and while a backward pass is
-under way: their ``.data`` is replaced by a copy, and by the full values again before anything else
-gets to see them. So the optimizer, checkpoints and hooks of the user's know nothing of it. What
-forward saved for backward is the parameter itself, mostly, which is why backward needs a copy too:
-one of the same bits, for nobody has changed the full values in between.
+While the module's forward runs, its layers find a smaller copy in the place of each parameter: a
+tensor that autograd derives from it. So gradients come to the parameters in full precision, by
+autograd's own cast, and optimizers, checkpoints, hooks and whoever asks autograd know nothing of
+it. While autograd goes back through the module the copies are there again, for layers that are run
+a second time (activation checkpointing).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from ..errors import InvalidArgument, InvalidType
+from ..errors import InvalidArgument, InvalidState, InvalidType
 
 __all__ = ["MixedPrecision", "Precision", "cast_buffers", "check_precision", "setting_of"]
 
@@ -79,55 +81,46 @@ def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter
 
 
 class Precision:
-    """The parameters of a module in two precisions."""
+    """A module whose layers may find smaller copies in the place of their parameters."""
 
-    def __init__(self, config: MixedPrecision, parameters: Sequence[Parameter]) -> None:
+    def __init__(
+        self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
+    ) -> None:
         self._config = config
         wanted = config.param_dtype
-        self._parameters = [
-            p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted
+        lowered = {p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted}
+        self._places: list[tuple[nn.Module, str, Parameter]] = [
+            (part, name, p)
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if p is not None and p in lowered
         ]
-        self._full: list[Tensor] = []
+        self._copies: dict[Parameter, Tensor] = {}
+        self._holders = 0
+        self._task: int | None = None
+        """The run of autograd that holds the copies."""
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
         """Tell the type in which gradients are reduced, if it is not their own."""
         return self._config.gradient_dtype
 
-    @property
-    def is_low(self) -> bool:
-        """Tell whether parameters are of the smaller type now."""
-        return bool(self._full)
-
-    def lower(self) -> None:
-        """Have the parameters be of the smaller type."""
-        wanted = self._config.param_dtype
-        if self.is_low or not self._parameters:
-            return
-        self._full = [p.data for p in self._parameters]
-        low = [torch.empty_like(full, dtype=wanted) for full in self._full]
-        torch._foreach_copy_(low, self._full)
-        for parameter, data in zip(self._parameters, low, strict=True):
-            parameter.data = data
-
-    def restore(self, _: object = None) -> None:
-        """Have the parameters be what they are for everybody else, and their gradients likewise."""
-        full, self._full = self._full, []
-        for parameter, data in zip(self._parameters, full, strict=bool(full)):
-            gradient, parameter.grad = parameter.grad, None
-            parameter.data = data
-            if gradient is not None:
-                parameter.grad = gradient.to(data.dtype)
+    # -- forward -----------------------------------------------------------------------------
 
     def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         """Run a module in the smaller type."""
-        was_low = self.is_low  # a checkpointed part of a backward pass
-        self.lower()
+        copies = self._hold()
         try:
-            return module(*self._cast(inputs), **self._cast(kwargs))
+            output = module(*self._cast(inputs), **self._cast(kwargs))
         finally:
-            if not was_low:
-                self.restore()
+            self._release()
+        for copy, name in copies:
+            if copy._version:
+                raise InvalidState(
+                    f"forward wrote to parameter {name!r}, which is a copy of another type there: "
+                    "the change would be lost; do it outside of forward"
+                )
+        return output
 
     def _cast(self, value: Any) -> Any:
         """Turn the floating-point tensors in some inputs into the smaller type."""
@@ -138,6 +131,75 @@ class Precision:
             return item.to(wanted) if is_number else item
 
         return value if wanted is None else tree_map(smaller, value)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def hold_in_backward(self) -> None:
+        """Have the copies there until the run of autograd that is under way has ended."""
+        task = torch._C._current_graph_task_id()
+        if self._places and self._task != task:
+            with torch.enable_grad():
+                self._hold()
+            self._task = task
+            # Autograd keeps what it is to call until it is done, or has failed.
+            Variable._execution_engine.queue_callback(_Release(self))
+
+    def end_of_run(self) -> None:
+        """Let go of what a run of autograd has held."""
+        self._task = None
+        self._release()
+
+    # -- the copies --------------------------------------------------------------------------
+
+    def _hold(self) -> list[tuple[Tensor, str]]:
+        """Put copies in the parameters' places, unless they are there; list those that were."""
+        self._holders += 1
+        if self._holders > 1:
+            return []
+        wanted = self._config.param_dtype
+        self._copies = {p: p.to(wanted) for p in {p: None for _, _, p in self._places}}
+        self._put(self._copies)
+        return [(self._copies[parameter], name) for _, name, parameter in self._places]
+
+    def _release(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._copies = {}
+            self._put(self._copies)
+
+    @contextmanager
+    def lifted(self) -> Generator[None, None, None]:
+        """Show the parameters themselves in the body, whoever holds copies."""
+        self._put({})
+        try:
+            yield
+        finally:
+            self._put(self._copies)
+
+    def _put(self, copies: dict[Parameter, Tensor]) -> None:
+        for part, name, parameter in self._places:
+            part._parameters[name] = copies.get(parameter, parameter)  # type: ignore[assignment]
+        self._tell_recurrent()
+
+    def _tell_recurrent(self) -> None:
+        """Renew the lists that recurrent layers keep of their parameters."""
+        for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+class _Release:
+    """Lets go of copies once, when it is called or when nobody can call it any more."""
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision: Precision | None = precision
+
+    def __call__(self) -> None:
+        precision, self._precision = self._precision, None
+        if precision is not None:
+            precision.end_of_run()
+
+    def __del__(self) -> None:
+        self()
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, *, ignored: Collection[str]) -> None:

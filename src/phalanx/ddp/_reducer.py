@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -35,7 +35,7 @@ from ._pass import Pass
 from ._plan import Caps, Delay
 from ._precision import Precision
 from ._scale import Scale
-from ._scaling import Scaling
+from ._scaling import NARROW, Scaling
 from ._setting import Setting, Timing
 from ._stats import Stats
 
@@ -124,6 +124,7 @@ class Reducer:
         taken = list(zip(self.names, self.parameters, strict=True))
         self._arrangement = self._arranger.arrange(taken, order)
         self._absent = [0] * len(self._arrangement.pieces)
+        self._is_narrow = any(bucket.payload.dtype in NARROW for bucket in self.buckets)
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -136,6 +137,7 @@ class Reducer:
         if self._under_way is not None or self._is_closed:
             return  # a part of forward is run again, for the backward pass that wants its values
         self.expects_backward = True
+        self.optimizers.check_first()
         if self._frozen and any(p.requires_grad for p in self._frozen):
             verify_parameters(self._named, self.channel)
             self._take_on()
@@ -188,6 +190,8 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
+        if self._precision is not None:
+            self._precision.hold_in_backward()
         if not self._is_closed and self._accumulators.may_run():
             self.begin()
 
@@ -205,20 +209,20 @@ class Reducer:
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
         callback = partial(self._end_together)
-        self._lifetime[0] = weakref.ref(callback, self._restore)
+        self._lifetime[0] = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = torch._C._current_graph_task_id()
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
-            self._lower()
             return
         self._reduced += 1
         olds_count = blind or self._is_unsynced
         self._under_way = self._make_pass(
-            self.scaling.scale(self.parameters), first=first, olds_count=olds_count
+            self.scaling.scale(self.parameters, is_narrow=self._is_narrow),
+            first=first,
+            olds_count=olds_count,
         )
-        self._lower()
 
     def _make_pass(
         self, scale: Scale, *, first: int | None = None, olds_count: bool = False
@@ -234,12 +238,6 @@ class Reducer:
             timing=Timing(self._since, self.forward_seconds),
         )
 
-    def _lower(self) -> None:
-        """Have backward find parameters as forward left them to it."""
-        if self._precision is not None:
-            self._accumulators.forget()
-            self._precision.lower()
-
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
         self.weights.accumulate(self.parameters)
@@ -251,12 +249,7 @@ class Reducer:
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
-        name = self.optimizers.late
-        if name is not None:
-            raise InvalidState(
-                f"an optimizer was applied to parameter {name!r} after the module was wrapped, so "
-                "it would step with the gradients of one rank: apply it before"
-            )
+        self.optimizers.check()
         self._setting = Setting(
             channel=self.channel,
             names=self.names,
@@ -265,7 +258,6 @@ class Reducer:
             pieces=self._arrangement.pieces,
             header=self._arrangement.header,
             keeps_views=self._keeps_views and all(b.holds_values for b in self.buckets),
-            may_show_early=self._precision is None,
             absent=self._absent,
             is_learning=self._arrivals.is_learning,
             hook=self.hook,
@@ -324,7 +316,6 @@ class Reducer:
         self.expects_backward = False
         self._arrivals.rearm()
         with torch.no_grad():
-            self._restore()
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
             elif under_way is not None:
@@ -336,10 +327,6 @@ class Reducer:
                 self._note(under_way)
         if isinstance(under_way, Pass) and self.optimizers:
             self.optimizers.step()
-
-    @property
-    def _restore(self) -> Callable[..., None]:
-        return _nothing if self._precision is None else self._precision.restore
 
     def _note(self, done: Pass) -> None:
         self._is_unsynced = False
@@ -389,16 +376,17 @@ class Reducer:
         self.weights.current = other.weights.current
         if [id(p) for _, p in self._named] == [id(p) for _, p in other._named]:
             self.optimizers = other.optimizers
+        elif other.optimizers:
+            raise InvalidState(
+                "the parameters were replaced, and their optimizers in backward are those of the "
+                "old ones: load without assign=True, or wrap the module again afterwards"
+            )
 
     def close(self) -> None:
         """Take the hooks off the parameters, and reduce nothing any more."""
         self._is_closed = True
         self._arrivals.close()
         self._company.leave(self)
-
-
-def _nothing(*_: object) -> None:
-    """Do what there is to do for parameters of one precision."""
 
 
 def _none() -> None:

@@ -13,7 +13,7 @@ from ._header import NO_DATA
 from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
 from ._weights import Weights
 
-__all__ = ["Scaling"]
+__all__ = ["NARROW", "Scaling"]
 
 NARROW = (torch.float16,)
 """Types that would overflow, were a gradient multiplied by the number of tokens in a batch."""
@@ -54,12 +54,12 @@ class Scaling:
         kind = MeanOfShares if shares and not self.has_hook else Mean
         return kind(size, divides_by_all=self.divides_by_all is not False)
 
-    def scale(self, parameters: Sequence[Parameter]) -> Scale:
+    def scale(self, parameters: Sequence[Parameter], *, is_narrow: bool) -> Scale:
         """Choose the scale of the pass that begins."""
         weight = self.weights.current
         if weight is None:
             return self._around_hook(self.plain)
-        if self.weights.unit is None and any(p.dtype in NARROW for p in parameters):
+        if self.weights.unit is None and is_narrow:
             card = torch.tensor([weight], dtype=torch.float64, device=self._channel.device)
             self.weights.unit = sum(part.item() for part in self._channel.gather(card)) or 1.0
         return self._around_hook(self.weights.scale(parameters))

@@ -26,6 +26,7 @@ class DataParallelState(nn.Module):
     reducer: Reducer
     parameters_to_ignore: set[str]
     _survey: Survey
+    _precision: Precision | None
     _more: list[tuple[str, Parameter]]
     """Parameters besides the module's own."""
 
@@ -39,7 +40,10 @@ class DataParallelState(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state under the names that it has in the module itself."""
-        return self.module.state_dict(*args, **kwargs)
+        if self._precision is None:
+            return self.module.state_dict(*args, **kwargs)
+        with self._precision.lifted():
+            return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -66,6 +70,11 @@ class DataParallelState(nn.Module):
         self.reducer.adopt(before)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self.reducer.optimizers:
+            raise InvalidState(
+                "a wrapped module is copied without its optimizers in backward: copy ddp.module, "
+                "and wrap and register again"
+            )
         state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}
         state["_synchronises"] = self.reducer.synchronises
         state["_weight"] = self.reducer.weights.current

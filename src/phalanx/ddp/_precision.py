@@ -157,7 +157,11 @@ class Precision:
         if self._holders > 1:
             return []
         wanted = self._config.param_dtype
-        self._copies = {p: p.to(wanted) for p in {p: None for _, _, p in self._places}}
+        for part, _, parameter in self._places:
+            if parameter not in self._copies:
+                is_sparse = getattr(part, "sparse", False)
+                cast = _SparseCast.apply if is_sparse else torch.Tensor.to
+                self._copies[parameter] = cast(parameter, wanted)
         self._put(self._copies)
         return [(self._copies[parameter], name) for _, name, parameter in self._places]
 
@@ -165,7 +169,7 @@ class Precision:
         self._holders -= 1
         if not self._holders:
             self._copies = {}
-            self._put(self._copies)
+            self._put({})
 
     @contextmanager
     def lifted(self) -> Generator[None, None, None]:
@@ -185,6 +189,19 @@ class Precision:
         """Renew the lists that recurrent layers keep of their parameters."""
         for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast that takes a sparse gradient back, which torch's does not."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.to(ctx.dtype), None
 
 
 class _Release:

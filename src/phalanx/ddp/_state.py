@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from ..errors import InvalidState, MisuseError
 from . import _arguments as arguments
+from ._precision import Precision
 from ._reducer import Reducer
 from ._survey import Survey
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from ..errors import GroupError, RankReport
 from ._board import Board
@@ -278,7 +279,8 @@ class Health:
         """End the futures of calls that cannot succeed any more."""
         for work in list(self._futures):
             if work.attend_future():
-                self._futures.remove(work)
+                with suppress(ValueError):  # the watcher is not the only one who attends
+                    self._futures.remove(work)
 
     def report(self) -> RankReport:
         """Tell what this rank is doing."""

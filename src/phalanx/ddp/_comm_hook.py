@@ -28,6 +28,8 @@ SHARE_OF_DEADLINE = 0.9
 """How much of a group's timeout a hook may take: peers are to hear of it before theirs is over."""
 Blame = Callable[[str], HookError | GroupError]
 """Makes an error of what is wrong with a hook."""
+GRACE = 10.0
+"""Seconds for a group whose deadline has passed to find out who is missing, at most."""
 LONG = 1800.0
 """Seconds that a hook may take where the group says nothing."""
 _BUCKETS = {GradBucket, c10d.GradBucket, "GradBucket", "dist.GradBucket"}
@@ -154,7 +156,7 @@ class HookWork:
         if done.wait(max(0.0, self._until - time.monotonic())):
             return True
         # If it waits for peers, the group knows who does not come, and will say so.
-        return self._channel.is_busy() and done.wait(self._timeout)
+        return self._channel.is_busy() and done.wait(self._timeout + GRACE)
 
 
 class _ToldToPeers:

@@ -25,7 +25,7 @@ that sets its competitors up on one rank, yields them, and tidies up when it is 
         yield {"ours": lambda: ours.allreduce(tensor).wait(), "torch": ...}
 
 What happens then is told in `measure` (how the clock is kept) and `stats` (what is made of it).
-Modules, from the bottom: `stats`, `entry`, `machine` | `measure`, `results` | `runner`, `table` |
-`page`, `picture` | `__main__`. For entries to use: `mpi` (whose ranks are `mpi_rank`), `limits`,
-`busy`.
+Modules, from the bottom: `stats`, `entry`, `machine`, `wire` | `measure`, `results` |
+`runner`, `table` | `page`, `style` | `points` | `picture` | `__main__`. For entries to use: `mpi`
+(whose ranks are `mpi_rank`), `limits`, `busy`.
 """

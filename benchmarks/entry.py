@@ -14,7 +14,18 @@ from phalanx.errors import InvalidArgument
 
 from .stats import Compare
 
-__all__ = ["Absent", "Aim", "Case", "Competitors", "Entry", "SelfTimed", "entry", "find", "names"]
+__all__ = [
+    "Absent",
+    "Aim",
+    "Case",
+    "Competitors",
+    "Counted",
+    "Entry",
+    "SelfTimed",
+    "entry",
+    "find",
+    "names",
+]
 
 Value = int | float | str
 
@@ -28,13 +39,20 @@ class SelfTimed:
 
 
 @dataclass(frozen=True)
+class Counted:
+    """A competitor of whose calls it is also told how many bytes each makes a rank send."""
+
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class Absent:
     """A competitor that cannot take part here; all ranks say so, or none."""
 
     why: str
 
 
-Competitor = Callable[[], object] | SelfTimed | Absent
+Competitor = Callable[[], object] | SelfTimed | Counted | Absent
 """A plain callable is called again and again."""
 
 Competitors = Mapping[str, Competitor]

@@ -16,7 +16,7 @@ import random
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -26,11 +26,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from phalanx.testing import RankContext
 
-from .entry import Absent, Case, Competitors, SelfTimed, load
+from .entry import Absent, Case, Competitors, Counted, SelfTimed, load
+from .wire import counts, sent_since
 
 __all__ = ["Plan", "RankSamples", "measure"]
 
 MOST_CALLS = 1_000_000
+COUNTED_CALLS = 2
+"""Whose bytes are counted; they are not timed."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class RankSamples:
     """Seconds that this process, and what it started, have kept a core busy for the case."""
     absent: dict[str, str]
     """Which competitors could not take part, and why."""
+    sent: dict[str, int] = field(default_factory=dict)
+    """Bytes that this rank sent per call, of the competitors whose bytes are counted."""
 
 
 def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSamples:
@@ -64,6 +69,7 @@ def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSample
     with contextlib.contextmanager(load(module).setup)(ctx, **case.params) as competitors:
         turns = _turns(competitors)
         calls = {name: _calibrate(turn, ranks, plan.seconds) for name, turn in turns.items()}
+        sent = _count(competitors, ranks)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         draw = random.Random(0)
         for _ in range(plan.repeats):
@@ -73,7 +79,7 @@ def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSample
         ranks.align()  # nobody tidies up while another is still at it
     spent = _cpu_seconds() - begun
     absent = {name: made.why for name, made in competitors.items() if isinstance(made, Absent)}
-    return RankSamples(seconds, calls, torch.get_num_threads(), spent, absent)
+    return RankSamples(seconds, calls, torch.get_num_threads(), spent, absent, sent)
 
 
 def _cpu_seconds() -> float:
@@ -86,11 +92,13 @@ Turn = Callable[[int], float]
 
 
 def _turns(competitors: Competitors) -> dict[str, Turn]:
-    return {
-        name: made.run if isinstance(made, SelfTimed) else _timed(made)
-        for name, made in competitors.items()
-        if not isinstance(made, Absent)
-    }
+    return {name: _turn(made) for name, made in competitors.items() if not isinstance(made, Absent)}
+
+
+def _turn(made: SelfTimed | Counted | Callable[[], object]) -> Turn:
+    if isinstance(made, SelfTimed):
+        return made.run
+    return _timed(made.call if isinstance(made, Counted) else made)
 
 
 def _timed(call: Callable[[], object]) -> Turn:
@@ -112,6 +120,21 @@ def _calibrate(turn: Turn, ranks: _Ranks, seconds: float) -> int:
         if took >= seconds / 2 or calls >= MOST_CALLS:
             return min(MOST_CALLS, math.ceil(calls * max(1.0, seconds / took)))
         calls *= 2
+
+
+def _count(competitors: Competitors, ranks: _Ranks) -> dict[str, int]:
+    """Find how many bytes a call sends, after calls that have opened connections."""
+    found: dict[str, int] = {}
+    for name, made in competitors.items():
+        if isinstance(made, Counted):
+            ranks.align()
+            before = counts()
+            for _ in range(COUNTED_CALLS):
+                made.call()
+            sent = sent_since(before)
+            if sent is not None:
+                found[name] = round(sent / COUNTED_CALLS)
+    return found
 
 
 def _wall(turn: Turn, calls: int, ranks: _Ranks) -> float:

@@ -1,4 +1,4 @@
-"""Results as a picture: time by size or by ranks, a line for each engine, as PNG and SVG."""
+"""Results as pictures, PNG and SVG: time by size or by ranks, a line for each engine; or points."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import points
 from .results import EntryResult, Results
 from .stats import Spread
-from .table import seconds, size
+from .style import BLUE, GREEN, GREY, ORANGE, SKY, Style, round_time
+from .table import BUSY, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["draw"]
 
-
-@dataclass(frozen=True)
-class Style:
-    """How a competitor is drawn."""
-
-    label: str
-    colour: str
-    marker: str
-    dash: str = "-"
-
-
-# Okabe and Ito's colours, which those who are colour-blind can tell apart; markers for print.
-ORANGE, GREEN, SKY, BLUE, GREY = "#D55E00", "#009E73", "#56B4E9", "#0072B2", "#666666"
 
 ENGINES = {
     "gloo": Style("Gloo", ORANGE, "s"),
@@ -79,7 +69,7 @@ CHARTS = {
         "time of one step (less is better)",
     ),
 }
-"""The entries that are drawn."""
+"""The entries that are drawn as lines."""
 
 Curve = Mapping[int, Spread]
 
@@ -93,16 +83,23 @@ def draw(results: Results, folder: Path) -> list[Path]:
         return [
             path
             for entry in results.entries
-            if entry.name in CHARTS
-            for path in _draw_entry(entry, _small_print(results), folder / entry.name)
+            if entry.name in CHARTS or _has_points(entry)
+            for path in _draw_entry(entry, _small_print(results, entry), folder / entry.name)
         ]
 
 
-def _small_print(results: Results) -> str:
+def _has_points(entry: EntryResult) -> bool:
+    return entry.name in points.SCATTERS and any(result.sent for result in entry.cases)
+
+
+def _small_print(results: Results, entry: EntryResult) -> str:
     machine = results.machine
+    busy = any((result.others or 0) > BUSY for result in entry.cases)
+    drawn = "band" if entry.name in CHARTS else "bar"
     return (
-        "Median of all rounds; the band is the middle half. The Python call is included. "
-        f"{machine.cpu}, {machine.cores} cores, torch {machine.torch}, {machine.date[:10]}."
+        f"Median of all rounds; the {drawn} is the middle half. "
+        f"The Python call is included. {machine.cpu}, {machine.cores} cores"
+        f"{' (busy)' if busy else ''}, torch {machine.torch}, {machine.date[:10]}."
     )
 
 
@@ -112,21 +109,27 @@ def _draw_entry(entry: EntryResult, small_print: str, stem: Path) -> list[Path]:
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure = Figure(figsize=(9, 5.4), layout=ConstrainedLayoutEngine(rect=(0, 0, 0.985, 1)))
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    chart = CHARTS[entry.name]
-    curves = _curves(entry, chart)
-    for name, curve in curves.items():
-        _draw_curve(axes, chart.styles[name], curve)
-    _dress(axes, chart, sorted({x for curve in curves.values() for x in curve}))
+    chart = CHARTS.get(entry.name) or points.SCATTERS[entry.name]
     axes.set_title(chart.title, loc="left", fontsize=12, fontweight="bold", pad=12)
     figure.supxlabel(small_print, fontsize=7.5, color="#555555", x=0.01, ha="left")
-    figure.draw_without_rendering()  # the limits are final: labels can be placed by them
-    _label_ends(axes, curves, chart.styles)
+    if isinstance(chart, Chart):
+        _plot(figure, axes, chart, _curves(entry, chart))
+    else:
+        points.plot(canvas, axes, entry)
     files = {stem.with_suffix(".png"): {"Software": None}, stem.with_suffix(".svg"): {"Date": None}}
     for path, metadata in files.items():
         figure.savefig(path, dpi=160, metadata=metadata)
     return list(files)
+
+
+def _plot(figure: Figure, axes: Axes, chart: Chart, curves: Mapping[str, Curve]) -> None:
+    for name, curve in curves.items():
+        _draw_curve(axes, chart.styles[name], curve)
+    _dress(axes, chart, sorted({x for curve in curves.values() for x in curve}))
+    figure.draw_without_rendering()  # the limits are final: labels can be placed by them
+    _label_ends(axes, curves, chart.styles)
 
 
 def _curves(entry: EntryResult, chart: Chart) -> dict[str, Curve]:
@@ -159,17 +162,12 @@ def _dress(axes: Axes, chart: Chart, places: Sequence[int]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(places, [chart.tick(place) for place in places])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: _round_time(value))
+    axes.yaxis.set_major_formatter(lambda value, _: round_time(value))
     axes.set_ylabel(chart.upwards)
     axes.set_xlabel(chart.across)
     axes.grid(axis="y", color="#dddddd", linewidth=0.7)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.02)
-
-
-def _round_time(value: float) -> str:
-    number, unit = seconds(value * 1.0000001).split()  # so that 1e-6 is not 1000 ns
-    return f"{float(number):g} {unit}"
 
 
 def _label_ends(axes: Axes, curves: Mapping[str, Curve], styles: Mapping[str, Style]) -> None:

@@ -65,6 +65,8 @@ class CaseResult:
     """How many cores were busy with something else meanwhile."""
     absent: Mapping[str, str] = field(default_factory=dict)
     """Which competitors could not take part, and why."""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    """Bytes per call that the rank which sends most has sent, where that was counted."""
 
     def times(self) -> dict[str, Spread]:
         """Tell the seconds per call of every competitor, with quartiles."""
@@ -179,5 +181,6 @@ def _read_aim(told: dict[str, Any]) -> Aim:
 
 def _read_case(told: dict[str, Any]) -> CaseResult:
     known = {name: told[name] for name in ("samples", "calls", "threads", "others")}
-    known["absent"] = told.get("absent", {})  # older files had none
+    for name in ("absent", "sent"):
+        known[name] = told.get(name, {})  # older files had none
     return CaseResult(case=Case(**told["case"]), **known)

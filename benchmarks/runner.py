@@ -76,6 +76,11 @@ def _run_part(pool: RankPool, entry: Entry, case: Case, plan: Plan) -> Part:
     return Part(ranks, max(0.0, (busy_now - busy - own) / took))
 
 
+def most_sent(parts: Sequence[Part], name: str) -> int:
+    """Tell the bytes of the rank that sends most per call."""
+    return max(rank.sent.get(name, 0) for part in parts for rank in part.ranks)
+
+
 def join(case: Case, parts: Sequence[Part]) -> CaseResult:
     """Make one result of what several sets of processes have found."""
     firsts = [part.ranks[0] for part in parts]
@@ -88,4 +93,5 @@ def join(case: Case, parts: Sequence[Part]) -> CaseResult:
         threads=firsts[0].threads,
         others=round(mean(others), 2) if others else None,
         absent={name: why for first in firsts for name, why in first.absent.items()},
+        sent={name: most_sent(parts, name) for name in names if name in firsts[0].sent},
     )

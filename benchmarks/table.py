@@ -9,7 +9,7 @@ from .machine import Machine
 from .results import CaseResult, EntryResult, Results, Verdict
 from .stats import Compare, Spread
 
-__all__ = ["entry_text", "machine_line", "render", "seconds", "size"]
+__all__ = ["BUSY", "entry_text", "machine_line", "render", "seconds", "size", "volume"]
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 BUSY = 0.2
@@ -63,6 +63,14 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def volume(count: int) -> str:
+    """Write a number of bytes with three digits: ``96.1 MiB``."""
+    for scale, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= scale:
+            return f"{_digits(count / scale)} {unit}"
+    return f"{count} B"
+
+
 def machine_line(machine: Machine) -> str:
     """Write down where and when it was measured."""
     busy = " (busy)" if machine.load > machine.cores / 2 else ""
@@ -79,7 +87,13 @@ def _header(entry: EntryResult) -> Row:
     against = (
         [f"{_AGAINST[entry.compare].format(entry.peer)} (95%)"] if entry.peer is not None else []
     )
-    return [*_labels(entry), "competitor", "per call (middle half)", *against]
+    sent = ["sent"] if _counts(entry) else []
+    return [*_labels(entry), "competitor", "per call (middle half)", *against, *sent]
+
+
+def _counts(entry: EntryResult) -> bool:
+    """Tell whether bytes were counted."""
+    return any(result.sent for result in entry.cases)
 
 
 def _labels(entry: EntryResult) -> list[str]:
@@ -102,8 +116,13 @@ def _rows(entry: EntryResult, result: CaseResult) -> list[Row]:
     for labels, (name, time) in zip(_label_cells(result, len(times)), times.items(), strict=True):
         told = f"{seconds(time.median)} ({_between(time)})"
         compared = [_against(entry.compare, against.get(name))] if entry.peer is not None else []
-        rows.append([*labels, name, told, *compared])
+        sent = [_sent(result, name)] if _counts(entry) else []
+        rows.append([*labels, name, told, *compared, *sent])
     return rows
+
+
+def _sent(result: CaseResult, name: str) -> str:
+    return volume(result.sent[name]) if name in result.sent else ""
 
 
 def _aim_rows(entry: EntryResult, result: CaseResult) -> list[Row]:
@@ -178,6 +197,8 @@ def _notes(entry: EntryResult) -> str:
     if others:
         warning = ": a busy machine" if max(others) > BUSY else ""
         notes.append(f"cores that others used: {min(others)} to {max(others)}{warning}")
+    if _counts(entry):
+        notes.append("sent: bytes per call over TCP, counted, by the rank that sends most")
     absent = {name: why for result in entry.cases for name, why in result.absent.items()}
     notes += [f"{name} did not take part: {why}" for name, why in absent.items()]
     return "\n".join(f"- {note}" for note in notes)

@@ -55,6 +55,28 @@ def test_the_documented_torch_script_trains(tmp_path):
     launch.run(str(script), ranks=2)
 
 
+def scripts():
+    """Find the programs in the pages on extension points: what makes a group is a whole one."""
+    for page in sorted(ROOT.glob("docs/ddp_*.md")):
+        blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+        yield from ((page.stem, block) for block in blocks if "new_group()" in block)
+
+
+def test_programs_in_the_pages_on_extension_points_run(tmp_path):
+    """All in one launch, for that takes longer than any of them."""
+    paths = []
+    for number, (page, source) in enumerate(scripts()):
+        assert len(source.splitlines()) <= 30, page
+        paths.append(tmp_path / f"{page}_{number}.py")
+        paths[-1].write_text(source)
+    assert len(paths) >= 2
+    every = tmp_path / "every.py"
+    every.write_text(
+        f"import runpy\nfor path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
+    )
+    launch.run(str(every), ranks=2)
+
+
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
 def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):

@@ -8,13 +8,22 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
-    "phalanx.ddp": {"DDP", "DistributedDataParallel", "StepStats"},
+    "phalanx.ddp": {
+        "DDP",
+        "DistributedDataParallel",
+        "GradBucket",
+        "MixedPrecision",
+        "ShardedOptimizer",
+        "StepStats",
+    },
     "phalanx.errors": {
         "CollectiveTimeout",
         "GroupAborted",
         "GroupError",
+        "HookError",
         "InternalError",
         "InvalidArgument",
+        "InvalidHook",
         "InvalidMesh",
         "InvalidState",
         "InvalidType",
@@ -28,8 +37,10 @@ PROMISED = {
         "RanksFailed",
         "RendezvousError",
         "RendezvousTimeout",
+        "UnevenInputs",
         "UnknownAxis",
         "UnknownOption",
+        "Unprepared",
     },
     "phalanx.groups": {
         "DEFAULT_TIMEOUT",
@@ -44,6 +55,7 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
+    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig"},
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",

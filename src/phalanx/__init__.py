@@ -5,6 +5,7 @@ The layers, from the top; each imports only from those below it::
     launch      starts ranks: phalanx run, phalanx doctor
     testing     ranks for tests, and faults for them
     ddp         data-parallel modules: wrapper, reducer, buckets
+    join        uneven inputs: ranks out of data keep the others company
     mesh        device meshes: layouts, and groups when they are used
     groups      process groups as objects; one file per backend
     native      the shared-memory engine, where it could be built

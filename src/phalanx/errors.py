@@ -19,8 +19,10 @@
     │   ├── UnknownOption (KeyError, AssertionError)
     │   ├── InvalidMesh (ValueError, RuntimeError, AssertionError)
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
-    │   └── NotInMesh (RuntimeError, IndexError)
+    │   ├── NotInMesh (RuntimeError, IndexError)
+    │   └── Unprepared (RuntimeError, AssertionError)
     ├── HookError (RuntimeError)             a hook of the user's raised, or gave what is no use
+    ├── UnevenInputs (RuntimeError)          some ranks have run out of data, which was forbidden
     ├── RanksFailed (RuntimeError)           ranks that we started ended badly
     └── InternalError (RuntimeError)         our own bug; please report it
 
@@ -55,8 +57,10 @@ __all__ = [
     "RanksFailed",
     "RendezvousError",
     "RendezvousTimeout",
+    "UnevenInputs",
     "UnknownAxis",
     "UnknownOption",
+    "Unprepared",
 ]
 
 
@@ -221,6 +225,14 @@ class NotInMesh(MisuseError, RuntimeError, IndexError):
 
 class HookError(PhalanxError, RuntimeError):
     """A communication hook raised, returned what is no use, or did not end in time."""
+
+
+class Unprepared(MisuseError, RuntimeError, AssertionError):
+    """An object's constructor has not called that of its base class."""
+
+
+class UnevenInputs(PhalanxError, RuntimeError):
+    """Ranks have run out of data at different steps, where that was to be an error."""
 
 
 class RanksFailed(PhalanxError, RuntimeError):

@@ -8,7 +8,7 @@ from benchmarks.entry import Aim, Case
 from benchmarks.machine import Machine, busy_seconds
 from benchmarks.results import CaseResult, EntryResult, Results
 from benchmarks.stats import Compare
-from benchmarks.table import render, seconds, size
+from benchmarks.table import render, seconds, size, volume
 
 from phalanx.errors import InvalidArgument
 
@@ -24,6 +24,7 @@ def results(
     threads=1,
     more=None,
     absent=(),
+    sent=(),
 ):
     case = CaseResult(
         case=Case(2, {"bytes": 16384}),
@@ -32,6 +33,7 @@ def results(
         threads=threads,
         others=others,
         absent=dict(absent),
+        sent=dict(sent),
     )
     entry = EntryResult("allreduce", "An allreduce", "torch", compare, aims, [case])
     machine = Machine("2026-01-01", "A processor", 2, load, "Linux 6", "3.11", "2.13")
@@ -112,7 +114,7 @@ def test_json_there_and_back():
 def test_older_files_can_be_read():
     before = results(own=[1.0], peer=[2.0], aims=(Aim("ours", at_least=1),))
     told = json.loads(before.to_json())
-    del told["entries"][0]["cases"][0]["absent"]
+    del told["entries"][0]["cases"][0]["absent"], told["entries"][0]["cases"][0]["sent"]
     del told["entries"][0]["aims"][0]["against"], told["entries"][0]["aims"][0]["compare"]
     assert Results.from_json(json.dumps(told)) == before
 
@@ -132,6 +134,17 @@ def test_the_table_tells_it_all():
     assert "rounds: 6, threads per rank: 1\n" in text
     assert "busy" not in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_bytes_have_a_column_where_they_were_counted():
+    counted = results(own=[1.0], peer=[2.0], sent={"ours": 1536})
+    assert Results.from_json(counted.to_json()) == counted
+    header, _, ours, theirs = render(counted, markdown=True).splitlines()[5:9]
+    assert header.endswith("x the speed of torch (95%) | sent |")
+    assert ours.endswith("| 1.50 KiB |")
+    assert theirs.endswith("|  |")
+    assert "sent: bytes per call" in render(counted)
+    assert "sent" not in render(results(own=[1.0], peer=[2.0]))
 
 
 def test_markdown_is_a_table():
@@ -167,6 +180,14 @@ def test_times_have_three_digits(value, text):
 )
 def test_sizes_are_said_as_people_do(count, text):
     assert size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (720, "720 B"), (1052672, "1.00 MiB"), (100712448, "96.0 MiB")],
+)
+def test_bytes_have_three_digits(count, text):
+    assert volume(count) == text
 
 
 def test_the_machine_is_described():

@@ -71,6 +71,11 @@ def test_who_was_absent_once_is_left_out():
     assert found.absent == {"b": "it did not start"}
 
 
+def test_of_bytes_the_rank_counts_that_sends_most():
+    ranks = [RankSamples({"a": [1.0]}, {"a": 1}, 1, 0.0, {}, {"a": sent}) for sent in (5, 7)]
+    assert join(Case(2, {}), [Part(ranks, None)]).sent == {"a": 7}
+
+
 def test_names():
     assert {"allreduce", "group_overhead", "recorder"} <= set(names())
     assert find("recorder").name == "recorder"

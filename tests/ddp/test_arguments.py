@@ -4,14 +4,13 @@ import inspect
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx
 from phalanx import groups
 from phalanx.ddp import DDP, DistributedDataParallel
-from phalanx.mesh import DeviceMesh, init_device_mesh
+from phalanx.mesh import init_device_mesh
 from phalanx.testing import over_groups
 
 from .whole import TINY, alone, batch, everywhere, mlp, operations, seeded, share, squares, train
@@ -127,8 +126,3 @@ def test_an_axis_of_a_mesh_of_ours_and_not_two(group):
 def test_flags_of_another_kind(group):
     train(mlp, group, squares, dim=0, forward_sync_buffers=True, bucket_cap_mb_list=[TINY, 1],
           skip_all_reduce_unused_params=True, batched_grad_copy=True)  # fmt: skip
-
-
-def test_names():
-    assert DeviceMesh
-    assert dist.is_available()

@@ -2,16 +2,18 @@
 
 import copy
 import sys
+import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from phalanx.ddp import DDP
+from phalanx.ddp import DDP, ShardedOptimizer
 from phalanx.testing import RankPool
 
 from .models import Images, Words, encoder
@@ -110,3 +112,43 @@ def over_torchs_shm(ctx):
 
 def test_shared_memory_as_torchs_default_group(ranks_of_torchs):
     ranks_of_torchs.run(over_torchs_shm, 2, timeout=30)
+
+
+def sharded_three_ways(ctx, backend):
+    """Step with torch's sharded optimizer, with ours and with a plain one, on our module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's module warns of itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    with world(ctx, backend):
+        makers = (
+            lambda p: torch.optim.Adam(p, lr=0.1),
+            lambda p: ZeroRedundancyOptimizer(p, torch.optim.Adam, lr=0.1),
+            lambda p: ShardedOptimizer(p, torch.optim.Adam, lr=0.1),
+        )
+        models = [DDP(seeded(mlp)) for _ in makers]
+        optimizers = [make(m.parameters()) for make, m in zip(makers, models, strict=True)]
+        for step in range(3):
+            rows = batch(step, ctx.size)[ctx.rank * ROWS :][:ROWS]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(rows).square().mean().backward()
+                optimizer.step()
+            for parameters in zip(*(model.parameters() for model in models), strict=True):
+                assert all(torch.equal(parameters[0], other) for other in parameters)
+            dist.barrier()
+        optimizers[1].consolidate_state_dict(to=0)
+        ours = optimizers[2].state_dict()["state"]
+        if ctx.rank == 0:
+            theirs = optimizers[1].state_dict()["state"]
+            assert all(torch.equal(ours[i][k], v) for i, s in theirs.items() for k, v in s.items())
+        with Join([optimizers[2]]):  # torch's: a rank that is out of data steps too
+            for _ in range(ctx.rank):
+                optimizers[2].step()
+        optimizers[0].step()
+        for plain, sharded in zip(models[0].parameters(), models[2].parameters(), strict=True):
+            assert torch.equal(plain, sharded)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_torchs_sharded_optimizer_beside_ours(ranks_of_torchs, backend):
+    ranks_of_torchs.run(sharded_three_ways, 2, args=(backend,), timeout=60)

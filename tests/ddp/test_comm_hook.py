@@ -10,6 +10,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     default_hooks,
     post_localSGD_hook,
     powerSGD_hook,
+    quantization_hooks,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
     _hook_then_optimizer,
@@ -27,9 +28,8 @@ from .whole import (
     assert_close,
     assert_same_gradients,
     batch,
-    everywhere,
     mlp,
-    on_pairs,
+    several,
     share,
     squares,
     train,
@@ -49,7 +49,7 @@ def plain(state, bucket: GradBucket) -> Future[torch.Tensor]:
     return work.get_future().then(lambda done: done.value()[0].div_(state.size()))
 
 
-@everywhere
+@several
 def test_a_hook_sees_every_bucket_once_and_in_order(group):
     seen = []
 
@@ -93,7 +93,7 @@ class Branching(nn.Module):
         return self.second(hidden) if both else hidden
 
 
-@everywhere
+@several
 @pytest.mark.parametrize("kind", OPTIONS)
 @pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted"])
 def test_hooks_with_everything_else(group, kind, way):
@@ -126,6 +126,8 @@ TORCH_HOOKS = {
     "allreduce": (default_hooks.allreduce_hook, 1e-6),
     "fp16": (default_hooks.fp16_compress_hook, 3e-3),
     "bf16": (default_hooks.bf16_compress_hook, 2e-2),
+    "bytes": (quantization_hooks.quantization_pertensor_hook, 3e-2),
+    "bytes by channel": (quantization_hooks.quantization_perchannel_hook, 3e-2),
 }
 
 
@@ -200,7 +202,7 @@ def test_torch_overlapped_optimizer_runs_unchanged(group):
             assert_close(mine, theirs, name)
 
 
-@on_pairs
+@several
 def test_builtin_hooks_of_torch(group):
     for kind, rtol in ((dist.BuiltinCommHookType.ALLREDUCE, 1e-6),
                        (dist.BuiltinCommHookType.FP16_COMPRESS, 3e-3)):  # fmt: skip
@@ -212,7 +214,7 @@ def test_builtin_hooks_of_torch(group):
         assert_same_gradients(ddp.module, whole, rtol=rtol)
 
 
-@on_pairs
+@several
 def test_one_hook_for_good(group):
     ddp, _ = hooked(mlp, group, plain, group)
     with pytest.raises(InvalidState, match="one communication hook"):
@@ -233,7 +235,7 @@ def to_int(state, bucket) -> int:
     """Return something else."""
 
 
-@on_pairs
+@several
 @pytest.mark.parametrize(
     ("hook", "error"),
     [
@@ -302,7 +304,7 @@ def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
     assert time.monotonic() - began < 3
 
 
-@on_pairs
+@several
 def test_a_hook_stays_when_the_group_is_replaced(group):
     calls = []
 
@@ -319,7 +321,7 @@ def test_a_hook_stays_when_the_group_is_replaced(group):
     assert calls
 
 
-@everywhere
+@several
 def test_a_sparse_bucket_goes_through_a_hook(group):
     class Words(nn.Module):
         def __init__(self):
@@ -338,7 +340,7 @@ def test_a_sparse_bucket_goes_through_a_hook(group):
     assert_same_gradients(ddp.module, whole)
 
 
-@everywhere
+@several
 def test_a_run_with_a_hook(group):
     def with_hook(module, rows, step, rank):
         if isinstance(module, DDP) and step == 0:

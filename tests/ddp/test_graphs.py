@@ -184,10 +184,11 @@ def test_backward_to_chosen_parameters_beside_frozen_ones(group):
 @everywhere
 def test_sums_to_chosen_parameters_beside_frozen_ones(group):
     ddp, whole = wrapped(mlp, group, reduce="sum")
+    for module in (ddp.module, whole):
+        module[0].weight.requires_grad_(False)
     for step in range(4):  # which add up: what was there is summed once only
         rows = batch(step, group.size())
         for module, part in parts(ddp, whole, rows, group):
-            inner(module)[0].weight.requires_grad_(step == 0)
             loss = squares(module, part) * (group.size() if module is whole else 1)
             loss.backward(inputs=[inner(module)[2].weight])
         assert_same_gradients(ddp.module, whole)

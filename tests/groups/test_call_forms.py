@@ -358,6 +358,15 @@ def test_a_future_can_be_had_after_the_end(group):
 
 
 @over_two
+def test_a_future_of_gathered_tensors_has_them_in_one(group):
+    """As it is with NCCL, which torch's quantising hooks go by."""
+    outputs = [torch.zeros(2), torch.zeros(2)]
+    (rows,) = group.allgather([outputs], [pair(group)]).get_future().wait()
+    assert rows.tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert [each.tolist() for each in outputs] == rows.tolist()
+
+
+@over_two
 def test_a_mean_is_taken_once_however_many_threads_wait(group):
     """The mean of integers is a sum that the group divides, on both backends."""
     waiting = 4

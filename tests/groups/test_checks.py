@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
+from phalanx.groups import ReduceOp
+from phalanx.testing import over_groups
 
 LONG = timedelta(seconds=60)
 
@@ -105,3 +107,10 @@ def test_a_hang_for_disagreement_is_explained_even_without_checks(ranks):
         assert kind == "RankMismatch", text
         assert "rank 0 called allreduce float32[3] at groups/test_checks.py" in text
         assert "rank 1 called barrier at groups/test_checks.py" in text
+
+
+@over_groups(backends=("local", "shm"), sizes=(2,), timeout=20)
+def test_calls_that_look_alike_differ_in_the_reduction(group):
+    op = ReduceOp.AVG if group.rank() else ReduceOp.SUM
+    with pytest.raises(RankMismatch, match=r"allreduce float32\[3\].*sum, mean"):
+        group.allreduce(torch.ones(3), op=op).wait()

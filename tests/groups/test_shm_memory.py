@@ -16,6 +16,7 @@ import torch
 
 from phalanx import native
 from phalanx.errors import InvalidState
+from phalanx.groups.backends import _region
 from phalanx.groups.backends._region import share
 
 from .test_shm_deaths import regions, settled
@@ -264,3 +265,18 @@ def fill_the_slab(ctx):
 
 def test_a_full_slab_is_explained_and_used_again(ranks):
     ranks.run(fill_the_slab, 1)
+
+
+@pytest.mark.parametrize(("mode", "is_there"), [("0\n", False), ("2\n", True)])
+def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
+    mode, is_there, tmp_path, monkeypatch
+):
+    setting = tmp_path / "overcommit_memory"
+    setting.write_text(mode)
+    monkeypatch.setattr(_region, "OVERCOMMIT", setting)
+    region = _region.make_region("memfd", 2)
+    _, slab = region.slab(0)
+    found = os.stat(region.path)
+    taken = found.st_blocks * 512
+    assert (taken == found.st_size - 2 * slab) is is_there
+    assert taken < MIB or is_there

@@ -5,6 +5,7 @@ import os
 import pickle
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from phalanx.errors import GroupAborted, RankMismatch, RendezvousTimeout
 from phalanx.groups import ProcessGroup, process_group
 from phalanx.mesh import DeviceMesh, init_device_mesh
-from phalanx.testing import RankPool, ThreadRanks, over_groups
+from phalanx.testing import ThreadRanks, over_groups
 from ports import free_port
 
 NAMES = ("dp", "tp")
@@ -131,6 +132,9 @@ def test_groups_of_flattened_and_unflattened_axes(group):
     assert total(mesh["a", "b"].flatten("ab").get_group(), 1) == 2
     assert total(mesh.flatten("abc").get_group(), 1) == 4
     assert mesh.get_group("ab") is line["ab"].get_group()
+    turned = DeviceMesh.concatenate([mesh["c"], mesh["a"]]).flatten("ca")
+    assert turned.get_group().global_ranks == (0, 2, 1, 3)
+    assert total(turned.get_group(), 1) == 4
     line.shutdown()
 
 
@@ -165,7 +169,7 @@ def test_two_threads_of_a_rank_form_groups_in_any_order(group):
     mesh.shutdown()
 
 
-def eight(ctx):
+def three_axes(ctx):
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"), group=ctx.group())
     sums = [total(mesh.get_group(name), ctx.rank) for name in "abc"]
     sums.append(total(mesh["a", "c"].flatten().get_group(), ctx.rank))
@@ -173,32 +177,11 @@ def eight(ctx):
     return sums
 
 
-EIGHT = [
-    [sum(ranks) for ranks in ((r & 3, r | 4), (r & 5, r | 2), (r & 6, r | 1), (r & 2, (r & 2) + 1))]
-    for r in range(8)
-]
-for rank, sums in enumerate(EIGHT):
-    sums[3] = sum(4 * a + (rank & 2) + c for a in (0, 1) for c in (0, 1))
-
-
-def test_eight_threads():
-    assert ThreadRanks(8).run(eight) == EIGHT
-
-
-@pytest.fixture(scope="module")
-def octet():
-    with RankPool(8) as pool:
-        yield pool
-
-
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_eight_processes(octet, backend):
-    assert octet.run(with_backend, args=(backend,)) == EIGHT
-
-
-def with_backend(ctx, backend):
-    ctx.backend = backend
-    return eight(ctx)
+def test_three_axes_of_eight_threads():
+    for rank, sums in enumerate(ThreadRanks(8).run(three_axes)):
+        others = rank ^ 4, rank ^ 2, rank ^ 1
+        apart = [4 * a + (rank & 2) + c for a in (0, 1) for c in (0, 1)]
+        assert sums == [*(rank + other for other in others), sum(apart)]
 
 
 # -- on other groups -----------------------------------------------------------------------
@@ -336,12 +319,28 @@ def both_sides(told):
     return "dp=2, tp=2" in told and "tp=2, dp=2" in told
 
 
-@pytest.mark.parametrize("crew", ["threads", "ranks"])
-def test_ranks_that_wait_for_different_peers_are_told_both_meshes(crew, request):
-    runner, backend = request.getfixturevalue(crew), {"threads": "local", "ranks": "gloo"}[crew]
-    told = runner.run(
-        disagree, 4, args=(backend,), kwargs={"use": use_tp, "mine": swapped_on_rank_0}
-    )
+QUARRELS = {
+    "swapped": (use_tp, swapped_on_rank_0),
+    "by accident": (use_same_ranks, swapped_on_rank_0),
+    "wide": (use_tp, wide_on_rank_3),
+    "unflattened": (use_unflat, flat),
+}
+
+
+@pytest.fixture(scope="module")
+def quarrels():
+    """What four threads are told in each case; all at once, for most of it is waiting."""
+
+    def have(case):
+        use, mine = QUARRELS[case]
+        kwargs = {"use": use, "mine": mine}
+        return ThreadRanks(4).run(disagree, args=("local",), kwargs=kwargs)
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(QUARRELS, pool.map(have, QUARRELS), strict=True))
+
+
+def told_swapped(told):
     assert both_sides(told[0])
     assert "rank 0 uses" in told[0]
     assert "rank 1 uses" in told[0]
@@ -349,22 +348,27 @@ def test_ranks_that_wait_for_different_peers_are_told_both_meshes(crew, request)
     assert told[1] == told[3] == "fine"  # they agree with each other
 
 
-def test_ranks_that_meet_by_accident_are_told_both_meshes(threads):
-    kwargs = {"use": use_same_ranks, "mine": swapped_on_rank_0}
-    told = threads.run(disagree, 4, args=("local",), kwargs=kwargs)
+def test_ranks_that_wait_for_different_peers_are_told_both_meshes(quarrels, ranks):
+    told_swapped(quarrels["swapped"])
+    kwargs = {"use": use_tp, "mine": swapped_on_rank_0}
+    told_swapped(ranks.run(disagree, 4, args=("gloo",), kwargs=kwargs))
+
+
+def test_ranks_that_meet_by_accident_are_told_both_meshes(quarrels):
+    told = quarrels["by accident"]
     assert both_sides(told[0])
     assert told[0] == told[1]
 
 
-def test_a_mesh_of_another_shape_is_told(threads):
-    told = threads.run(disagree, 4, args=("local",), kwargs={"use": use_tp, "mine": wide_on_rank_3})
+def test_a_mesh_of_another_shape_is_told(quarrels):
+    told = quarrels["wide"]
     assert told[:2] == ["fine", "fine"]
     assert "rank 2 uses DeviceMesh((dp=2, tp=2)" in told[2]
     assert "rank 3 uses DeviceMesh((dp=1, tp=4)" in told[2]
 
 
-def test_axes_that_were_unflattened_differently_are_told(threads):
-    told = threads.run(disagree, 4, args=("local",), kwargs={"use": use_unflat, "mine": flat})
+def test_axes_that_were_unflattened_differently_are_told(quarrels):
+    told = quarrels["unflattened"]
     assert told[2:] == ["fine", "fine"]
     assert "rank 0 has the axis 'y' as 4:1" in told[1]
     assert "rank 1 has the axis 'y' as 2:1" in told[1]
@@ -390,13 +394,11 @@ def test_different_meshes_are_no_mistake(threads):
 
 
 def late(ctx):
-    group = ctx.group("local", timeout=timedelta(seconds=2))
+    mesh = square(ctx.group("local"), backend_override={"tp": timedelta(seconds=0.3)})
     if ctx.rank == 0:
         with pytest.raises(RendezvousTimeout, match="missing: 1"):
-            square(group).get_group("tp")
-        return
-    square(group)
+            mesh.get_group("tp")
 
 
 def test_a_member_that_never_comes_is_named(threads):
-    threads.run(late, 2 + 2)
+    threads.run(late, 4)

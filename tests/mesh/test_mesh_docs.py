@@ -22,19 +22,28 @@ def blocks(language):
     return [block for block in found if "to_torch" not in block]
 
 
+def statements():
+    """Yield each statement of the page, and the value that it promises, if any."""
+    for block in blocks("python"):
+        lines = block.splitlines()
+        for statement in ast.parse(block).body:
+            _, arrow, promised = lines[statement.end_lineno - 1].partition("# -> ")
+            yield ast.get_source_segment(block, statement), promised if arrow else None
+
+
+# Here, and not by the ranks: Python 3.11 fails now and then to build trees on several threads.
+STATEMENTS = list(statements())
+
+
 def read_along(context):
     """Run the page and return each value that it shows, with what it shows."""
     names, seen = {"print": lambda *_: None}, []
     with process_group(context.group()):
-        for block in blocks("python"):
-            lines = block.splitlines()
-            for statement in ast.parse(block).body:
-                source = ast.get_source_segment(block, statement)
-                _, arrow, promised = lines[statement.end_lineno - 1].partition("# -> ")
-                if arrow:
-                    seen.append((source, repr(eval(source, names)), promised))  # noqa: S307
-                else:
-                    exec(source, names)  # noqa: S102 - our own document
+        for source, promised in STATEMENTS:
+            if promised is None:
+                exec(source, names)  # noqa: S102 - our own document
+            else:
+                seen.append((source, repr(eval(source, names)), promised))  # noqa: S307
         drawn = names["mesh"].draw(ranks_per_host=8)
         names["mesh"].shutdown()
     return seen, drawn

@@ -18,17 +18,23 @@ __all__ = ["Named", "assert_same_values", "fingerprint", "verify_parameters"]
 Named = Sequence[tuple[str, Tensor]]
 
 
-def verify_parameters(named: Named, channel: Channel) -> None:
+def verify_parameters(
+    named: Named,
+    channel: Channel,
+    *,
+    what: str = "modules",
+    advice: str = "Make the same module on every rank before wrapping it",
+    operation: str = "DistributedDataParallel",
+) -> None:
     """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
     if not _all_same(_digest(repr(short)), channel):
         mine = [_describe(name, tensor) for name, tensor in named]
         theirs = [text.split("\n") for text in channel.exchange("\n".join(mine))]
         raise RankMismatch(
-            f"ranks have different modules: {_difference(theirs)}. "
-            "Make the same module on every rank before wrapping it",
+            f"ranks have different {what}: {_difference(theirs)}. {advice}",
             group=getattr(channel.group, "label", ""),
-            operation="DistributedDataParallel",
+            operation=operation,
         )
 
 

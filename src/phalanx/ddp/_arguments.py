@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups import current_process_group
 from ._plan import MIB, Caps, Delay
+from ._precision import MixedPrecision, check_precision, setting_of
 
 __all__ = [
     "buffer_syncing",
@@ -85,6 +86,17 @@ def check_trainable(named: Sequence[tuple[str, Parameter]]) -> None:
     """Refuse a module that does not learn; after ranks know that it is the same on all of them."""
     if not any(parameter.requires_grad for _, parameter in named):
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
+
+
+def choose_precision(
+    mixed_precision: Any, named: Sequence[tuple[str, Parameter]]
+) -> MixedPrecision | None:
+    """Tell in which types to compute, if not in those of the module."""
+    if mixed_precision is None:
+        return None
+    config = setting_of(mixed_precision)
+    check_precision(config, named)
+    return config
 
 
 def check_layers(sync_norms: Sequence[str], device: torch.device) -> None:

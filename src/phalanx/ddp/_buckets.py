@@ -79,6 +79,11 @@ class Bucket:
         """The gradients alone, in one tensor."""
         raise NotImplementedError
 
+    @property
+    def holds_values(self) -> bool:
+        """Tell whether it holds gradients in the parameters' own types."""
+        return True
+
     def take(self, result: Any) -> str:
         """Have gradients replaced by a tensor like `buffer`; tell what else it is, if it is not."""
         raise NotImplementedError
@@ -139,6 +144,10 @@ class DenseBucket(Bucket):
     @property
     def payload(self) -> Tensor:
         return self.flat
+
+    @property
+    def holds_values(self) -> bool:
+        return all(p.dtype == self.flat.dtype for p in self.parameters)
 
     @property
     def buffer(self) -> Tensor:
@@ -209,7 +218,8 @@ class DenseBucket(Bucket):
             return torch.zeros(
                 self.views[place].shape, dtype=self.flat.dtype, device=self.flat.device
             )
-        return (gradient.to_dense() if gradient.is_sparse else gradient).contiguous()
+        dense = gradient.to_dense() if gradient.is_sparse else gradient
+        return dense.to(self.flat.dtype).contiguous()
 
     def results(self) -> Sequence[Tensor]:
         return self.views

@@ -28,6 +28,7 @@ class BufferSync:
     device: torch.device
     _channel: Channel
     _survey: Survey
+    _join_config: Any
 
     buffer_hook: _BufferCommHook | None = None
     """What is called in the place of the broadcast."""
@@ -84,7 +85,11 @@ class BufferSync:
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
 
     def _sync_buffers(self) -> None:
-        self._sync_module_buffers(0)
+        # In a join, rank 0 may be without data, and its buffers be old.
+        is_joined = self._join_config.enable
+        self._sync_module_buffers(
+            self._find_common_rank(self._channel.rank, True) if is_joined else 0
+        )
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Make buffers alike: those of a rank, or what the hook makes of all of them."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CYCLE", "NO_WEIGHT", "Header"]
+__all__ = ["CYCLE", "NO_DATA", "NO_WEIGHT", "Header"]
 
 NUMBER, WEIGHT, UNUSED, LATE, DIGITS = range(5)
 FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then arrivals of buckets
@@ -26,6 +26,8 @@ DIGIT = 20  # bits of a fingerprint in one number; float32 has 24 exactly
 CYCLE = 1 << 20
 """Backward passes are counted to this and over again, so that float32 has the count exactly."""
 NO_WEIGHT = -1.0
+NO_DATA = -2.0
+"""The weight of a rank that has no data, and no opinion on weights."""
 _NO_DIGITS = [0, 0, 0]
 _KINDS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
@@ -102,12 +104,18 @@ class Header:
         return [round(number * self._divisor) for number in self._column(NUMBER)]
 
     def weights(self) -> list[float]:
-        """Tell each rank's weight."""
-        return [weight * self._divisor for weight in self._column(WEIGHT)]
+        """Tell each rank's weight; 0 of one without data."""
+        return [max(0.0, weight * self._divisor) for weight in self._column(WEIGHT)]
+
+    def with_data(self) -> list[int]:
+        """List the ranks that have data."""
+        column = self._column(WEIGHT)
+        return [r for r, weight in enumerate(column) if weight * self._divisor != NO_DATA]
 
     def without_weight(self) -> list[int]:
-        """List the ranks that have no weight."""
-        return [rank for rank, weight in enumerate(self._column(WEIGHT)) if weight < 0]
+        """List the ranks that have data and no weight."""
+        column = self._column(WEIGHT)
+        return [r for r, weight in enumerate(column) if weight * self._divisor == NO_WEIGHT]
 
     def has_unused(self) -> bool:
         """Tell whether any rank has parameters without a gradient."""

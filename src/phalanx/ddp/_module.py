@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ..errors import InvalidArgument, InvalidState
+from ..join import Joinable
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
 from ._buffer_sync import BufferSync
@@ -21,7 +22,9 @@ from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
 from ._compiling import cap_for_compiler, compilable, keep_compiler_out, not_compiled
 from ._distributed_autograd import on_any_backward
+from ._joining import Joining
 from ._outputs import on_backward
+from ._precision import Precision, cast_buffers
 from ._reducer import Reducer
 from ._state import DataParallelState
 from ._stats import StepStats
@@ -33,7 +36,7 @@ __all__ = ["DistributedDataParallel"]
 REDUCTIONS = ("mean", "sum")
 
 
-class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.Module):
+class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Joining, nn.Module):
     """Wraps a module so that every rank has the gradient of all ranks' batches after backward.
 
     Takes what torch's class of the same name takes, and needs none of its hints: parameters that
@@ -67,7 +70,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         check_sync_every: int = 0,
     ) -> None:
         super().__init__()
-        _refuse_what_is_not_there(mixed_precision)
+        Joinable.__init__(self)
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
         if check_reduction:
@@ -84,6 +87,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         named = self._survey.parameters
         arguments.check_parameters(named)
         arguments.check_layers(self._survey.sync_norms, named[0][1].device)
+        self.mixed_precision = arguments.choose_precision(mixed_precision, named)
         self.process_group = arguments.choose_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = arguments.devices_of(named, device_ids, output_device)
@@ -108,15 +112,29 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         if init_sync:
             verify_parameters(named, Channel(self.process_group, self.device))
         arguments.check_trainable(named)
+        self._set_precision()
         self._connect()
         if init_sync:
             self.reducer.broadcast_parameters()
             if at_start:
                 self._sync_buffers()
 
+    def _set_precision(self) -> None:
+        config = self.mixed_precision
+        if config is not None and config.buffer_dtype is not None:
+            cast_buffers(self.module, config.buffer_dtype, ignored=self.parameters_to_ignore)
+        if config is not None and config.gradient_dtype is not None:
+            # Not every group and device can add up every type: better now than in backward.
+            trial = torch.zeros(1, dtype=config.gradient_dtype, device=self.device)
+            Channel(self.process_group, self.device).sum(trial).wait()
+
     def _connect(self) -> None:
         """Make what works through the group."""
         self._channel = Channel(self.process_group, self.device)
+        self._precision = None
+        if self.mixed_precision is not None:
+            parameters = [p for _, p in self._survey.parameters]
+            self._precision = Precision(self.mixed_precision, parameters)
         caps = arguments.choose_caps(*self._bucket_sizes, shared=self._channel.shares_memory)
         self.bucket_bytes_cap = cap_for_compiler(caps.rest)
         self.reducer = Reducer(
@@ -129,6 +147,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
+            precision=self._precision,
         )
         if self._hook is not None:
             self.reducer.use_hook(CommHook(*self._hook, self._channel))
@@ -142,13 +161,19 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
         began = time.perf_counter()
         if torch.is_grad_enabled():
             self.reducer.prepare()
-        if self._check_sync_bufs_pre_fwd():
+        if self._join_config.enable:
+            self._begin_step_of_join()
+        elif self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         with self._inside_ddp_forward():
-            output = compilable(self.module)(*inputs, **kwargs)
+            run = compilable(self.module)
+            if self._precision is None:
+                output = run(*inputs, **kwargs)
+            else:
+                output = self._precision.run(run, inputs, kwargs)
         if self.buffer_hook is not None:
             self._finish_forward(output)
         tracks = torch.is_grad_enabled()
@@ -245,8 +270,3 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, nn.M
     def gather(self, outputs: Any, output_device: Any) -> Any:
         """Collect outputs on a device, along `dim`."""
         return gather(outputs, output_device, dim=self.dim)
-
-
-def _refuse_what_is_not_there(mixed_precision: Any) -> None:
-    if mixed_precision is not None:
-        raise InvalidState("mixed_precision is not there yet: leave it out")

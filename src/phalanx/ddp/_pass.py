@@ -30,13 +30,13 @@ from torch.nn import Parameter
 from ..errors import GroupError, HookError, RankMismatch
 from ._agreement import Named, assert_same_values, fingerprint
 from ._buckets import Bucket, Gradients, Piece, count_missing
-from ._channel import Channel, Handle
+from ._channel import Handle
 from ._comm_hook import HookWork
 from ._header import CYCLE, Header
 from ._scale import Scale
 from ._setting import Setting, Timing
 
-__all__ = ["LocalPass", "Pass"]
+__all__ = ["Pass"]
 
 
 class State(enum.Enum):
@@ -46,26 +46,6 @@ class State(enum.Enum):
     GATHERED = enum.auto()
     LAUNCHED = enum.auto()
     FINISHED = enum.auto()
-
-
-class LocalPass:
-    """A backward pass whose gradients stay on this rank for now."""
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def arrived(self, i: int) -> None:
-        """Take no notice of a gradient."""
-
-    def ready(self, number: int) -> None:
-        """Take no notice of a bucket."""
-
-    def abandon(self) -> None:
-        """End without an end."""
-
-    def finish(self) -> Handle | None:
-        """Tell peers, where that is free: one that reduces this pass must not be left waiting."""
-        return self._channel.announce() if self._channel.sees_calls else None
 
 
 class Pass:
@@ -102,7 +82,10 @@ class Pass:
         # With gradients that have a graph of their own, autograd would replace a tensor, not add;
         # and what it adds is not multiplied.
         self._shows_early = (
-            setting.keeps_views and not torch.is_grad_enabled() and scale.factor == 1
+            setting.keeps_views
+            and setting.may_show_early
+            and not torch.is_grad_enabled()
+            and scale.factor == 1
         )
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = _homes(setting.pieces) if setting.is_learning else {}
@@ -314,7 +297,7 @@ class Pass:
                 operation="backward",
             )
         without = header.without_weight()
-        if without and len(without) < self._setting.channel.size:
+        if without and without != header.with_data():
             told = ", ".join(map(str, without))
             raise RankMismatch(
                 f"rank {told} has no weight and the others have: set ddp.weight on every rank",
@@ -366,9 +349,9 @@ class Pass:
     def _result(self, i: int, result: Tensor) -> Tensor:
         if self._setting.keeps_views:
             return result
-        own = self._own[i]
-        if own is None or own.layout != result.layout or result.is_sparse:
-            return result.clone()
+        own, dtype = self._own[i], self._setting.parameters[i].dtype
+        if own is None or result.is_sparse or (own.layout, own.dtype) != (result.layout, dtype):
+            return result.to(dtype, copy=True)
         with torch.no_grad():
             return own.copy_(result)
 

@@ -10,35 +10,36 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
+from ..errors import InvalidState
+from ._accumulators import Accumulators
 from ._agreement import verify_parameters
+from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
-from ._buckets import Bucket, DenseBucket, SparseBucket
+from ._buckets import Bucket, DenseBucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._comm_hook import CommHook
 from ._company import Company
 from ._compiling import refuse_compiled_backward
-from ._header import Header
-from ._local_part import stand_in, whole
-from ._pass import LocalPass, Pass
-from ._plan import BucketPlan, Caps, Delay, Shape, plan_buckets
-from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
+from ._in_backward import OptimizersInBackward
+from ._local_part import stand_in
+from ._local_pass import LocalPass
+from ._pass import Pass
+from ._plan import Caps, Delay
+from ._precision import Precision
+from ._scale import Scale
+from ._scaling import Scaling
 from ._setting import Setting, Timing
 from ._stats import Stats
-from ._weights import Weights
 
 __all__ = ["Reducer"]
-
-NARROW = (torch.float16,)
-"""Types that would overflow, were a gradient multiplied by the number of tokens in a batch."""
 
 
 class Reducer:
@@ -56,21 +57,23 @@ class Reducer:
         keeps_views: bool = True,
         is_static: bool = False,
         check_every: int = 0,
+        precision: Precision | None = None,
     ) -> None:
         self._named = [(name, stand_in(parameter)) for name, parameter in named]
-        self._sparse, self._delay = sparse, delay
+        self._precision = precision
+        self.optimizers = OptimizersInBackward(named)
         self.channel = channel
-        self._caps = caps
-        self._reduce = reduce
+        dtype = None if precision is None else precision.gradient_dtype
+        self._arranger = Arranger(channel, caps, sparse, delay, dtype)
+        self.scaling = Scaling(channel, reduce)
+        self.weights = self.scaling.weights
         self.hook: CommHook | None = None
-        self._plain_scale = self._choose_scale()
         self._keeps_views = keeps_views
         self.is_static = is_static
         self._check_every = check_every
         self._is_closed = False
         self.was_surprised = False
         """The graph has changed at some time."""
-        self.weights = Weights()
         self.stats = Stats()
         self.forward_seconds = 0.0
         self.synchronises = True
@@ -90,17 +93,10 @@ class Reducer:
         self._take_on()
         self._company.enter(self)
 
-    def _choose_scale(self) -> Scale:
-        if self._reduce == "sum":
-            return Sum(self.channel.size)
-        # A hook divides by itself.
-        divides = self.channel.shares_memory or self.hook is not None
-        return Mean(self.channel.size) if divides else MeanOfShares(self.channel.size)
-
     def use_hook(self, hook: CommHook) -> None:
         """Have a hook reduce the buckets from now on."""
         self.hook = hook
-        self._plain_scale = self._choose_scale()
+        self.scaling.has_hook = True
         if not self._must_learn:
             self._settle()
 
@@ -112,10 +108,10 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self._named if not p.requires_grad]
-        self._nodes: dict[int, Any] = {}
+        self._accumulators = Accumulators(self.parameters)
         self._arrivals.close()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
-        if isinstance(self._plain_scale, Sum):
+        if self.scaling.adds_up:
             # A pass may begin with any parameter, and it must be known what was in it before, for
             # that must not be added up again.
             self._arrivals.announce(self.begin_from_output)
@@ -125,32 +121,14 @@ class Reducer:
         self._must_learn = True
 
     def _arrange(self, order: list[int]) -> None:
-        shapes = [self._shape(*each) for each in zip(self.names, self.parameters, strict=True)]
-        plans = plan_buckets(shapes, order, self._caps, after=self._delay.place(self.names))
-        room = {
-            "size": self.channel.size,
-            "parameters": len(self.parameters),
-            "buckets": len(plans),
-        }
-        extras = [0] * (len(plans) - 1) + [Header.room(**room)]
-        self.buckets: list[Bucket] = [
-            self._make_bucket(number, plan, extra)
-            for number, (plan, extra) in enumerate(zip(plans, extras, strict=True))
-        ]
-        last = self.buckets[-1]
-        assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
-        self._header = Header(last.extra, rank=self.channel.rank, **room)
-        self._pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
-        self._absent = [0] * len(self._pieces)
+        taken = list(zip(self.names, self.parameters, strict=True))
+        self._arrangement = self._arranger.arrange(taken, order)
+        self._absent = [0] * len(self._arrangement.pieces)
 
-    def _shape(self, name: str, p: Parameter) -> Shape:
-        kind = name in self._sparse, name in self._delay.names
-        return Shape(p.numel(), p.dtype, p.device, *kind)
-
-    def _make_bucket(self, number: int, plan: BucketPlan, extra: int) -> Bucket:
-        if plan.is_sparse:
-            return SparseBucket(number, plan, self.parameters)
-        return DenseBucket(number, plan, self.parameters, self.channel.allocate, extra=extra)
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets, in the order in which they are reduced."""
+        return self._arrangement.buckets
 
     def prepare(self) -> None:
         """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
@@ -178,11 +156,11 @@ class Reducer:
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
-        members = [piece.members for piece in self._pieces]
+        members = [piece.members for piece in self._arrangement.pieces]
         self._arrivals.follow(
             members, self._on_ready, stray=self._on_stray, under_way=self._lifetime
         )
-        self._absent = [len(set(piece.members) - seen) for piece in self._pieces]
+        self._absent = [len(set(piece.members) - seen) for piece in self._arrangement.pieces]
         self._settle()
 
     @property
@@ -192,7 +170,7 @@ class Reducer:
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
-        dense = [bucket for bucket in self.buckets if isinstance(bucket, DenseBucket)]
+        dense = [b for b in self.buckets if isinstance(b, DenseBucket) and b.holds_values]
         with torch.no_grad():
             for bucket in dense:
                 if bucket.members:
@@ -210,7 +188,7 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it leaves gradients alone."""
-        if not self._is_closed and self._will_accumulate():
+        if not self._is_closed and self._accumulators.may_run():
             self.begin()
 
     def begin(self, *, first: int | None = None, blind: bool = False) -> None:
@@ -227,64 +205,67 @@ class Reducer:
         self._arrivals.restart()
         # Whoever asked autograd for a pass gets what we raise there.
         callback = partial(self._end_together)
-        self._lifetime[0] = weakref.ref(callback)
+        self._lifetime[0] = weakref.ref(callback, self._restore)
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = torch._C._current_graph_task_id()
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
+            self._lower()
             return
         self._reduced += 1
-        self._under_way = Pass(
+        olds_count = blind or self._is_unsynced
+        self._under_way = self._make_pass(
+            self.scaling.scale(self.parameters), first=first, olds_count=olds_count
+        )
+        self._lower()
+
+    def _make_pass(
+        self, scale: Scale, *, first: int | None = None, olds_count: bool = False
+    ) -> Pass:
+        return Pass(
             self._setting,
-            self._scale(),
+            scale,
             number=self._passes,
             first=first,
-            olds_count=blind or self._is_unsynced,
+            olds_count=olds_count,
             proof=self._named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
         )
 
+    def _lower(self) -> None:
+        """Have backward find parameters as forward left them to it."""
+        if self._precision is not None:
+            self._accumulators.forget()
+            self._precision.lower()
+
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
         self.weights.accumulate(self.parameters)
         if not self._is_unsynced and self.weights.current is None:
-            reduced = self._plain_scale.olds([p.grad for p in self.parameters])
+            reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
             for parameter, old in zip(self.parameters, reduced, strict=True):
                 parameter.grad = old
         self._is_unsynced = True
 
-    def _will_accumulate(self) -> bool:
-        """Tell whether the pass of autograd that is running may end in ``.grad`` of ours."""
-        if Variable._execution_engine.is_checkpoint_valid():
-            # A plain ``backward()``. Where it ends is not known, for checkpoints of the reentrant
-            # kind hide parameters; and peers may reach some although this rank reaches none.
-            return any(p.requires_grad for p in self.parameters)
-        nodes = self._accumulators()
-        try:
-            return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
-            return False
-
-    def _accumulators(self) -> Iterator[Any]:
-        """Yield the nodes of autograd that fill ``.grad``; most often the first is all it takes."""
-        for i, parameter in enumerate(self.parameters):
-            if parameter.requires_grad and i not in self._nodes:
-                self._nodes[i] = torch.autograd.graph.get_gradient_edge(whole(parameter)).node
-            if i in self._nodes:
-                yield self._nodes[i]
-
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
+        name = self.optimizers.late
+        if name is not None:
+            raise InvalidState(
+                f"an optimizer was applied to parameter {name!r} after the module was wrapped, so "
+                "it would step with the gradients of one rank: apply it before"
+            )
         self._setting = Setting(
             channel=self.channel,
             names=self.names,
             parameters=self.parameters,
             buckets=self.buckets,
-            pieces=self._pieces,
-            header=self._header,
-            keeps_views=self._keeps_views,
+            pieces=self._arrangement.pieces,
+            header=self._arrangement.header,
+            keeps_views=self._keeps_views and all(b.holds_values for b in self.buckets),
+            may_show_early=self._precision is None,
             absent=self._absent,
             is_learning=self._arrivals.is_learning,
             hook=self.hook,
@@ -293,18 +274,25 @@ class Reducer:
     def _is_check_due(self) -> bool:
         return self._check_every > 0 and self._reduced % self._check_every == 0
 
-    def _scale(self) -> Scale:
-        scale = self._scale_by_weight()
-        return scale if self.hook is None else Hooked(scale, self.channel.size)
-
-    def _scale_by_weight(self) -> Scale:
-        weight = self.weights.current
-        if weight is None:
-            return self._plain_scale
-        if self.weights.unit is None and any(p.dtype in NARROW for p in self.parameters):
-            card = torch.tensor([weight], dtype=torch.float64, device=self.channel.device)
-            self.weights.unit = sum(part.item() for part in self.channel.gather(card)) or 1.0
-        return self.weights.scale(self.parameters)
+    def shadow(self, *, reduces: bool) -> None:
+        """Take part in a backward pass of the others, without gradients of one's own."""
+        self._abandon_if_dead()
+        self._passes += 1
+        if not reduces:
+            self._announced = LocalPass(self.channel).finish()
+            return
+        self._reduced += 1
+        with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.grad = None
+            shadow = self._make_pass(self.scaling.without_data())
+            shadow.finish()
+            shadow.is_surprised = False
+            if not self._has_ordered:
+                self._agree_on_order()
+            self._note(shadow)
+        if self.optimizers:
+            self.optimizers.step()
 
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)
@@ -336,6 +324,7 @@ class Reducer:
         self.expects_backward = False
         self._arrivals.rearm()
         with torch.no_grad():
+            self._restore()
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
             elif under_way is not None:
@@ -345,13 +334,19 @@ class Reducer:
             if isinstance(under_way, Pass):
                 self._learn_from(under_way)
                 self._note(under_way)
+        if isinstance(under_way, Pass) and self.optimizers:
+            self.optimizers.step()
+
+    @property
+    def _restore(self) -> Callable[..., None]:
+        return _nothing if self._precision is None else self._precision.restore
 
     def _note(self, done: Pass) -> None:
         self._is_unsynced = False
         self._announced = None
         self.was_surprised |= done.is_surprised
         self.weights.clear()
-        self.stats.add(done.timing, self._header.clocks(), self.buckets)
+        self.stats.add(done.timing, self._arrangement.header.clocks(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
 
     def _learn_from(self, done: Pass) -> None:
@@ -388,11 +383,22 @@ class Reducer:
             under_way.abandon()
             self.weights.go_back()
 
+    def adopt(self, other: Reducer) -> None:
+        """Take over what the user has set on another, which this one replaces."""
+        self.synchronises = other.synchronises
+        self.weights.current = other.weights.current
+        if [id(p) for _, p in self._named] == [id(p) for _, p in other._named]:
+            self.optimizers = other.optimizers
+
     def close(self) -> None:
         """Take the hooks off the parameters, and reduce nothing any more."""
         self._is_closed = True
         self._arrivals.close()
         self._company.leave(self)
+
+
+def _nothing(*_: object) -> None:
+    """Do what there is to do for parameters of one precision."""
 
 
 def _none() -> None:

@@ -44,10 +44,25 @@ class Scale:
         return 1.0
 
 
-class Mean(Scale):
-    """Every rank counts the same; the group divides, which is free where it adds up by itself."""
+class EvenMean(Scale):
+    """Every rank counts the same."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
+        self._size = size
+        self._divides_by_all = divides_by_all
+        """Ranks without data count too, as ranks whose gradients are zero."""
+
+    def times(self, header: Header) -> float:
+        if self._divides_by_all:
+            return 1.0
+        return self._size / max(1, len(header.with_data()))
+
+
+class Mean(EvenMean):
+    """The group divides, which is free where it adds up by itself."""
+
+    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
+        super().__init__(size, divides_by_all=divides_by_all)
         self.divisor = size
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
@@ -63,14 +78,25 @@ class Mean(Scale):
         return part / self.divisor if part.is_sparse else part
 
 
-class MeanOfShares(Scale):
-    """Every rank counts the same; gradients are divided while they are copied, which is free."""
+class MeanOfShares(EvenMean):
+    """Gradients are divided while they are copied, which is free."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
+        super().__init__(size, divides_by_all=divides_by_all)
         self.factor = 1 / size
+        self._times = 1.0
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
+
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        self._times = self.times(header)
+        if self._times != 1:
+            for bucket in buckets:
+                bucket.scale(self._times)
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        return part * self._times
 
 
 class Sum(Scale):

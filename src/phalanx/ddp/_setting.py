@@ -29,6 +29,8 @@ class Setting:
     header: Header
     keeps_views: bool
     """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
+    may_show_early: bool
+    """``.grad`` may become such a view while autograd is still at work."""
     absent: Sequence[int]
     """How many gradients of each piece did not come in the pass that was learnt from."""
     is_learning: bool

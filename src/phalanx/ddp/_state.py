@@ -16,7 +16,7 @@ from ._survey import Survey
 __all__ = ["DataParallelState"]
 
 PREFIX = "module."
-LEFT_BEHIND = ("reducer", "process_group", "_channel", "_survey", "device_mesh")
+LEFT_BEHIND = ("reducer", "process_group", "_channel", "_survey", "_precision", "device_mesh")
 
 
 class DataParallelState(nn.Module):
@@ -60,10 +60,10 @@ class DataParallelState(nn.Module):
 
     def _reconnect(self) -> None:
         """Make another reducer in the place of the one there is."""
-        synchronises, weight = self.reducer.synchronises, self.reducer.weights.current
-        self.reducer.close()
+        before = self.reducer
+        before.close()
         self._connect()
-        self.reducer.synchronises, self.reducer.weights.current = synchronises, weight
+        self.reducer.adopt(before)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
+from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._channel import Channel
@@ -106,6 +107,14 @@ class UpstreamNames:
         if comm_hook_type not in hooks:
             raise InvalidType(f"a BuiltinCommHookType is needed, not {comm_hook_type!r}")
         self.register_comm_hook(None, hooks[comm_hook_type])
+
+    # -- optimizers --------------------------------------------------------------------------
+
+    def _register_fused_optim(
+        self, optim: type[Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
+    ) -> Optimizer:
+        """Have an optimizer step at the end of every backward pass that is reduced; return it."""
+        return self.reducer.optimizers.fuse(optim, optim_params, *args, **kwargs)
 
     # -- logging ---------------------------------------------------------------------------
 

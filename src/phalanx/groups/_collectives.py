@@ -244,9 +244,11 @@ class Collectives(CollectiveBase):
         validate.one_for_each_rank("allgather", outputs, mine[0], self._size, word="output")
         opts = self._options(c10d.AllgatherOptions, "allgather", opts, timeout)
         args = ([self._movable("allgather", outputs)], self._movable("allgather", mine), opts)
-        return self._issue(
+        work = self._issue(
             "allgather", mine, self._engine.allgather, args, outputs=outputs, timeout=opts.timeout
         )
+        work.is_gathered()
+        return work
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None

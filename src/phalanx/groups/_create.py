@@ -178,13 +178,17 @@ def split_off(
 
 def assemble(
     store: Store, rank: int, terms: Terms, *, timeout: timedelta, purpose: Purpose | None = None
-) -> None:
-    """Bring together ranks that go on to make a group by other means."""
+) -> str:
+    """Bring together ranks that go on to make a group by other means.
+
+    Return a name that they have for it alone.
+    """
     forming = Forming(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
     verdict = forming.carry_out(lambda: forming.meet(lambda: None))
     contradiction = None if verdict.alike else forming.contradiction()
     if contradiction is not None:
         raise contradiction
+    return verdict.token
 
 
 def merge(

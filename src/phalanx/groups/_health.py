@@ -415,10 +415,13 @@ def _nothing() -> None:
 def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:
     """Say that two ranks called different things."""
     sides = sorted((mine, theirs))
+    cause = "ranks disagree: " + ", ".join(map(str, sides))
+    if mine.what == theirs.what:
+        cause += "; not in what is shown here, but in the reduction (sum, mean, ...) or the root"
     return Failure(
         kind="mismatch",
         by=mine.rank,
-        cause="ranks disagree: " + ", ".join(map(str, sides)),
+        cause=cause,
         ranks=tuple(side.rank for side in sides),
         operation=call.what,
         sequence=call.sequence,

@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -44,6 +45,7 @@ class Work(dist.Work, Pending):
     _failure: Failure | None = None
     _future: Future[Any] | None = None
     _future_ended = False
+    _is_gathered = False
 
     def __init__(
         self, health: Health, call: Call, timeout: float, raw: RawWork, outputs: list[Tensor]
@@ -69,6 +71,10 @@ class Work(dist.Work, Pending):
     def ends_with(self, finish: Callable[[], None]) -> None:
         """Have the result finished by a function, once, before anybody sees it."""
         self._finish = finish
+
+    def is_gathered(self) -> None:
+        """Say that there is a tensor of every rank."""
+        self._is_gathered = True
 
     def is_settled(self) -> None:
         """Say that the call was seen to its end before there was this work."""
@@ -305,7 +311,13 @@ class Work(dist.Work, Pending):
         self._settle()
         if self._claim_future():
             assert self._future is not None
-            self._future.set_result(self._outputs)
+            self._future.set_result(self._future_value())
+
+    def _future_value(self) -> list[Tensor]:
+        """Tell what the call has made; gathered tensors in one, which torch's hooks go by."""
+        if not self._is_gathered:
+            return self._outputs
+        return [torch.stack([each.view_as(self._outputs[0]) for each in self._outputs])]
 
     def attend_future(self) -> bool:
         """End the future if the call cannot succeed any more, and tell whether it has ended."""

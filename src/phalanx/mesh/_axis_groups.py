@@ -14,13 +14,16 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
 
-from ..groups import ProcessGroup
+from ..errors import InvalidState
+from ..groups._bases import DEFAULT, Base, GroupOptions, end
 from ..groups._words import runs
-from ._axis_options import DEFAULT, AxisOptions
-from ._bases import Base
 from ._consistency import Ledger, Use
 
 __all__ = ["AxisGroups", "axis_groups"]
+
+
+_Key = tuple[Sequence[int], GroupOptions, str]
+"""Ranks, options and the type of device: who has all of these alike shares a group."""
 
 
 class Keeper(Protocol):
@@ -36,21 +39,32 @@ class AxisGroups:
     def __init__(self) -> None:
         self.ledger = Ledger()
         """The meshes that this rank has made on the group, to be compared with those of others."""
-        self._made: dict[tuple[Sequence[int], AxisOptions, str], Future[dist.ProcessGroup]] = {}
-        # Over `_made`, for moments: ranks may form two groups in different order on two threads,
-        # and must not wait for each other here.
+        self.era = 0
+        """How often all groups were shut down: what was found in an earlier era is not to be kept.
+        """
+        # Over the rest and the era, for moments: ranks may form two groups in different order on
+        # two threads, and must not wait for each other here.
         self._lock = threading.Lock()
+        self._made: dict[_Key, Future[dist.ProcessGroup]] = {}
         self._kept_by: WeakValueDictionary[int, Keeper] = WeakValueDictionary()
 
-    def keep_in(self, keeper: Keeper) -> None:
-        """Let a mesh keep groups at hand, until they are shut down."""
-        self._kept_by[id(keeper)] = keeper
+    def keep(self, keeper: Keeper, keep: Callable[[], None], *, era: int) -> None:
+        """Let a mesh keep a group at hand until it is shut down, which it may have been since."""
+        with self._lock:
+            if era == self.era:
+                keep()
+                self._kept_by[id(keeper)] = keeper
 
     def find(
-        self, base: Base, ranks: Sequence[int], options: AxisOptions, *, use: Use
+        self, base: Base, ranks: Sequence[int], options: GroupOptions, *, use: Use
     ) -> dist.ProcessGroup:
         """Return the group of these ranks, in this order, or make it."""
         device_type = use.root.device_type
+        if base.is_gone:
+            raise InvalidState(
+                f"group {base.label!r} was destroyed: {use.root.text} gets no more groups, make it "
+                "on another one"
+            )
         if options == DEFAULT and ranks == range(base.size) and base.takes(device_type):
             self.ledger.announce(base, use)
             return base.group
@@ -63,37 +77,32 @@ class AxisGroups:
         return self._once((ranks, options, device_type), make)
 
     def shutdown(self) -> None:
-        """End this rank's part in all groups that were made so far."""
+        """End this rank's part in all groups that were made so far, or are being made."""
         with self._lock:
             made, self._made = self._made, {}
-        for keeper in self._kept_by.values():
-            keeper.let_go()  # an engine's threads and memory end with the last who has it
+            self.era += 1
+            for keeper in list(self._kept_by.values()):
+                keeper.let_go()  # an engine's threads and memory end with the last who has it
         for future in made.values():
-            group = future.result()
-            if isinstance(group, ProcessGroup):
-                group.shutdown()
-            else:
-                dist.destroy_process_group(group)
+            if future.exception() is None:  # otherwise who has asked for it is told
+                end(future.result())
 
-    def _once(
-        self,
-        key: tuple[Sequence[int], AxisOptions, str],
-        make: Callable[[], dist.ProcessGroup],
-    ) -> dist.ProcessGroup:
+    def _once(self, key: _Key, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
         with self._lock:
             found = self._made.get(key)
             if found is None:
-                made = self._made[key] = Future[dist.ProcessGroup]()
+                mine = self._made[key] = Future[dist.ProcessGroup]()
         if found is not None:
             return found.result()  # what makes it has a deadline
         try:
             group = make()
         except BaseException as error:
             with self._lock:
-                del self._made[key]  # the next to ask tries again
-            made.set_exception(error)
+                if self._made.get(key) is mine:  # and none of a later era
+                    del self._made[key]  # the next to ask tries again
+            mine.set_exception(error)
             raise
-        made.set_result(group)
+        mine.set_result(group)
         return group
 
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Backend
 
 from ..errors import InvalidMesh, InvalidType
-from ..groups._create import adjusted
-from ..groups._group import Recipe
+from ..groups._bases import DEFAULT, GroupOptions
 
-__all__ = ["DEFAULT", "AxisOptions", "Override", "Overrides", "for_axes", "for_one_axis"]
+__all__ = ["Override", "Overrides", "for_axes", "for_one_axis"]
 
 Override = (
     str
@@ -27,41 +26,9 @@ Override = (
 Overrides = Mapping[int | str, Override] | Sequence[Override | tuple[None, None] | None]
 
 
-@dataclass(frozen=True)
-class AxisOptions:
-    """What is set here differs from the root group; two groups are one if these are equal."""
-
-    backend: str | None = None
-    timeout: timedelta | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-    native: Backend.Options | None = None
-    """Options as torch has them, for an engine that is torch's."""
-
-    def applied_to(self, recipe: Recipe, *, device: str | None = None) -> Recipe:
-        """Return a recipe for groups of this axis."""
-        return adjusted(
-            recipe,
-            backend=self.backend,
-            options=dict(self.options),
-            timeout=self.timeout,
-            device=device,
-        )
-
-    @property
-    def label(self) -> str:
-        """Tell the difference in short: part of the name of a group, the same on every rank."""
-        parts = [] if self.backend is None else [self.backend]
-        parts += [f"{name}={value}" for name, value in self.options]
-        parts += [] if self.timeout is None else [f"{self.timeout.total_seconds():g}s"]
-        return "".join(f" {part}" for part in parts)
-
-
-DEFAULT = AxisOptions()
-
-
 def for_axes(
     overrides: Overrides | None, ndim: int, names: Sequence[str] | None
-) -> tuple[AxisOptions, ...]:
+) -> tuple[GroupOptions, ...]:
     """Return the options of every axis, from overrides by name or number or one for each axis."""
     if overrides is None:
         return (DEFAULT,) * ndim
@@ -99,12 +66,12 @@ def _axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
     raise InvalidMesh(f"backend_override has the key {key!r}: an axis is {allowed}")
 
 
-def for_one_axis(value: Override | Sequence[Any] | None) -> AxisOptions:
+def for_one_axis(value: Override | Sequence[Any] | None) -> GroupOptions:
     """Read one override."""
     if value is None:
         return DEFAULT
     if isinstance(value, str):
-        return AxisOptions(backend=value)
+        return GroupOptions(backend=value)
     if isinstance(value, tuple | list) and len(value) == 2:
         backend, options = value
         if backend is None or isinstance(backend, str):
@@ -112,18 +79,18 @@ def for_one_axis(value: Override | Sequence[Any] | None) -> AxisOptions:
     return _options(value)
 
 
-def _options(value: object) -> AxisOptions:
+def _options(value: object) -> GroupOptions:
     if value is None:
         return DEFAULT
     if isinstance(value, timedelta):
-        return AxisOptions(timeout=value)
+        return GroupOptions(timeout=value)
     if isinstance(value, Backend.Options):
-        return AxisOptions(timeout=value._timeout, native=value)
+        return GroupOptions(timeout=value._timeout, native=value)
     if isinstance(value, Mapping):
         timeout = value.get("timeout")
         if timeout is None or isinstance(timeout, timedelta):
             rest = tuple(sorted((k, v) for k, v in value.items() if k != "timeout"))
-            return AxisOptions(timeout=timeout, options=rest)
+            return GroupOptions(timeout=timeout, options=rest)
     raise InvalidType(
         f"backend_override has the value {value!r}: give the name of a backend, its options (an "
         "Options of torch, or a dict), a timeout, or a pair of a backend and one of these"

@@ -50,7 +50,10 @@ def check_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | Non
         return None
     if isinstance(names, str):
         raise InvalidMesh(f"mesh_dim_names is a tuple of names, not the string {names!r}")
-    names = tuple(names)
+    try:
+        names = tuple(names)
+    except TypeError:
+        raise InvalidType(f"mesh_dim_names is a tuple of names, not {names!r}") from None
     for name in names:
         if not isinstance(name, str):
             raise InvalidType(f"mesh_dim_names {names} has {name!r}: names are strings")

@@ -20,13 +20,14 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import RankMismatch
-from ..groups._patient import PatientStore, PlainStore
-from ..groups._stores import own_connection
-from ._bases import Base
+from ..groups._bases import Base
 from .layout import FlatLayout, MeshLayout
+
+if TYPE_CHECKING:
+    from ..groups._patient import PatientStore, PlainStore
 
 __all__ = ["AxisPurpose", "Ledger", "RootKey", "Use"]
 
@@ -84,7 +85,7 @@ class Ledger:
     def __init__(self) -> None:
         self._entries: dict[RootKey, _Entry] = {}
         self._lock = threading.Lock()  # over `_entries`, for moments
-        self._told = ""  # the record that others were told last
+        self._announced = ""  # the record that others were told last, where no group was made
         self._store: PatientStore | None = None
 
     def note(self, root: RootKey) -> None:
@@ -105,25 +106,22 @@ class Ledger:
         self, base: Base, ranks: Sequence[int], use: Use, *, label: str
     ) -> AxisPurpose | None:
         """Note that an axis is used, and return what its members tell each other, if they talk."""
-        if base.store is None or len(ranks) == 1:
+        if not base.talks or len(ranks) == 1:
             return None
-        record = self._record(use)
-        told = json.dumps(record)
-        is_new, self._told = told != self._told, told
-        return AxisPurpose(base.rank, ranks, use, record, label, told if is_new else "")
+        return AxisPurpose(base.rank, ranks, use, self._record(use), label)
 
     def announce(self, base: Base, use: Use) -> None:
         """Tell the others of an axis that needs no group made, and compare as far as is known."""
         purpose = self.purpose(base, range(base.size), use, label=base.label)
-        if purpose is None or not purpose.told:
+        if purpose is None or purpose.told == self._announced:
             return
-        assert base.store is not None, "they talk"
-        if self._store is None:  # of our own: others may wait on theirs for long
-            self._store = PatientStore(own_connection(base.store))
+        if self._store is None:
+            self._store = base.connect()
         self._store.set_all(purpose.notes())
         conflict = purpose.contradiction(self._store, range(base.size))
         if conflict is not None:
             raise conflict
+        self._announced = purpose.told  # not before: who asks again must hear the same
 
     def _record(self, use: Use) -> dict[str, Any]:
         with self._lock:
@@ -143,8 +141,11 @@ class AxisPurpose:
     mine: dict[str, Any]
     """This rank's record."""
     label: str
-    told: str
-    """The record as it is to be written down; empty if it is there already."""
+
+    @cached_property
+    def told(self) -> str:
+        """The record as it is written down."""
+        return json.dumps(self.mine)
 
     @property
     def text(self) -> str:
@@ -153,7 +154,7 @@ class AxisPurpose:
 
     def notes(self) -> dict[str, str]:
         """Return this rank's record, for others to read."""
-        return {_key(self.rank): self.told} if self.told else {}
+        return {_key(self.rank): self.told}
 
     def contradiction(self, store: PlainStore, members: Sequence[int]) -> RankMismatch | None:
         """Return what is wrong with one of these members of the group, if anything is."""

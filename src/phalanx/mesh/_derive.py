@@ -9,8 +9,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import InvalidMesh, InvalidState, InvalidType, UnknownAxis
-from ._axis_options import AxisOptions, Override, Overrides, for_axes, for_one_axis
+from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
+from ..groups._bases import GroupOptions
+from ._axis_options import Override, Overrides, for_axes, for_one_axis
 from ._checks import check_names
 from .layout import FlatLayout, MeshLayout
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["concatenate", "find_axis", "flatten", "slice_layout", "slice_mesh", "unflatten"]
 
-Axis = tuple[FlatLayout, AxisOptions]
+Axis = tuple[FlatLayout, GroupOptions]
 
 
 def find_axis(mesh: DeviceMesh, axis: int | str, *, what: str = "axis") -> int:
@@ -54,6 +55,8 @@ def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> De
     names, family = mesh.mesh_dim_names, mesh._family
     if not names:
         raise InvalidState(f"{mesh} cannot be flattened: its axes have no names")
+    if name is not None and not isinstance(name, str):
+        raise InvalidType(f"{mesh} cannot be flattened to an axis {name!r}: a name is a string")
     name = name or "_".join(names)
     if (name,) == names:
         return mesh
@@ -113,21 +116,28 @@ def _sliced(mesh: DeviceMesh, wanted: Sequence[str]) -> list[Axis]:
         if name not in known:
             raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_listed(known)}")
     axes = [known[name] for name in wanted]
-    _check_order(mesh, wanted, _layout_of(axes))
+    _check_order(mesh, wanted, axes)
     return axes
 
 
-def _check_order(mesh: DeviceMesh, wanted: Sequence[str], layout: MeshLayout) -> None:
+def _check_order(mesh: DeviceMesh, wanted: Sequence[str], axes: Sequence[Axis]) -> None:
     twice = [name for name in wanted if wanted.count(name) > 1]
     if twice:
         raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axis {twice[0]!r} more than once")
-    if not layout.check_sorted():
+    if not _layout_of(axes).check_sorted():
         raise UnknownAxis(
             f"slice {tuple(wanted)} of {mesh} is not in the order of its axes, which is "
             f"{_listed(mesh.mesh_dim_names or ())}: concatenate() takes any order"
         )
-    if not layout.check_orthogonal():
-        raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axes that overlap")
+    _check_overlap(wanted, axes, what=f"they are no slice of {mesh}")
+
+
+def _check_overlap(names: Sequence[str], axes: Sequence[Axis], *, what: str) -> None:
+    """Name the first axis that has ranks in common with those before it."""
+    if _layout_of(axes).check_orthogonal():
+        return
+    number = next(n for n in range(len(axes)) if not _layout_of(axes[: n + 1]).check_orthogonal())
+    raise InvalidMesh(f"axis {names[number]!r} overlaps with {_listed(names[:number])}: {what}")
 
 
 def _check_free_name(mesh: DeviceMesh, name: str, flat: FlatLayout) -> None:
@@ -176,6 +186,9 @@ def _parts(
     own = mesh.mesh_dim_names
     if own is None:
         raise InvalidType(f"{mesh} cannot be unflattened: its axes have no names")
+    for what, several in (("mesh_sizes", sizes), ("mesh_dim_names", names)):
+        if isinstance(several, str) or not isinstance(several, Sequence):
+            raise InvalidType(f"{what} has one for each new axis, in a tuple: not {several!r}")
     if len(sizes) != len(names):
         raise InvalidMesh(
             f"axis {own[axis]!r} is to become {len(sizes)} axes {tuple(sizes)} with {len(names)} "
@@ -186,13 +199,16 @@ def _parts(
         raise InvalidMesh(
             f"axis {own[axis]!r} has size {size}, which is not the product of {tuple(sizes)}"
         )
-    return axis, mesh._layout[axis].composition(MeshLayout.from_sizes_strides(tuple(sizes)))
+    try:
+        parts = mesh._layout[axis].composition(MeshLayout.from_sizes_strides(tuple(sizes)))
+    except InvalidArgument as error:
+        raise InvalidMesh(f"axis {own[axis]!r} cannot become {tuple(sizes)}: {error}") from error
+    return axis, parts
 
 
 def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
     """Return the axes of several meshes of one root, and their names."""
-    if not meshes:
-        raise UnknownAxis("there is nothing to concatenate: give at least one mesh")
+    _require_meshes(meshes)
     axes: list[Axis] = []
     names: list[str] = []
     first = meshes[0]
@@ -204,16 +220,22 @@ def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
             )
         if mesh.mesh_dim_names is None:
             raise InvalidType(f"{mesh} cannot be concatenated: its axes have no names")
-        for name, axis in zip(
-            mesh.mesh_dim_names, zip(mesh._layout, mesh._options, strict=True), strict=True
-        ):
-            if not _layout_of([*axes, axis]).check_orthogonal():
-                raise InvalidMesh(
-                    f"axis {name!r} overlaps with {_listed(names)}, so they cannot be concatenated"
-                )
-            names.append(name)
-            axes.append(axis)
+        names += mesh.mesh_dim_names
+        axes += zip(mesh._layout, mesh._options, strict=True)
+    _check_overlap(names, axes, what="they cannot be concatenated")
     return axes, tuple(names)
+
+
+def _require_meshes(meshes: Sequence[DeviceMesh]) -> None:
+    from ._device_mesh import DeviceMesh  # here, for it imports this module
+
+    if not isinstance(meshes, Sequence):
+        raise InvalidType(f"concatenate takes a list of meshes, not {meshes!r}")
+    if not meshes:
+        raise UnknownAxis("there is nothing to concatenate: give at least one mesh")
+    for each in meshes:
+        if not isinstance(each, DeviceMesh):
+            raise InvalidType(f"concatenate takes a list of meshes, not of {each!r}")
 
 
 def _layout_of(axes: Sequence[Axis]) -> MeshLayout:

@@ -6,7 +6,7 @@ import os
 import warnings
 
 from ..errors import InvalidMesh
-from ._bases import Base
+from ..groups._bases import Base
 from ._current_mesh import device_module
 
 __all__ = ["choose_device"]
@@ -19,7 +19,7 @@ def choose_device(device_type: str, base: Base) -> None:
     machines with equally many devices.
     """
     module = device_module(device_type)
-    if device_type == "cpu" or module is None or base.store is None or module.is_initialized():
+    if device_type == "cpu" or module is None or not base.talks or module.is_initialized():
         return
     count = module.device_count()
     if count == 0:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import InvalidMesh, InvalidType
+from ..groups._bases import Base, GroupOptions, base_of, find_base
 from . import _derive as derive
-from ._axis_options import AxisOptions, Override, Overrides, for_axes
-from ._bases import Base, base_of, find_base
+from ._axis_options import Override, Overrides, for_axes
 from ._checks import check_device_type, check_names, check_ranks, read_ranks
 from ._current_mesh import _mesh_resources
 from ._family import Family, found
@@ -66,7 +66,7 @@ class DeviceMesh:
         family: Family,
         layout: MeshLayout,
         names: tuple[str, ...] | None,
-        options: tuple[AxisOptions, ...],
+        options: tuple[GroupOptions, ...],
     ) -> None:
         self._family = family
         self._layout = layout
@@ -77,7 +77,7 @@ class DeviceMesh:
         self._hash: int | None = None
 
     def _derive(
-        self, layout: MeshLayout, names: tuple[str, ...], options: tuple[AxisOptions, ...]
+        self, layout: MeshLayout, names: tuple[str, ...], options: tuple[GroupOptions, ...]
     ) -> DeviceMesh:
         """Return another mesh of the same family."""
         mesh = DeviceMesh.__new__(DeviceMesh)
@@ -145,8 +145,8 @@ class DeviceMesh:
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's place on one axis."""
-        flattened = self._family.flattened.get(mesh_dim) if isinstance(mesh_dim, str) else None
-        if flattened is not None and mesh_dim not in (self._names or ()):
+        flattened = self._flattened(mesh_dim)
+        if flattened is not None:
             return flattened.get_local_rank()
         axis = self._only_axis("get_local_rank") if mesh_dim is None else mesh_dim
         number = derive.find_axis(self, axis)
@@ -183,17 +183,24 @@ class DeviceMesh:
             return self._find_group(mesh_dim)
 
     def _find_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
-        flattened = self._family.flattened.get(mesh_dim) if isinstance(mesh_dim, str) else None
-        if flattened is not None and mesh_dim not in (self._names or ()):
+        groups = self._family.groups
+        era = groups.era
+        flattened = self._flattened(mesh_dim)
+        if flattened is not None:
             group = flattened.get_group()
         else:
             axis = self._only_axis("get_group") if mesh_dim is None else mesh_dim
             number = derive.find_axis(self, axis)
             name = self._names[number] if self._names else str(number)
             group = self._family.make_group(self._layout[number], name, self._options[number])
-        self._family.groups.keep_in(self)
-        self._groups[mesh_dim] = group
+        groups.keep(self, lambda: self._groups.update({mesh_dim: group}), era=era)
         return group
+
+    def _flattened(self, mesh_dim: int | str | None) -> DeviceMesh | None:
+        """Return the flattened mesh of that name, unless an axis of this one has it."""
+        if not isinstance(mesh_dim, str) or mesh_dim in (self._names or ()):
+            return None
+        return self._family.flattened.get(mesh_dim)
 
     def let_go(self) -> None:
         """Forget which groups were found for the axes; the next call of `get_group` looks again."""

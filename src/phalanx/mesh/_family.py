@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidState, NotInMesh
+from ..groups._bases import DEFAULT, Base, GroupOptions
 from ._axis_groups import AxisGroups, axis_groups
-from ._axis_options import DEFAULT, AxisOptions
-from ._bases import Base
 from ._checks import as_range
 from ._consistency import RootKey, Use
 from ._device import choose_device
@@ -60,7 +59,9 @@ class Family:
 
     def part(self, ranks: Sequence[int]) -> Family:
         """Return a family of some of the ranks."""
-        return Family(self.device_type, ranks, base=self.base, rank=self.rank, numbers=self.numbers)
+        part = Family(self.device_type, ranks, base=self.base, rank=self.rank, numbers=self.numbers)
+        part.given = self.given
+        return part
 
     def note_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
         """Remember axes that came by flattening or unflattening."""
@@ -117,7 +118,7 @@ class Family:
             ranks = torch.tensor(self.ranks, device="cpu")[positions]
         return ranks.to(torch.int32).reshape(layout.top_level_sizes)
 
-    def make_group(self, axis: FlatLayout, name: str, options: AxisOptions) -> dist.ProcessGroup:
+    def make_group(self, axis: FlatLayout, name: str, options: GroupOptions) -> dist.ProcessGroup:
         """Return the group of this rank along an axis."""
         position = self.require_position(f"it has no group along axis {name!r}")
         ranks = self.ranks_at(axis.group_of(position))
@@ -143,7 +144,7 @@ def found(
     family: Family,
     layout: MeshLayout,
     names: tuple[str, ...] | None,
-    options: tuple[AxisOptions, ...],
+    options: tuple[GroupOptions, ...],
     *,
     noted: bool = True,
 ) -> DeviceMesh:

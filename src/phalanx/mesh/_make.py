@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidMesh, InvalidType
-from ._axis_options import DEFAULT, AxisOptions, Overrides, for_axes
-from ._bases import base_of, find_base, resolve
+from ..groups._bases import DEFAULT, GroupOptions, base_of, find_base, resolve
+from ._axis_options import Overrides, for_axes
 from ._checks import (
     as_range,
     check_device_type,
@@ -82,10 +82,7 @@ def from_groups(
     check_device_type(device_type)
     if isinstance(groups, dist.ProcessGroup):
         return _from_one(groups, device_type, mesh, names)
-    try:
-        groups = list(groups)
-    except TypeError:
-        raise InvalidType(f"from_group takes a group or a list of groups, not {groups!r}") from None
+    groups = _several(groups)
     for missing, what in ((groups, "group"), (mesh, "mesh"), (names, "mesh_dim_names")):
         if missing is None or missing == []:
             raise InvalidMesh(f"{what} is missing: several groups need an array of ranks and names")
@@ -104,6 +101,17 @@ def from_groups(
     for axis, group in enumerate(groups):
         give(made, axis, group)
     return made
+
+
+def _several(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
+    try:
+        several = list(groups)
+    except TypeError:
+        raise InvalidType(f"from_group takes a group or a list of groups, not {groups!r}") from None
+    for each in several:
+        if not isinstance(each, dist.ProcessGroup):
+            raise InvalidType(f"from_group takes a list of groups, not of {each!r}")
+    return several
 
 
 def _from_one(
@@ -137,36 +145,63 @@ def give(mesh: DeviceMesh, axis: int, group: dist.ProcessGroup) -> None:
 
 
 def pickled(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Return how to make a mesh again, as `pickle` wants it: on the group of that name there."""
-    family = mesh._family
+    """Return how to make a mesh again, as `pickle` wants it: on groups of the same names there."""
+    family, base = mesh._family, mesh._family.base
     options = _portable(mesh._options)
     if mesh is not family.root:
         return _derived_again, (family.root, mesh._layout, mesh._names, options)
-    name = None if family.base is None else family.base.group.group_name
     flattened = [
         (name, flat._layout, _portable(flat._options)) for name, flat in family.flattened.items()
     ]
-    known = (family.device_type, family.ranks, family.rank, family.numbers, name)
+    known = _Known(
+        family.device_type,
+        family.ranks,
+        family.rank,
+        family.numbers,
+        group=None if base is None else (base.group.group_name, base.size),
+        given=[(ranks, group.group_name) for ranks, group in family.given.items()],
+    )
     return _again, (known, mesh._layout, mesh._names, options, flattened)
 
 
-def _portable(options: tuple[AxisOptions, ...]) -> tuple[AxisOptions, ...]:
+@dataclass(frozen=True)
+class _Known:
+    """What a pickle has of a family, with groups as the names by which torch knows them."""
+
+    device_type: str
+    ranks: Sequence[int]
+    rank: int
+    numbers: Sequence[int] | None
+    group: tuple[str, int] | None
+    given: list[tuple[Sequence[int], str]]
+
+    def family(self) -> Family:
+        """Make the family again, with such of its groups as are known here."""
+        name, size = self.group or ("", 0)
+        group = resolve(name)
+        base = base_of(group) if group is not None and group.size() == size else None
+        rank = self.rank if base is None else None
+        made = Family(self.device_type, self.ranks, base=base, rank=rank, numbers=self.numbers)
+        for ranks, name in self.given:
+            group = resolve(name)
+            if group is not None and as_range(dist.get_process_group_ranks(group)) == ranks:
+                made.given[ranks] = group
+        return made
+
+
+def _portable(options: tuple[GroupOptions, ...]) -> tuple[GroupOptions, ...]:
     """Leave out torch's own options, which cannot be pickled."""
     return tuple(replace(each, native=None) for each in options)
 
 
 def _again(
-    known: tuple[str, Sequence[int], int, Sequence[int] | None, str | None],
+    known: _Known,
     layout: MeshLayout,
     names: tuple[str, ...] | None,
-    options: tuple[AxisOptions, ...],
-    flattened: list[tuple[str, MeshLayout, tuple[AxisOptions, ...]]],
+    options: tuple[GroupOptions, ...],
+    flattened: list[tuple[str, MeshLayout, tuple[GroupOptions, ...]]],
 ) -> DeviceMesh:
-    device_type, ranks, rank, numbers, group_name = known
-    base = None if group_name is None else resolve(group_name)
-    family = Family(
-        device_type, ranks, base=base, rank=rank if base is None else None, numbers=numbers
-    )
+    family = known.family()
     mesh = found(blank(), family, layout, names, options)
     for name, flat, its_options in flattened:
         family.flattened[name] = mesh._derive(flat, (name,), its_options)
@@ -177,7 +212,7 @@ def _derived_again(
     root: DeviceMesh,
     layout: MeshLayout,
     names: tuple[str, ...],
-    options: tuple[AxisOptions, ...],
+    options: tuple[GroupOptions, ...],
 ) -> DeviceMesh:
     mesh = root._derive(layout, names, options)
     flattened = root._family.flattened.get(names[0]) if len(names) == 1 else None

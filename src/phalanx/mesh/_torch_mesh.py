@@ -13,8 +13,7 @@ from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import InvalidState, InvalidType
-from ._axis_options import DEFAULT
-from ._bases import find_base
+from ..groups._bases import DEFAULT, find_base
 from ._checks import as_range
 from ._device_mesh import DeviceMesh
 from ._family import Family, found

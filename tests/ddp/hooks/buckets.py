@@ -46,3 +46,8 @@ def run(hook, state, group, step=0, *, index=0, is_last=True, **options):
         *gradients(group.rank(), step, **options), index=index, is_last=is_last, group=group
     )
     return hook(state, mine).wait()
+
+
+def assert_near(result, expected):
+    """Compare what was reckoned in float32 with the oracle."""
+    torch.testing.assert_close(result.double(), expected.double(), rtol=1e-5, atol=1e-6)

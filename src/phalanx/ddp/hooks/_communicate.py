@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future, collect_all
 
 from ...errors import InvalidState, InvalidType
+from ...groups import ProcessGroup
 from ...groups import _futures as futures
 from .._channel import Channel, Handle
 
@@ -67,10 +68,10 @@ def new_subgroup(**options: Any) -> dist.ProcessGroup:
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> Handle:
     """Begin to replace a tensor by its mean over the ranks."""
     channel = Channel(group, tensor.device)
-    if tensor.dtype in _HALVES or tensor.is_sparse:
-        # A sum of halves may be too large for a half. Of sparse tensors there is only a sum.
-        return channel.sum(tensor.div_(channel.size))
-    return channel.mean(tensor)
+    # A sum of halves may be too large for a half; not all groups and layouts have a mean.
+    if isinstance(group, ProcessGroup) and not (tensor.dtype in _HALVES or tensor.is_sparse):
+        return channel.mean(tensor)
+    return channel.sum(tensor.div_(channel.size))
 
 
 def average(group: dist.ProcessGroup, tensor: Tensor) -> Future[Tensor]:
@@ -94,16 +95,19 @@ def when_done(
     calls: Sequence[Handle], finish: Callable[[], Tensor], device: torch.device
 ) -> Future[Tensor]:
     """Return a future of what `finish` makes when all calls have ended."""
-
-    def finished(_: object = None) -> Tensor:
-        for call in calls:
-            call.wait()
-        return finish()
-
     if all(call.is_completed() for call in calls):
-        return _settled(_future(device), finished)  # a future of the engine's may cost a thread
+        # A future of the engine's may cost a thread.
+        return _settled(_future(device), lambda: _after(calls, finish))
+    # Not the calls, once their futures have ended: to wait for one there may be for ever.
     parts = [call.get_future() for call in calls]
-    return then(parts[0] if len(parts) == 1 else collect_all(parts), finished, device)
+    whole: Future[Any] = parts[0] if len(parts) == 1 else collect_all(parts)
+    return then(whole, lambda _: _after(parts, finish), device)
+
+
+def _after(ended: Sequence[Handle | Future[Any]], finish: Callable[[], Tensor]) -> Tensor:
+    for each in ended:
+        each.wait()  # raises what it ended with
+    return finish()
 
 
 def then(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ class Fragment:
         """Copy the anchors, the outer optimizer's state, and what is under way."""
         return {
             "anchors": [anchor.detach().clone() for anchor in self.anchors],
-            "outer": self.outer.state_dict(),
+            "outer": copy.deepcopy(self.outer.state_dict()),  # torch's refers to what changes
             "due": self.due,
             "deltas": [delta.clone() for delta in self._arrived()],
         }

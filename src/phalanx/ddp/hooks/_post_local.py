@@ -10,7 +10,7 @@ from torch.futures import Future
 from ...errors import InvalidArgument
 from ._communicate import average, check_group, completed, group_of, new_subgroup
 from ._hook import GradBucket
-from ._state import HookState, check_count
+from ._state import HookState, check_count, check_state
 
 __all__ = ["PostLocalSGDState", "post_localSGD_hook"]
 
@@ -48,6 +48,7 @@ def post_localSGD_hook(  # noqa: N802
     state: PostLocalSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients over all ranks in the first steps, then over the subgroup."""
+    check_state(state, PostLocalSGDState, "post_localSGD_hook")
     is_global = state.iter < state.start_localSGD_iter
     state.maybe_increase_iter(bucket)
     if is_global:

@@ -4,9 +4,8 @@ A gradient M of n x m becomes P Q^T with r columns each. One step of a power ite
 begun from the Q of the step before: P = M Q, averaged over the ranks and made orthonormal, then
 Q = M^T P, averaged. Both are linear in M, so what comes out is the approximation of the mean.
 
-What a rank holds back is M less its own part of that, P Q_w^T, as the paper has it. (Less the mean,
-as torch and the paper's program reckon, the ranks' means agree, but each rank hoards the difference
-between its gradients and everybody's, without end.)
+What a rank holds back is M less its own part of that, P Q_w^T, as the paper has it. Torch takes the
+mean of all ranks' parts instead; over the ranks that comes to the same.
 """
 
 import math
@@ -19,11 +18,11 @@ from torch.futures import Future
 
 from ...errors import InvalidArgument
 from ._communicate import Handle, average, group_of, start_average, when_done
-from ._feedback import add_held
+from ._feedback import add_held, hold, is_finite
 from ._hook import GradBucket, dense_buffer
 from ._low_rank import Factors, Shape, stacked
 from ._seeds import shared_generator
-from ._state import HookState, check_count
+from ._state import HookState, check_count, check_state
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -94,6 +93,7 @@ def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients as matrices of low rank, layer by layer; small ones as they are."""
+    check_state(state, PowerSGDState, "powerSGD_hook")
     buffer = dense_buffer(bucket, "powerSGD_hook")
     group = group_of(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
@@ -126,6 +126,7 @@ def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the whole bucket as one square matrix of low rank: quicker, and less exact."""
+    check_state(state, PowerSGDState, "batched_powerSGD_hook")
     buffer = dense_buffer(bucket, "batched_powerSGD_hook")
     group = group_of(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
@@ -161,8 +162,7 @@ def _approximate(
     Waits for the first ones, as the second depend on them, and a call that was made later, from
     wherever the first one ended, could meet another call of its peers.
     """
-    if state.use_error_feedback:
-        add_held(state.error_dict, index, matrices)
+    before = add_held(state.error_dict, index, matrices) if state.use_error_feedback else None
     parts = stacked(matrices, shapes)
     q = _first_guess(state, index, matrices, [(m, state.factor_rank((n, m))) for n, m in shapes])
     q.orthogonalize(state.orthogonalization_epsilon)
@@ -176,7 +176,7 @@ def _approximate(
     if state.use_error_feedback:
         for i, part in enumerate(parts):
             part.addmm_(p.parts[i], q.parts[i].T, alpha=-1)
-        state.error_dict[index] = matrices
+        hold(state.error_dict, index, matrices, before)
     if state.warm_start:
         state.q_memory_dict[index] = q.flat  # which holds the mean before the next step begins
     return p, q, start_average(group, q.flat)
@@ -188,7 +188,7 @@ def _first_guess(
     """Take the second factors of the last step, or random ones that are the same on all ranks."""
     count = sum(math.prod(shape) for shape in shapes)
     known = state.q_memory_dict.get(index)
-    if known is None or len(known) != count:
+    if known is None or len(known) != count or not is_finite(known):
         generator = shared_generator(state.random_seed, state.iter, index)
         known = torch.randn(count, generator=generator).to(matrices)
     return Factors.of(known.to(matrices), shapes)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ._communicate import gather, group_of, when_done
+from ._communicate import completed, gather, group_of, when_done
 from ._hook import GradBucket, dense_buffer
 from ._state import check_count
 
@@ -41,7 +41,9 @@ def _quantized(
 ) -> Future[Tensor]:
     group = group_of(process_group, bucket)
     count = buffer.numel()
-    channels = -(-count // max(row, 1))
+    if not count:
+        return completed(buffer)  # there is no smallest of no elements
+    channels = -(-count // row)
     values = buffer.new_zeros(channels, row, dtype=torch.float32)
     values.view(-1)[:count] = buffer
     call, received = gather(group, _encode(values))

@@ -1,16 +1,16 @@
 """Random-k: all ranks send the same elements, drawn anew in every step (Stich et al. 2018,
 arXiv:1809.07599)."""
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from ._communicate import average, group_of, start_average, when_done
-from ._feedback import add_held
+from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
-from ._seeds import shared_generator
+from ._seeds import draw, shared_generator
 from ._selection import SelectionState
+from ._state import check_state
 
 __all__ = ["RandomKState", "randomk_hook"]
 
@@ -39,6 +39,7 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
 
     Without error feedback what is sent is scaled up, so that it is right in the long run.
     """
+    check_state(state, RandomKState, "randomk_hook")
     buffer = dense_buffer(bucket, "randomk_hook")
     group = group_of(state.process_group, bucket)
     step = state.iter
@@ -46,13 +47,12 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
     if step < state.start_iter:
         return average(group, buffer)
     index, count = bucket.index(), state.count_of(buffer)
-    if state.use_error_feedback:
-        add_held(state.error_dict, index, buffer)
+    before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
     generator = shared_generator(state.random_seed, step, index)
-    places = torch.randperm(buffer.numel(), generator=generator)[:count].to(buffer.device)
+    places = draw(count, buffer.numel(), generator).to(buffer.device)
     sent = buffer[places]
     if state.use_error_feedback:
-        state.error_dict[index] = buffer.index_fill(0, places, 0)
+        hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)
     else:
         sent.mul_(buffer.numel() / max(count, 1))
 

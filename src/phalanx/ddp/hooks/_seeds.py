@@ -5,11 +5,23 @@ from __future__ import annotations
 import zlib
 
 import torch
+from torch import Tensor
 
-__all__ = ["shared_generator"]
+__all__ = ["draw", "shared_generator"]
 
 
 def shared_generator(seed: int, step: int, index: int) -> torch.Generator:
     """Make a generator that depends on nothing but the seed, the step and the bucket."""
     mixed = zlib.crc32(f"{seed} {step} {index}".encode())
     return torch.Generator().manual_seed(mixed)  # numbers are drawn on the CPU for every device
+
+
+def draw(count: int, among: int, generator: torch.Generator) -> Tensor:
+    """Draw different whole numbers from 0 on, every choice of them as likely as any other."""
+    if 4 * count < among:
+        # Few among many: some are drawn twice, which costs less than to shuffle all.
+        some = torch.randint(among, (count + count // 2 + 16,), generator=generator)
+        different: Tensor = torch.unique(some)
+        if len(different) >= count:
+            return different[torch.randperm(len(different), generator=generator)[:count]]
+    return torch.randperm(among, generator=generator)[:count]

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import InvalidArgument
+from ...errors import InvalidArgument, InvalidType
 from ._communicate import check_group
 from ._hook import GradBucket
 
-__all__ = ["HookState", "check_count"]
+__all__ = ["HookState", "check_count", "check_state"]
 
 
 class HookState:
@@ -74,3 +74,9 @@ def check_count(name: str, value: Any, *, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgument(f"{name} is a whole number, {least} or more, not {value!r}")
     return value
+
+
+def check_state(state: Any, kind: type[HookState], hook: str) -> None:
+    """Refuse a state that is another hook's, or a group."""
+    if not isinstance(state, kind):
+        raise InvalidType(f"the state of {hook} is a {kind.__name__}, not {state!r}")

@@ -5,9 +5,10 @@ from torch import Tensor
 from torch.futures import Future
 
 from ._communicate import average, gather, group_of, when_done
-from ._feedback import add_held
+from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
 from ._selection import SelectionState
+from ._state import check_state
 
 __all__ = ["TopKState", "topk_hook"]
 
@@ -22,6 +23,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     Ranks choose different elements, so each sends which they are, and all of it to everybody: what
     a rank receives grows with their number.
     """
+    check_state(state, TopKState, "topk_hook")
     buffer = dense_buffer(bucket, "topk_hook")
     group = group_of(state.process_group, bucket)
     compresses = state.iter >= state.start_iter
@@ -29,12 +31,11 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     if not compresses:
         return average(group, buffer)
     index = bucket.index()
-    if state.use_error_feedback:
-        add_held(state.error_dict, index, buffer)
+    before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
     places = torch.topk(buffer.abs(), state.count_of(buffer), sorted=False).indices
     sent = buffer[places]
     if state.use_error_feedback:
-        state.error_dict[index] = buffer.index_fill(0, places, 0)
+        hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
     getting_values, values = gather(group, sent)
     getting_places, everyones_places = gather(group, places.to(narrow))

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +36,10 @@ from .._roster import Member
 if TYPE_CHECKING:
     from ...native import _engine
 
-__all__ = ["Slab", "share"]
+__all__ = ["Slab", "make_region", "share", "watch_peers"]
 
 TURN = timedelta(milliseconds=50)  # for which others cannot ask on the same connection
+OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 GRAIN = 4096  # bytes; slab memory is handed out in pages
 
 
@@ -62,7 +64,7 @@ def share(
         engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
             engine.share_cores(verdict["cores"])
-            _watch_peers(engine, rank, verdict["pids"])
+            watch_peers(engine, rank, verdict["pids"])
             return engine
         refusals.append(f"{place}: {verdict['why']}")
     raise RendezvousError(
@@ -117,8 +119,8 @@ def _offer(
     del rank
     verdict: dict[str, Any] = {"pids": [], "cores": 1, "why": "", "lost": []}
     try:
-        region = _native(size).Region.create(place, size, sizes or _native(size).Sizes())
-    except RuntimeError as error:  # what nanobind makes of a system error
+        region = make_region(place, size, sizes)
+    except (RuntimeError, OSError) as error:  # nanobind makes a RuntimeError of a system error
         verdict["why"] = str(error)
         peers.tell(f"offer/{number}", None)
         peers.tell(f"verdict/{number}", verdict)
@@ -140,6 +142,32 @@ def _offer(
         engine.region.unlink()
         peers.tell(f"verdict/{number}", verdict)
     return (None if verdict["why"] else engine), verdict
+
+
+def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _engine.Region:
+    """Make a region whose memory is there, for to touch what is not would be a SIGBUS.
+
+    Files have theirs from the start. A memfd gets it page by page, which fails only where the
+    kernel promises no more than it has: there it is taken at once, though that takes time.
+    """
+    region: _engine.Region = _native(size).Region.create(
+        place, size, sizes or _native(size).Sizes()
+    )
+    if place == "memfd" and _never_overcommits():
+        descriptor = os.open(region.path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _, slab = region.slab(0)  # which takes its memory when tensors are made in it
+            os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size - size * slab)
+        finally:
+            os.close(descriptor)
+    return region
+
+
+def _never_overcommits() -> bool:
+    try:
+        return OVERCOMMIT.read_text().strip() == "2"
+    except OSError:
+        return False
 
 
 def _own_cores() -> list[list[int]]:
@@ -204,7 +232,8 @@ def _take_away(path: str) -> None:
         os.unlink(path)
 
 
-def _watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
+def watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
+    """Have the engine notice when a peer's process ends."""
     for peer, pid in enumerate(pids):
         if pid != pids[rank]:  # threads of one process need no watching
             try:
@@ -225,8 +254,9 @@ def _native(size: int) -> Any:
 class Slab:
     """This rank's own part of the region, handed out as tensors."""
 
-    def __init__(self, engine: _engine.Engine, rank: int) -> None:
+    def __init__(self, engine: _engine.Engine, rank: int, ranks: int = 1) -> None:
         self._engine = engine
+        self._rank, self._ranks = rank, ranks
         self._base, self._size = engine.region.slab(rank)
         self._pid = os.getpid()
         self._lock = threading.Lock()  # over `_free`; nothing else is locked under it
@@ -235,6 +265,8 @@ class Slab:
         self._returned: deque[tuple[int, int]] = deque()
         """What dead tensors have left. They die on any thread and at any line, even in the middle
         of `allocate`, so this is all that their end may touch."""
+        self._common: list[tuple[int, int, Any]] = []
+        """Memory that peers have tensors of too: (offset, length, a byte of each who has)."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor in shared memory; it is given back when the last view of it dies."""
@@ -243,7 +275,39 @@ class Slab:
             count *= extent
         if count == 0:
             return torch.empty(*shape, dtype=dtype)
-        length = -(-count * dtype.itemsize // GRAIN) * GRAIN
+        length = _pages(count * dtype.itemsize)
+        offset = self._claim(length)
+        buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(self._base + offset)
+        # Not at exit: peers may still be reading, and the kernel frees it all anyway.
+        weakref.finalize(buffer, self._release, offset, length).atexit = False
+        return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
+
+    def allocate_common(self, nbytes: int) -> int:
+        """Set memory aside that every rank will `reach`, and tell where; it is given back, some
+        time later, when nobody has a tensor of it any more."""
+        data = _pages(nbytes)
+        length = data + _pages(self._ranks)
+        offset = self._claim(length)
+        holders = (ctypes.c_uint8 * self._ranks).from_address(self._base + offset + data)
+        holders[:] = [1] * self._ranks
+        with self._lock:
+            self._common.append((offset, length, holders))
+        return offset
+
+    def reach(self, owner: int, offset: int, nbytes: int) -> Tensor:
+        """Make a tensor of memory that a rank has set aside for all."""
+        base, _ = self._engine.region.slab(owner)
+        holder = ctypes.c_uint8.from_address(base + offset + _pages(nbytes) + self._rank)
+        buffer = (ctypes.c_char * nbytes).from_address(base + offset)
+        weakref.finalize(buffer, self._let_go, holder).atexit = False
+        return torch.frombuffer(buffer, dtype=torch.uint8)
+
+    def _let_go(self, holder: Any) -> None:
+        # Whatever read the memory has been waited for, so that its reads come before this store.
+        if os.getpid() == self._pid:
+            holder.value = 0
+
+    def _claim(self, length: int) -> int:
         with self._lock:
             self._collect()
             offset = self._take(length)
@@ -255,10 +319,7 @@ class Slab:
                 f"no shared memory for {length} bytes: {error}. Free some tensors of "
                 "group.allocate, or give the machine (or container) more memory"
             ) from error
-        buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(self._base + offset)
-        # Not at exit: peers may still be reading, and the kernel frees it all anyway.
-        weakref.finalize(buffer, self._release, offset, length).atexit = False
-        return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
+        return offset
 
     def _take(self, length: int) -> int:
         for i, (offset, room) in enumerate(self._free):
@@ -278,6 +339,8 @@ class Slab:
 
     def _collect(self) -> None:
         """Join what has been returned to what is free."""
+        if self._common:
+            self._collect_common()
         if not self._returned:
             return
         while self._returned:
@@ -289,3 +352,18 @@ class Slab:
             else:
                 merged.append((start, room))
         self._free = merged
+
+    def _collect_common(self) -> None:
+        """Give back what nobody has any more, or only who is dead."""
+        gone = set(self._engine.dead())
+        kept = []
+        for offset, length, holders in self._common:
+            if any(held and rank not in gone for rank, held in enumerate(holders)):
+                kept.append((offset, length, holders))
+            else:
+                self._release(offset, length)
+        self._common = kept
+
+
+def _pages(nbytes: int) -> int:
+    return -(-nbytes // GRAIN) * GRAIN

@@ -17,7 +17,7 @@ from ...env import usable_cores
 from .._engine import Engine
 from .._roster import Member
 from ._driver import OPTION, choose_driver
-from ._region import _watch_peers as watch_peers
+from ._region import make_region, watch_peers
 from .shm import ShmEngine
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ class RegionOffer:
         if made is None or self._size > made.MAX_RANKS:
             return None
         try:
-            region = made.Region.create("memfd", self._size, made.Sizes())
-        except RuntimeError:  # what nanobind makes of a system error
+            region = make_region("memfd", self._size)
+        except (RuntimeError, OSError):
             return None
         told = {"path": region.path, "token": str(region.token)}
         self._enter(region)

@@ -68,7 +68,7 @@ class ShmEngine:
         """In a forked child, what refuses instead of it."""
         self._rank = rank
         self._size = size
-        self._slab = Slab(engine, rank)
+        self._slab = Slab(engine, rank, size)
         self._transfers: dict[int, Tensors] = {}
         """What sends and receives under way work on, whoever else has let go of it."""
         self._dropped: set[int] = set()

@@ -1,4 +1,4 @@
-"""What a mesh stands on: a group of ours, one of torch's, or nothing but a rank.
+"""What groups are made of for others, such as meshes: a group of ours, or one of torch's.
 
 A base knows this rank's place and how to make a group of some of its ranks. Only those ranks call,
 whatever the base: ranks meet in the base's store, under a name that all of them derive from the
@@ -8,66 +8,103 @@ name, so that ranks with different numbers of groups would wait for each other f
 
 from __future__ import annotations
 
+import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-from torch._C._distributed_c10d import PrefixStore, Store, _resolve_process_group
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_process_group
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups import ProcessGroup, current_process_group, new_group
-from ..groups._create import assemble, split_off
-from ..groups._forming import Purpose
-from ..groups._group import Recipe
-from ..groups._record import user_site
-from ..groups._registry import find_backend
-from ..groups._stores import own_connection
-from ..groups._telling import Terms
-from ._axis_options import AxisOptions
+from ._create import adjusted, assemble, new_group, split_off
+from ._current import current_process_group
+from ._forming import Purpose
+from ._group import ProcessGroup, Recipe
+from ._patient import PatientStore
+from ._record import user_site
+from ._registry import find_backend
+from ._stores import own_connection
+from ._telling import Terms
 
-__all__ = ["Base", "base_of", "find_base", "resolve"]
+__all__ = ["DEFAULT", "Base", "GroupOptions", "base_of", "end", "find_base", "resolve"]
 
 
-class Base(Protocol):
-    """A group that meshes are made on."""
+@dataclass(frozen=True)
+class GroupOptions:
+    """What is set here differs from the base's group; two groups are one if these are equal."""
 
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The group itself."""
-
-    @property
-    def rank(self) -> int:
-        """This rank in the group."""
-
-    @property
-    def size(self) -> int:
-        """How many ranks the group has."""
+    backend: str | None = None
+    timeout: timedelta | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    native: Backend.Options | None = None
+    """Options as torch has them, for an engine that is torch's."""
 
     @property
     def label(self) -> str:
+        """Tell the difference in short: part of the name of a group, the same on every rank."""
+        parts = [] if self.backend is None else [self.backend]
+        parts += [f"{name}={value}" for name, value in self.options]
+        parts += [] if self.timeout is None else [f"{self.timeout.total_seconds():g}s"]
+        return "".join(f" {part}" for part in parts)
+
+    def applied_to(self, recipe: Recipe) -> Recipe:
+        """Return a recipe with these differences."""
+        options = dict(self.options)
+        return adjusted(recipe, backend=self.backend, options=options, timeout=self.timeout)
+
+
+DEFAULT = GroupOptions()
+
+
+class Base(ABC):
+    """A group that others are made of."""
+
+    def __init__(self, group: dist.ProcessGroup, *, label: str, store: Store | None) -> None:
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.label = label
         """The name of the group, the same on every rank."""
+        self._store = store
 
     @property
+    def talks(self) -> bool:
+        """Tell whether its ranks can meet at all: those of a fake group are not there."""
+        return self._store is not None
+
+    def connect(self) -> PatientStore:
+        """Return the store that its ranks meet in, on a connection of its own: others may wait."""
+        assert self._store is not None, "they talk"
+        return PatientStore(own_connection(self._store))
+
+    @property
+    def is_gone(self) -> bool:
+        """Tell whether no group can be made of it any more; of ours, survivors always can."""
+        return False
+
+    @property
+    @abstractmethod
     def global_ranks(self) -> Sequence[int]:
         """The launcher's number of every rank."""
 
-    @property
-    def store(self) -> Store | None:
-        """Where its ranks meet, if they talk at all."""
-
+    @abstractmethod
     def takes(self, device_type: str) -> bool:
-        """Tell whether the group itself can serve an axis that has all of its ranks."""
+        """Tell whether the group itself can serve where all of its ranks are wanted."""
 
-    def check(self, options: AxisOptions) -> None:
+    @abstractmethod
+    def check(self, options: GroupOptions) -> None:
         """Refuse what no group of this base could be made with."""
 
+    @abstractmethod
     def make(
         self,
         ranks: Sequence[int],
-        options: AxisOptions,
+        options: GroupOptions,
         *,
         name: str,
         device_type: str,
@@ -76,36 +113,33 @@ class Base(Protocol):
         """Make a group of some ranks, this one among them; only they call it."""
 
 
-class _OurBase:
+class _OurBase(Base):
     """A group of ours."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
-        self.label = group.label
-        self.store = group.get_group_store()
+        super().__init__(group, label=group.label, store=group.get_group_store())
+        self._ours = group
 
     @property
     def global_ranks(self) -> Sequence[int]:
-        return self.group.global_ranks
+        return self._ours.global_ranks
 
     def takes(self, device_type: str) -> bool:
-        return device_type in self.group.devices
+        return device_type in self._ours.devices
 
-    def check(self, options: AxisOptions) -> None:
-        options.applied_to(self.group._recipe)
+    def check(self, options: GroupOptions) -> None:
+        options.applied_to(self._ours._recipe)
 
     def make(
         self,
         ranks: Sequence[int],
-        options: AxisOptions,
+        options: GroupOptions,
         *,
         name: str,
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        made = self.group.split_group(
+        made = self._ours.split_group(
             ranks,
             options.timeout,
             group_name=name,
@@ -118,16 +152,18 @@ class _OurBase:
         return made
 
 
-class _TorchBase:
+class _TorchBase(Base):
     """A group of torch's; what is made of it is ours where we have the engine that it uses."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
-        self.label = "default" if group is c10d._get_default_group() else group.group_desc
         self._is_fake = "fake" in dist.get_backend(group)
-        self.store = None if self._is_fake else PrefixStore("phalanx", c10d._world.pg_map[group][1])
+        label = "default" if group is c10d._get_default_group() else group.group_desc
+        store = None if self._is_fake else PrefixStore("phalanx", c10d._world.pg_map[group][1])
+        super().__init__(group, label=label, store=store)
+
+    @property
+    def is_gone(self) -> bool:
+        return not _is_known(self.group)
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -136,18 +172,19 @@ class _TorchBase:
     def takes(self, device_type: str) -> bool:
         return self._is_fake or device_type in self._backends()
 
-    def check(self, options: AxisOptions) -> None:
-        if options.backend is None or options.native is not None:
+    def check(self, options: GroupOptions) -> None:
+        backend = options.backend
+        if backend is None or options.native is not None:
             return
-        if not _is_ours(options.backend) and options.backend not in dist.Backend.backend_list:
-            find_backend(options.backend)  # raises, and lists those that there are
-        if _is_ours(options.backend):
-            options.applied_to(self._recipe(options.backend, "cpu"))
+        if _is_ours(backend):
+            options.applied_to(self._recipe(backend, "cpu"))
+        elif backend not in dist.Backend.backend_list:
+            find_backend(backend)  # raises, and lists those that there are
 
     def make(
         self,
         ranks: Sequence[int],
-        options: AxisOptions,
+        options: GroupOptions,
         *,
         name: str,
         device_type: str,
@@ -157,7 +194,7 @@ class _TorchBase:
         if options.native is not None or not _is_ours(backend):
             return self._torch_group(ranks, options, backend, label, purpose)
         return split_off(
-            self.store,
+            self._store,
             options.applied_to(self._recipe(backend, device_type)),
             label,
             rank=self.rank,
@@ -167,7 +204,9 @@ class _TorchBase:
         )
 
     def _backends(self) -> dict[str, str]:
-        return _device_map(dist.get_backend_config(self.group))
+        """Read what torch writes as ``cpu:gloo,cuda:nccl``."""
+        config = dist.get_backend_config(self.group)
+        return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
     def _backend_for(self, device_type: str) -> str:
         return "fake" if self._is_fake else self._backends().get(device_type, "auto")
@@ -186,7 +225,7 @@ class _TorchBase:
     def _torch_group(
         self,
         ranks: Sequence[int],
-        options: AxisOptions,
+        options: GroupOptions,
         backend: str,
         label: str,
         purpose: Purpose | None,
@@ -195,17 +234,19 @@ class _TorchBase:
         mine, everyone = list(ranks).index(self.rank), self.global_ranks
         members = [everyone[rank] for rank in ranks]
         timeout = options.timeout or self._timeout()
-        if self.store is not None:
+        token = uuid.uuid4().hex
+        if self._store is not None:
             terms = Terms(label, tuple(ranks), backend, options.label, user_site())
-            store = own_connection(self.store)
-            assemble(store, mine, terms, timeout=timeout, purpose=purpose)
+            store = own_connection(self._store)
+            token = assemble(store, mine, terms, timeout=timeout, purpose=purpose)
         group, _ = c10d._new_process_group_helper(
             len(ranks),
             mine,
             members,
             dist.Backend(backend),
             c10d._get_default_store(),
-            c10d.GroupName(label),
+            # torch takes no name twice, and what was left in the store under one could be mistaken.
+            c10d.GroupName(f"{label} {token}"),
             backend_options=options.native,
             timeout=timeout,
             group_desc=label,
@@ -213,11 +254,6 @@ class _TorchBase:
         c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
         made: dist.ProcessGroup = group
         return made
-
-
-def _device_map(config: str) -> dict[str, str]:
-    """Read what torch writes as ``cpu:gloo,cuda:nccl``."""
-    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
 
 def _is_ours(backend: str) -> bool:
@@ -228,19 +264,24 @@ def _is_ours(backend: str) -> bool:
     return True
 
 
+def _is_known(group: dist.ProcessGroup) -> bool:
+    """Tell whether a group is in torch's tables, which it is until it ends."""
+    return group in c10d._world.pg_map
+
+
 def base_of(group: dist.ProcessGroup) -> Base:
-    """Return what makes a mesh on a group possible."""
+    """Return what makes it possible to make groups of a group."""
     if isinstance(group, ProcessGroup):
         return _OurBase(group)
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidType(f"group is a process group, not {group!r}")
-    if group not in c10d._world.pg_map:
+    if not _is_known(group):
         raise InvalidState("group was destroyed, or is not a group that torch has made")
     return _TorchBase(group)
 
 
 def find_base(device_type: str) -> Base:
-    """Return the base of a mesh that was given no group.
+    """Return the base where no group is given.
 
     That is the group that this thread works in, torch's default group, or else a new group of all
     ranks that the launcher has started.
@@ -253,9 +294,17 @@ def find_base(device_type: str) -> Base:
     return base_of(group)
 
 
-def resolve(name: str) -> Base | None:
-    """Return the base on the group that torch knows by a name in this process, or None."""
+def resolve(name: str) -> dist.ProcessGroup | None:
+    """Return the group that torch knows by a name in this process, if there is one."""
     try:
-        return base_of(_resolve_process_group(c10d.GroupName(name)))
-    except (RuntimeError, ValueError, InvalidType):
+        return _resolve_process_group(c10d.GroupName(name))
+    except (RuntimeError, ValueError):
         return None
+
+
+def end(group: dist.ProcessGroup) -> None:
+    """End this rank's part in a group that a base has made, unless it has ended already."""
+    if isinstance(group, ProcessGroup):
+        group.shutdown()
+    elif _is_known(group):
+        dist.destroy_process_group(group)

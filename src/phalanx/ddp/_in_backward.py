@@ -1,0 +1,95 @@
+"""Optimizers that step at the end of a backward pass, when gradients are reduced.
+
+Not before all of them are: that some gradient came late, or that nobody has one for a parameter, is
+known when the last bucket has brought the header. A pass that is kept local (`no_sync`) steps
+nothing; its gradients are part of the next that is reduced.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from ..errors import InvalidArgument, InvalidState, InvalidType
+
+__all__ = ["OptimizersInBackward"]
+
+APPLIED = "_in_backward_optimizers"
+"""Where torch's ``_apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
+
+
+class OptimizersInBackward:
+    """The optimizers of some parameters."""
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+        self._named = named
+        self._fused: Optimizer | None = None
+        self._single: list[Optimizer] = [
+            optimizer for _, p in named for optimizer in getattr(p, APPLIED, ())
+        ]
+        if self._single:
+            _take_over([p for _, p in named])
+
+    def fuse(
+        self, kind: type[Optimizer], parameters: Iterable[Tensor] | None, *args: Any, **kwargs: Any
+    ) -> Optimizer:
+        """Make an optimizer of these parameters, or of all."""
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            raise InvalidType(f"an optimizer is a class of torch.optim, not {kind!r}")
+        if self._fused is not None:
+            raise InvalidState(
+                f"the module has {type(self._fused).__name__} in backward already: an optimizer "
+                "that is applied twice would step twice"
+            )
+        ours = {p: name for name, p in self._named}
+        chosen = list(ours if parameters is None else parameters)
+        for parameter in chosen:
+            self._check(parameter, ours)
+        self._fused = kind(chosen, *args, **kwargs)
+        return self._fused
+
+    def _check(self, parameter: Tensor, ours: dict[Any, str]) -> None:
+        if parameter not in ours:
+            raise InvalidArgument(
+                "a parameter is not one whose gradients the module reduces: pass those of the "
+                "wrapped module"
+            )
+        if getattr(parameter, APPLIED, ()):
+            raise InvalidState(
+                f"parameter {ours[parameter]!r} has an optimizer in backward already: an optimizer "
+                "that is applied twice would step twice"
+            )
+
+    def step(self) -> None:
+        """Apply the gradients, and clear those that were applied."""
+        optimizers = self._single if self._fused is None else [*self._single, self._fused]
+        for optimizer in optimizers:  # a parameter may have several
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+    @property
+    def late(self) -> str | None:
+        """Name a parameter to which an optimizer was applied too late for us to know it."""
+        known = set(map(id, self._single))
+        for name, parameter in self._named:
+            if any(id(each) not in known for each in getattr(parameter, APPLIED, ())):
+                return name
+        return None
+
+    def __bool__(self) -> bool:
+        return bool(self._single or self._fused)
+
+
+def _take_over(parameters: Sequence[Parameter]) -> None:
+    """Keep torch from stepping when a gradient comes: it is only this rank's then."""
+    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+    handles = module.param_to_optim_hook_handle_map
+    for parameter in parameters:
+        for handle in handles.get(parameter, []):
+            handle.remove()

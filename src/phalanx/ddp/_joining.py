@@ -1,0 +1,136 @@
+"""The part of the wrapper that lets ranks run out of data at different steps.
+
+In a `Join`, a rank that has no data left makes the calls of those that have: in forward the
+buffers, then what backward pass follows, then the pass itself, to which it brings zeros. Its row of
+the header says so; the mean is over all ranks that there were, or over those that still have data.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InvalidType
+from ..join import Join, Joinable, JoinHook
+from ._buffers import broadcast_tensors
+from ._channel import Channel
+from ._reducer import Reducer
+from ._survey import Survey
+
+if TYPE_CHECKING:
+    from ._module import DistributedDataParallel
+
+__all__ = ["Joining", "_DDPJoinHook"]
+
+
+class Follows(enum.IntEnum):
+    """What a forward pass is followed by."""
+
+    UNKNOWN = 0
+    """What a rank without data can say."""
+    LOCAL = 1
+    """A backward pass that is kept local."""
+    REDUCED = 2
+
+
+class Joining(Joinable):
+    """Torch's methods for uneven inputs."""
+
+    device: torch.device
+    process_group: dist.ProcessGroup
+    reducer: Reducer
+    require_backward_grad_sync: bool
+    _channel: Channel
+    _survey: Survey
+    _divides_by_all = True
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Let ranks run out of data at different steps of a loop in the body."""
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Make what a rank without data does; takes `divide_by_initial_world_size`."""
+        return _DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Tell where the module is."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """Tell the group in which gradients are reduced."""
+        return self.process_group
+
+    def _begin_step_of_join(self) -> None:
+        """Do what comes before forward where ranks without data have to follow; none in evaluation,
+        for they could not tell that from a step."""
+        if not torch.is_grad_enabled():
+            return
+        Join.notify_join_context(self)
+        self.reducer.scaling.divides_by_all = self._divides_by_all
+        if self._check_sync_bufs_pre_fwd():
+            self._sync_buffers()
+        is_reduced = self.require_backward_grad_sync
+        self._agree_on_what_follows(Follows.REDUCED if is_reduced else Follows.LOCAL)
+
+    def _agree_on_what_follows(self, follows: Follows) -> Follows:
+        card = torch.tensor([int(follows)], device=self._channel.device)
+        return Follows(max(int(part) for part in self._channel.gather(card)))
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Give every rank the parameters and buffers of one that had data to the end."""
+        root = self._find_common_rank(self._channel.rank, is_last_joiner)
+        parameters = [parameter for _, parameter in self._survey.parameters]
+        broadcast_tensors([*parameters, *self._survey.buffers()], self._channel, root=root)
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        raise NotImplementedError
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        raise NotImplementedError
+
+    def _sync_buffers(self) -> None:
+        raise NotImplementedError
+
+
+class _DDPJoinHook(JoinHook):
+    """What a rank without data does in the place of a step of a wrapped module."""
+
+    def __init__(self, ddp: Any, divide_by_initial_world_size: bool) -> None:
+        if not isinstance(ddp, Joining):
+            raise InvalidType(f"the hook is for a wrapped module, not {type(ddp).__name__}")
+        self.ddp: DistributedDataParallel = ddp  # type: ignore[assignment]
+        self.ddp._divides_by_all = divide_by_initial_world_size
+
+    def main_hook(self) -> None:
+        """Make the calls of one forward and one backward pass."""
+        ddp = self.ddp
+        ddp.reducer.scaling.divides_by_all = ddp._divides_by_all
+        ddp.reducer.prepare()
+        if ddp._check_sync_bufs_pre_fwd():
+            ddp._sync_module_buffers(ddp._find_common_rank(ddp._channel.rank, False))
+        follows = ddp._agree_on_what_follows(Follows.UNKNOWN)
+        if ddp._check_sync_bufs_post_fwd():
+            ddp._sync_buffers()
+        ddp._finish_buffers()
+        ddp.require_forward_param_sync = follows is Follows.REDUCED
+        ddp.reducer.shadow(reduces=follows is Follows.REDUCED)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that had data to the end."""
+        self.ddp._sync_final_model(is_last_joiner)
+        self.ddp.reducer.scaling.divides_by_all = None

@@ -1,0 +1,10 @@
+"""Uneven inputs: ranks that have run out of data keep the others company.
+
+The names and meanings of ``torch.distributed.algorithms.join``. Either's `Join` takes either's
+joinables: torch's DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's.
+"""
+
+from ._join import Join
+from ._joinable import Joinable, JoinHook, _JoinConfig
+
+__all__ = ["Join", "JoinHook", "Joinable", "_JoinConfig"]

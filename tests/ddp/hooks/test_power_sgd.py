@@ -1,0 +1,188 @@
+"""PowerSGD, against a single process that has every rank's gradients, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from phalanx.ddp._grad_bucket import GradBucket
+from phalanx.ddp.hooks import PowerSGDState, batched_powerSGD_hook, chain, fp16_compress_wrapper
+from phalanx.ddp.hooks import powerSGD_hook as hook
+from phalanx.ddp.hooks._low_rank import orthogonalize
+
+from .buckets import bucket_of, everywhere, flat_gradients, gradients, mean_of, on_threads, run
+
+SHAPES = ((12, 8), (7,), (6, 3, 4))  # as matrices: 12 x 8, too small, 6 x 12
+FIRST, STEPS = 2, 4
+
+
+class Oracle:
+    """One matrix on all ranks, by the paper's algorithm 1 with error feedback."""
+
+    def __init__(self, q, size):
+        self.q = q.double()
+        self.held = [0.0] * size
+
+    def step(self, matrices):
+        """Take in the ranks' matrices; returns the approximation of their mean."""
+        full = [m.double() + held for m, held in zip(matrices, self.held, strict=True)]
+        p, _ = torch.linalg.qr(mean_of([m @ self.q for m in full]))
+        qs = [m.T @ p for m in full]
+        self.held = [m - p @ q.T for m, q in zip(full, qs, strict=True)]
+        self.q = mean_of(qs)
+        return p @ self.q.T
+
+
+def known(state, *qs):
+    """Have a state begin with second factors that we know."""
+    state.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs]).float()
+    return state
+
+
+def matrices_of(step, place, size):
+    everyones = [gradients(rank, step, shapes=SHAPES)[place] for rank in range(size)]
+    return [each.view(len(each), -1) for each in everyones]
+
+
+@everywhere
+def test_it_is_the_papers_algorithm(group):
+    size = group.size()
+    generator = torch.Generator().manual_seed(5)
+    qs = [torch.randn(m, 2, generator=generator) for m in (8, 12)]
+    state = known(PowerSGDState(None, 2, FIRST, min_compression_rate=1), *qs)
+    oracles = [Oracle(q, size) for q in qs]
+    for step in range(FIRST + STEPS):
+        result = run(hook, state, group, step, shapes=SHAPES)
+        mean = mean_of(flat_gradients(size, step, shapes=SHAPES))
+        if step >= FIRST:
+            mean[:96] = oracles[0].step(matrices_of(step, 0, size)).view(-1)
+            mean[103:] = oracles[1].step(matrices_of(step, 2, size)).view(-1)
+        torch.testing.assert_close(result.double(), mean, rtol=1e-4, atol=1e-4)
+    held = torch.cat([oracle.held[group.rank()].view(-1) for oracle in oracles])
+    torch.testing.assert_close(state.error_dict[0].double(), held, rtol=1e-4, atol=1e-4)
+    sent = 2 * (12 + 8) + 2 * (6 + 12) + 7
+    assert state.compression_stats() == (175 / sent, STEPS * 175, STEPS * sent)
+
+
+@everywhere
+def test_batched_takes_the_bucket_for_a_square(group):
+    size, shapes = group.size(), ((7, 4), (3,))
+    q = torch.randn(6, 1, generator=torch.Generator().manual_seed(5))
+    state, oracle = known(PowerSGDState(None, 1, FIRST), q), Oracle(q, size)
+    for step in range(FIRST + STEPS):
+        result = run(batched_powerSGD_hook, state, group, step, shapes=shapes)
+        everyones = flat_gradients(size, step, shapes=shapes)
+        expected = mean_of(everyones)
+        if step >= FIRST:
+            squares = [torch.cat([each, torch.zeros(5)]).view(6, 6) for each in everyones]
+            expected = oracle.step(squares).view(-1)[:31]
+        torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@on_threads
+def test_a_mean_of_low_rank_is_exact(group):
+    options = {"use_error_feedback": False, "warm_start": False, "min_compression_rate": 0}
+    state = PowerSGDState(group, 2, 0, **options)
+    left, right = gradients(0, shapes=((9, 2), (2, 5)))  # the same on every rank
+    for scale in (1.0, 100.0):  # random anew in every step
+        mine = scale * (group.rank() + 1) * (left @ right)
+        result = hook(state, bucket_of(mine)).wait().view(9, 5)
+        expected = scale * (group.size() + 1) / 2 * (left @ right)
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4 * scale)
+
+
+@on_threads
+def test_all_ranks_have_the_same_bits_and_seeds_differ(group):
+    results = []
+    for seed in (0, 0, 1):
+        state = PowerSGDState(group, 1, 2, random_seed=seed)
+        state.iter = 2
+        results.append(run(hook, state, group, shapes=SHAPES).clone())
+        first = results[-1].clone()
+        group.broadcast(first, root=0).wait()
+        assert torch.equal(first, results[-1])
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@on_threads
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+def test_zeros_do_no_harm(group, epsilon):
+    state = PowerSGDState(group, 2, 2, orthogonalization_epsilon=epsilon, min_compression_rate=0)
+    state.iter = 2
+    for _ in range(2):
+        assert not hook(state, bucket_of(torch.zeros(4, 5))).wait().any()
+
+
+@on_threads
+def test_a_layout_that_is_not_contiguous_is_no_other_gradient(group):
+    flat = flat_gradients(group.size(), shapes=((4, 3, 2, 2),))[group.rank()]
+    plain = flat.view(4, 3, 2, 2)
+    last = plain.contiguous(memory_format=torch.channels_last)
+    storage = last.as_strided((48,), (1,)).clone()
+    results = []
+    for buffer, view in ((flat, plain), (storage, storage.as_strided(last.shape, last.stride()))):
+        state = PowerSGDState(group, 1, 2, min_compression_rate=1)
+        state.iter = 2
+        hook(state, GradBucket(0, buffer, [view], [], True)).wait()
+        results.append(view)
+    torch.testing.assert_close(*results)
+
+
+@on_threads
+def test_buckets_that_change_begin_anew(group):
+    state = PowerSGDState(group, 1, 2, min_compression_rate=1)
+    state.iter = 2
+    for rows in (8, 6):
+        hook(state, bucket_of(torch.ones(rows, 5))).wait()
+        assert state.error_dict[0].shape == (rows * 5,)
+    other = PowerSGDState(group, 1, 2, min_compression_rate=1)
+    other.iter = 3
+    hook(other, bucket_of(torch.ones(6, 5))).wait()
+    torch.testing.assert_close(state.error_dict[0], other.error_dict[0])
+
+
+@on_threads
+def test_halves_may_be_factors(group):
+    size = group.size()
+    state = PowerSGDState(group, 4, 2, min_compression_rate=1)
+    state.iter = 2
+    shapes = ((4, 40),)  # of rank four: nothing is held back
+    result = run(chain(fp16_compress_wrapper, hook), state, group, shapes=shapes)
+    expected = mean_of(flat_gradients(size, shapes=shapes))
+    torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("epsilon", [0, 1e-8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_columns_become_orthonormal(epsilon, dtype):
+    matrix = torch.randn(30, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    before = matrix.clone().double()
+    orthogonalize(matrix, epsilon)
+    close = 0.05 if dtype == torch.bfloat16 else 1e-5
+    matrix = matrix.double()
+    torch.testing.assert_close(matrix.T @ matrix, torch.eye(4).double(), rtol=0, atol=close)
+    torch.testing.assert_close(matrix @ (matrix.T @ before), before, rtol=0, atol=close * 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"matrix_approximation_rank": -1}, "matrix_approximation_rank is .* 1 or more, not -1"),
+        ({"matrix_approximation_rank": 1.5}, "whole number, 1 or more, not 1.5"),
+        ({"start_powerSGD_iter": 1}, "start_powerSGD_iter is a whole number, 2 or more"),
+        ({"min_compression_rate": -1}, "min_compression_rate is a number, 0 or more"),
+        ({"orthogonalization_epsilon": math.nan}, "orthogonalization_epsilon is"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(options, told):
+    with pytest.raises(ValueError, match=told):
+        PowerSGDState(None, **options)
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(TypeError, match="process_group is a ProcessGroup or None, not 0"):
+        PowerSGDState(0)
+    for each in (hook, batched_powerSGD_hook):
+        with pytest.raises(ValueError, match=f"^{each.__name__} compresses .* complex64"):
+            each(PowerSGDState(None), bucket_of(torch.zeros(2, dtype=torch.complex64)))

@@ -1,0 +1,113 @@
+"""Optimizers that step in backward."""
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_value_
+
+from phalanx.ddp import DDP
+from phalanx.ddp.hooks import allreduce_hook
+from phalanx.errors import InvalidArgument, InvalidState, InvalidType
+
+from .whole import TINY, assert_close, batch, mlp, seeded, several, share, squares
+
+
+def fused(make, group, kind, **options):
+    module = seeded(make)
+    ddp = DDP(module, process_group=group, bucket_cap_mb=TINY)
+    return ddp, [ddp._register_fused_optim(kind, **options)]
+
+
+def applied(make, group, kind, **options):
+    from torch.distributed.optim import _apply_optimizer_in_backward  # takes seconds
+
+    module = seeded(make)
+    _apply_optimizer_in_backward(kind, module.parameters(), options)
+    ddp = DDP(module, process_group=group, bucket_cap_mb=TINY)
+    return ddp, [each for p in module.parameters() for each in p._in_backward_optimizers]
+
+
+KINDS = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    "adam": (torch.optim.Adam, {"lr": 0.01}),
+}
+
+
+@several
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["plain", "accumulated", "hooked", "clipped"])
+@pytest.mark.parametrize("how", [fused, applied])
+def test_it_steps_as_it_would_after_backward(group, kind, way, how):
+    optimizer_class, options = KINDS[kind]
+    ddp, optimizers = how(lambda: mlp().double(), group, optimizer_class, **options)
+    whole = seeded(lambda: mlp().double())
+    after = optimizer_class(whole.parameters(), **options)
+    if way == "hooked":
+        ddp.register_comm_hook(None, allreduce_hook)
+    if way == "clipped":
+        for optimizer in optimizers:
+            clips = [p for each in optimizer.param_groups for p in each["params"]]
+            optimizer.register_step_pre_hook(lambda *_, clips=clips: clip_grad_value_(clips, 0.01))
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        if way == "accumulated":
+            with ddp.no_sync():
+                squares(ddp, share(rows, group)).backward()
+            assert all(p.grad is not None for p in ddp.parameters())
+            squares(whole, rows).backward()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        if way == "clipped":
+            clip_grad_value_(whole.parameters(), 0.01)
+        after.step()
+        after.zero_grad()
+        assert all(p.grad is None for p in ddp.parameters())
+        for (name, mine), theirs in zip(
+            ddp.module.named_parameters(), whole.parameters(), strict=True
+        ):
+            assert_close(mine, theirs, name)
+
+
+@several
+def test_a_parameter_that_nobody_uses_is_not_stepped(group):
+    ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1, weight_decay=0.5)
+    before = [p.detach().clone() for p in ddp.module[2].parameters()]
+    for step in range(3):
+        ddp.module[0](share(batch(step, group.size()), group)).sum().backward()
+    assert all(map(torch.equal, before, ddp.module[2].parameters()))
+
+
+@several
+def test_some_parameters_only(group):
+    ddp = DDP(seeded(mlp), process_group=group)
+    ddp._register_fused_optim(torch.optim.SGD, 0.1, optim_params=ddp.module[0].parameters())
+    squares(ddp, share(batch(0, group.size()), group)).backward()
+    assert all(p.grad is None for p in ddp.module[0].parameters())
+    assert all(p.grad is not None for p in ddp.module[2].parameters())
+
+
+@several
+def test_the_optimizer_stays_when_the_group_is_replaced(group):
+    ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
+    ddp._update_process_group(group)
+    squares(ddp, share(batch(0, group.size()), group)).backward()
+    assert all(p.grad is None for p in ddp.parameters())
+
+
+@several
+def test_optimizers_that_are_refused(group):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    ddp, _ = fused(mlp, group, torch.optim.SGD, lr=0.1)
+    with pytest.raises(InvalidState, match="applied twice"):
+        ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
+    ddp, _ = applied(mlp, group, torch.optim.SGD, lr=0.1)
+    with pytest.raises(InvalidState, match="applied twice"):
+        ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
+    ddp = DDP(seeded(mlp), process_group=group)
+    with pytest.raises(InvalidType, match="optimizer"):
+        ddp._register_fused_optim(mlp)
+    with pytest.raises(InvalidArgument, match="wrapped module"):
+        ddp._register_fused_optim(torch.optim.SGD, 0.1, optim_params=mlp().parameters())
+    _apply_optimizer_in_backward(torch.optim.SGD, ddp.parameters(), {"lr": 0.1})
+    with pytest.raises(InvalidState, match=r"'0\.weight' after the module was wrapped"):
+        ddp(share(batch(0, group.size()), group))

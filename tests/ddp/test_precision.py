@@ -1,0 +1,224 @@
+"""Mixed precision: computed and reduced in small types, kept in full."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.ddp import DDP, MixedPrecision, _MixedPrecision
+from phalanx.ddp.hooks import allreduce_hook
+from phalanx.errors import InvalidArgument, InvalidType
+
+from .whole import ROWS, TINY, assert_close, batch, mlp, several, share, wrapped
+
+LOW = torch.bfloat16
+
+
+class Layers(nn.Module):
+    """Three layers, which may be checkpointed, and of which the last need not be used."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3)])
+        self.recompute = recompute
+        self.seen = set()
+
+    def forward(self, rows, both=True):
+        for part in self.parts if both else self.parts[:2]:
+            rows = self.run(part, rows)
+        return rows
+
+    def run(self, part, rows):
+        def body(rows):
+            self.seen.add((part.weight.dtype, rows.dtype))
+            return part(rows).tanh()
+
+        if self.recompute is None or not torch.is_grad_enabled():
+            return body(rows)
+        return checkpoint(body, rows, use_reentrant=self.recompute)
+
+
+def gradients_of(whole, parts, used, weights):
+    """Tell what ranks have together: each computes in the small type, then they are averaged."""
+    total = [torch.zeros_like(p) for p in whole.parameters()]
+    for rank, part in enumerate(parts):
+        low = copy.deepcopy(whole).to(LOW)
+        low.seen, low.recompute = set(), None
+        low(part.to(LOW), both=used[rank]).square().mean().backward()
+        for so_far, p in zip(total, low.parameters(), strict=True):
+            if p.grad is not None:
+                so_far.add_(p.grad.float(), alpha=weights[rank] / sum(weights))
+    return total
+
+
+@several
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["low", "full"])
+@pytest.mark.parametrize("recompute", [None, True, False], ids=["kept", "reentrant", "recomputed"])
+@pytest.mark.parametrize("way", ["plain", "unused", "accumulated", "weighted", "hooked", "copies"])
+def test_low_precision_with_everything_else(group, reduce_dtype, recompute, way):
+    ddp, whole = wrapped(
+        lambda: Layers(recompute),
+        group,
+        mixed_precision=MixedPrecision(param_dtype=LOW, reduce_dtype=reduce_dtype),
+        bucket_cap_mb=TINY,
+        gradient_as_bucket_view=way != "copies",
+    )
+    if way == "hooked":
+        ddp.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    weights = [rank + 1 if way == "weighted" else 1 for rank in range(group.size())]
+    ddp.weight = weights[group.rank()] if way == "weighted" else None
+    for step in range(3):
+        rows = batch(step, group.size())
+        used = [way != "unused" or (step + rank) % 2 == 0 for rank in range(group.size())]
+        expected = gradients_of(whole, rows.split(ROWS), used, weights)
+        if recompute is True:
+            rows.requires_grad_()  # the reentrant kind asks for an input that does
+        if way == "accumulated":
+            with ddp.no_sync():
+                ddp(share(rows, group)).square().mean().backward()
+            expected = [2 * each for each in expected]
+        ddp(share(rows, group), both=used[group.rank()]).square().mean().backward()
+        for (name, p), wanted in zip(ddp.module.named_parameters(), expected, strict=True):
+            assert p.dtype == torch.float32
+            if p.grad is None:
+                assert not wanted.any(), name
+                continue
+            assert p.grad.dtype == torch.float32
+            assert_close(p.grad, wanted, name, 2e-2 if reduce_dtype is None else 4e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        whole.load_state_dict(ddp.state_dict())
+    assert ddp.module.seen == {(LOW, LOW)}
+    ddp.assert_in_sync()
+
+
+@several
+def test_full_values_wherever_anybody_looks(group):
+    ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(param_dtype=LOW))
+    full = [p.detach().clone() for p in ddp.parameters()]
+    rows = share(batch(0, group.size()), group)
+
+    def assert_full():
+        for p, before in zip(ddp.parameters(), full, strict=True):
+            assert torch.equal(p, before)
+        for value in ddp.state_dict().values():
+            assert value.dtype == torch.float32
+
+    with torch.no_grad():
+        assert ddp(rows).dtype == LOW
+    assert_full()
+    output = ddp(rows)
+    assert_full()
+    output.sum().backward(retain_graph=True)
+    assert_full()
+    ddp.zero_grad()
+    output.sum().backward()  # again, through what the first forward pass has saved
+    assert_full()
+    with pytest.raises(RuntimeError):
+        ddp(rows[:, :2])  # does not fit
+    assert_full()
+
+
+def fail(_):
+    raise ArithmeticError("in the middle")
+
+
+@several
+def test_full_values_after_a_backward_pass_that_raised(group):
+    ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(param_dtype=LOW))
+    handle = ddp.module[0].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        ddp(share(batch(0, group.size()), group)).sum().backward()
+    handle.remove()
+    assert all(p.dtype == torch.float32 for p in ddp.parameters())
+
+
+@several
+def test_old_gradients_in_full_precision_are_kept(group):
+    ddp, _ = wrapped(mlp, group, mixed_precision=MixedPrecision(LOW, torch.float32))
+    rows = batch(0, group.size())
+    small = 1.0 + 2**-12  # is 1 in the small type
+    for p in ddp.parameters():
+        p.grad = torch.full_like(p, small)
+    (ddp(share(rows, group)).sum() * 0).backward()
+    for p in ddp.parameters():
+        assert torch.equal(p.grad, torch.full_like(p, small))
+
+
+@several
+def test_buffers_and_what_is_ignored(group):
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
+            self.ignored = nn.Parameter(torch.ones(1))
+            self.register_buffer("kept", torch.ones(1))
+
+        def forward(self, rows):
+            assert self.ignored.dtype == torch.float32
+            return self.norm(self.first(rows))
+
+    module = Normed()
+    DDP._set_params_and_buffers_to_ignore_for_model(module, ["ignored", "kept"])
+    ddp = DDP(module, process_group=group, mixed_precision=_MixedPrecision(LOW, None, LOW))
+    assert module.norm.running_mean.dtype == LOW
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.kept.dtype == torch.float32
+    ddp(share(batch(0, group.size()), group)).sum().backward()
+    assert module.first.weight.grad.dtype == torch.float32
+
+
+@several
+def test_torchs_setting_is_taken(group):
+    from torch.nn.parallel.distributed import _MixedPrecision as Theirs
+
+    ddp, _ = wrapped(mlp, group, mixed_precision=Theirs(param_dtype=LOW))
+    assert ddp(share(batch(0, group.size()), group)).dtype == LOW
+
+
+@several
+def test_autocast_and_a_scaler(group):
+    ddp, whole = wrapped(mlp, group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    rows = batch(0, group.size())
+    with torch.autocast("cpu", dtype=LOW):
+        loss = ddp(share(rows, group)).float().square().mean()
+        wanted = whole(rows).float().square().mean()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    wanted.backward()
+    for p, theirs in zip(ddp.module.parameters(), whole.parameters(), strict=True):
+        assert_close(p.grad, theirs.grad, rtol=2e-2)
+    scaler.step(optimizer)
+    scaler.update()
+    ddp.assert_in_sync()
+
+
+@several
+def test_settings_that_are_refused(group):
+    for setting, error, told in (
+        ("bf16", InvalidType, "MixedPrecision"),
+        (MixedPrecision(torch.float64), InvalidArgument, "would be lost"),
+    ):
+        with pytest.raises(error, match=told):
+            DDP(mlp(), process_group=group, mixed_precision=setting)
+    with pytest.raises(InvalidArgument, match="no full values"):
+        DDP(mlp().to(LOW), process_group=group, mixed_precision=MixedPrecision(LOW))
+    with pytest.raises(InvalidArgument, match="floating-point"):
+        MixedPrecision(param_dtype=torch.int8)
+    with pytest.raises(InvalidType, match="param_dtype"):
+        MixedPrecision(param_dtype="bfloat16")
+
+
+@several
+def test_a_type_that_the_group_cannot_add_up(group):
+    with pytest.raises((ValueError, RuntimeError), match="float8"):
+        DDP(
+            mlp(),
+            process_group=group,
+            mixed_precision=MixedPrecision(reduce_dtype=torch.float8_e4m3fn),
+        )

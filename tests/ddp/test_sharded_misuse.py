@@ -1,0 +1,154 @@
+"""A sharded optimizer that cannot be made or used so says why."""
+
+import copy
+import pickle
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from phalanx import errors
+from phalanx.ddp import ShardedOptimizer
+from phalanx.testing import Fault, kill, over_groups
+
+from .sharded import Pair
+from .whole import on_pairs
+
+SGD = torch.optim.SGD
+
+
+@on_pairs
+def test_bad_arguments(group):
+    module = nn.Linear(3, 2)
+    for params, kind, told in (
+        ([], errors.InvalidArgument, "empty parameter list"),
+        ([{"params": []}], errors.InvalidArgument, "empty parameter list"),
+        ([module.weight, module.bias, module.weight], ValueError, "0 and 2 of a group"),
+        ([{"params": [module.weight]}] * 2, ValueError, "more than one parameter group"),
+        ([torch.ones(2)[1:] * module.weight], ValueError, "non-leaf"),
+        (module.weight, TypeError, "iterable"),
+        ([1.0], TypeError, "Tensor"),
+    ):
+        with pytest.raises(kind, match=told):
+            ShardedOptimizer(params, SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no shape yet"):
+        ShardedOptimizer(nn.LazyLinear(2).parameters(), SGD, process_group=group)
+    with pytest.raises(errors.InvalidState, match="no values"):
+        ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), SGD, process_group=group)
+    with pytest.raises(errors.InvalidType, match="Linear is none"):
+        ShardedOptimizer(module.parameters(), nn.Linear, process_group=group)
+    with pytest.raises(errors.InvalidType, match="SGD is none"):
+        ShardedOptimizer(module.parameters(), SGD(module.parameters()), process_group=group)
+    for refused in (torch.optim.LBFGS, ShardedOptimizer):
+        with pytest.raises(errors.InvalidArgument, match="step each parameter by itself"):
+            ShardedOptimizer(module.parameters(), refused, process_group=group)
+    with pytest.raises(ValueError, match="learning rate"):
+        ShardedOptimizer(module.parameters(), SGD, process_group=group, lr=-1.0)
+    with pytest.raises(TypeError, match="speed"):
+        ShardedOptimizer(module.parameters(), SGD, process_group=group, speed=1.0)
+
+
+@on_pairs
+def test_bad_groups(group):
+    module = nn.Linear(3, 2)
+    with pytest.raises(errors.InvalidArgument, match="this rank is not in the group"):
+        ShardedOptimizer(module.parameters(), SGD, process_group=dist.GroupMember.NON_GROUP_MEMBER)
+    with pytest.raises(errors.InvalidType, match="not str"):
+        ShardedOptimizer(module.parameters(), SGD, process_group="world")
+    with pytest.raises(errors.InvalidArgument, match="no group"):
+        ShardedOptimizer(module.parameters(), SGD)
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=True)
+def test_ranks_with_other_parameters_are_told_which(group):
+    wide = 3 + group.rank()
+    for params, told in (
+        (nn.Linear(wide, 2).parameters(), r"'0 of group 0: float32\[2, 3\]'"),
+        (nn.Linear(wide, 2).named_parameters(), r"'weight of group 0: float32\[2, 4\]'"),
+        (nn.Linear(3, 2, bias=group.rank() == 0).parameters(), "rank 0 has 2 parameters"),
+    ):
+        with pytest.raises(errors.RankMismatch, match=told):
+            ShardedOptimizer(params, SGD, process_group=group)
+    optimizer = ShardedOptimizer(nn.Linear(3, 2).parameters(), SGD, process_group=group)
+    with pytest.raises(errors.RankMismatch, match="0 of group 1"):
+        optimizer.add_param_group({"params": nn.Linear(wide, 2).parameters()})
+
+
+@on_pairs
+def test_ranks_whose_parameters_overlap_in_different_ways(group):
+    memory = torch.zeros(8)
+    first, second = memory[:4], memory[4:].clone()
+    if group.rank():
+        second = memory[2:6]
+    with pytest.raises(errors.RankMismatch, match="divide the parameters differently"):
+        ShardedOptimizer([first, second], SGD, process_group=group)
+
+
+@on_pairs
+def test_bad_states(group):
+    pair = Pair(group)
+    for state, told in (
+        ({}, "'state' and 'param_groups'"),
+        (SGD(nn.Linear(2, 2).parameters()).state_dict(), "doesn't match the size"),
+        (SGD([{"params": [p]} for p in pair.whole.parameters()]).state_dict(), "number of"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            pair.sharded.load_state_dict(state)
+    with pytest.raises(errors.InvalidArgument, match="no rank 2 among 2"):
+        pair.sharded.consolidate_state_dict(to=2)
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(errors.InvalidState, match="cannot be copied"):
+            copied(pair.sharded)
+    pair.step()
+
+
+@over_groups(backends=("local", "shm"), sizes=(3,))
+def test_a_share_whose_owner_has_left_is_missed(group):
+    pair = Pair(group)
+    pair.step()
+    if group.rank() == 2:
+        group.leave()
+        return
+    with pytest.raises(errors.InvalidState, match="rank 2 is not in the group any more"):
+        for _ in range(1000):  # until the departure is known here
+            group.barrier().wait()
+            pair.sharded._check_members()
+
+
+def lose_an_owner(ctx, backend):
+    """Go on with those that are left, from a state that was saved before."""
+    group = ctx.group(backend, timeout=timedelta(seconds=60))
+    pair = Pair(group)
+    pair.step()
+    saved, weights = pair.sharded.state_dict(), copy.deepcopy(pair.module.state_dict())
+    group.allreduce(torch.ones(1)).wait()
+    pair.backward()
+    began = time.monotonic()
+    with pytest.raises(errors.PeerLost) as caught:
+        pair.sharded.step()
+        group.allreduce(torch.ones(1)).wait()
+    assert time.monotonic() - began < 5
+    assert caught.value.lost == (1,)
+    group.abort()
+    rest = ctx.closing(group.split_group([0, 2]))
+    other = Pair(rest)
+    other.module.load_state_dict(weights)
+    other.whole.load_state_dict(weights)
+    other.sharded.load_state_dict(saved)
+    other.plain.load_state_dict(copy.deepcopy(saved))
+    rest.barrier().wait()
+    other.step()
+
+
+DEATHS = {
+    "shm": Fault("barrier:before", kill(), rank=1, nth=6),  # it has stepped, but not said so
+    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=32),  # after 6 and those of the state
+}
+
+
+@pytest.mark.parametrize("backend", DEATHS)
+def test_an_owner_that_dies_is_named_and_the_rest_start_over(ranks, backend):
+    ranks.run(lose_an_owner, 3, args=(backend,), faults=[DEATHS[backend]], timeout=60)

@@ -1,0 +1,114 @@
+"""Torch's joinables in our block, and ours in torch's."""
+
+import sys
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms import join as upstream
+from torch.nn.parallel import DistributedDataParallel
+
+from phalanx.join import Join, Joinable, JoinHook
+from phalanx.testing import RankPool
+
+from .counting import Counter, take
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Make ranks that no other test has: torch's end of the world is the end of every group."""
+    with RankPool(2) as pool:
+        yield pool
+
+
+@contextmanager
+def world(ctx, backend):
+    hook = sys.excepthook  # which torch wraps once more every time
+    dist.init_process_group(backend, store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+    try:
+        yield
+        ctx.store.set(f"done {ctx.rank}", "")
+        ctx.store.wait([f"done {rank}" for rank in range(ctx.size)])
+    finally:
+        sys.excepthook = hook
+        dist.destroy_process_group()
+
+
+def zero_redundancy_optimizer():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's module warns of itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    return ZeroRedundancyOptimizer
+
+
+def train(join, rank):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    optimizer = zero_redundancy_optimizer()(model.parameters(), torch.optim.Adam, lr=0.1)
+    counter = Counter(dist.group.WORLD)
+    with join([model, optimizer, counter]):
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            model(torch.full((1, 3), float(step))).sum().backward()
+            optimizer.step()
+            counter.step()
+    assert counter.counts == [2, 2, 1, 1][: 2 + 2 * rank]
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def theirs_in_ours(ctx, backend):
+    with world(ctx, backend):
+        ours, theirs = train(Join, ctx.rank), train(upstream.Join, ctx.rank)
+        assert torch.equal(ours, theirs)
+        everybodys = [torch.empty_like(ours) for _ in range(2)]
+        dist.all_gather(everybodys, ours)
+        assert torch.equal(*everybodys)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_torchs_joinables_in_our_block(pair, backend):
+    pair.run(theirs_in_ours, 2, args=(backend,), timeout=30)
+
+
+def ours_in_theirs(ctx, backend):
+    with world(ctx, backend):
+        counter = Counter(dist.group.WORLD)
+        with upstream.Join([counter]):
+            take([counter], 1 + 2 * ctx.rank)
+        assert counter.counts == [2, 1, 1][: 1 + 2 * ctx.rank]
+        assert counter.was_last is (ctx.rank == 1)
+        default = Counter(None)  # torch's default group
+        default.group = dist.group.WORLD
+        with (
+            pytest.raises(RuntimeError, match="exhausted"),
+            upstream.Join([default], throw_on_early_termination=True),
+        ):
+            take([default], 1 + ctx.rank)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_our_joinables_in_torchs_block(pair, backend):
+    pair.run(ours_in_theirs, 2, args=(backend,), timeout=30)
+
+
+def torchs_early_termination(ctx):
+    with world(ctx, "shm"):
+        model = DistributedDataParallel(torch.nn.Linear(3, 2))
+        with (
+            pytest.raises(RuntimeError, match="exhausted"),
+            Join([model], throw_on_early_termination=True),
+        ):
+            for _ in range(1 + ctx.rank):
+                model(torch.ones(1, 3)).sum().backward()
+        dist.barrier()  # the group is as good as before
+
+
+def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(pair):
+    pair.run(torchs_early_termination, 2, timeout=30)
+
+
+def test_ours_pass_for_torchs():
+    assert issubclass(Joinable, upstream.Joinable)
+    assert issubclass(JoinHook, upstream.JoinHook)

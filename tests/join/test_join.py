@@ -1,0 +1,203 @@
+"""Ranks that run out of data at different steps, over every kind of group."""
+
+import warnings
+
+import pytest
+import torch
+
+from phalanx import errors
+from phalanx.join import Join, Joinable, _JoinConfig, _shadowing
+from phalanx.testing import over_groups
+
+from .counting import Counter, take
+
+everywhere = over_groups(sizes=(2, 4), reuse=True)
+on_pairs = over_groups(sizes=(2,), reuse=True)
+apart = over_groups(sizes=(2,))
+"""For bodies that leave the group broken."""
+
+LENGTHS = {
+    "even": (3, 3, 3, 3),
+    "rising": (1, 3, 4, 6),
+    "falling": (5, 2, 2, 1),
+    "one has none": (2, 0, 2, 2),
+    "all but one have none": (0, 0, 0, 3),
+    "nobody has any": (0, 0, 0, 0),
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@everywhere
+def test_ranks_without_data_keep_the_others_company(group, lengths):
+    lengths = lengths[: group.size()]
+    mine, most = lengths[group.rank()], max(lengths)
+    counter = Counter(group)
+    with Join([counter]):
+        take([counter], mine)
+    assert counter.counts == [sum(n > step for n in lengths) for step in range(mine)]
+    assert counter.shadowed == most - mine
+    assert counter.was_last is (mine == most)
+
+
+@everywhere
+def test_joinables_come_in_order(group):
+    log, counters = [], [Counter(group, "a"), Counter(group, "b")]
+    mine = 1 + group.rank()
+    with Join(counters, log=log, scale=2):
+        take(counters, mine)
+    step = [("a", "main"), ("b", "main")]
+    assert log == step * (group.size() - mine) + [("a", "post"), ("b", "post")]
+    assert [counter.given for counter in counters] == [{"log": log, "scale": 2}] * 2
+    assert counters[0].counts == counters[1].counts
+
+
+@everywhere
+def test_the_first_joinable_learns_how_many_have_data(group):
+    first, second = Counter(group), Counter(group)
+    with Join([first, second]):
+        if group.rank() == 0:
+            work = first.step()
+            work.wait()
+            assert work.get_future().wait()[0].item() == 1
+            assert second.step() is None
+
+
+class Steps(Counter):
+    """One that makes up for a step by making it, as sharded optimizers do."""
+
+    def join_hook(self, **kwargs):
+        hook = super().join_hook(**kwargs)
+        hook.main_hook = self.step
+        return hook
+
+
+@everywhere
+def test_a_hook_may_be_the_joinables_own_step(group):
+    steps = Steps(group)
+    with Join([steps]):
+        take([steps], group.rank())
+    assert steps.counts == [group.size()] * (group.size() - 1)
+
+
+@everywhere
+def test_uneven_inputs_can_be_an_error_on_all_ranks(group):
+    counter = Counter(group)
+    with (
+        pytest.raises(errors.UnevenInputs, match="exhausted") as caught,
+        Join([counter], throw_on_early_termination=True),
+    ):
+        take([counter], 2 if group.rank() else 1)
+    assert isinstance(caught.value, RuntimeError)
+    assert ("rank 0 " in str(caught.value)) is (group.rank() == 0)
+    with Join([counter], throw_on_early_termination=True):  # even ones are none, and nothing broke
+        take([counter], 2)
+    assert counter.shadowed == 0
+
+
+@everywhere
+def test_a_block_that_is_off_does_nothing(group):
+    counter = Counter(group)
+    with Join([counter], enable=False):
+        assert counter.step() is None
+    assert counter.was_last is None
+    counter.step()
+
+
+@everywhere
+def test_blocks_can_be_nested_and_entered_again(group):
+    outer, inner = Counter(group), Counter(group)
+    with Join([outer]):
+        outer.step()
+        block = Join([inner])
+        for _ in range(2):
+            with block:
+                take([inner], group.rank())
+        with Join([outer]):
+            take([outer], 1 if group.rank() else 2)
+        assert outer._join_config.is_first_joinable
+        take([outer], group.rank())
+    assert not outer._join_config.enable
+    assert len(inner.counts) == 2 * group.rank()
+    assert outer.was_last is (group.rank() == group.size() - 1)
+
+
+@apart
+def test_who_raises_does_not_keep_the_others(group):
+    counter = Counter(group)
+    expected = ZeroDivisionError if group.rank() else errors.GroupAborted
+    with pytest.raises(expected) as caught, Join([counter]):
+        counter.step()
+        if group.rank():
+            1 / 0  # noqa: B018
+        take([counter], 2)
+    if not group.rank():
+        assert "rank 1" in str(caught.value)
+    assert not counter._join_config.enable
+
+
+@apart
+def test_a_hook_that_raises_does_not_keep_the_others(group):
+    counter = Counter(group)
+    counter.add_up = lambda mine: 1 / mine  # a step, and a hook that fails
+    expected = ZeroDivisionError if group.rank() else errors.GroupAborted
+    with pytest.raises(expected), Join([counter]):
+        take([counter], 0 if group.rank() else 2)
+
+
+@on_pairs
+def test_leaving_the_block_early_is_running_out_of_data(group):
+    counter = Counter(group)
+
+    def loop():
+        with Join([counter]):
+            for _ in range(4):
+                counter.step()
+                if group.rank():
+                    return
+
+    loop()
+    assert (len(counter.counts), counter.shadowed) == ((1, 3) if group.rank() else (4, 0))
+
+
+@over_groups(backends=("gloo",), sizes=(2,), reuse=True)  # processes: warnings are caught there
+def test_great_skew_is_warned_of_once(group):
+    counter, usual = Counter(group), _shadowing.SKEW
+    _shadowing.SKEW = 3
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with Join([counter]):
+                take([counter], 0 if group.rank() else 6)
+    finally:
+        _shadowing.SKEW = usual
+    told = [str(each.message) for each in caught]
+    assert len(told) == group.rank()
+    assert all("rank 1 has over 3 inputs fewer" in each for each in told)
+
+
+@over_groups(backends=("local",), sizes=(2,))
+def test_bad_input(group, ctx):
+    with pytest.raises(ValueError, match="nothing to join"):
+        Join([])
+    with pytest.raises(TypeError, match="no Joinable"):
+        Join([torch.nn.Linear(1, 1)])
+    other = ctx.group("local", name="other")
+    with pytest.raises(ValueError, match=r"Counter \(number 1\) is on another"):
+        Join([Counter(group), Counter(other)])
+    with pytest.raises(ValueError, match="no group that this rank is in"):
+        Join([Counter("world")])
+
+    class Careless(Counter):
+        def __init__(self, group):
+            self.group = group
+
+    with pytest.raises(AssertionError, match="Careless must call Joinable.__init__"):
+        Join.notify_join_context(Careless(group))
+    with pytest.raises(TypeError, match="abstract"):
+        Joinable()
+
+
+def test_the_disabled_config():
+    config = _JoinConfig.construct_disabled_join_config()
+    assert config == (False, False, False)
+    assert config._fields == ("enable", "throw_on_early_termination", "is_first_joinable")

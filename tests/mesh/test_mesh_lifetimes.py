@@ -1,0 +1,239 @@
+"""The groups of a mesh when things end, fail or happen at once."""
+
+import copy
+import pickle
+import threading
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import GroupAborted, InvalidState, RankMismatch
+from phalanx.groups import _registry, new_group
+from phalanx.groups._registry import Backend
+from phalanx.groups.backends import fake
+from phalanx.mesh import DeviceMesh, init_device_mesh
+from phalanx.testing import over_groups
+
+SECONDS = timedelta(seconds=20)
+NAMES = ("dp", "tp")
+
+
+def total(group, value=1):
+    tensor = torch.tensor([float(value)])
+    dist.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+# -- at once -------------------------------------------------------------------------------
+
+
+class Gate:
+    """An engine that takes as long to make as the test wants, and may fail."""
+
+    def __init__(self):
+        self.entered, self.open = threading.Semaphore(0), threading.Event()
+        self.error = None
+
+    def make(self, *args, **kwargs):
+        self.entered.release()
+        assert self.open.wait(20)
+        if self.error is not None:
+            raise self.error
+        return fake.make(*args, **kwargs)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    gate = Gate()
+    # Not by `register_backend`, for good: other tests list those that there are.
+    monkeypatch.setitem(_registry._backends, "gated", Backend("gated", gate.make, fake.TRAITS))
+    return gate
+
+
+@pytest.fixture
+def gated(gate):
+    """A mesh whose group along the first axis waits at the gate."""
+    group = new_group("fake", rank=1, world_size=4)
+    yield init_device_mesh("cpu", (2, 2), backend_override={0: "gated"}, group=group)
+    group.shutdown()
+
+
+@contextmanager
+def aside(function):
+    """Run a function on a thread, and give what it comes to."""
+    came = []
+
+    def run():
+        try:
+            came.append(function())
+        except RuntimeError as error:
+            came.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield came
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def all_forgotten(mesh):
+    """Wait until a shutdown on another thread has begun."""
+    while mesh._family.groups._made:
+        threading.Event().wait(0.001)
+
+
+def test_threads_that_ask_at_once_get_one_group(gate, gated):
+    with aside(lambda: gated.get_group(0)) as first:
+        assert gate.entered.acquire(timeout=20)
+        with aside(lambda: gated.get_group(0)) as second:
+            gate.open.set()
+    assert first == second == [gated.get_group(0)]
+    assert not gate.entered.acquire(blocking=False)  # nobody else was at the gate
+
+
+def test_threads_that_ask_for_what_cannot_be_made_are_all_told(gate, gated):
+    gate.error = RuntimeError("no engine today")
+    with aside(lambda: gated.get_group(0)) as first:
+        assert gate.entered.acquire(timeout=20)
+        with aside(lambda: gated.get_group(0)) as second:
+            gate.open.set()
+    assert "no engine today" in str(first[0])
+    assert "no engine today" in str(second[0])
+    gate.error = None
+    assert gated.get_group(0).size() == 2  # the next to ask tries again
+
+
+def test_a_failure_while_all_is_shut_down_is_told_to_who_asked(gate, gated):
+    gate.error = RuntimeError("no engine today")
+    other = gated.get_group(1)
+    with aside(lambda: gated.get_group(0)) as asked:
+        assert gate.entered.acquire(timeout=20)
+        with aside(gated.shutdown) as ended:
+            all_forgotten(gated)
+            gate.open.set()
+    assert "no engine today" in str(asked[0])
+    assert ended == [None]
+    with pytest.raises(GroupAborted):
+        other.barrier()
+
+
+def test_what_was_shut_down_while_it_was_made_is_not_kept(gate, gated):
+    with aside(lambda: gated.get_group(0)) as asked:
+        assert gate.entered.acquire(timeout=20)
+        with aside(gated.shutdown):
+            all_forgotten(gated)
+            gate.open.set()
+    with pytest.raises(GroupAborted):
+        asked[0].barrier()
+    assert gated.get_group(0) is not asked[0]
+    gated.get_group(0).barrier()
+
+
+# -- ended by others -----------------------------------------------------------------------
+
+
+@over_groups(sizes=(4,), backends=("local", "gloo", "shm"), reuse=True)
+def test_a_group_that_was_ended_by_hand_is_made_anew_after_a_shutdown(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, group=group)
+    row = mesh.get_group("tp")
+    total(row)
+    row.shutdown()
+    assert mesh.get_group("tp") is row  # only some ranks may have ended it
+    with pytest.raises(GroupAborted, match="shut down"):
+        total(row)
+    mesh.shutdown()
+    assert total(mesh.get_group("tp")) == 2
+    mesh.shutdown()
+
+
+def torchs_own(ctx):
+    dist.init_process_group(
+        "gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size, timeout=SECONDS
+    )
+    try:
+        mesh = with_torchs_options()
+        pair = mesh.get_group(1)
+        other = with_torchs_options().get_group(1)
+        assert other is not pair  # for its options are others
+        assert total(pair) == total(other) == 2
+        dist.barrier()
+        dist.destroy_process_group(pair)
+        mesh.shutdown()  # which is not confused by that
+        dist.barrier()
+        assert total(mesh.get_group(1)) == 2
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(InvalidState, match="'default' was destroyed"):
+        mesh["dp"].get_group()
+    assert mesh.get_coordinate() == (ctx.rank // 2, ctx.rank % 2)
+    mesh.shutdown()
+
+
+def with_torchs_options():
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = SECONDS / 2
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, backend_override={1: options})
+
+
+def test_groups_of_torchs_end_and_begin_again(ranks):
+    ranks.run(torchs_own, 4)
+
+
+# -- groups that were given ----------------------------------------------------------------
+
+
+@over_groups(sizes=(4,), backends=("local",))
+def test_groups_that_were_given_go_with_the_mesh(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, group=group)
+    column, row = mesh.get_all_groups()
+    given = DeviceMesh.from_group(
+        [column, row], "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("a", "b")
+    )
+    for again in (given, pickle.loads(pickle.dumps(given)), copy.deepcopy(given)):
+        assert again.get_group("a") is again["a"].get_group() is column
+        (mine,) = (each for each in again.get_all_submeshes("b") if each.get_coordinate())
+        assert mine.get_group() is row
+    one = DeviceMesh.from_group(row, "cpu")
+    assert pickle.loads(pickle.dumps(one)).get_group() is row
+    pickled = pickle.dumps(given)
+    mesh.shutdown()
+    group.barrier().wait()
+    with pytest.raises(InvalidState, match="without a group of all its ranks"):
+        pickle.loads(pickled).get_group("a")
+
+
+def test_a_pickle_takes_no_group_of_another_size():
+    group = new_group("fake", rank=1, world_size=4, name="as before")
+    pickled = pickle.dumps(init_device_mesh("cpu", (4,), group=group))
+    group.shutdown()
+    smaller = new_group("fake", rank=0, world_size=2, name="as before")
+    again = pickle.loads(pickled)
+    assert again.group is None
+    assert again.get_coordinate() == (1,)
+    smaller.shutdown()
+
+
+# -- ranks that disagree, asked twice ------------------------------------------------------
+
+
+def disagree_twice(ctx):
+    group = ctx.group("local")
+    name = "a" if ctx.rank == 0 else "b"
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=(name,), group=group)
+    if ctx.rank != 0:
+        group.barrier().wait()
+        for _ in range(2):
+            with pytest.raises(RankMismatch, match=r"a=4.*b=4"):
+                mesh.get_group()
+    else:
+        assert mesh.get_group() is group  # there is nobody yet to disagree with
+        group.barrier().wait()
+    group.barrier().wait()
+
+
+def test_ranks_that_disagree_are_told_so_whenever_they_ask(threads):
+    threads.run(disagree_twice, 4)

@@ -1,0 +1,257 @@
+"""The names of upstream: all there, called alike, and the same on every kind of group."""
+
+import inspect
+import pickle
+import re
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.device_mesh as upstream
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import _mesh_layout as upstream_layout
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import phalanx.mesh
+from phalanx.groups import new_group
+from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh, layout
+from phalanx.testing import ThreadRanks, over_groups
+
+from .kits import NAMES, PROGRAMS, WORLD, Ours, told
+
+# -- signatures ----------------------------------------------------------------------------
+
+METHODS = [
+    "__eq__",
+    "__getitem__",
+    "__hash__",
+    "__repr__",
+    "_concatenate",
+    "_flatten",
+    "_get_all_submeshes",
+    "_get_mesh_dim_by_name",
+    "_get_root_mesh",
+    "_get_root_mesh_dim",
+    "_get_slice_mesh_layout",
+    "_unflatten",
+    "from_group",
+    "get_all_groups",
+    "get_coordinate",
+    "get_group",
+    "get_local_rank",
+    "get_rank",
+    "size",
+]
+ENV = ["_get_all_submeshes", "get_current_mesh", "get_root_mesh", "num_devices_per_host"]
+FLAT = ["all_ranks_from_zero", "check_orthogonal", "check_sorted", "complement", "composition"]
+NESTED = ["collapse", "cosize", "from_sizes_strides", "numel", "remap_to_tensor", "splice"]
+PAIRS = {
+    "init_device_mesh": (init_device_mesh, upstream.init_device_mesh),
+    "DeviceMesh": (DeviceMesh, upstream.DeviceMesh),
+    "_FlatLayout": (layout._FlatLayout, upstream_layout._FlatLayout),
+    "_MeshLayout": (layout._MeshLayout, upstream_layout._MeshLayout),
+    **{
+        f"{theirs.__name__}.{name}": (getattr(ours, name), getattr(theirs, name))
+        for ours, theirs, names in [
+            (DeviceMesh, upstream.DeviceMesh, METHODS),
+            (phalanx.mesh._MeshEnv, upstream._MeshEnv, [*ENV, "num_hosts"]),
+            (layout._FlatLayout, upstream_layout._FlatLayout, [*FLAT, "global_ranks", "numel"]),
+            (layout._MeshLayout, upstream_layout._MeshLayout, NESTED),
+        ]
+        for name in names
+    },
+}
+
+
+def asked_for(function):
+    """Return what a caller may pass, in order, but for what is marked as private."""
+    parameters = inspect.signature(function).parameters.values()
+    public = [each for each in parameters if not each.name.startswith("_")]
+    return {each.name: (each.kind, each.default) for each in public}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_upstreams_calls_are_taken_as_they_are(name):
+    ours, theirs = map(asked_for, PAIRS[name])
+    for parameter, how in theirs.items():
+        assert ours[parameter] == how
+    for parameter in ours.keys() - theirs.keys():  # what is ours alone may be left out
+        kind, default = ours[parameter]
+        assert kind is inspect.Parameter.KEYWORD_ONLY
+        assert default is None
+    shared = [parameter for parameter in ours if parameter in theirs]
+    assert shared == list(theirs)
+
+
+def test_properties_are_properties():
+    for name in ("device_type", "mesh", "mesh_dim_names", "ndim", "shape"):
+        assert isinstance(getattr(upstream.DeviceMesh, name), property)
+        assert isinstance(getattr(DeviceMesh, name), property)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if re.fullmatch("_[a-z].*", name)])
+def test_an_underscore_name_is_an_alias(name):
+    assert getattr(DeviceMesh, name) is getattr(DeviceMesh, name[1:])
+
+
+# -- the same everywhere -------------------------------------------------------------------
+
+COMPARED = {name: program for name, program in PROGRAMS.items() if name != "no axis"}
+
+
+class On:
+    """Our mesh, on a given group: or on torch's default group, if none is given."""
+
+    cls = DeviceMesh
+
+    def __init__(self, group=None):
+        self.more = {} if group is None else {"group": group}
+
+    def by_shape(self, shape, **more):
+        return init_device_mesh("cpu", shape, **self.more, **more)
+
+    def of(self, ranks, **more):
+        return DeviceMesh("cpu", ranks, **self.more, **more)
+
+
+def tell_all(kit):
+    """Run every program, and tell what its mesh is; its groups must really be groups."""
+    told_of = {}
+    for name, program in COMPARED.items():
+        mesh = program(kit)
+        told_of[name] = told(mesh)
+        mesh.shutdown()
+    return told_of
+
+
+def tell_all_on(context, backend):
+    return tell_all(On(context.group(backend)))
+
+
+@pytest.fixture(scope="module")
+def on_fake():
+    """What every rank of eight is told by fake groups, which `test_device_mesh` compares."""
+    found = []
+    for rank in range(WORLD):
+        kit = Ours(rank)
+        found.append(tell_all(kit))
+        kit.group.shutdown()
+    return found
+
+
+def test_threads_are_told_the_same_as_on_fake_groups(on_fake):
+    assert ThreadRanks(WORLD).run(tell_all_on, args=("local",)) == on_fake
+
+
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
+def test_the_default_group_of_torch_gives_the_same(on_fake):
+    for rank in (0, 5):
+        dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
+        try:
+            assert tell_all(On()) == on_fake[rank]
+            assert init_device_mesh("cpu", (8,)).group is dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+
+
+@over_groups(sizes=(4,), backends=("local", "gloo", "shm"), reuse=True)
+def test_a_mesh_is_the_same_object_to_its_users_on_every_kind_of_group(group):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), group=group)
+    row, column = divmod(group.rank(), 2)
+    assert mesh.get_rank() == group.rank()
+    assert mesh.get_coordinate() == (row, column)
+    assert [mesh.get_local_rank(name) for name in ("dp", "tp")] == [row, column]
+    assert mesh.mesh.tolist() == [[0, 1], [2, 3]]
+    assert mesh["tp"].mesh.tolist() == [2 * row, 2 * row + 1]
+    assert (mesh.ndim, mesh.shape, mesh.size(), mesh.size(1)) == (2, (2, 2), 4, 2)
+    assert mesh["dp"].get_root_mesh() is mesh
+    assert mesh["tp"].get_root_mesh_dim() == mesh.get_mesh_dim_by_name("tp") == 1
+    assert len(mesh.get_all_submeshes("dp")) == 2
+    assert str(mesh).endswith(f"'cpu', 4 ranks, rank {group.rank()} at {row, column})")
+    same = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp"), group=group)
+    for other in (same, pickle.loads(pickle.dumps(mesh))):
+        assert other == mesh
+        assert hash(other) == hash(mesh)
+        assert other["tp"].get_group() is mesh.get_group("tp")
+    with mesh:
+        assert _mesh_resources.get_current_mesh() is mesh
+    line = DeviceMesh.from_group(group, "cpu", mesh=list(range(4)), mesh_dim_names=("all",))
+    assert line["all"].get_group() is group
+    given = DeviceMesh.from_group(
+        mesh.get_all_groups(), "cpu", mesh=mesh.mesh, mesh_dim_names=("a", "b")
+    )
+    assert given.get_all_groups() == mesh.get_all_groups()
+    mesh.shutdown()
+
+
+# -- nothing before it is used -------------------------------------------------------------
+
+
+def make_everything(group, shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES, group=group)
+    mesh["dp", "tp"].flatten()
+    mesh["cp", "tp"].flatten("mp")["mp"].get_coordinate()
+    halves = mesh.unflatten("dp", (2, shape[0] // 2), ("x", "y"))
+    DeviceMesh.concatenate([halves["y"], mesh["tp"]]).get_local_rank("tp")
+    mesh.get_all_submeshes("tp")
+    return mesh
+
+
+def test_making_and_slicing_a_mesh_makes_no_groups():
+    group = new_group("fake", rank=517, world_size=1024)
+    before = len(c10d._world.pg_map)
+    mesh = make_everything(group, (16, 8, 8))
+    assert len(c10d._world.pg_map) == before
+    for used, axis in enumerate(NAMES, start=1):
+        mesh.get_group(axis)
+        assert len(c10d._world.pg_map) == before + used
+    mesh.shutdown()
+    assert len(c10d._world.pg_map) == before
+    group.shutdown()
+
+
+def alone(context):
+    """Make and slice a mesh on one rank: it would wait for ever if any other had to come."""
+    group = context.group("local")
+    if context.rank == 1:
+        mesh = make_everything(group, (2, 1, 2))
+        assert mesh.get_coordinate() == (0, 0, 1)
+        assert "[1]" in mesh.draw()
+    group.barrier().wait()
+
+
+def test_a_rank_makes_a_mesh_without_the_others(threads):
+    threads.run(alone, 4)
+
+
+# -- sizes that are no powers of two -------------------------------------------------------
+
+
+def test_uneven_axes_compose():
+    group = new_group("fake", rank=17, world_size=30)
+    line = init_device_mesh("cpu", (30,), mesh_dim_names=("world",), group=group)
+    mesh = line.unflatten("world", (5, 3, 2), NAMES)
+    assert mesh.get_coordinate() == (2, 2, 1)
+    apart = mesh["dp", "tp"].flatten("apart")
+    assert apart.mesh.tolist() == [4, 5, 10, 11, 16, 17, 22, 23, 28, 29]
+    again = apart.unflatten("apart", (5, 2), ("p", "q"))
+    assert again["p"].get_group() is mesh["dp"].get_group()
+    both = DeviceMesh.concatenate([mesh["cp"], again])
+    assert both.mesh_dim_names == ("cp", "p", "q")
+    assert both.mesh.tolist() == mesh.mesh.permute(1, 0, 2).tolist()
+    assert both["p", "q"].flatten("pq").get_group() is apart.get_group()
+    with pytest.raises(ValueError, match=r"'apart' has size 10.*\(2, 2\)"):
+        apart.unflatten("apart", (2, 2), ("p", "q"))
+    with pytest.raises(ValueError, match=r"'apart' cannot become \(2, 5\).*no regular strides"):
+        apart.unflatten("apart", (2, 5), ("p", "q"))
+    group.shutdown()
+
+
+def test_a_large_mesh_prints_in_a_line():
+    group = new_group("fake", rank=100_001, world_size=262_144)
+    mesh = init_device_mesh("cpu", (4096, 8, 8), mesh_dim_names=NAMES, group=group)
+    assert str(mesh) == (
+        "DeviceMesh((dp=4096, cp=8, tp=8), 'cpu', 262144 ranks, rank 100001 at (1562, 4, 1))"
+    )
+    with mesh:
+        assert str(_mesh_resources.get_current_mesh()["tp"]).endswith("rank 100001 at (1,))")
+    group.shutdown()

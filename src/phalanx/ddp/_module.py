@@ -21,6 +21,7 @@ from ._buffer_sync import BufferSync
 from ._channel import Channel
 from ._comm_hook import CommHook, check_hook
 from ._compiling import cap_for_compiler, compilable, keep_compiler_out, not_compiled
+from ._distributed_autograd import on_any_backward
 from ._joining import Joining
 from ._outputs import on_backward
 from ._precision import Precision, cast_buffers
@@ -180,7 +181,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         if self.require_forward_param_sync != syncs:  # to set an attribute takes a module long
             self.require_forward_param_sync = syncs
         if tracks:
-            on_backward(output, self.reducer.begin_from_output)
+            on_backward(output, on_any_backward(self.reducer, adds_up=self._reduce == "sum"))
         self.reducer.forward_seconds += time.perf_counter() - began
         return output
 

@@ -1,0 +1,94 @@
+"""Delayed gradients, hooks for buffers and the compiler, each with what else there is."""
+
+import pytest
+import torch
+import torch._dynamo
+from torch import nn
+
+from phalanx.ddp import DDP, MixedPrecision
+from phalanx.ddp.hooks import allreduce_hook, bf16_compress_hook
+from phalanx.testing import over_groups
+
+from .whole import TINY, assert_close, batch, seeded, share
+
+several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=40, reuse=True)
+
+
+class Counting(nn.Module):
+    """A network with a buffer, of which a layer is left out in some steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 3)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, rows, whole=True):
+        self.count += 1
+        hidden = torch.tanh(self.first(rows))
+        return self.last(hidden) if whole else hidden
+
+
+def delayed(module):
+    """Tell what delays some gradients."""
+    named = [(name, p) for name, p in module.named_parameters() if name != "last.weight"]
+    return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": module.first.weight}
+
+
+def add_up(group, buffers):
+    return [group.allreduce(buffers["count"]).get_future()]
+
+
+def special(feature, module, group, **options):
+    """Wrap a module with one of the features."""
+    if feature == "delay":
+        return DDP(module, process_group=group, **delayed(module), **options)
+    if feature == "compile":
+        torch._dynamo.reset()  # it gives up on a function that it has compiled too often
+        return DDP(torch.compile(module, backend="eager"), process_group=group, **options)
+    ddp = DDP(module, process_group=group, **options)
+    ddp._register_buffer_comm_hook(group, add_up)
+    return ddp
+
+
+LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+SETTINGS = {
+    "sum": {"reduce": "sum"},
+    "own": {"gradient_as_bucket_view": False},
+    "proof": {"check_sync_every": 1},
+    "low": {"mixed_precision": LOW},
+    "buckets": {"bucket_cap_mb": TINY},
+}
+HOOKS = {"allreduce": allreduce_hook, "bf16": bf16_compress_hook}
+
+
+def run(ddp, group):
+    """Train with accumulation, weights and unused layers; return all gradients of all steps."""
+    seen = []
+    for step in range(4):
+        rows = share(batch(step, group.size()), group)
+        if step == 3:
+            ddp.weight = 1 + group.rank()
+        with ddp.no_sync():
+            ddp(rows).square().mean().backward()
+        ddp(rows, whole=step != 2 or group.rank() == 0).square().mean().backward()
+        seen += [p.grad.clone() for p in ddp.module.parameters()]
+        ddp.zero_grad()
+    return seen
+
+
+@several
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
+@pytest.mark.parametrize("feature", ["delay", "buffers", "compile"])
+def test_features_change_no_gradient_whatever_else_is_set(group, feature):
+    cases = [(name, options, None) for name, options in SETTINGS.items()]
+    cases += [(name, {}, hook) for name, hook in HOOKS.items()]
+    for name, options, hook in cases:
+        pair = (
+            special(feature, seeded(Counting), group, **options),
+            DDP(seeded(Counting), process_group=group, **options),
+        )
+        if hook is not None:
+            for ddp in pair:
+                ddp.register_comm_hook(None, hook)
+        for mine, theirs in zip(*(run(ddp, group) for ddp in pair), strict=True):
+            assert_close(mine, theirs, name, rtol=1e-6 if name != "bf16" else 1e-2)

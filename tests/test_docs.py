@@ -55,6 +55,12 @@ def test_the_documented_torch_script_trains(tmp_path):
     launch.run(str(script), ranks=2)
 
 
+WITH_PROGRAMS = {
+    f"ddp_{name}"
+    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision")
+}
+
+
 def scripts():
     """Find the programs in the pages on extension points: what makes a group is a whole one."""
     for page in sorted(ROOT.glob("docs/ddp_*.md")):
@@ -65,11 +71,12 @@ def scripts():
 def test_programs_in_the_pages_on_extension_points_run(tmp_path):
     """All in one launch, for that takes longer than any of them."""
     paths = []
-    for number, (page, source) in enumerate(scripts()):
+    found = list(scripts())
+    assert {page for page, _ in found} == WITH_PROGRAMS
+    for number, (page, source) in enumerate(found):
         assert len(source.splitlines()) <= 30, page
         paths.append(tmp_path / f"{page}_{number}.py")
         paths[-1].write_text(source)
-    assert len(paths) >= 2
     every = tmp_path / "every.py"
     every.write_text(
         f"import runpy\nfor path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"

@@ -1,8 +1,5 @@
 """Hooks for buffers: what is done in the place of the broadcast, and when."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -230,12 +227,3 @@ def test_relatives_of_sync_buffers(group):
     ddp._passing_sync_batchnorm_handle(ddp.module)
     with pytest.raises(ValueError, match="SyncBatchNorm"):
         ddp._passing_sync_batchnorm_handle(nn.Sequential(nn.SyncBatchNorm(3)))
-
-
-@everywhere
-@pytest.mark.parametrize("page", ["ddp_buffers", "ddp_delay"])
-def test_the_documented_example(group, page):
-    text = (Path(__file__).parents[2] / f"docs/{page}.md").read_text()
-    (source,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(source.splitlines()) <= 30
-    exec(source, {"group": group})  # noqa: S102 - our own document

@@ -1,8 +1,9 @@
-"""Where a run of autograd ends: whether gradients of ours are among what it makes."""
+"""What a reducer asks of autograd: whether a run makes gradients of ours, and not to record."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn import Parameter
 
 from ._local_part import whole
 
-__all__ = ["Accumulators"]
+__all__ = ["Accumulators", "without_graph"]
 
 
 class Accumulators:
@@ -43,3 +44,11 @@ class Accumulators:
                 self._nodes[i] = torch.autograd.graph.get_gradient_edge(whole(parameter)).node
             if i in self._nodes:
                 yield self._nodes[i]
+
+
+def without_graph() -> AbstractContextManager[object]:
+    """Have autograd record nothing in the body; in a plain backward pass it does not anyway."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()

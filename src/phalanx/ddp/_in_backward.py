@@ -28,6 +28,7 @@ class OptimizersInBackward:
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self._named = list(named)
+        self._ends = self._named[:1] + self._named[-1:]
         self._applied = {p: len(getattr(p, APPLIED, ())) for _, p in named if hasattr(p, APPLIED)}
         self._fused: Optimizer | None = None
         self._single: list[Optimizer] = [
@@ -76,7 +77,7 @@ class OptimizersInBackward:
 
     def check_first(self) -> None:
         """Raise if an optimizer was applied after we looked: by two parameters, in every step."""
-        self._check_known(self._named[:1] + self._named[-1:])
+        self._check_known(self._ends)
 
     def check(self) -> None:
         """Raise if an optimizer was applied to any parameter after we looked."""

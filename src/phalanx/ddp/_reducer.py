@@ -18,7 +18,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._accumulators import Accumulators
+from ._accumulators import Accumulators, without_graph
 from ._agreement import verify_parameters
 from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
@@ -289,7 +289,7 @@ class Reducer:
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)
         if self._under_way is not None:
-            with torch.no_grad():
+            with without_graph():
                 self._under_way.arrived(i)
 
     def _on_stray(self, i: int) -> None:
@@ -301,7 +301,7 @@ class Reducer:
         if self._under_way is None or self._lifetime[0]() is None:
             self.begin(blind=True)
         if self._under_way is not None:
-            with torch.no_grad():
+            with without_graph():
                 self._under_way.ready(number)
 
     def _end_together(self) -> None:
@@ -315,7 +315,7 @@ class Reducer:
         under_way, self.graph_task = self._under_way, None
         self.expects_backward = False
         self._arrivals.rearm()
-        with torch.no_grad():
+        with without_graph():
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
             elif under_way is not None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from phalanx.ddp import DDP
+from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import RankMismatch
 from phalanx.mesh import init_device_mesh
@@ -71,14 +71,14 @@ def gradients(module):
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
 
-def compare(ddp, whole):
+def compare(ddp, whole, rtol=1e-6):
     """Compare the gradients of both, and clear them."""
     for name, mine, theirs in zip(
         dict(whole.named_parameters()), gradients(ddp.module), gradients(whole), strict=True
     ):
         assert (mine is None) == (theirs is None), name
         if mine is not None:
-            assert_close(mine, theirs, name)
+            assert_close(mine, theirs, name, rtol)
     ddp.zero_grad()
     whole.zero_grad()
 
@@ -160,6 +160,19 @@ def takes_a_hook(mesh):
     assert {id(p) for p in seen} == {id(p) for p in ddp.parameters()}
 
 
+def reduces_in_low_precision(mesh):
+    with pytest.raises(ValueError, match="'first.weight' is spread over a mesh"):
+        make(mesh, mixed_precision=MixedPrecision(param_dtype=torch.float32))
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert all(p.dtype == p.grad.dtype == torch.float64 for p in ddp.parameters())
+        compare(ddp, whole, rtol=1e-5)
+
+
 def differs(mesh):
     ddp, _ = make(mesh)
     data = mesh[mesh.mesh_dim_names[0]].get_group()
@@ -179,7 +192,16 @@ def copies(mesh):
 
 
 BODIES = {
-    body.__name__: body for body in (trains, accumulates, leaves_out, takes_a_hook, differs, copies)
+    body.__name__: body
+    for body in (
+        trains,
+        accumulates,
+        leaves_out,
+        takes_a_hook,
+        reduces_in_low_precision,
+        differs,
+        copies,
+    )
 }
 
 
@@ -190,7 +212,9 @@ def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("name", ["accumulates", "leaves_out", "takes_a_hook"])
+@pytest.mark.parametrize(
+    "name", ["accumulates", "leaves_out", "takes_a_hook", "reduces_in_low_precision"]
+)
 def test_passes_of_all_kinds(ranks, backend, name):
     ranks.run(on_mesh, 4, args=(backend, name))
 

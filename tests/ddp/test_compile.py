@@ -91,11 +91,16 @@ def small():
     return nn.Sequential(nn.Linear(5, 3), nn.Tanh())
 
 
-@pairs
+@over_groups(backends=("shm",), sizes=(2,), timeout=150)  # a C++ compiler on a busy machine
 def test_it_is_right_with_the_default_backend(group):
     import torch._inductor.config
 
-    quick = {"compile_threads": 1, "cpp.vec_isa_ok": False}  # no more processes, no trials
+    # No more processes, no trials, and no headers beside the cache.
+    quick = {
+        "compile_threads": 1,
+        "cpp.vec_isa_ok": False,
+        "cpp_cache_precompile_headers": False,
+    }
     with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
         with torch._inductor.config.patch(quick):

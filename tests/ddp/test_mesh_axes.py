@@ -13,10 +13,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from phalanx.ddp import DDP
+from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import RankMismatch
 from phalanx.mesh import init_device_mesh
+from phalanx.testing import RankPool
 
 from .whole import ROWS, TINY, assert_close, batch, seeded, share, squares
 
@@ -71,14 +72,14 @@ def gradients(module):
     return [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
 
 
-def compare(ddp, whole):
+def compare(ddp, whole, rtol=1e-6):
     """Compare the gradients of both, and clear them."""
     for name, mine, theirs in zip(
         dict(whole.named_parameters()), gradients(ddp.module), gradients(whole), strict=True
     ):
         assert (mine is None) == (theirs is None), name
         if mine is not None:
-            assert_close(mine, theirs, name)
+            assert_close(mine, theirs, name, rtol)
     ddp.zero_grad()
     whole.zero_grad()
 
@@ -160,6 +161,19 @@ def takes_a_hook(mesh):
     assert {id(p) for p in seen} == {id(p) for p in ddp.parameters()}
 
 
+def reduces_in_low_precision(mesh):
+    with pytest.raises(ValueError, match="'first.weight' is spread over a mesh"):
+        make(mesh, mixed_precision=MixedPrecision(param_dtype=torch.float32))
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    ddp, whole = make(mesh, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
+    for step in range(3):
+        rows = batch(step, group.size()).double()
+        squares(ddp, share(rows, group)).backward()
+        squares(whole, rows).backward()
+        assert all(p.dtype == p.grad.dtype == torch.float64 for p in ddp.parameters())
+        compare(ddp, whole, rtol=1e-5)
+
+
 def differs(mesh):
     ddp, _ = make(mesh)
     data = mesh[mesh.mesh_dim_names[0]].get_group()
@@ -179,22 +193,40 @@ def copies(mesh):
 
 
 BODIES = {
-    body.__name__: body for body in (trains, accumulates, leaves_out, takes_a_hook, differs, copies)
+    body.__name__: body
+    for body in (
+        trains,
+        accumulates,
+        leaves_out,
+        takes_a_hook,
+        reduces_in_low_precision,
+        differs,
+        copies,
+    )
 }
+
+
+@pytest.fixture(scope="module")
+def own_ranks():
+    """Ranks of our own: to destroy torch's default group ends all groups that torch knows."""
+    with RankPool(4, preload=("phalanx.ddp", "torch.distributed.tensor.parallel")) as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
-def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
-    ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
+def test_gradients_are_those_of_the_whole(own_ranks, backend, keeps):
+    own_ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-@pytest.mark.parametrize("name", ["accumulates", "leaves_out", "takes_a_hook"])
-def test_passes_of_all_kinds(ranks, backend, name):
-    ranks.run(on_mesh, 4, args=(backend, name))
+@pytest.mark.parametrize(
+    "name", ["accumulates", "leaves_out", "takes_a_hook", "reduces_in_low_precision"]
+)
+def test_passes_of_all_kinds(own_ranks, backend, name):
+    own_ranks.run(on_mesh, 4, args=(backend, name))
 
 
 @pytest.mark.parametrize("name", ["differs", "copies"])
-def test_values_of_parts(ranks, name):
-    ranks.run(on_mesh, 4, args=("shm", name))
+def test_values_of_parts(own_ranks, name):
+    own_ranks.run(on_mesh, 4, args=("shm", name))

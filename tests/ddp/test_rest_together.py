@@ -11,8 +11,6 @@ from phalanx.testing import over_groups
 
 from .whole import TINY, assert_close, batch, seeded, share
 
-several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=40, reuse=True)
-
 
 class Counting(nn.Module):
     """A network with a buffer, of which a layer is left out in some steps."""
@@ -76,13 +74,10 @@ def run(ddp, group):
     return seen
 
 
-@several
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
-@pytest.mark.parametrize("feature", ["delay", "buffers", "compile"])
-def test_features_change_no_gradient_whatever_else_is_set(group, feature):
-    cases = [(name, options, None) for name, options in SETTINGS.items()]
-    cases += [(name, {}, hook) for name, hook in HOOKS.items()]
-    for name, options, hook in cases:
+def check(feature, group, names):
+    """Compare a module that has a feature with one that has not."""
+    for name in names:
+        options, hook = SETTINGS.get(name, {}), HOOKS.get(name)
         pair = (
             special(feature, seeded(Counting), group, **options),
             DDP(seeded(Counting), process_group=group, **options),
@@ -92,3 +87,15 @@ def test_features_change_no_gradient_whatever_else_is_set(group, feature):
                 ddp.register_comm_hook(None, hook)
         for mine, theirs in zip(*(run(ddp, group) for ddp in pair), strict=True):
             assert_close(mine, theirs, name, rtol=1e-6 if name != "bf16" else 1e-2)
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+@pytest.mark.parametrize("feature", ["delay", "buffers"])
+def test_features_change_no_gradient_whatever_else_is_set(group, feature):
+    check(feature, group, [*SETTINGS, *HOOKS])
+
+
+@over_groups(backends=("shm",), sizes=(2,), timeout=40, reuse=True)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
+def test_the_compiler_changes_no_gradient_whatever_else_is_set(group):
+    check("compile", group, ["own", "low", "allreduce"])

@@ -18,6 +18,8 @@ everywhere = over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
 """Most bodies: threads and processes, alone, as a pair, and more than this."""
 several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
 """Bodies in which ranks differ, and leave the group as they found it."""
+on_pairs = over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
+"""Bodies with nothing to say of more ranks."""
 alone = over_groups(backends=("local",), sizes=(1,))
 """Bodies that never come to a group."""
 both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])

@@ -80,9 +80,10 @@ def test_delayed_gradients_travel_together_and_not_before_the_one_that_they_wait
     delayed = [bucket for bucket in buckets if bucket.is_delayed]
     assert all(shapes[i].is_delayed for bucket in delayed for i in bucket.members)
     assert len({bucket.dtype for bucket in delayed}) == len(delayed)
-    home = next((n for n, bucket in enumerate(buckets) if after in bucket.members), -1)
-    if home < len(buckets) - 1:  # not where the header is, which is moved to the end
-        assert all(n >= home for n, bucket in enumerate(buckets[:-1]) if bucket.is_delayed)
+    turn = len(order) if after is None else order.index(after)
+    assert all(bucket.ready >= turn for bucket in delayed)
+    *before, _ = buckets  # the last is the header's, wherever its gradients would have it
+    assert [bucket.ready for bucket in before] == sorted(bucket.ready for bucket in before)
 
 
 @given(plans())

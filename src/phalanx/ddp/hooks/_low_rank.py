@@ -16,7 +16,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Factors:
-    """One factor of each of several matrices, one after the other in one flat tensor."""
+    """Matrices, or one factor of each, one after the other in one flat tensor."""
 
     flat: Tensor
     parts: list[Tensor]
@@ -30,6 +30,11 @@ class Factors:
     def empty(cls, like: Tensor, shapes: Sequence[Shape]) -> Factors:
         """Make room for factors."""
         return cls.of(like.new_empty(sum(rows * columns for rows, columns in shapes)), shapes)
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The shapes of the parts."""
+        return [(len(part), part.shape[1]) for part in self.parts]
 
     def orthogonalize(self, epsilon: float) -> None:
         """Make the columns of each factor orthonormal."""

@@ -10,9 +10,9 @@ from torch import Tensor
 __all__ = ["draw", "shared_generator"]
 
 
-def shared_generator(seed: int, step: int, index: int) -> torch.Generator:
-    """Make a generator that depends on nothing but the seed, the step and the bucket."""
-    mixed = zlib.crc32(f"{seed} {step} {index}".encode())
+def shared_generator(seed: int, step: int, key: int | str) -> torch.Generator:
+    """Make a generator that depends on nothing but the seed, the step and what it is for."""
+    mixed = zlib.crc32(f"{seed} {step} {key}".encode())
     return torch.Generator().manual_seed(mixed)  # numbers are drawn on the CPU for every device
 
 

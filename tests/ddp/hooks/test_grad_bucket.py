@@ -14,8 +14,8 @@ def public(kind):
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
-def test_it_has_what_torchs_has_and_the_group():
-    assert public(GradBucket) == public(dist.GradBucket) | {"group"}
+def test_it_has_what_torchs_has_the_group_and_names():
+    assert public(GradBucket) == public(dist.GradBucket) | {"group", "names"}
 
 
 def test_it_shows_the_same_numbers_flat_and_one_by_one():

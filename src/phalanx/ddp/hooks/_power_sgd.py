@@ -22,7 +22,7 @@ from ...errors import InvalidArgument
 from ._communicate import Handle, average, group_of, start_average, when_done
 from ._feedback import add_held, hold, is_finite
 from ._hook import GradBucket, dense_buffer
-from ._low_rank import Factors, Shape
+from ._low_rank import Factors, Shape, multiply, multiply_transposed
 from ._memory import Key, Memory, bucket_key, known_parts, names_of, parts_by_name
 from ._seeds import shared_generator
 from ._state import HookState, check_count, check_state
@@ -182,15 +182,15 @@ def _approximate(
     _guess(state, q, keyed)
     q.orthogonalize(state.orthogonalization_epsilon)
     p = Factors.empty(matrices.flat, [(n, rank) for n, _, rank in sides])
-    for i, part in enumerate(matrices.parts):
-        torch.mm(part, q.parts[i], out=p.parts[i])
+    for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+        multiply(part, right, out=left)
     start_average(group, p.flat).wait()
     p.orthogonalize(state.orthogonalization_epsilon)
-    for i, part in enumerate(matrices.parts):
-        torch.mm(part.T, p.parts[i], out=q.parts[i])
+    for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+        multiply_transposed(part, left, out=right)
     if state.use_error_feedback:
-        for i, part in enumerate(matrices.parts):
-            part.addmm_(p.parts[i], q.parts[i].T, alpha=-1)
+        for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+            part.addmm_(left, right.T, alpha=-1)
         hold(state.error_dict, matrices.flat, held)
     if state.warm_start:
         state.q_memory_dict |= keyed(q)  # which holds the mean before the next step begins

@@ -7,6 +7,7 @@ from torch.futures import Future
 from ._communicate import average, gather, group_of, when_done
 from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
+from ._largest import largest
 from ._memory import parts_by_name
 from ._selection import SelectionState
 from ._state import check_state
@@ -33,7 +34,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
         return average(group, buffer)
     if state.use_error_feedback:
         add_held(state.error_dict, parts_by_name(bucket, buffer))
-    places = torch.topk(buffer.abs(), state.count_of(buffer), sorted=False).indices
+    places = largest(buffer, state.count_of(buffer))
     sent = buffer[places]
     if state.use_error_feedback:
         rest = buffer.index_fill(0, places, 0)

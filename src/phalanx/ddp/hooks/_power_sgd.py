@@ -62,7 +62,7 @@ class PowerSGDState(HookState):
         del compression_stats_logging_frequency, batch_tensors_with_same_shape
         check_count("matrix_approximation_rank", matrix_approximation_rank, least=1)
         remembers = use_error_feedback or warm_start
-        # Buckets are planned anew after the first step, and with them what was remembered.
+        # Torch's modules plan buckets anew after the first step: what was remembered is lost there.
         check_count("start_powerSGD_iter", start_powerSGD_iter, least=2 if remembers else 0)
         for name, value in (
             ("min_compression_rate", min_compression_rate),

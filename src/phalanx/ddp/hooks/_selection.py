@@ -33,8 +33,8 @@ class SelectionState(HookState):
         """Set it up.
 
         Of each bucket are sent `k` elements if that is a whole number, or that share of them if it
-        is a fraction. The first `start_iter` steps send everything: modules plan their buckets anew
-        after the first one, and what was held back of old ones would be lost.
+        is a fraction. The first `start_iter` steps send everything: torch's modules plan their
+        buckets anew after the first one, and what was held back of old ones would be lost there.
         """
         super().__init__(process_group)
         self.k = _checked(k)

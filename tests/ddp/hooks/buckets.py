@@ -14,13 +14,13 @@ on_threads = over_groups(backends=("local",), sizes=(2, 4))
 SHAPES = ((6, 5), (7,), (3, 2, 4))
 
 
-def bucket_of(*gradients, index=0, is_last=True, group=None):
+def bucket_of(*gradients, index=0, is_last=True, group=None, names=None):
     """Make a bucket of gradients, as the reducer does."""
     flat = torch.cat([each.reshape(-1) for each in gradients])
     parts = flat.split([each.numel() for each in gradients])
     views = [part.view(each.shape) for part, each in zip(parts, gradients, strict=True)]
     parameters = [Parameter(torch.zeros_like(each)) for each in gradients]
-    return GradBucket(index, flat, views, parameters, is_last, group=group)
+    return GradBucket(index, flat, views, parameters, is_last, group=group, names=names)
 
 
 def gradients(rank, step=0, *, shapes=SHAPES, dtype=torch.float32):

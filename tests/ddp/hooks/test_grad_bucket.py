@@ -14,7 +14,7 @@ def public(kind):
     return {name for name in vars(kind) if not name.startswith("_")}
 
 
-def test_it_has_what_torchs_has_and_the_group_and_names():
+def test_it_has_what_torchs_has_the_group_and_names():
     assert public(GradBucket) == public(dist.GradBucket) | {"group", "names"}
 
 

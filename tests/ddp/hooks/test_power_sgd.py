@@ -76,6 +76,8 @@ def test_batched_takes_the_bucket_for_a_square(group):
         if step >= FIRST:
             squares = [torch.cat([each, torch.zeros(5)]).view(6, 6) for each in everyones]
             expected = oracle.step(squares).view(-1)[:31]
+            for held in oracle.held:
+                held.view(-1)[31:] = 0  # belongs to nobody
         torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-4)
 
 

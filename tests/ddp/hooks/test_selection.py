@@ -13,6 +13,7 @@ from phalanx.ddp.hooks import (
     randomk_hook,
     topk_hook,
 )
+from phalanx.ddp.hooks._largest import largest as find_largest
 from phalanx.ddp.hooks._seeds import draw
 
 from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
@@ -103,7 +104,11 @@ def test_halves_may_be_selected(group):
     torch.testing.assert_close(result.double(), expected, rtol=0.02, atol=0.02)
 
 
-@given(among=st.integers(0, 200), share=st.floats(0, 1), seed=st.integers(0, 2**31))
+@given(
+    among=st.integers(0, 200) | st.integers(1000, 3000),
+    share=st.floats(0, 1),
+    seed=st.integers(0, 2**31),
+)
 def test_places_are_drawn_without_repetition(among, share, seed):
     count = int(share * among)
     drawn = draw(count, among, torch.Generator().manual_seed(seed)).tolist()
@@ -111,12 +116,39 @@ def test_places_are_drawn_without_repetition(among, share, seed):
     assert set(drawn) <= set(range(among))
 
 
-@pytest.mark.parametrize("count", [2, 15])  # few and many, which are drawn in different ways
-def test_every_place_is_as_likely_as_any_other(count):
+# Few of some, most of few and some of many are drawn in different ways.
+@pytest.mark.parametrize(("count", "among"), [(2, 200), (15, 20), (100, 1500), (1400, 1500)])
+def test_every_place_is_as_likely_as_any_other(count, among):
     generator, rounds = torch.Generator().manual_seed(0), 3000
-    drawn = torch.cat([draw(count, 20, generator) for _ in range(rounds)])
-    expected = rounds * count / 20
-    assert (torch.bincount(drawn) - expected).abs().max() < 5 * expected**0.5
+    drawn = torch.cat([draw(count, among, generator) for _ in range(rounds)])
+    expected = rounds * count / among
+    assert (torch.bincount(drawn, minlength=among) - expected).abs().max() < 5 * expected**0.5
+
+
+MANY = 100_000
+TROUBLE = {
+    "plain": lambda values: values,
+    "zeros": lambda values: values.zero_(),
+    "sparse": lambda values: values.mul_(torch.arange(MANY) % 1000 == 7),
+    "sorted": lambda values: values.copy_(values.sort().values),
+    "hidden": lambda values: values.index_fill_(0, torch.arange(0, MANY, 251), 1e6),
+    "ties": lambda values: values.sign_(),
+    "infinite": lambda values: values.index_fill_(0, torch.arange(0, MANY, 500), float("-inf")),
+    "nan": lambda values: values.index_fill_(0, torch.arange(0, MANY, 500), float("nan")),
+    "halves": lambda values: values.bfloat16(),
+}
+
+
+@pytest.mark.parametrize("kind", TROUBLE)
+@pytest.mark.parametrize("count", [1, 100, 1000, 20_000, 90_000])
+def test_the_largest_of_many_are_found_whatever_a_sample_tells(kind, count):
+    values = torch.randn(MANY, generator=torch.Generator().manual_seed(3))
+    values = TROUBLE[kind](values)
+    places = find_largest(values, count)
+    assert len(places.unique()) == count
+    found = values[places].abs().sort(descending=True).values
+    expected = values.abs().sort(descending=True).values[:count]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,43 +1,38 @@
 """Error feedback: what is not sent now is sent later.
 
-What a lossy hook holds back of a bucket is added to that bucket's gradients in the next step, so
-that over time everything is sent (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847).
+What a lossy hook holds back of a parameter's gradient is added to that in the next step, so that
+over time everything is sent (Seide et al. 2014; Karimireddy et al., arXiv:1901.09847).
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from ._memory import Key, Memory, known_parts
+
 __all__ = ["add_held", "hold", "is_finite"]
 
 
-def add_held(held: MutableMapping[int, Tensor], index: int, gradients: Tensor) -> Tensor | None:
-    """Add to gradients, in place, what was held back of their bucket; returns that."""
-    error = held.get(index)
-    # Modules plan their buckets anew after the first step: what is of another size is of others.
-    if error is None or error.shape != gradients.shape:
-        return None
-    gradients.add_(error.to(gradients.device))  # a checkpoint may have been loaded elsewhere
-    return error
+def add_held(held: Memory, gradients: Mapping[Key, Tensor]) -> None:
+    """Add to gradients, in place, what was held back of them; what does not fit is forgotten."""
+    known = known_parts(held, gradients)
+    if known:
+        torch._foreach_add_([gradients[key] for key in known], list(known.values()))
+    for key in gradients.keys() - known.keys():
+        held.pop(key, None)
 
 
-def hold(
-    held: MutableMapping[int, Tensor], index: int, rest: Tensor, before: Tensor | None
-) -> None:
-    """Hold back what is not sent of a bucket, where `before` was held until now.
+def hold(held: Memory, rest: Tensor, parts: Mapping[Key, Tensor]) -> None:
+    """Hold back what is not sent of a bucket: the rest, by its parts.
 
     What is not finite would never leave again. A step with that in it is skipped by those who scale
     their losses, and here it is as if it had not been.
     """
     if is_finite(rest):
-        held[index] = rest
-    elif before is not None:
-        held[index] = before
-    else:
-        held.pop(index, None)
+        held.update(parts)
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -9,7 +9,9 @@ mean of all ranks' parts instead; over the ranks that comes to the same.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import compress
 
 import torch
 import torch.distributed as dist
@@ -20,11 +22,15 @@ from ...errors import InvalidArgument
 from ._communicate import Handle, average, group_of, start_average, when_done
 from ._feedback import add_held, hold, is_finite
 from ._hook import GradBucket, dense_buffer
-from ._low_rank import Factors, Shape, stacked
+from ._low_rank import Factors, Shape, multiply, multiply_transposed
+from ._memory import Key, Memory, bucket_key, known_parts, names_of, parts_by_name
 from ._seeds import shared_generator
 from ._state import HookState, check_count, check_state
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+Keyed = Callable[[Factors], dict[Key, Tensor]]
+"""Shows factors under what they are remembered by."""
 
 
 class PowerSGDState(HookState):
@@ -33,10 +39,10 @@ class PowerSGDState(HookState):
     counts = ("iter", "total_numel_before_compression", "total_numel_after_compression")
     memories = ("error_dict", "q_memory_dict")
 
-    error_dict: dict[int, Tensor]
-    """What was held back of each bucket's matrices."""
-    q_memory_dict: dict[int, Tensor]
-    """The second factors of the last step, with which the next begins."""
+    error_dict: Memory
+    """What was held back, by the names of parameters, or by bucket where they have none."""
+    q_memory_dict: Memory
+    """The second factors of the last step, with which the next begins, by the same."""
 
     def __init__(
         self,
@@ -56,7 +62,7 @@ class PowerSGDState(HookState):
         del compression_stats_logging_frequency, batch_tensors_with_same_shape
         check_count("matrix_approximation_rank", matrix_approximation_rank, least=1)
         remembers = use_error_feedback or warm_start
-        # Buckets are planned anew after the first step, and with them what was remembered.
+        # Torch's modules plan buckets anew after the first step: what was remembered is lost there.
         check_count("start_powerSGD_iter", start_powerSGD_iter, least=2 if remembers else 0)
         for name, value in (
             ("min_compression_rate", min_compression_rate),
@@ -98,18 +104,20 @@ def powerSGD_hook(  # noqa: N802
     group = group_of(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
         return _uncompressed(state, bucket, group)
-    large: list[Tensor] = []
-    small: list[Tensor] = []
-    for gradient in bucket.gradients():
-        worth_it = gradient.dim() > 1 and state.is_worth_it(_matrix_shape(gradient))
-        (large if worth_it else small).append(gradient)
+    gradients = bucket.gradients()
+    worth_it = [each.dim() > 1 and state.is_worth_it(_matrix_shape(each)) for each in gradients]
+    large = list(compress(gradients, worth_it))
+    small = [each for each, is_large in zip(gradients, worth_it, strict=True) if not is_large]
     if not large:
         _count(state, bucket, len(buffer))
         return average(group, buffer)
     rest = _joined(small, like=buffer)
     calls = [start_average(group, rest)] if len(rest) else []
-    shapes = [_matrix_shape(each) for each in large]
-    p, q, sending = _approximate(state, bucket.index(), _joined(large, like=buffer), shapes, group)
+    matrices = Factors.of(_joined(large, like=buffer), [_matrix_shape(each) for each in large])
+    names = names_of(bucket)
+    chosen = None if names is None else list(compress(names, worth_it))
+    keyed = partial(_by_name, chosen, bucket.index())
+    p, q, sending = _approximate(state, group, matrices, keyed(matrices), keyed)
     _count(state, bucket, len(rest) + len(p.flat) + len(q.flat))
 
     def decompress() -> Tensor:
@@ -132,9 +140,12 @@ def batched_powerSGD_hook(  # noqa: N802
     if state.iter < state.start_powerSGD_iter:
         return _uncompressed(state, bucket, group)
     side = math.ceil(math.sqrt(len(buffer)))
-    square = buffer.new_zeros(side * side)
-    square[: len(buffer)] = buffer
-    p, q, sending = _approximate(state, bucket.index(), square, [(side, side)], group)
+    square = Factors.of(buffer.new_zeros(side * side), [(side, side)])
+    filled = square.flat[: len(buffer)]
+    filled.copy_(buffer)
+    held = parts_by_name(bucket, filled)  # what is behind them is nobody's, and begins at zero
+    keyed = partial(_by_name, None, bucket_key(bucket))
+    p, q, sending = _approximate(state, group, square, held, keyed)
     _count(state, bucket, len(p.flat) + len(q.flat))
 
     def decompress() -> Tensor:
@@ -152,46 +163,59 @@ def _uncompressed(
 
 def _approximate(
     state: PowerSGDState,
-    index: int,
-    matrices: Tensor,
-    shapes: Sequence[Shape],
     group: dist.ProcessGroup,
+    matrices: Factors,
+    held: Mapping[Key, Tensor],
+    keyed: Keyed,
 ) -> tuple[Factors, Factors, Handle]:
     """Find the factors of the ranks' mean; the first ones are there, the second on their way.
+
+    `held` shows the matrices under what their errors are held by, and `keyed` does that to factors.
 
     Waits for the first ones, as the second depend on them, and a call that was made later, from
     wherever the first one ended, could meet another call of its peers.
     """
-    before = add_held(state.error_dict, index, matrices) if state.use_error_feedback else None
-    parts = stacked(matrices, shapes)
-    q = _first_guess(state, index, matrices, [(m, state.factor_rank((n, m))) for n, m in shapes])
+    if state.use_error_feedback:
+        add_held(state.error_dict, held)
+    sides = [(n, m, state.factor_rank((n, m))) for n, m in matrices.shapes]
+    q = Factors.empty(matrices.flat, [(m, rank) for _, m, rank in sides])
+    _guess(state, q, keyed)
     q.orthogonalize(state.orthogonalization_epsilon)
-    p = Factors.empty(matrices, [(n, state.factor_rank((n, m))) for n, m in shapes])
-    for i, part in enumerate(parts):
-        torch.mm(part, q.parts[i], out=p.parts[i])
+    p = Factors.empty(matrices.flat, [(n, rank) for n, _, rank in sides])
+    for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+        multiply(part, right, out=left)
     start_average(group, p.flat).wait()
     p.orthogonalize(state.orthogonalization_epsilon)
-    for i, part in enumerate(parts):
-        torch.mm(part.T, p.parts[i], out=q.parts[i])
+    for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+        multiply_transposed(part, left, out=right)
     if state.use_error_feedback:
-        for i, part in enumerate(parts):
-            part.addmm_(p.parts[i], q.parts[i].T, alpha=-1)
-        hold(state.error_dict, index, matrices, before)
+        for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+            part.addmm_(left, right.T, alpha=-1)
+        hold(state.error_dict, matrices.flat, held)
     if state.warm_start:
-        state.q_memory_dict[index] = q.flat  # which holds the mean before the next step begins
+        state.q_memory_dict |= keyed(q)  # which holds the mean before the next step begins
     return p, q, start_average(group, q.flat)
 
 
-def _first_guess(
-    state: PowerSGDState, index: int, matrices: Tensor, shapes: Sequence[Shape]
-) -> Factors:
-    """Take the second factors of the last step, or random ones that are the same on all ranks."""
-    count = sum(math.prod(shape) for shape in shapes)
-    known = state.q_memory_dict.get(index)
-    if known is None or len(known) != count or not is_finite(known):
-        generator = shared_generator(state.random_seed, state.iter, index)
-        known = torch.randn(count, generator=generator).to(matrices)
-    return Factors.of(known.to(matrices), shapes)
+def _guess(state: PowerSGDState, q: Factors, keyed: Keyed) -> None:
+    """Begin with the second factors of the last step, or random ones, alike on all ranks."""
+    wanted = keyed(q)
+    known = known_parts(state.q_memory_dict, wanted) if state.warm_start else {}
+    for key, part in wanted.items():
+        part.copy_(known[key] if key in known else _random(state, key, part))
+    if known and not is_finite(q.flat):
+        for key, part in wanted.items():
+            part.copy_(_random(state, key, part))
+
+
+def _random(state: PowerSGDState, key: Key, like: Tensor) -> Tensor:
+    generator = shared_generator(state.random_seed, state.iter, key)
+    return torch.randn(like.shape, generator=generator)
+
+
+def _by_name(names: Sequence[str] | None, whole: Key, factors: Factors) -> dict[Key, Tensor]:
+    """Show factors under the names of their matrices, or all together where there are none."""
+    return {whole: factors.flat} if names is None else dict(zip(names, factors.parts, strict=True))
 
 
 def _matrix_shape(gradient: Tensor) -> Shape:

@@ -8,6 +8,7 @@ from torch.futures import Future
 from ._communicate import average, group_of, start_average, when_done
 from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
+from ._memory import parts_by_name
 from ._seeds import draw, shared_generator
 from ._selection import SelectionState
 from ._state import check_state
@@ -46,13 +47,15 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
     state.maybe_increase_iter(bucket)
     if step < state.start_iter:
         return average(group, buffer)
-    index, count = bucket.index(), state.count_of(buffer)
-    before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
-    generator = shared_generator(state.random_seed, step, index)
+    count = state.count_of(buffer)
+    if state.use_error_feedback:
+        add_held(state.error_dict, parts_by_name(bucket, buffer))
+    generator = shared_generator(state.random_seed, step, bucket.index())
     places = draw(count, buffer.numel(), generator).to(buffer.device)
     sent = buffer[places]
     if state.use_error_feedback:
-        hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)
+        rest = buffer.index_fill(0, places, 0)
+        hold(state.error_dict, rest, parts_by_name(bucket, rest))
     else:
         sent.mul_(buffer.numel() / max(count, 1))
 

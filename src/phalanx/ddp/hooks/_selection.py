@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InvalidArgument
+from ._memory import Memory
 from ._state import HookState, check_count
 
 __all__ = ["SelectionState"]
@@ -18,8 +19,8 @@ class SelectionState(HookState):
 
     memories = ("error_dict",)
 
-    error_dict: dict[int, Tensor]
-    """What was held back of each bucket."""
+    error_dict: Memory
+    """What was held back, by the names of parameters, or by bucket where they have none."""
 
     def __init__(
         self,
@@ -32,8 +33,8 @@ class SelectionState(HookState):
         """Set it up.
 
         Of each bucket are sent `k` elements if that is a whole number, or that share of them if it
-        is a fraction. The first `start_iter` steps send everything: modules plan their buckets anew
-        after the first one, and what was held back of old ones would be lost.
+        is a fraction. The first `start_iter` steps send everything: torch's modules plan their
+        buckets anew after the first one, and what was held back of old ones would be lost there.
         """
         super().__init__(process_group)
         self.k = _checked(k)

@@ -7,6 +7,8 @@ from torch.futures import Future
 from ._communicate import average, gather, group_of, when_done
 from ._feedback import add_held, hold
 from ._hook import GradBucket, dense_buffer
+from ._largest import largest
+from ._memory import parts_by_name
 from ._selection import SelectionState
 from ._state import check_state
 
@@ -30,12 +32,13 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     state.maybe_increase_iter(bucket)
     if not compresses:
         return average(group, buffer)
-    index = bucket.index()
-    before = add_held(state.error_dict, index, buffer) if state.use_error_feedback else None
-    places = torch.topk(buffer.abs(), state.count_of(buffer), sorted=False).indices
+    if state.use_error_feedback:
+        add_held(state.error_dict, parts_by_name(bucket, buffer))
+    places = largest(buffer, state.count_of(buffer))
     sent = buffer[places]
     if state.use_error_feedback:
-        hold(state.error_dict, index, buffer.index_fill(0, places, 0), before)
+        rest = buffer.index_fill(0, places, 0)
+        hold(state.error_dict, rest, parts_by_name(bucket, rest))
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
     getting_values, values = gather(group, sent)
     getting_places, everyones_places = gather(group, places.to(narrow))

@@ -42,6 +42,9 @@ class Transfers {
   // Keeps nothing of a transfer once it has ended.
   void forget(std::uint64_t ticket);
 
+  // Takes a transfer back of which nothing has moved yet; tells whether it has.
+  bool cancel(std::uint64_t ticket);
+
   // Tells whether there is anything to move.
   bool is_busy() const;
 

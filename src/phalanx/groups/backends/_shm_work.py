@@ -103,6 +103,11 @@ class ShmTransfer(ShmWork):
             return True
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
 
+    def cancel(self) -> None:
+        """Take it back, unless a part of it has gone."""
+        if self._owner._engine.cancel_transfer(self._ticket):
+            self._owner._transfers.pop(self._ticket, None)
+
     def __del__(self) -> None:
         with suppress(InvalidState):  # a forked child has no engine
             self._owner._engine.forget_transfer(self._ticket)

@@ -209,8 +209,8 @@ class Engine {
   bool come_back(std::uint64_t calls);  // one step of `rejoin`; whether it was taken
   Stage stage() const;
   std::vector<int> late_ranks() const;
-  Standing agreed_standing() const;
-  void take_place(const Standing& agreed);
+  std::uint64_t greatest(Counter Control::*counter) const;
+  void take_place();
   void publish_entry(std::uint64_t value);
   void refresh_members(std::uint64_t sequence);
   bool everybody(Counter Control::*counter, std::uint64_t needed, int* undone = nullptr);

@@ -71,13 +71,6 @@ struct alignas(kLine) Bed {
   std::atomic<std::uint32_t> sleeping{0};
 };
 
-// How far a rank has come, for those who are about to agree where to go on.
-struct alignas(kLine) Standing {
-  std::uint64_t operations = 0;
-  std::uint64_t windows = 0;
-  std::uint64_t calls = 0;  // as the group counts them; one may take several operations, or none
-};
-
 struct alignas(kPage) Control {
   Counter arrived;  // the last operation that this rank has described
   Counter done;     // the last one whose share it has done; it reads nothing of the others' any more
@@ -89,11 +82,11 @@ struct alignas(kPage) Control {
   Counter worked;
   Counter finished;
 
-  // Counts the two steps of becoming a member again: odd while this rank waits for all to come, and
-  // what it says of itself is `standing`; even again when it has taken its place among the members.
+  // Counts the two steps of becoming a member again: odd while this rank waits for all to come, even
+  // again when it has taken its place among the members.
   Counter entry;
-  Standing standing;
-  Bed hall;  // where it sleeps meanwhile, for what the members do is not to wake it
+  Counter calls;  // before the first step: the calls that its group has made, however many operations
+  Bed hall;       // where it sleeps meanwhile, for what the members do is not to wake it
 
   Counter broken;    // odd while this rank has given up, and has its buffers to itself again
   Counter touching;  // odd while this rank reads or writes buffers of the others

@@ -3,17 +3,18 @@
 // Everybody who lives has left, so no operation is under way anywhere and nobody looks at who is a
 // member. Each rank counts two steps in its `entry`:
 //
-//   odd    it has left, all that it began has ended, and its `standing` says how far it has come
-//   even   it has seen everybody's, has set all its counters to the greatest, and has not left
+//   odd    it has left, and all that it began has ended
+//   even   it has seen that all are there, has set its counters to the greatest of anybody's, and is
+//          a member
 //
 // It takes the second step when everybody has taken the first, and begins no operation until
 // everybody has taken the second: then whatever it reads of the others is of after the return.
-// Nobody can be a step ahead of that, so a `standing` does not change before all have read it.
+// Nobody can be further ahead, so what the greatest is does not change before all have read it.
 //
 // A rank that dies leaves its `entry` as it was. Who is dead and short of a step keeps everybody from
 // the next one, and who is dead and was not keeps nobody: survivors, who look at the word after they
-// know of the death, all find the same. Once it is forgotten nobody waits for it, and its `standing`
-// counts if it had said it, for somebody may have gone by it. So the rest take up where they were.
+// know of the death, all find the same. Once it is forgotten nobody waits for it, and the rest take
+// up where they were. Its counters still count: beyond them it is no member of anything.
 
 #include <algorithm>
 
@@ -84,13 +85,13 @@ Engine::Stage Engine::stage() const {
 bool Engine::come_back(std::uint64_t calls) {
   switch (stage()) {
     case Stage::outside:
-      mine_.standing = {issued_, windows_used_, calls};
+      mine_.calls.publish(calls);
       coming_back_ = true;
       publish_entry(mine_.entry.read() + 1);
       return true;
     case Stage::waiting:
       if (!late_ranks().empty()) return false;
-      take_place(agreed_standing());
+      take_place();
       publish_entry(mine_.entry.read() + 1);
       return true;
     case Stage::entering:
@@ -103,27 +104,22 @@ bool Engine::come_back(std::uint64_t calls) {
   return true;
 }
 
-Standing Engine::agreed_standing() const {
-  Standing most;
-  const std::uint64_t step = mine_.entry.read();
-  for (int rank = 0; rank < ranks_; ++rank) {
-    const Control& theirs = region_.control(rank);
-    if (theirs.entry.read() < step) continue;  // forgotten, and never said anything
-    most.operations = std::max(most.operations, theirs.standing.operations);
-    most.windows = std::max(most.windows, theirs.standing.windows);
-    most.calls = std::max(most.calls, theirs.standing.calls);
-  }
+std::uint64_t Engine::greatest(Counter Control::*counter) const {
+  std::uint64_t most = 0;
+  for (int rank = 0; rank < ranks_; ++rank)
+    most = std::max(most, (region_.control(rank).*counter).read());
   return most;
 }
 
 // As if this rank had taken part in all that the others did meanwhile, and all of it were done.
-void Engine::take_place(const Standing& agreed) {
-  issued_ = announced_ = shared_ = finished_ = agreed.operations;
+void Engine::take_place() {
+  issued_ = announced_ = shared_ = finished_ = greatest(&Control::arrived);
   ended_.store(finished_, std::memory_order_release);
-  windows_used_ = agreed.windows;
-  agreed_calls_ = agreed.calls;
+  windows_used_ = greatest(&Control::finished);
+  agreed_calls_ = greatest(&Control::calls);
   if (driver_) driver_->count_from(issued_);
-  for (Counter* const counter : {&mine_.arrived, &mine_.done}) counter->publish(issued_);
+  mine_.arrived.publish(issued_);
+  mine_.done.publish(issued_);
   for (Counter* const counter : {&mine_.filled, &mine_.worked, &mine_.finished})
     counter->publish(windows_used_);
   mine_.left_at.publish(kNever);

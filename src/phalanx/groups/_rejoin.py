@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["rejoin"]
 
-TURN = 0.25  # seconds between two looks around
+TURN = 0.5  # seconds between two looks around; a death, or an abort, ends a turn before
 MOMENT = 0.01
 
 
@@ -87,6 +87,7 @@ class _Return(Pending):
             turn = min(TURN, max(self.deadline - began, 0.001)) if error is None else 0.0
             stage, most = self._engine.rejoin(calls, turn)
             if stage != before:
+                error = None
                 _reach(stage)
             if stage == "entered":
                 return int(most)
@@ -103,12 +104,14 @@ class _Return(Pending):
         group, health = self._group, self._group._health
         if not group._is_away:  # but closed
             refuse(group, "rejoin")
-        known = None if group._board is None else group._board.failure()
+        board = group._board
+        known = None if board is None else board.failure()
         if known is not None:
             health.fail(known, publish=False)
+        closed = {} if board is None else board.left()
         if health.failure is None:
-            self._look_for_dead()
-        failure = health.failure or self._closed_by()
+            self._look_for_dead(set(closed))
+        failure = health.failure or self._closed_by(closed)
         if failure is not None:
             return health.error(failure, self, self.call)
         if time.monotonic() < self.deadline:
@@ -118,23 +121,20 @@ class _Return(Pending):
         # The group is not broken by it: the others go on, and this rank may wait again.
         return health.error(self._failure("timeout", told, missing), self, self.call, health.ask())
 
-    def _look_for_dead(self) -> None:
+    def _look_for_dead(self, closed: set[int]) -> None:
         """Fail the group if a rank is dead that has not come so far; what it did before counts."""
-        health, board = self._group._health, self._group._board
-        dead = health.dead() - set(() if board is None else board.left())
+        health = self._group._health
+        dead = health.dead() - closed
         lost = sorted(dead & set(self._engine.awaited()))  # which is final, now that it is known
         if lost:
             told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
             health.fail(self._failure("lost", told, lost))
 
-    def _closed_by(self) -> Failure | None:
+    def _closed_by(self, closed: dict[int, tuple[int, str]]) -> Failure | None:
         """Find a rank that has shut the group down, and so will not come."""
-        board = self._group._board
-        left = {} if board is None else board.left()
-        for rank in sorted(set(left) & set(self._engine.awaited())):
-            return self._failure(
-                "aborted", f"rank {rank} shut the group down at {left[rank][1]}", [rank]
-            )
+        for rank in sorted(closed.keys() & set(self._engine.awaited())):
+            told = f"rank {rank} shut the group down at {closed[rank][1]}"
+            return self._failure("aborted", told, [rank])
         return None
 
     def _failure(self, kind: Kind, cause: str, ranks: list[int]) -> Failure:

@@ -8,6 +8,7 @@ what the other backends are tested against.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -169,9 +170,18 @@ class _Hub:
 
     def await_all(self, turn: int, seconds: float) -> tuple[int, int] | None:
         """Wait until all have come back, and return where they go on; None if not yet."""
+        until = time.monotonic() + seconds
         with self._lock:
-            self._news.wait_for(lambda: self._returns > turn or self._aborted, seconds)
+            while self._returns == turn and not self._aborted and not self._is_waiting_in_vain():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._news.wait(min(left, A_LOOK))
             return self._agreed if self._returns > turn else None
+
+    def _is_waiting_in_vain(self) -> bool:
+        there = [thread for rank, thread in self.threads.items() if rank not in self._standing]
+        return any(not thread.is_alive() for thread in there)
 
     def awaited(self) -> list[int]:
         """List the ranks that have not come back."""
@@ -281,7 +291,7 @@ class LocalEngine:
         if self._turn is None:
             self._turn = self._hub.come_back(self._rank, (self._sequence, calls))
             return "waiting", 0
-        agreed = self._hub.await_all(self._turn, min(seconds, A_LOOK))
+        agreed = self._hub.await_all(self._turn, seconds)
         if agreed is None:
             return "waiting", 0
         self._turn = None

@@ -72,7 +72,7 @@ bool Transfers::cancel(std::uint64_t ticket) {
   for (auto& outbox : outboxes_)
     taken += std::erase_if(
         outbox, [&](const Send& send) { return send.ticket == ticket && send.written == 0; });
-  if (taken != 0) statuses_.erase(ticket);
+  if (taken != 0) end(ticket, {State::cancelled, peer_of(ticket), 0});
   return taken != 0;
 }
 

@@ -25,7 +25,7 @@ class Transfers {
   std::uint64_t send(int to, std::int64_t tag, const char* data, std::size_t bytes);
   std::uint64_t receive(int from, std::int64_t tag, char* data, std::size_t bytes);  // -1: anybody
 
-  enum class State : std::uint8_t { pending, finished, wrong_size };
+  enum class State : std::uint8_t { pending, finished, wrong_size, cancelled };
   struct Status {
     State state = State::pending;
     int peer = -1;             // whom it was exchanged with

@@ -176,6 +176,7 @@ void test_cancelled_transfers() {
     const auto ticket = engine.receive(other, 3, lost.bytes(), lost.size());
     CHECK(engine.cancel_transfer(ticket));
     CHECK(!engine.cancel_transfer(ticket));
+    CHECK(engine.wait_transfer(ticket, 20 * kSecond).state == Transfers::State::cancelled);
     leave_and_come_back(engine);
     sent.fill(rank);
     engine.send(other, 3, sent.bytes(), sent.size());

@@ -22,7 +22,7 @@ def refuse(group: ProcessGroup, operation: str) -> NoReturn:
     if group._closed and (failure is None or failure.kind == "aborted"):
         hint = "make a new one with new_group or split_group"
         if group._is_away:
-            hint = "it is a member again after rejoin, which all ranks call"
+            hint = "this rank is a member again after rejoin, which all ranks call"
         raise GroupAborted(
             f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; {hint}",
             group=group._name,

@@ -10,9 +10,9 @@ or is injected by the body itself, into whoever runs it::
         ...
 
 Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``;
-``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and in ``rejoin``, besides
-``before`` and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory,
-``rejoin:entering``. A body marks its own points with `reach`.
+``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and, besides ``before``
+and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. A
+body marks its own points with `reach`.
 """
 
 from __future__ import annotations

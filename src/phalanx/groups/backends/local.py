@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ...errors import PeerLeft
 from .._engine import REDUCTIONS, CallSpoiled, Engine, Traits
 from .._patient import borrow_thread
 from .._words import Side
@@ -234,16 +235,18 @@ class _Hub:
             other = next((other for other in waiting if other.matches(post)), None)
             if other is None:
                 queue.append(post)
-                post.work.cancel = partial(self._withdraw, queue, post)
+                peer = post.target if queue is self._sends else post.source
+                post.work.cancel = partial(self._withdraw, queue, post, peer)
                 return post.work
             waiting.remove(other)
         deliver(other)
         return post.work
 
-    def _withdraw(self, queue: list[_Post], post: _Post) -> None:
+    def _withdraw(self, queue: list[_Post], post: _Post, peer: int | None) -> None:
         with self._lock:
-            if post in queue:
-                queue.remove(post)
+            queue[:] = [other for other in queue if other is not post]
+        if peer is not None:
+            post.work.finish(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
 
 _hubs: dict[str, _Hub] = {}

@@ -167,10 +167,21 @@ NB_MODULE(_engine, module) {
            [](Engine& engine, std::uint64_t ticket) {
              unlocked([&] { engine.forget_transfer(ticket); });
            })
+      .def("cancel_transfer",
+           [](Engine& engine, std::uint64_t ticket) {
+             return unlocked([&] { return engine.cancel_transfer(ticket); });
+           })
       .def_prop_ro("transfers_kept", &Engine::transfers_kept)
       .def("dead", &Engine::dead)
       .def("members", &Engine::members)
       .def("leave", &Engine::leave)
+      .def("rejoin",
+           [](Engine& engine, std::uint64_t calls, double seconds) {
+             const Engine::Entry entry =
+                 unlocked([&] { return engine.rejoin(calls, nanoseconds(seconds)); });
+             return std::tuple(static_cast<int>(entry.stage), entry.calls);
+           })
+      .def("awaited", [](Engine& engine) { return unlocked([&] { return engine.awaited(); }); })
       .def("forget", &Engine::forget)
       .def("abort", &Engine::abort)
       .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);

@@ -105,6 +105,11 @@ void Driver::note() {
                     std::memory_order_seq_cst);
 }
 
+void Driver::count_from(std::uint64_t ticket) {
+  const std::lock_guard lock(inbox_mutex_);
+  tickets_ = ticket;
+}
+
 Driver::Caller::Caller(Driver* driver) : driver_(driver) {
   if (driver_ != nullptr) driver_->callers_.fetch_add(1, std::memory_order_seq_cst);
 }

@@ -58,6 +58,7 @@ class Driver {
   // The engine's lock is held around these.
   void take_in();  // moves what was handed in to the engine's queue
   void note();     // takes note of whether anything is left to do
+  void count_from(std::uint64_t ticket);  // gives out the next ones; nothing may be handed in
 
   // Has the thread look again, wherever it sleeps.
   void nudge();

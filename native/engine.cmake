@@ -11,6 +11,7 @@ add_library(phalanx_engine STATIC
   ${native}/reduce_avx512.cpp
   ${native}/reduce_baseline.cpp
   ${native}/region.cpp
+  ${native}/rejoin.cpp
   ${native}/share.cpp
   ${native}/sync.cpp
   ${native}/transfers.cpp)

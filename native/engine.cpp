@@ -167,6 +167,11 @@ void Engine::forget_transfer(std::uint64_t ticket) {
   transfers_.forget(ticket);
 }
 
+bool Engine::cancel_transfer(std::uint64_t ticket) {
+  const std::lock_guard lock(mutex_);
+  return transfers_.cancel(ticket);
+}
+
 std::size_t Engine::transfers_kept() {
   const std::lock_guard lock(mutex_);
   return transfers_.kept();
@@ -217,6 +222,7 @@ void Engine::abort() {
     wait_until_untouched();
   }
   for (int rank = 0; rank < ranks_; ++rank) wake(region_.control(rank).bed);
+  wake(mine_.hall);
 }
 
 Verdict Engine::verdict(std::uint64_t ticket) const {

@@ -117,6 +117,7 @@ class Engine {
   Transfers::Status test_transfer(std::uint64_t ticket);
   Transfers::Status wait_transfer(std::uint64_t ticket, std::uint64_t nanoseconds);
   void forget_transfer(std::uint64_t ticket);
+  bool cancel_transfer(std::uint64_t ticket);
   std::size_t transfers_kept();
 
   // Lists the ranks whose process has ended, whether anybody waits for them or not.
@@ -128,6 +129,27 @@ class Engine {
   // Takes part in nothing after what was issued so far. All of that must have ended: the others
   // do not look after a rank that has left. Returns whether it had.
   bool leave();
+
+  // How far a rank that has left has come back.
+  enum class Stage : std::uint8_t {
+    outside,
+    waiting,   // for all to come
+    entering,  // it has its place; for all to have theirs
+    entered,
+  };
+  struct Entry {
+    Verdict verdict;
+    Stage stage = Stage::outside;
+    std::uint64_t calls = 0;  // of all the most, once all have come
+  };
+
+  // Becomes a member again, together with all who live, all of whom have left. Takes one step if it
+  // can, or waits for it, at most for `nanoseconds`; to be called until the rank has entered. May be
+  // given up and gone on with at any point. `calls` is what the group has counted here.
+  Entry rejoin(std::uint64_t calls, std::uint64_t nanoseconds);
+
+  // Lists the ranks that this one waits for in `rejoin`.
+  std::vector<int> awaited();
 
   // Goes on without a rank that was found dead; all survivors must do so. What it took no part in
   // goes on among the rest, what it left undone is torn.
@@ -184,11 +206,19 @@ class Engine {
   void fill_window(const Operation& operation, std::uint64_t number, std::size_t from);
   void reduce_own_slice(const Operation& operation, std::uint64_t number, std::size_t from);
   void collect_slices(const Operation& operation, std::uint64_t number, std::size_t from);
+  bool come_back(std::uint64_t calls);  // one step of `rejoin`; whether it was taken
+  Stage stage() const;
+  std::vector<int> late_ranks() const;
+  std::uint64_t greatest(Counter Control::*counter) const;
+  void take_place();
+  void publish_entry(std::uint64_t value);
   void refresh_members(std::uint64_t sequence);
   bool everybody(Counter Control::*counter, std::uint64_t needed, int* undone = nullptr);
   void publish(Counter Control::*counter, std::uint64_t value);
   Verdict verdict(std::uint64_t ticket) const;
   void look_for_dead();
+
+  Entry at_stage(Verdict verdict);  // takes the lock
 
   // With a driver; the first two expect `mutex_` to be held, the others do not wait for it.
   void be_brief();
@@ -225,6 +255,8 @@ class Engine {
   std::uint64_t shared_ = 0;
   std::uint64_t finished_ = 0;
   std::uint64_t windows_used_ = 0;
+  bool coming_back_ = false;  // in the middle of `rejoin`
+  std::uint64_t agreed_calls_ = 0;
   Packer packer_;
   std::vector<int> members_;  // of the operation at hand, in rank order
   std::uint64_t forgotten_ = 0;  // a bit for each rank that was lost and is gone on without

@@ -2,7 +2,8 @@
 //
 //   header | control block of each rank | small slots | windows | channels | slab of each rank
 //
-// Every word that ranks synchronise with has one writer and only grows. Whoever reads a value knows
+// Every word that ranks synchronise with has one writer and only grows (but for `left_at`, which is
+// set back while nobody reads it; see `rejoin.cpp`). Whoever reads a value knows
 // that everything its writer did before is visible: a counter is stored with release and read with
 // acquire semantics at least. They are sequentially consistent besides, for one reason only: a rank
 // that goes to sleep must not miss the last store before it (see `sync.hpp`).
@@ -80,6 +81,12 @@ struct alignas(kPage) Control {
   Counter filled;
   Counter worked;
   Counter finished;
+
+  // Counts the two steps of becoming a member again: odd while this rank waits for all to come, even
+  // again when it has taken its place among the members.
+  Counter entry;
+  Counter calls;  // before the first step: the calls that its group has made, however many operations
+  Bed hall;       // where it sleeps meanwhile, for what the members do is not to wake it
 
   Counter broken;    // odd while this rank has given up, and has its buffers to itself again
   Counter touching;  // odd while this rank reads or writes buffers of the others

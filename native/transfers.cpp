@@ -67,6 +67,15 @@ void Transfers::forget(std::uint64_t ticket) {
   if (found->second.state != State::pending) statuses_.erase(found);
 }
 
+bool Transfers::cancel(std::uint64_t ticket) {
+  std::size_t taken = std::erase_if(receives_, [&](const Receive& r) { return r.ticket == ticket; });
+  for (auto& outbox : outboxes_)
+    taken += std::erase_if(
+        outbox, [&](const Send& send) { return send.ticket == ticket && send.written == 0; });
+  if (taken != 0) end(ticket, {State::cancelled, peer_of(ticket), 0});
+  return taken != 0;
+}
+
 void Transfers::end(std::uint64_t ticket, Status status) {
   const auto found = statuses_.find(ticket);
   if (found != statuses_.end() && found->second.forgotten)

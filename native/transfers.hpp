@@ -25,7 +25,7 @@ class Transfers {
   std::uint64_t send(int to, std::int64_t tag, const char* data, std::size_t bytes);
   std::uint64_t receive(int from, std::int64_t tag, char* data, std::size_t bytes);  // -1: anybody
 
-  enum class State : std::uint8_t { pending, finished, wrong_size };
+  enum class State : std::uint8_t { pending, finished, wrong_size, cancelled };
   struct Status {
     State state = State::pending;
     int peer = -1;             // whom it was exchanged with
@@ -41,6 +41,9 @@ class Transfers {
 
   // Keeps nothing of a transfer once it has ended.
   void forget(std::uint64_t ticket);
+
+  // Takes a transfer back of which nothing has moved yet; tells whether it has.
+  bool cancel(std::uint64_t ticket);
 
   // Tells whether there is anything to move.
   bool is_busy() const;

@@ -296,6 +296,8 @@ def cannot_go_on(ctx):
         group.leave()
     with pytest.raises(InvalidState, match="gloo cannot go on without a rank"):
         group.forget([0])
+    with pytest.raises(InvalidState, match="rejoin: gloo cannot go on without a rank"):
+        group.rejoin()
     assert group.members == tuple(range(ctx.size))
 
 

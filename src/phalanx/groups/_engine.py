@@ -90,8 +90,11 @@ real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for 
 ``adopt(ticket, memory)`` the work of a call that came by it (`_shortcut`).
 
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
-next; ``leave()``, after which this rank does not and which tells whether nothing was under way; and
-perhaps ``forget(rank)``, to go on without a rank that is dead.
+next; ``leave()``, after which this rank does not and which tells whether nothing was under way;
+``rejoin(calls, seconds)``, one step of entering again or some time of waiting for it, which tells
+how far this rank has come (``waiting``, ``entering``, ``entered``) and the most `calls` of all;
+``awaited()``, the ranks that it waits for there; and perhaps ``forget(rank)``, to go on without a
+rank that is dead. The work of a send or receive may have ``cancel()``, to take it back.
 """
 
 _REAL = frozenset(

@@ -25,6 +25,7 @@ from ._failure import Failure
 from ._health import Health
 from ._record import Record, Recorder, user_site
 from ._refusal import refuse, refuse_start
+from ._rejoin import rejoin
 from ._retired import guard, retire
 from ._shortcut import shortcut_for
 from ._watch import watch
@@ -94,6 +95,7 @@ class ProcessGroup(Collectives):
         self._splits: dict[str, int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         self._is_away = False  # closed, but only for having left
+        self._is_returning = False  # a thread of this rank is in `rejoin`
         # Keeps the order in which calls are numbered the order in which the engine gets them.
         # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
         self._order = threading.Lock()
@@ -291,9 +293,18 @@ class ProcessGroup(Collectives):
 
         Waits for the collectives that this rank has begun. Ranks keep their numbers, a mean is
         taken over those who are left, and what a rank would have filled in an output stays as it
-        is. Nothing but `shutdown` can be called here any more.
+        is. Nothing but `rejoin` and `shutdown` can be called here any more.
         """
         membership.leave(self)
+
+    def rejoin(self, timeout: timedelta | None = None) -> None:
+        """Make everybody a member again; all ranks call it, whether they have left or not.
+
+        Who has not left does so, and the others' calls go on without it until they come, too. When
+        the last has come all are members, and number their calls alike. Until then a rank sleeps.
+        If its deadline has passed, or a rank was lost and is forgotten, it can be called again.
+        """
+        rejoin(self, timeout)
 
     def forget(self, ranks: Sequence[int]) -> None:
         """Go on without ranks that were lost, as if they had left; every survivor calls it.
@@ -334,6 +345,11 @@ class ProcessGroup(Collectives):
         if self._is_enlisted:
             torch_tables.strike(self)
         return True
+
+    def _reopen(self) -> None:
+        """Take calls again, after this rank was away."""
+        self._closed, self._is_away = "", False
+        self._short = shortcut_for(self)
 
     def _close_shortcut(self) -> None:
         """Have every call come by `_issue`, which refuses."""

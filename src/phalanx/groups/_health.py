@@ -323,7 +323,7 @@ class Health:
         patience = INTERVAL / 2 if self._lost_ranks is None else 0
         if not sure and (first or now - pending.dead_since < patience):
             return None
-        who = " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in dead)
+        who = self.name_all(dead)
         verb = "is" if len(dead) == 1 else "are"
         return self._failure("lost", f"{who} {verb} dead", tuple(dead), pending.call)
 
@@ -352,20 +352,29 @@ class Health:
         """List the other ranks that are provably dead."""
         return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
 
+    def name_all(self, ranks: list[int]) -> str:
+        """Name ranks together with their processes."""
+        return " and ".join(f"rank {rank} ({self._whereabouts(rank)})" for rank in ranks)
+
     def _whereabouts(self, rank: int) -> str:
         member = self._roster.members[rank]
         return str(member) if member.is_dead else f"a thread of {member}"
+
+    def ask(self) -> Reports:
+        """Collect what every rank is doing, those who have left included."""
+        board = self._board
+        return {} if board is None else self._await_reports(board, board.ring(), ANSWER_TIME, set())
 
     def _gather_reports(self, within: float = ANSWER_TIME) -> Reports:
         """Collect what every rank is doing, allowing the watchers time to answer."""
         if self._board is None:
             return {}
-        return self._await_reports(self._board, self._board.ring(), within)
+        return self._await_reports(self._board, self._board.ring(), within, self.absent())
 
-    def _await_reports(self, board: Board, ring: int, within: float) -> Reports:
+    def _await_reports(self, board: Board, ring: int, within: float, absent: set[int]) -> Reports:
         mute = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
         mute |= {rank: RankReport(rank, "dead") for rank in self.dead()}
-        mute |= {rank: RankReport(rank, "left") for rank in self.absent() - self.dead()}
+        mute |= {rank: RankReport(rank, "left") for rank in absent - self.dead()}
         mute |= {rank: RankReport(rank, "left", site=at) for rank, (_, at) in board.left().items()}
         until = time.monotonic() + within
         while True:

@@ -1,4 +1,4 @@
-"""Groups whose membership changes: a rank leaves, or is lost and gone on without.
+"""Groups whose membership changes: a rank leaves, comes back, or is lost and gone on without.
 
 Either way the others' calls go on among those who are left, from a number that all of them see
 alike; how, is the engine's business (see ``docs/design.md``).
@@ -18,7 +18,7 @@ from ._words import ranks_text
 if TYPE_CHECKING:
     from ._group import ProcessGroup
 
-__all__ = ["forget", "leave", "members"]
+__all__ = ["changing", "depart", "forget", "leave", "members"]
 
 
 def members(group: ProcessGroup) -> tuple[int, ...]:
@@ -29,29 +29,33 @@ def members(group: ProcessGroup) -> tuple[int, ...]:
 
 def leave(group: ProcessGroup) -> None:
     """End this rank's membership as soon as what it has begun is done."""
-    engine = _changing(group, "leave")
+    depart(group, changing(group, "leave"), "leave")
+
+
+def depart(group: ProcessGroup, engine: Any, operation: str) -> None:
+    """End this rank's membership on behalf of an operation."""
     site = user_site()
     with group._order, group._state:  # no call is begun after this
         if group._closed or group._health.failure is not None:
-            refuse(group, "leave")
+            refuse(group, operation)
         group._closed, group._is_away = f"was left at {site}", True
         group._close_shortcut()
     try:
         group._health.settle_all()
         if not engine.leave():
-            raise InvalidState("leave: wait for this rank's sends and receives first")
+            raise InvalidState(f"{operation}: wait for this rank's sends and receives first")
     except BaseException:
         with group._state:
             if group._is_away:  # and not closed meanwhile
-                group._closed, group._is_away = "", False
+                group._reopen()
         raise
 
 
 def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     """Go on without ranks that were lost."""
-    engine = _changing(group, "forget")
+    engine = changing(group, "forget")
     gone = {validate.rank("forget", rank, group._size, word="rank") for rank in ranks}
-    if group._closed:
+    if group._closed and not group._is_away:
         refuse(group, "forget")
     alive = gone - group._health.dead()
     if alive:
@@ -73,7 +77,7 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     group._health.go_on(gone, engine.forget)
 
 
-def _changing(group: ProcessGroup, operation: str) -> Any:
+def changing(group: ProcessGroup, operation: str) -> Any:
     """Return the engine of a group whose membership may change; refuse other groups."""
     if not hasattr(group._engine, operation) and not group._closed:
         raise InvalidState(

@@ -20,9 +20,11 @@ def refuse(group: ProcessGroup, operation: str) -> NoReturn:
     """Say why nothing can be called any more: the group was closed, or has failed."""
     failure = group._health.failure
     if group._closed and (failure is None or failure.kind == "aborted"):
+        hint = "make a new one with new_group or split_group"
+        if group._is_away:
+            hint = "this rank is a member again after rejoin, which all ranks call"
         raise GroupAborted(
-            f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; "
-            "make a new one with new_group or split_group",
+            f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; {hint}",
             group=group._name,
             operation=operation,
         )

@@ -221,6 +221,8 @@ class Work(dist.Work, Pending):
             return
         if self._health.is_forgotten(peer):
             raise self._spoil(CallSpoiled(PeerLost, peer, f"rank {peer} is dead"))
+        if hasattr(self._raw, "cancel"):
+            self._raw.cancel()  # or it would take what that rank sends when it is back
         raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
     def _wait_a_turn(self, seconds: float) -> None:

@@ -9,9 +9,10 @@ or is injected by the body itself, into whoever runs it::
     with faults.inject("my point", delay(0.5)):
         ...
 
-Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``, and
-``form:signed in`` and, in shared memory, ``form:mapped`` while they form; a body marks its own
-points with `reach`.
+Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``;
+``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and, besides ``before``
+and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. A
+body marks its own points with `reach`.
 """
 
 from __future__ import annotations

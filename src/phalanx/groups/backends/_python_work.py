@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,8 @@ class PythonWork:
         self._error: Exception | None = None
         self._source = -1
         self._future: Future[Any] | None = None
+        self.cancel: Callable[[], None] = _nothing
+        """Takes a transfer back that nobody has met."""
         # For what must happen once: the end, and the making and filling of the future.
         self._lock = threading.Lock()
 
@@ -79,3 +82,7 @@ class PythonWork:
             future.set_exception(self._error)
         else:
             future.set_result(self._outputs)
+
+
+def _nothing() -> None:
+    """Take back what cannot be."""

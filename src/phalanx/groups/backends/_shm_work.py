@@ -20,6 +20,7 @@ __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
+CANCELLED = 3  # of a transfer
 _FOREVER = 3600.0
 
 
@@ -101,7 +102,14 @@ class ShmTransfer(ShmWork):
         self._owner._transfers.pop(self._ticket, None)
         if state == FINISHED:
             return True
+        if state == CANCELLED:
+            raise CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group")
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
+
+    def cancel(self) -> None:
+        """Take it back, unless a part of it has gone."""
+        if self._owner._engine.cancel_transfer(self._ticket):
+            self._owner._transfers.pop(self._ticket, None)
 
     def __del__(self) -> None:
         with suppress(InvalidState):  # a forked child has no engine

@@ -8,6 +8,7 @@ what the other backends are tested against.
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from ...errors import PeerLeft
 from .._engine import REDUCTIONS, CallSpoiled, Engine, Traits
 from .._patient import borrow_thread
 from .._words import Side
@@ -27,6 +29,8 @@ from . import refuse_options
 from ._python_work import PythonWork
 
 __all__ = ["TRAITS", "make"]
+
+A_LOOK = 0.05  # seconds between two looks for threads that have ended
 
 Tensors = list[Tensor]
 Function = Callable[[reference.Arguments], None]
@@ -94,12 +98,17 @@ class _Hub:
         self._size = size
         # Over everything below. Held for bookkeeping only; tensors are touched outside of it.
         self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)  # for who waits to be a member again
         self._slots: dict[int, _Slot] = {}
         self._statements: dict[int, _Statement] = {}
         self._sends: list[_Post] = []
         self._receives: list[_Post] = []
         self._left_at: dict[int, int] = {}
         """The first call that a rank takes no part in, for those who have left."""
+        self._standing: dict[int, tuple[int, int]] = {}
+        """Who is back and waits for all, and its last call: its number here, and the group's."""
+        self._returns = 0
+        self._agreed = (0, 0)
         self._aborted = False
 
     def arrive(
@@ -145,6 +154,41 @@ class _Hub:
             whole[number].run()
         return True
 
+    def come_back(self, rank: int, standing: tuple[int, int]) -> int:
+        """Say that a rank is back; the last lets all in. Returns the turn to wait for."""
+        with self._lock:
+            turn = self._returns
+            self._standing[rank] = standing
+            if len(self._standing) == self._size:
+                ends, calls = zip(*self._standing.values(), strict=True)
+                self._agreed = max(ends), max(calls)
+                self._returns += 1
+                self._standing.clear()
+                self._left_at.clear()
+                self._statements.clear()
+                self._news.notify_all()
+        return turn
+
+    def await_all(self, turn: int, seconds: float) -> tuple[int, int] | None:
+        """Wait until all have come back, and return where they go on; None if not yet."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            while self._returns == turn and not self._aborted and not self._is_waiting_in_vain():
+                left = until - time.monotonic()
+                if left <= 0:
+                    break
+                self._news.wait(min(left, A_LOOK))
+            return self._agreed if self._returns > turn else None
+
+    def _is_waiting_in_vain(self) -> bool:
+        there = [thread for rank, thread in self.threads.items() if rank not in self._standing]
+        return any(not thread.is_alive() for thread in there)
+
+    def awaited(self) -> list[int]:
+        """List the ranks that have not come back."""
+        with self._lock:
+            return [rank for rank in range(self._size) if rank not in self._standing]
+
     def _members(self, sequence: int) -> list[int]:
         return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
 
@@ -174,6 +218,7 @@ class _Hub:
             self._slots.clear()
             self._sends.clear()
             self._receives.clear()
+            self._news.notify_all()
         for work in works:
             _refused(work)
 
@@ -190,10 +235,18 @@ class _Hub:
             other = next((other for other in waiting if other.matches(post)), None)
             if other is None:
                 queue.append(post)
+                peer = post.target if queue is self._sends else post.source
+                post.work.cancel = partial(self._withdraw, queue, post, peer)
                 return post.work
             waiting.remove(other)
         deliver(other)
         return post.work
+
+    def _withdraw(self, queue: list[_Post], post: _Post, peer: int | None) -> None:
+        with self._lock:
+            queue[:] = [other for other in queue if other is not post]
+        if peer is not None:
+            post.work.finish(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
 
 _hubs: dict[str, _Hub] = {}
@@ -207,6 +260,8 @@ class LocalEngine:
         self._hub = hub
         self._rank = rank
         self._sequence = 0
+        self._turn: int | None = None
+        """Which of the hub's returns this rank waits for, if it does."""
 
     def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
         self._sequence += 1
@@ -232,6 +287,23 @@ class LocalEngine:
     def leave(self) -> bool:
         """Take part in nothing more, unless a transfer is under way; tells which."""
         return self._hub.leave(self._rank, self._sequence + 1)
+
+    def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
+        """Take a step towards being a member again, or wait for it; tells how far it has come."""
+        self._hub.threads[self._rank] = threading.current_thread()
+        if self._turn is None:
+            self._turn = self._hub.come_back(self._rank, (self._sequence, calls))
+            return "waiting", 0
+        agreed = self._hub.await_all(self._turn, seconds)
+        if agreed is None:
+            return "waiting", 0
+        self._turn = None
+        self._sequence, most = agreed
+        return "entered", most
+
+    def awaited(self) -> list[int]:
+        """List the ranks that `rejoin` waits for."""
+        return self._hub.awaited()
 
     def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
         """See `_reference`, as for all of these."""

@@ -39,6 +39,7 @@ Tensors = list[Tensor]
 BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
 GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
 ADD = 0
+STAGES = ("outside", "waiting", "entering", "entered")
 DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -96,6 +97,15 @@ class ShmEngine:
         there = set(self.members())
         waited_for = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
         return not waited_for & there and self._engine.leave()
+
+    def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
+        """Take a step towards being a member again, or wait for it; tells how far it has come."""
+        stage, most = self._engine.rejoin(calls, seconds)
+        return STAGES[stage], most
+
+    def awaited(self) -> list[int]:
+        """List the ranks that `rejoin` waits for."""
+        return self._engine.awaited()
 
     def forget(self, rank: int) -> None:
         """Go on without a rank that is dead."""

@@ -20,15 +20,20 @@ from ._engine import Engine
 if TYPE_CHECKING:
     from ._group import ProcessGroup
 
-__all__ = ["enlist", "strike"]
+__all__ = ["enlist", "enter", "strike"]
 
 _naming = threading.Lock()
 
 
 def enlist(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
-    """Enter a group into torch's tables; returns its name there, unique in this process."""
+    """Make torch accept a group; returns its name there, unique in this process."""
     if isinstance(engine, native.Backend):
         _lend_engine(group, engine)
+    return enter(group)
+
+
+def enter(group: ProcessGroup) -> c10d.GroupName:
+    """Enter a group into torch's tables; returns its name there."""
     name = _register(group)
     c10d._world.pg_names[group] = name
     c10d._world.pg_map[group] = (group.backend, cast(native.Store, group.get_group_store()))

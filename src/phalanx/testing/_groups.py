@@ -10,6 +10,7 @@ from typing import Any
 
 from .. import native
 from ..groups import ProcessGroup
+from ..groups import _torch as torch_tables
 from ..groups._registry import find_backend
 from ._context import RankContext
 from ._function_reference import Reference
@@ -121,7 +122,12 @@ def _on_group(
     keeps = reuse and context.generation is not None
     group = (_kept if keeps else Over.form)(over, context, options)
     extra = {"ctx": context} if "ctx" in _parameters(function) else {}
-    function(group, **given, **extra)
+    try:
+        function(group, **given, **extra)
+    finally:
+        if keeps:
+            # Whoever destroys torch's default group meanwhile ends all groups that torch knows of.
+            torch_tables.strike(group)
 
 
 _kept_groups: dict[tuple[int | None, str], ProcessGroup] = {}
@@ -135,7 +141,9 @@ def _kept(over: Over, context: RankContext, options: dict[str, Any]) -> ProcessG
     for key in [key for key in _kept_groups if key[0] != context.generation]:
         _kept_groups.pop(key).abort()
     key = (context.generation, f"{over} {options} {context.timeout}")
-    if key not in _kept_groups:
+    if key in _kept_groups:
+        _kept_groups[key]._torch_name = torch_tables.enter(_kept_groups[key])
+    else:
         _kept_groups[key] = over.form(context, options)
         context.leave_open()
     return _kept_groups[key]

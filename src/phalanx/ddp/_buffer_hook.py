@@ -13,7 +13,7 @@ import torch
 
 from ..errors import GroupError, HookError
 from ._channel import Channel
-from ._comm_hook import LONG, SHARE_OF_DEADLINE, name_of
+from ._comm_hook import name_of, patience
 
 __all__ = ["BufferHook", "Pending", "_BufferCommHook", "_BufferCommHookLocation"]
 
@@ -62,7 +62,7 @@ class Pending:
             raise  # which the group raises on every rank
         except Exception as error:
             raise _blame(channel, name, f"raised {type(error).__name__}: {error}") from error
-        until = time.monotonic() + (channel.timeout or LONG) * SHARE_OF_DEADLINE
+        until = time.monotonic() + patience(channel)
         if futures is not None:
             found = list(_futures(futures))
             for wrong in [each for each in found if not isinstance(each, torch._C.Future)]:

@@ -21,11 +21,13 @@ from ..errors import GroupError, HookError, InvalidArgument, InvalidType
 from ._channel import Channel
 from ._grad_bucket import GradBucket
 
-__all__ = ["CommHook", "HookWork", "check_hook"]
+__all__ = ["CommHook", "HookWork", "check_hook", "name_of", "patience"]
 
 Hook = Callable[[Any, Any], Future[Tensor]]
-SHARE_OF_DEADLINE = 0.9
-"""How much of a group's timeout a hook may take: peers are to hear of it before theirs is over."""
+MARGIN = 0.1
+"""The share of a group's timeout that is left for telling peers, before theirs is over."""
+TELLING = 1.0
+"""Seconds that telling them takes, at most; but of a short timeout no more than half."""
 Blame = Callable[[str], HookError | GroupError]
 """Makes an error of what is wrong with a hook."""
 GRACE = 10.0
@@ -75,6 +77,12 @@ def _is_any(annotation: Any, known: set[Any]) -> bool:
     return annotation is inspect.Parameter.empty or annotation in known
 
 
+def patience(channel: Channel) -> float:
+    """Tell how many seconds a hook may take, so that peers hear of it before their deadline."""
+    whole = channel.timeout or LONG
+    return whole - max(MARGIN * whole, min(TELLING, whole / 2))
+
+
 def name_of(hook: Any) -> str:
     """Tell what to call a hook."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))
@@ -93,13 +101,10 @@ class CommHook:
         self, shown: GradBucket, take: Callable[[Any], str], *, told: Callable[[], str]
     ) -> HookWork:
         """Have the hook reduce a bucket; `take` is given the result, `told` describes it."""
-        work = HookWork(take, self._channel, lambda why: self._error(why, told()), self._timeout())
+        work = HookWork(take, self._channel, lambda why: self._error(why, told()))
         with work.told_to_peers():
             work.future = self._hook(self._state, shown)
         return work
-
-    def _timeout(self) -> float:
-        return (self._channel.timeout or LONG) * SHARE_OF_DEADLINE
 
     def _error(self, why: str, told: str) -> HookError | GroupError:
         """Say what is wrong, here and to all ranks; unless all know already, from another."""
@@ -117,14 +122,12 @@ class HookWork:
     future: Any = None
     _has_ended = False
 
-    def __init__(
-        self, take: Callable[[Any], str], channel: Channel, error: Blame, timeout: float
-    ) -> None:
+    def __init__(self, take: Callable[[Any], str], channel: Channel, error: Blame) -> None:
         self._take = take
         self._channel = channel
         self._error = error
-        self._timeout = timeout
-        self._until = time.monotonic() + timeout
+        self._timeout = patience(channel)
+        self._until = time.monotonic() + self._timeout
 
     def told_to_peers(self) -> _ToldToPeers:
         """Have what a hook of the user's raises in the body raised on every rank."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import InvalidArgument, RendezvousTimeout
+from phalanx.errors import GroupAborted, InvalidArgument, RendezvousTimeout
 from phalanx.groups import current_process_group, new_group, process_group
 from phalanx.testing import over_groups
 
@@ -180,3 +180,15 @@ def test_a_group_tells_what_it_is():
     assert (group.rank(), group.size(), group.name()) == (3, 100_000, "fake")
     group.shutdown()
     assert "was shut down" in repr(group)
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2,), timeout=20)
+def test_a_group_is_aborted_for_a_reason(group):
+    assert group.failure() is None
+    group.barrier().wait()
+    if group.rank() == 1:
+        group.abort("it rained")
+    else:
+        with pytest.raises(GroupAborted, match=r"rank 1 aborted .* because it rained"):
+            group.barrier().wait()
+    assert "because it rained" in str(group.failure())

@@ -81,7 +81,7 @@ def test_a_module_in_a_wrapper_and_a_function_around_it_are_compiled(group, way)
     train_compiled(way, group, "eager")
 
 
-@pairs
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=60, reuse=True)
 def test_it_is_right_with_a_backward_that_is_compiled_too(group):
     train_compiled("outside", group, "aot_eager")
 

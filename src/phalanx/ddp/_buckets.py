@@ -7,6 +7,7 @@ copied soon is still in the cache, and leaves its memory to the next one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -52,7 +53,7 @@ class Piece:
     parameters: list[Parameter]
 
 
-class Bucket:
+class Bucket(ABC):
     """The gradients of some parameters, which are reduced together."""
 
     def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
@@ -66,52 +67,52 @@ class Bucket:
         ]
 
     @property
+    @abstractmethod
     def payload(self) -> Tensor:
         """What is reduced."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Tell how many bytes travel."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def buffer(self) -> Tensor:
         """The gradients alone, in one tensor."""
-        raise NotImplementedError
 
     @property
     def holds_values(self) -> bool:
         """Tell whether it holds gradients in the parameters' own types."""
         return True
 
+    @abstractmethod
     def take(self, result: Any) -> str:
         """Have gradients replaced by a tensor like `buffer`; tell what else it is, if it is not."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
         """Take in gradients of a pass and those that there were before it, times a factor."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         """Add to the gradient at a place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scale(self, factor: float) -> None:
         """Multiply all gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fitting(self, place: int, gradient: Tensor | None) -> Tensor:
         """Make a gradient for a place one that can be reduced by itself; zero if there is none."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self) -> Sequence[Tensor]:
         """List the gradients, as they are now, by place."""
-        raise NotImplementedError
 
+    @abstractmethod
     def another(self) -> Bucket:
         """Make a bucket for the same parameters whose gradients are all zero."""
-        raise NotImplementedError
 
 
 class DenseBucket(Bucket):

@@ -7,7 +7,7 @@ import types
 import pytest
 
 PROMISED = {
-    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
+    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors", "uneven"},
     "phalanx.ddp": {
         "DDP",
         "DistributedDataParallel",
@@ -55,7 +55,7 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
-    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig"},
+    "phalanx.join": {"Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "uneven"},
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",

@@ -30,7 +30,8 @@ def verify_parameters(
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
     if not _all_same(_digest(repr(short)), channel):
         mine = [_describe(name, tensor) for name, tensor in named]
-        theirs = [text.split("\n") for text in channel.exchange("\n".join(mine))]
+        texts = enumerate(channel.exchange("\n".join(mine)))
+        theirs = {rank: text.split("\n") for rank, text in texts if text}
         raise RankMismatch(
             f"ranks have different {what}: {_difference(theirs)}. {advice}",
             group=getattr(channel.group, "label", ""),
@@ -40,16 +41,18 @@ def verify_parameters(
 
 def assert_same_values(named: Named, channel: Channel) -> None:
     """Raise, on every rank, naming the first parameter whose value is not the same on all."""
-    mine = [_fingerprint_of(tensor) for _, tensor in named]
+    mine = [1, *(_fingerprint_of(tensor) for _, tensor in named)]
     card = torch.tensor(mine, dtype=torch.int64, device=channel.device)
-    cards = [part.tolist() for part in channel.gather(card)]
+    heard = [part.tolist() for part in channel.gather(card)]
+    cards = {rank: card[1:] for rank, card in enumerate(heard) if card[0]}  # of who has not left
+    first = min(cards)
     for place, (name, _) in enumerate(named):
-        values = [card[place] for card in cards]
-        if len(set(values)) > 1:
-            odd = [rank for rank, value in enumerate(values) if value != values[0]]
-            more = sum(len({card[i] for card in cards}) > 1 for i in range(place + 1, len(named)))
+        odd = [rank for rank, card in cards.items() if card[place] != cards[first][place]]
+        if odd:
+            later = range(place + 1, len(named))
+            more = sum(len({card[i] for card in cards.values()}) > 1 for i in later)
             raise RankMismatch(
-                f"parameter {name!r} differs: {_ranks(odd)} not what rank 0 has"
+                f"parameter {name!r} differs: {_ranks(odd)} not what rank {first} has"
                 f"{f' (and {more} more parameters differ)' if more else ''}. Something has changed "
                 "it on some ranks only, outside of the optimizer step that all make alike",
                 group=getattr(channel.group, "label", ""),
@@ -77,26 +80,27 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 
 def _digest(text: str) -> int:
-    """Tell 63 bits, the same for the same text in every process."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    """Tell 63 bits, the same for the same text in every process, and not all zero."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
 
 
 def _all_same(number: int, channel: Channel) -> bool:
     card = torch.tensor([number], dtype=torch.int64, device=channel.device)
-    return len({int(part) for part in channel.gather(card)}) == 1
+    return len({int(part) for part in channel.gather(card)} - {0}) <= 1  # 0: it has left
 
 
-def _difference(lists: list[list[str]]) -> str:
+def _difference(lists: dict[int, list[str]]) -> str:
     """Say where two ranks differ first."""
-    rank = next(rank for rank, theirs in enumerate(lists) if theirs != lists[0])
-    theirs = lists[rank]
-    for place, (first, other) in enumerate(zip(lists[0], theirs, strict=False)):
-        if first != other:
-            return f"parameter {place} is {first!r} on rank 0 and {other!r} on rank {rank}"
-    longer, who = (lists[0], 0) if len(lists[0]) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(lists[0]), len(theirs))]
+    first = min(lists)
+    mine = lists[first]
+    rank, theirs = next((rank, theirs) for rank, theirs in lists.items() if theirs != mine)
+    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one != other:
+            return f"parameter {place} is {one!r} on rank {first} and {other!r} on rank {rank}"
+    longer, who = (mine, first) if len(mine) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(mine), len(theirs))]
     return (
-        f"rank 0 has {len(lists[0])} parameters and rank {rank} has {len(theirs)}; "
+        f"rank {first} has {len(mine)} parameters and rank {rank} has {len(theirs)}; "
         f"only rank {who} has {extra!r}"
     )
 

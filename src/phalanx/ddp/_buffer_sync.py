@@ -140,11 +140,12 @@ class BufferSync:
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """Agree on the highest rank of those that say that they will do."""
-        card = torch.tensor([input_rank if rank_cond else -1], device=self._channel.device)
+        # From 1: ranks that have left the group say 0.
+        card = torch.tensor([input_rank + 1 if rank_cond else 0], device=self._channel.device)
         highest = max(int(part) for part in self._channel.gather(card))
-        if highest < 0:
+        if not highest:
             raise InvalidArgument("no rank says that it will do: rank_cond is False on all")
-        return highest
+        return highest - 1
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Refuse layers that normalise over all ranks where torch has none."""

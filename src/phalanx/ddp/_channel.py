@@ -96,8 +96,8 @@ class Channel:
         return self.group.broadcast([tensor], options)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Wait for everybody's tensor of the same size."""
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        """Wait for everybody's tensor of the same size; that of a rank which has left is zero."""
+        parts = [torch.zeros_like(tensor) for _ in range(self.size)]
         self.group.allgather([parts], [tensor], c10d.AllgatherOptions()).wait()
         return parts
 

@@ -2,7 +2,8 @@
 
 A row of numbers per rank, which only that rank fills, and two counts per parameter, to which every
 rank adds. The reduction that the bucket goes through anyway brings each rank's row to all, and the
-sums of the counts: nothing of its own is sent. The rows of other ranks are zero here before it.
+sums of the counts: nothing of its own is sent. The rows of other ranks are zero here before it, and
+that of a rank which has left the group stays so: no pass has the number 0.
 
 A header is read and written as plain memory of the CPU: an operation of torch's on a few numbers
 costs as much as all the rest of a pass. If the bucket is elsewhere, the numbers are moved.
@@ -24,7 +25,7 @@ FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then
 FIXED = FORWARD + 2
 DIGIT = 20  # bits of a fingerprint in one number; float32 has 24 exactly
 CYCLE = 1 << 20
-"""Backward passes are counted to this and over again, so that float32 has the count exactly."""
+"""Backward passes are counted to this, and from 1 again, so that float32 has the count exactly."""
 NO_WEIGHT = -1.0
 NO_DATA = -2.0
 """The weight of a rank that has no data, and no opinion on weights."""
@@ -95,13 +96,14 @@ class Header:
         return column
 
     def same_number(self) -> bool:
-        """Tell whether all ranks are in the same pass."""
+        """Tell whether all ranks that take part are in the same pass."""
         numbers = self._column(NUMBER)
-        return numbers.count(numbers[0]) == len(numbers)
+        return numbers.count(max(numbers)) + numbers.count(0) == len(numbers)
 
-    def numbers(self) -> list[int]:
-        """Tell which pass each rank is in."""
-        return [round(number * self._divisor) for number in self._column(NUMBER)]
+    def numbers(self) -> dict[int, int]:
+        """Tell which pass each rank is in that takes part in any."""
+        column = enumerate(self._column(NUMBER))
+        return {rank: round(number * self._divisor) for rank, number in column if number}
 
     def weights(self) -> list[float]:
         """Tell each rank's weight; 0 of one without data."""
@@ -109,8 +111,8 @@ class Header:
 
     def with_data(self) -> list[int]:
         """List the ranks that have data."""
-        column = self._column(WEIGHT)
-        return [r for r, weight in enumerate(column) if weight * self._divisor != NO_DATA]
+        rows = enumerate(zip(self._column(NUMBER), self._column(WEIGHT), strict=True))
+        return [r for r, (number, weight) in rows if number and weight * self._divisor != NO_DATA]
 
     def without_weight(self) -> list[int]:
         """List the ranks that have data and no weight."""
@@ -132,9 +134,10 @@ class Header:
         return [i for i, count in enumerate(self._numbers[self._late]) if count > 0]
 
     def same_fingerprints(self) -> bool:
-        """Tell whether all ranks have the same values in their parameters."""
-        columns = (self._column(DIGITS + place) for place in range(3))
-        return all(column.count(column[0]) == len(column) for column in columns)
+        """Tell whether all ranks that take part have the same values in their parameters."""
+        digits = zip(*(self._column(DIGITS + place) for place in range(3)), strict=True)
+        present = zip(self._column(NUMBER), digits, strict=True)
+        return len({fingerprint for number, fingerprint in present if number}) == 1
 
     def clocks(self) -> list[list[float]]:
         """Tell every rank's times: in forward, in backward, and when each bucket was ready."""

@@ -67,10 +67,14 @@ class OptimizersInBackward:
                 "that is applied twice would step twice"
             )
 
+    def all(self) -> list[Optimizer]:
+        """List the optimizers; a parameter may have several."""
+        return self._single if self._fused is None else [*self._single, self._fused]
+
     def step(self) -> None:
         """Apply the gradients, and clear those that were applied."""
-        optimizers = self._single if self._fused is None else [*self._single, self._fused]
-        for optimizer in optimizers:  # a parameter may have several
+        optimizers = self.all()
+        for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()

@@ -1,21 +1,26 @@
 """The part of the wrapper that lets ranks run out of data at different steps.
 
-In a `Join`, a rank that has no data left makes the calls of those that have: in forward the
-buffers, then what backward pass follows, then the pass itself, to which it brings zeros. Its row of
-the header says so; the mean is over all ranks that there were, or over those that still have data.
+In a `Join`, a rank that has no data left leaves the group, and its row of the header is empty. If
+that cannot be, because of a hook which counts on all ranks, it makes the calls of those that have
+data: in forward the buffers, then what backward pass follows, then the pass itself, to which it
+brings zeros; its row says so. The mean is over all ranks that there were, or over those that still
+have data.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from ..errors import InvalidType
 from ..join import Join, Joinable, JoinHook
 from ._buffers import broadcast_tensors
+from ._catching_up import bring_up_to_date
 from ._channel import Channel
 from ._reducer import Reducer
 from ._survey import Survey
@@ -42,6 +47,7 @@ class Joining(Joinable):
     device: torch.device
     process_group: dist.ProcessGroup
     reducer: Reducer
+    buffer_hook: Any
     require_backward_grad_sync: bool
     _channel: Channel
     _survey: Survey
@@ -52,18 +58,36 @@ class Joining(Joinable):
         divide_by_initial_world_size: bool = True,
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        optimizers: Iterable[Optimizer] = (),
     ) -> Join:
         """Let ranks run out of data at different steps of a loop in the body."""
         return Join(
             [self],
             enable,
             throw_on_early_termination,
+            optimizers=optimizers,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Make what a rank without data does; takes `divide_by_initial_world_size`."""
         return _DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def can_leave(self) -> bool:
+        """Tell whether gradients are right when ranks leave: hooks count on all of them."""
+        return self.reducer.hook is None and self.buffer_hook is None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Tell whether a backward pass is to come, or has not ended."""
+        return self.reducer.expects_backward or self.reducer.is_under_way
+
+    @property
+    def join_optimizers(self) -> list[Optimizer]:
+        """List the optimizers in backward."""
+        return self.reducer.optimizers.all()
 
     @property
     def join_device(self) -> torch.device:
@@ -84,8 +108,14 @@ class Joining(Joinable):
         self.reducer.scaling.divides_by_all = self._divides_by_all
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        is_reduced = self.require_backward_grad_sync
-        self._agree_on_what_follows(Follows.REDUCED if is_reduced else Follows.LOCAL)
+        if not self._is_left_by_others:
+            is_reduced = self.require_backward_grad_sync
+            self._agree_on_what_follows(Follows.REDUCED if is_reduced else Follows.LOCAL)
+
+    @property
+    def _is_left_by_others(self) -> bool:
+        """Tell whether ranks without data leave, so that nobody has to know what calls to make."""
+        return self._join_block is not None and self._join_block.leaves
 
     def _agree_on_what_follows(self, follows: Follows) -> Follows:
         card = torch.tensor([int(follows)], device=self._channel.device)
@@ -94,6 +124,8 @@ class Joining(Joinable):
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of one that had data to the end."""
         root = self._find_common_rank(self._channel.rank, is_last_joiner)
+        if self._is_left_by_others:
+            bring_up_to_date(self.reducer, root)
         parameters = [parameter for _, parameter in self._survey.parameters]
         broadcast_tensors([*parameters, *self._survey.buffers()], self._channel, root=root)
 

@@ -65,7 +65,7 @@ class Pass:
     ) -> None:
         self._setting = setting
         self._scale = scale
-        self._number = number % CYCLE
+        self._number = (number - 1) % CYCLE + 1
         self._olds_count = olds_count
         """Whether gradients from before the pass are this rank's own, and not reduced yet."""
         self._proof = proof
@@ -299,7 +299,7 @@ class Pass:
         """Raise, on every rank alike, if ranks are not in the same pass."""
         group = getattr(self._setting.channel.group, "label", "")
         if not header.same_number():
-            numbers = enumerate(header.numbers())
+            numbers = header.numbers().items()
             told = ", ".join(f"rank {rank}: {number}" for rank, number in numbers)
             raise RankMismatch(
                 f"ranks have reduced the gradients of different backward passes ({told}): a rank "

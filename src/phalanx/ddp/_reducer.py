@@ -121,6 +121,7 @@ class Reducer:
         self._must_learn = True
 
     def _arrange(self, order: list[int]) -> None:
+        self._arranged_by = order
         taken = list(zip(self.names, self.parameters, strict=True))
         self._arrangement = self._arranger.arrange(taken, order)
         self._absent = [0] * len(self._arrangement.pieces)
@@ -352,13 +353,14 @@ class Reducer:
             self._learn()
 
     def _agree_on_order(self) -> None:
-        """Take over the order in which gradients came on rank 0, from the next forward on."""
+        """Take over the order in which gradients came on one rank, from the next forward on."""
         seen = self._arrivals.order
         unseen = set(range(len(self.parameters))) - set(seen)
         order = torch.tensor(
             [*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device
         )
-        self.channel.broadcast(order).wait()
+        root = self._arrangement.header.with_data()[0]  # rank 0, unless it has left
+        self.channel.broadcast(order, root).wait()
         self._order = order.tolist()
         self._has_ordered = True
 
@@ -369,6 +371,21 @@ class Reducer:
             self.graph_task = None
             under_way.abandon()
             self.weights.go_back()
+
+    def progress(self) -> list[int]:
+        """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""
+        order = self._arranged_by if self._order is None else self._order
+        return [self._passes, self._reduced, int(self._has_ordered), *order]
+
+    def catch_up(self, progress: Sequence[int]) -> None:
+        """Go on where another rank is, after passes that this one took no part in."""
+        self._passes, self._reduced, has_ordered, *order = progress
+        self._has_ordered, self._order = bool(has_ordered), None
+        self._is_unsynced, self._announced = False, None
+        self.weights.clear()
+        if order != self._arranged_by:
+            self._arrange(order)
+            self._must_learn = True
 
     def adopt(self, other: Reducer) -> None:
         """Take over what the user has set on another, which this one replaces."""

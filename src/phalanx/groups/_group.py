@@ -288,6 +288,11 @@ class ProcessGroup(Collectives):
         """Tell the ranks that take part in the next call, as far as is known here."""
         return membership.members(self)
 
+    @property
+    def can_leave(self) -> bool:
+        """Tell whether a rank may leave by itself."""
+        return hasattr(self._engine, "leave") or self._is_away
+
     def leave(self) -> None:
         """End this rank's membership: the others' next calls go on without it, at once.
 

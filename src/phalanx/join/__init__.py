@@ -1,4 +1,4 @@
-"""Uneven inputs: ranks that have run out of data keep the others company.
+"""Uneven inputs: ranks that have run out of data leave, or keep the others company.
 
 The names and meanings of ``torch.distributed.algorithms.join``. Either's `Join` takes either's
 joinables: torch's DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's.
@@ -6,5 +6,7 @@ joinables: torch's DDP and ZeroRedundancyOptimizer work in ours, and ours in tor
 
 from ._join import Join
 from ._joinable import Joinable, JoinHook, _JoinConfig
+from ._report import JoinReport
+from ._uneven import uneven
 
-__all__ = ["Join", "JoinHook", "Joinable", "_JoinConfig"]
+__all__ = ["Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "uneven"]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+import weakref
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable
+from torch.optim import Optimizer
 
-from ..errors import GroupError, InvalidArgument, InvalidType, UnevenInputs, Unprepared
+from ..errors import (
+    CollectiveTimeout,
+    GroupError,
+    InvalidArgument,
+    InvalidType,
+    RankMismatch,
+    UnevenInputs,
+    Unprepared,
+)
 from ..groups import ProcessGroup
 from ._joinable import _JoinConfig
-from ._shadowing import Meeting, shadow
+from ._leaving import Leaving
+from ._optimizers import Bystanders, share_state
+from ._report import JoinReport
+from ._shadowing import Meeting, Shadowing, begin_step, warn_of_skew
 
 __all__ = ["Join"]
 
@@ -22,8 +36,13 @@ TORCHS_WORDS = "Detected at least one rank that exhausted inputs"
 class Join:
     """Let ranks run out of data at different steps.
 
-    A rank that comes to the end of the block runs the joinables' main hooks, in order, for each
-    step that others still make, then the post hooks. `kwargs` go to every `join_hook`.
+    A rank that comes to the end of the block leaves the group, and sleeps until all others are
+    there, too. Where a joinable or its group cannot do with fewer ranks, it runs the joinables'
+    main hooks instead, in order, for each step that others still make. In the end everybody is a
+    member, and the post hooks are run. `kwargs` go to every `join_hook`.
+
+    Ranks that stop early make fewer optimizer steps. Pass `optimizers`, and in the end their state
+    is that of a rank which had data to the end, as the model is.
 
     With `throw_on_early_termination` uneven inputs are an error on all ranks. With `enable=False`
     the block does nothing.
@@ -33,11 +52,16 @@ class Join:
     names this rank.
     """
 
+    report: JoinReport | None = None
+    """What happened, when the block is over."""
+
     def __init__(
         self,
         joinables: Iterable[Joinable],
         enable: bool = True,
         throw_on_early_termination: bool = False,
+        *,
+        optimizers: Iterable[Optimizer] = (),
         **kwargs: Any,
     ) -> None:
         self._joinables = list(joinables)
@@ -46,15 +70,37 @@ class Join:
         for joinable in self._joinables:
             if not hasattr(joinable, "join_hook"):
                 raise InvalidType(f"{type(joinable).__name__} is no Joinable: it has no join_hook")
+        self._optimizers = _checked(optimizers)
+        for joinable in self._joinables:
+            self._optimizers += getattr(joinable, "join_optimizers", ())
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
         self._meeting = Meeting(_only_group(self._joinables), self._joinables[0].join_device)
-        self._before = [_config_of(joinable) for joinable in self._joinables]
+        self._way = self._choose_way()
+        self._before = [(_config_of(each), _block_of(each)) for each in self._joinables]
+        self._bystanders = Bystanders([*self._optimizers, *self._joinables])
+        self._steps, self._is_driven = 0, False
         self._configure()
+
+    def _choose_way(self) -> Leaving | Shadowing:
+        group = self._meeting.group
+        can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
+        if isinstance(group, ProcessGroup) and group.can_leave and can_leave and not self._throw:
+            return Leaving(group)
+        return Shadowing(self._meeting, self._join_hooks, throws=self._throw)
+
+    @property
+    def leaves(self) -> bool:
+        """Tell whether ranks that have run out of data leave, so that nothing is shadowed."""
+        return isinstance(self._way, Leaving)
 
     def __enter__(self) -> Self:
         self._configure()
+        if self._enable:
+            self._number = _count_block(self._meeting.group)
+            self._bystanders.watch()
+        self._began = time.perf_counter()
         return self
 
     def __exit__(
@@ -63,49 +109,58 @@ class Join:
         value: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._bystanders.stop()
         try:
-            if self._enable and value is None:
-                self._see_off_others()
+            if self._enable and self._is_over(value):
+                self._see_others_off()
             elif value is not None:
                 self._part_with_others(value)
         except Exception as error:  # of a hook
             self._part_with_others(error)
             raise
         finally:
-            for joinable, config in zip(self._joinables, self._before, strict=True):
-                joinable._join_config = config
+            for joinable, (config, block) in zip(self._joinables, self._before, strict=True):
+                _place(joinable, config, block)
+
+    def _is_over(self, error: BaseException | None) -> bool:
+        """Tell whether this rank has ended between two steps, on purpose.
+
+        A generator around the block ends like this when its loop is left with ``break``.
+        """
+        if isinstance(error, GeneratorExit):
+            return not any(getattr(each, "is_in_step", False) for each in self._joinables)
+        return error is None
 
     def _configure(self, *, is_over: bool = False) -> None:
         """Tell the joinables where they are; when this rank's data are over, to say nothing."""
         for place, joinable in enumerate(self._joinables):
-            joinable._join_config = _JoinConfig(
+            config = _JoinConfig(
                 enable=self._enable,
                 throw_on_early_termination=self._throw,
                 is_first_joinable=place == 0 and not is_over,
             )
+            _place(joinable, config, self)
 
-    def _see_off_others(self) -> None:
-        # A hook may well be the joinable's own step, which would say that there is data here.
-        self._configure(is_over=True)
-        is_last = shadow(self._meeting, self._join_hooks, throw=self._throw)
-        for hook in self._join_hooks:
-            hook.post_hook(is_last)
+    # -- steps -----------------------------------------------------------------------------
 
-    def _part_with_others(self, error: BaseException) -> None:
-        """End the group, so that nobody waits for this rank, unless everybody raises anyway."""
-        if not self._enable:
-            return
-        all_raise = isinstance(error, GroupError) or (self._throw and _is_of_uneven_inputs(error))
-        group = self._meeting.group
-        if isinstance(group, ProcessGroup) and isinstance(error, Exception) and not all_raise:
-            group.abort()
+    def drive(self) -> None:
+        """Begin a step here, and have joinables begin none: a loop knows better what a step is."""
+        self._is_driven = True
+        self._steps += 1
+        self._way.begin_step()
+
+    def _begin_step(self) -> dist.Work | None:
+        if self._is_driven:
+            return None
+        self._steps += 1
+        return self._way.begin_step()
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:
         """Say that this rank has data; a joinable does so before its first collective of a step.
 
-        What the first joinable gets is the call by which ranks with data are counted; the others
-        get None.
+        What the first joinable gets, where ranks without data shadow, is the call by which ranks
+        with data are counted; the others get None.
         """
         config = getattr(joinable, "_join_config", None)
         if config is None:
@@ -114,11 +169,74 @@ class Join:
             )
         if not (config.enable and config.is_first_joinable):
             return None
-        meeting = Meeting(_group_of(joinable), joinable.join_device)
-        work = meeting.say_active()
-        if config.throw_on_early_termination:
-            meeting.ask_whether_all_go_on()
-        return work
+        block = _block_of(joinable)
+        if block is not None:
+            return block._begin_step()
+        meeting = Meeting(_group_of(joinable), joinable.join_device)  # in a Join of torch's
+        return begin_step(meeting, throws=config.throw_on_early_termination)
+
+    # -- the end ---------------------------------------------------------------------------
+
+    def _see_others_off(self) -> None:
+        # A hook may well be the joinable's own step, which would say that there is data here.
+        self._configure(is_over=True)
+        seconds = time.perf_counter() - self._began
+        made_up = self._way.see_others_off()
+        report = self._compare([self._number, self._steps, made_up, seconds])
+        rank = self._meeting.group.rank()
+        behind = max(report.steps) - report.steps[rank]
+        if self.leaves:  # who shadows has said so meanwhile
+            warn_of_skew(behind, rank)
+        for hook in self._join_hooks:
+            hook.post_hook(not behind)
+        if len(set(report.steps)) > 1:
+            for optimizer in self._optimizers:
+                share_state(optimizer, self._meeting, root=report.last_joiners[-1])
+            self._bystanders.warn()
+        self.report = report
+
+    def _compare(self, mine: Sequence[float]) -> JoinReport:
+        """Learn how it went on all ranks, which have all come to the end of the same block."""
+        rows = self._meeting.gather(mine)
+        numbers = [int(row[0]) for row in rows]
+        if len(set(numbers)) > 1:
+            raise RankMismatch(
+                f"ranks have come to the end of different joins of their group (by rank, counted "
+                f"from the first: {numbers}). A join inside of another one's loop cannot end on a "
+                "rank that has no data for the outer one: put both around the same loop"
+            )
+        return JoinReport.of([(int(steps), int(made_up), s) for _, steps, made_up, s in rows])
+
+    def _part_with_others(self, error: BaseException) -> None:
+        """End the group, so that nobody waits for this rank, unless everybody raises anyway."""
+        group = self._meeting.group
+        if not (self._enable and isinstance(group, ProcessGroup)):
+            return
+        if isinstance(error, CollectiveTimeout) and group.failure() is None:
+            group.abort("it waited too long for the others at the end of a join")
+        elif isinstance(error, GeneratorExit):
+            group.abort("its loop was left in the middle of a step")
+        elif isinstance(error, Exception) and not self._is_raised_by_all(error):
+            group.abort(f"{type(error).__name__} was raised in its join: {error}")
+
+    def _is_raised_by_all(self, error: Exception) -> bool:
+        return isinstance(error, GroupError) or (self._throw and _is_of_uneven_inputs(error))
+
+
+_blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _count_block(group: dist.ProcessGroup) -> int:
+    number = _blocks[group] = _blocks.get(group, 0) + 1
+    return number
+
+
+def _checked(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    optimizers = list(optimizers)
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise InvalidType(f"optimizers are torch's, not {type(optimizer).__name__}")
+    return optimizers
 
 
 def _only_group(joinables: list[Joinable]) -> dist.ProcessGroup:
@@ -145,6 +263,15 @@ def _group_of(joinable: Joinable) -> dist.ProcessGroup:
 
 def _config_of(joinable: Joinable) -> Any:
     return getattr(joinable, "_join_config", _JoinConfig.construct_disabled_join_config())
+
+
+def _block_of(joinable: Joinable) -> Join | None:
+    block: Join | None = getattr(joinable, "_join_block", None)
+    return block
+
+
+def _place(joinable: Any, config: Any, block: Join | None) -> None:
+    joinable._join_config, joinable._join_block = config, block
 
 
 def _is_of_uneven_inputs(error: BaseException) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.algorithms import join as upstream
+from torch.optim import Optimizer
 
 __all__ = ["JoinHook", "Joinable", "_JoinConfig"]
 
@@ -46,6 +48,7 @@ class Joinable(upstream.Joinable):
     def __init__(self) -> None:
         super().__init__()
         self._join_config: Any = _JoinConfig.construct_disabled_join_config()
+        self._join_block: Any = None  # the `Join` that it is in, if that is one of ours
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> upstream.JoinHook:
@@ -60,3 +63,22 @@ class Joinable(upstream.Joinable):
     @abstractmethod
     def join_process_group(self) -> Any:
         """Tell the group of the collectives."""
+
+    @property
+    def can_leave(self) -> bool:
+        """Tell whether its steps are right when ranks leave the group, so that none are shadowed.
+
+        If so for all joinables, ranks that have run out of data leave, where the group lets them;
+        `JoinHook.main_hook` is not called then, and `post_hook` is.
+        """
+        return False
+
+    @property
+    def is_in_step(self) -> bool:
+        """Tell whether a step has begun here whose collectives are not all made."""
+        return False
+
+    @property
+    def join_optimizers(self) -> Sequence[Optimizer]:
+        """List optimizers of its own, whose state a rank without data falls behind with."""
+        return ()

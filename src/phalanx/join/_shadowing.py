@@ -22,10 +22,10 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ..errors import UnevenInputs
 
-__all__ = ["Meeting", "shadow"]
+__all__ = ["Meeting", "Shadowing", "begin_step", "warn_of_skew"]
 
 SKEW = 1000
-"""How many steps a rank makes up for before it says that data are divided badly."""
+"""How many inputs fewer than others a rank may have before it says that it has been waiting."""
 
 
 @dataclass(frozen=True)
@@ -63,24 +63,63 @@ class Meeting:
             "are an error here (throw_on_early_termination=True)"
         )
 
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Learn every rank's numbers."""
+        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        heard = [torch.empty_like(mine) for _ in range(self.group.size())]
+        self.group.allgather([heard], [mine], c10d.AllgatherOptions()).wait()
+        return [each.tolist() for each in heard]
+
+    def broadcast(self, tensor: Tensor, root: int) -> None:
+        """Give every rank one rank's tensor."""
+        options = c10d.BroadcastOptions()
+        options.rootRank = root
+        self.group.broadcast([tensor], options).wait()
+
     def _add_up(self, tensor: Tensor) -> dist.Work:
         # In torch's call form, for torch's reducer may be given what comes back.
         return self.group.allreduce([tensor], c10d.AllreduceOptions())
 
 
-def shadow(meeting: Meeting, hooks: Sequence[JoinHook], *, throw: bool) -> bool:
-    """Make up for steps until nobody has data; tell whether this rank was among the last."""
-    steps = 0
-    while meeting.count_active():
-        if throw:
-            meeting.raise_everywhere()
-        for hook in hooks:
-            hook.main_hook()
-        steps += 1
-        if steps == SKEW + 1:
-            warnings.warn(
-                f"rank {meeting.group.rank()} has over {SKEW} inputs fewer than others, and has "
-                "been waiting for them: divide the data more evenly",
-                stacklevel=3,
-            )
-    return steps == 0
+class Shadowing:
+    """How a rank without data follows the steps of the others."""
+
+    def __init__(self, meeting: Meeting, hooks: Sequence[JoinHook], *, throws: bool) -> None:
+        self._meeting = meeting
+        self._hooks = hooks
+        self._throws = throws
+
+    def begin_step(self) -> dist.Work:
+        """Say that this rank has data; a second time, if it is an error that others have none."""
+        return begin_step(self._meeting, throws=self._throws)
+
+    def see_others_off(self) -> int:
+        """Make up for steps until nobody has data; tell how many there were."""
+        steps = 0
+        while self._meeting.count_active():
+            if self._throws:
+                self._meeting.raise_everywhere()
+            for hook in self._hooks:
+                hook.main_hook()
+            steps += 1
+            if steps == SKEW + 1:
+                warn_of_skew(steps, self._meeting.group.rank())
+        return steps
+
+
+def warn_of_skew(behind: int, rank: int) -> None:
+    """Say that data are divided badly, if a rank is too many inputs behind."""
+    if behind > SKEW:
+        warnings.warn(
+            f"rank {rank} has over {SKEW} inputs fewer than others, and has been waiting for them: "
+            "divide the data more evenly",
+            stacklevel=5,
+        )
+
+
+def begin_step(meeting: Meeting, *, throws: bool) -> dist.Work:
+    """Say that this rank has data, in the way of torch's protocol."""
+    work = meeting.say_active()
+    if throws:
+        meeting.ask_whether_all_go_on()
+    return work

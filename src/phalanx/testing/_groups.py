@@ -59,8 +59,8 @@ def over_groups(
 
     With `split`, also for both halves of a split world of four ranks. Ranks are threads where a
     backend's traits say so and else processes, of the fixtures ``threads`` and ``ranks``. A
-    parameter named ``ctx`` is the rank's context; other parameters are fixtures or parametrized
-    as in any test, and are sent to the ranks. `options` go to ``new_group``.
+    parameter named ``ctx`` is the rank's context; other parameters are fixtures, parametrized as in
+    any test, or drawn by hypothesis, and are sent to the ranks. `options` go to ``new_group``.
 
     With `reuse`, process ranks keep the group for the next test that asks for one like it. That
     saves most of such a test's time, and is for bodies that leave the group as they found it.
@@ -86,7 +86,7 @@ def _as_test(
     import pytest
 
     @functools.wraps(body)
-    def test(ranks: RankPool, threads: ThreadRanks, over: Over, **given: Any) -> None:
+    def test(*, ranks: RankPool, threads: ThreadRanks, over: Over, **given: Any) -> None:
         has_threads = find_backend(over.backend).traits.ranks_are_threads
         runner = threads if has_threads else ranks
         reference = Reference.of(body)
@@ -99,9 +99,10 @@ def _as_test(
         # The ranks' tracebacks are the news; the one of this process says nothing.
         pytest.fail(failures, pytrace=False)
 
-    given = [each for name, each in _parameters(body).items() if name not in ("group", "ctx")]
+    given = [name for name in _parameters(body) if name not in ("group", "ctx")]
+    asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given]
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _FIXTURES]
-    test.__dict__.update(__signature__=inspect.Signature([*given, *own]), body=body)
+    test.__dict__.update(__signature__=inspect.Signature([*asked, *own]), body=body)
     parametrized: Callable[..., None] = pytest.mark.parametrize("over", overs, ids=str)(test)
     return parametrized
 

@@ -1,0 +1,27 @@
+"""Leaving in the place of shadowing: who has run out of data is a member of the group no more.
+
+From there on every call of the group goes on among the rest, whoever makes it: gradients,
+statistics of a layer, the user's own metrics. So there is nothing to make up for, and nothing to
+forget. When the block ends, everybody is a member again.
+"""
+
+from __future__ import annotations
+
+from ..groups import ProcessGroup
+
+__all__ = ["Leaving"]
+
+
+class Leaving:
+    """How ranks of a group part, and meet again."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def begin_step(self) -> None:
+        """Go on among those who have data."""
+
+    def see_others_off(self) -> int:
+        """Leave, sleep until nobody has data, and be a member again; nothing is made up for."""
+        self._group.rejoin()
+        return 0

@@ -11,6 +11,8 @@ from phalanx.errors import CollectiveTimeout, GroupError, RankMismatch
 from phalanx.testing import over_groups
 
 from .whole import (
+    ROWS,
+    assert_same_gradients,
     batch,
     both,
     compare,
@@ -133,10 +135,25 @@ def test_a_rank_ends_instead_of_calling_backward(group):
     rows = share(batch(0, group.size()), group)
     squares(ddp, rows).backward()
     if group.rank() == 1:
-        group.leave()
+        group.shutdown()
         return
     with pytest.raises(GroupError, match="rank 1"):
         squares(ddp, rows).backward()
+
+
+@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+def test_a_rank_leaves_and_the_mean_is_over_the_rest(group):
+    ddp, whole = wrapped(mlp, group)
+    rows = batch(0, group.size())
+    squares(ddp, share(rows, group)).backward()
+    ddp.zero_grad()
+    if group.rank() == 1:
+        group.leave()
+        return
+    squares(ddp, share(rows, group)).backward()
+    parts = [part for rank, part in enumerate(rows.split(ROWS)) if rank != 1]
+    sum(squares(whole, part) for part in parts).div(len(parts)).backward()
+    assert_same_gradients(ddp.module, whole)
 
 
 @over_groups(backends=("gloo", "shm", "local"), sizes=(2,), timeout=20)

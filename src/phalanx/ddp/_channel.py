@@ -44,6 +44,10 @@ class Channel:
         except (RuntimeError, AttributeError):  # not every backend has options
             return None
 
+    def members(self) -> tuple[int, ...]:
+        """List the ranks that have not left."""
+        return tuple(range(self.size)) if self._ours is None else self._ours.members
+
     def is_busy(self) -> bool:
         """Tell whether calls of this rank are under way, as far as the group says."""
         return self._ours is not None and self._ours._health.is_busy()

@@ -84,11 +84,13 @@ class Header:
         if self._card is not self.space:
             self.space.copy_(self._card)
 
-    def receive(self, divisor: int) -> None:
-        """Get ready to be read, given by how much the reduction has divided the sum."""
-        self._divisor = divisor
+    def receive(self, number: int) -> None:
+        """Get ready to be read, given what this rank has said is the number of the pass."""
         if self._card is not self.space:
             self._card.copy_(self.space)
+        mine = self._numbers[self._mine + NUMBER]
+        # A group that takes means has divided by how many took part, which only it knows.
+        self._divisor = round(number / mine) if mine else 1
 
     def _column(self, field: int) -> list[float]:
         """Tell a field of every rank's row, still divided."""
@@ -96,14 +98,13 @@ class Header:
         return column
 
     def same_number(self) -> bool:
-        """Tell whether all ranks that take part are in the same pass."""
+        """Tell whether all ranks are in the same pass."""
         numbers = self._column(NUMBER)
-        return numbers.count(max(numbers)) + numbers.count(0) == len(numbers)
+        return numbers.count(numbers[0]) == len(numbers)
 
-    def numbers(self) -> dict[int, int]:
-        """Tell which pass each rank is in that takes part in any."""
-        column = enumerate(self._column(NUMBER))
-        return {rank: round(number * self._divisor) for rank, number in column if number}
+    def numbers(self) -> list[int]:
+        """Tell which pass each rank is in; 0 if in none."""
+        return [round(number * self._divisor) for number in self._column(NUMBER)]
 
     def weights(self) -> list[float]:
         """Tell each rank's weight; 0 of one without data."""

@@ -223,7 +223,7 @@ class Pass:
         header = self._setting.header
         if self._setting.hook is not None and last.members:
             self._setting.channel.sum(header.space).wait()  # a hook takes the gradients alone
-        header.receive(self._scale.divisor)
+        header.receive(self._number)
         self._compare(header)
         self._scale.after(self._setting.buckets, header)
         lates = header.late()
@@ -298,8 +298,8 @@ class Pass:
     def _compare(self, header: Header) -> None:
         """Raise, on every rank alike, if ranks are not in the same pass."""
         group = getattr(self._setting.channel.group, "label", "")
-        if not header.same_number():
-            numbers = header.numbers().items()
+        if not header.same_number() and not self._others_have_left(header):
+            numbers = enumerate(header.numbers())
             told = ", ".join(f"rank {rank}: {number}" for rank, number in numbers)
             raise RankMismatch(
                 f"ranks have reduced the gradients of different backward passes ({told}): a rank "
@@ -319,6 +319,11 @@ class Pass:
 
         if self._proof and not header.same_fingerprints():
             assert_same_values(self._proof, self._setting.channel)
+
+    def _others_have_left(self, header: Header) -> bool:
+        """Tell whether ranks that are not in this pass have left the group."""
+        away = {rank for rank, number in enumerate(header.numbers()) if number != self._number}
+        return away.isdisjoint(self._setting.channel.members())
 
     def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:
         homes = {i: (b, place) for b in self._setting.buckets for place, i in enumerate(b.members)}

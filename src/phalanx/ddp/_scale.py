@@ -18,8 +18,6 @@ class Scale:
 
     weight = NO_WEIGHT
     """What this rank's header says."""
-    divisor = 1
-    """By how much the reduction divides a sum over the ranks."""
     factor = 1.0
     """What this rank's gradients are multiplied with on their way into a bucket."""
 
@@ -47,7 +45,7 @@ class Scale:
 class EvenMean(Scale):
     """Every rank counts the same."""
 
-    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
+    def __init__(self, size: int, *, divides_by_all: bool) -> None:
         self._size = size
         self._divides_by_all = divides_by_all
         """Ranks without data count too, as ranks whose gradients are zero."""
@@ -61,27 +59,26 @@ class EvenMean(Scale):
 class Mean(EvenMean):
     """The group divides, which is free where it adds up by itself."""
 
-    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
-        super().__init__(size, divides_by_all=divides_by_all)
-        self.divisor = size
+    _present = 1  # how many ranks took part, where it was not the group that divided
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload) if payload.is_sparse else channel.mean(payload)
 
     def after(self, buckets: Sequence[Bucket], header: Header) -> None:
-        del header
-        for bucket in buckets:
-            if bucket.payload.is_sparse:  # which engines add up only
-                bucket.scale(1 / self.divisor)
+        sparse = [bucket for bucket in buckets if bucket.payload.is_sparse]
+        if sparse:  # which engines add up only
+            self._present = len(header.with_data())
+        for bucket in sparse:
+            bucket.scale(1 / self._present)
 
     def unscaled(self, part: Tensor) -> Tensor:
-        return part / self.divisor if part.is_sparse else part
+        return part / self._present if part.is_sparse else part
 
 
 class MeanOfShares(EvenMean):
     """Gradients are divided while they are copied, which is free."""
 
-    def __init__(self, size: int, *, divides_by_all: bool = True) -> None:
+    def __init__(self, size: int, *, divides_by_all: bool) -> None:
         super().__init__(size, divides_by_all=divides_by_all)
         self.factor = 1 / size
         self._times = 1.0

@@ -28,7 +28,8 @@ class Scaling:
         self.weights = Weights()
         self.has_hook = False
         self.divides_by_all: bool | None = None
-        """Whether ranks without data count in a mean; None if there are none, outside of a join."""
+        """Whether ranks without data count in a mean; None outside of a join, where whoever has
+        left the group does not."""
 
         self._plain = self._make_plain()
         self._made_for = self._situation()
@@ -52,7 +53,7 @@ class Scaling:
         # so that in a join everybody adds up.
         shares = self.divides_by_all is not None or not self._channel.shares_memory
         kind = MeanOfShares if shares and not self.has_hook else Mean
-        return kind(size, divides_by_all=self.divides_by_all is not False)
+        return kind(size, divides_by_all=self.divides_by_all is True)
 
     def scale(self, parameters: Sequence[Parameter], *, is_narrow: bool) -> Scale:
         """Choose the scale of the pass that begins."""

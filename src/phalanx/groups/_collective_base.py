@@ -61,6 +61,8 @@ class CollectiveBase(dist.ProcessGroup):
     _backend: str
     _size: int
     _rank: int
+    _parties: int
+    """How many ranks take part, where the engine does not know by itself."""
     _short: Shortcut | None
     """A shorter way for what is nothing special, where there is one."""
     _quick_types: frozenset[torch.dtype]
@@ -209,7 +211,7 @@ class CollectiveBase(dist.ProcessGroup):
         dtype = tensors[0].dtype
         if not plain or dtype is torch.bool or not (known is None or dtype in known):
             plan = adapt_reduction(
-                self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._size
+                self._traits, operation, op, inputs=tensors, outputs=tensors, size=self._parties
             )
             mine, finish, method = plan.outputs, plan.finish, plan.starting(method)
             opts, op = with_op(opts, plan.op), plain_op(op)
@@ -235,7 +237,7 @@ class CollectiveBase(dist.ProcessGroup):
         for out, whole in zip(outs, ins, strict=True):
             validate.numel(operation, whole, out.numel() * self._size, word="input")
         plan = adapt_reduction(
-            self._traits, operation, op, inputs=ins, outputs=outs, size=self._size
+            self._traits, operation, op, inputs=ins, outputs=outs, size=self._parties
         )
         adapted = with_op(opts, plan.op)
         method = self._engine._reduce_scatter_base

@@ -112,7 +112,7 @@ class Collectives(CollectiveBase):
         opts, op = self._reduce_options(kind, name, opts, op, timeout)
         self._check_tensors(name, [*output, *inputs], op)
         plan = adapt_reduction(
-            self._traits, name, op, inputs=inputs, outputs=output, size=self._size
+            self._traits, name, op, inputs=inputs, outputs=output, size=self._parties
         )
         return self._issue(
             name,

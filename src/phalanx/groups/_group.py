@@ -14,18 +14,16 @@ from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
 from ..errors import GroupError
-from . import _membership as membership
 from . import _torch as torch_tables
 from . import _validate as validate
 from ._agree import Agreement, agreement_for
 from ._collective_base import SUM
-from ._collectives import Collectives
 from ._engine import ClosedEngine, Engine, RawWork, Traits, summing
 from ._failure import Failure
 from ._health import Health
+from ._members import Members
 from ._record import Record, Recorder, user_site
 from ._refusal import refuse, refuse_start
-from ._rejoin import rejoin
 from ._retired import guard, retire
 from ._shortcut import shortcut_for
 from ._watch import watch
@@ -35,6 +33,7 @@ from ._work import Work
 if TYPE_CHECKING:
     from ._board import Board
     from ._forming import Purpose
+    from ._narrowing import Narrowing
     from ._roster import Roster
 
 __all__ = ["ProcessGroup", "Recipe"]
@@ -51,7 +50,7 @@ class Recipe:
     options: dict[str, object]
 
 
-class ProcessGroup(Collectives):
+class ProcessGroup(Members):
     """A group of ranks that communicate; any torch API takes it for a process group.
 
     Made by `new_group`, `split_group` and `merge_remote_group`, not by its constructor.
@@ -84,6 +83,8 @@ class ProcessGroup(Collectives):
         self._backend = backend
         self._timeout = validate.seconds(recipe.timeout)
         self._engine = engine
+        self._can_leave = hasattr(engine, "leave")
+        self._narrowing: Narrowing | None = None  # other engines, for when ranks have left
         self._traits = traits
         self._devices = devices
         self._takes_cpu = "cpu" in devices
@@ -95,6 +96,7 @@ class ProcessGroup(Collectives):
         self._splits: dict[str, int] = {}
         self._closed = ""  # why nothing can be called any more, where it was closed on purpose
         self._is_away = False  # closed, but only for having left
+        self._announced: set[int] = set()  # who is leaving since the last roll call
         self._is_returning = False  # a thread of this rank is in `rejoin`
         # Keeps the order in which calls are numbered the order in which the engine gets them.
         # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
@@ -114,9 +116,8 @@ class ProcessGroup(Collectives):
             members=getattr(engine, "members", None),
         )
         self._board = board
-        self._agreement: Agreement | None = agreement_for(engine, recipe.checks, self._health)
+        self._use(engine, None)
         self._short = shortcut_for(self)
-        self._start_sum = summing(engine)
         self._quick_types = traits.real_dtypes if self._takes_cpu else frozenset()
         # What torch has named it enters in its tables itself, and takes out again.
         self._is_enlisted = not torch_name
@@ -281,44 +282,6 @@ class ProcessGroup(Collectives):
 
         return merge(self, store, size, timeout=timeout, name=group_name)
 
-    # -- membership ------------------------------------------------------------------------
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Tell the ranks that take part in the next call, as far as is known here."""
-        return membership.members(self)
-
-    @property
-    def can_leave(self) -> bool:
-        """Tell whether a rank may leave by itself."""
-        return hasattr(self._engine, "leave") or self._is_away
-
-    def leave(self) -> None:
-        """End this rank's membership: the others' next calls go on without it, at once.
-
-        Waits for the collectives that this rank has begun. Ranks keep their numbers, a mean is
-        taken over those who are left, and what a rank would have filled in an output stays as it
-        is. Nothing but `rejoin` and `shutdown` can be called here any more.
-        """
-        membership.leave(self)
-
-    def rejoin(self, timeout: timedelta | None = None) -> None:
-        """Make everybody a member again; all ranks call it, whether they have left or not.
-
-        Who has not left does so, and the others' calls go on without it until they come, too. When
-        the last has come all are members, and number their calls alike. Until then a rank sleeps.
-        If its deadline has passed, or a rank was lost and is forgotten, it can be called again.
-        """
-        rejoin(self, timeout)
-
-    def forget(self, ranks: Sequence[int]) -> None:
-        """Go on without ranks that were lost, as if they had left; every survivor calls it.
-
-        What they took no part in goes on among the rest, so that a ``work`` which raised `PeerLost`
-        can be waited for again. It raises again, on every survivor, if they died in the middle.
-        """
-        membership.forget(self, ranks)
-
     # -- ending ----------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -361,11 +324,20 @@ class ProcessGroup(Collectives):
         if self._short is not None:
             self._short.close()
 
+    def _use(self, engine: Engine, members: Sequence[int] | None) -> None:
+        """Go on with an engine, one of those that the group keeps; None for `members` is all."""
+        self._engine = engine
+        self._parties = self._size if members is None else len(members)
+        self._start_sum = summing(engine)
+        self._agreement: Agreement | None = agreement_for(engine, self._recipe.checks, self._health)
+        if not self._can_leave:
+            self._health.take_part(members)
+
     def _retire(self) -> None:
-        """Let go of the engine; one with calls under way outlives the group until they end."""
-        engine, self._engine = self._engine, ClosedEngine()
+        """Let go of the engines; with calls under way they outlive the group until these end."""
+        self._engine, self._narrowing = ClosedEngine(), None
         self._start_sum = summing(self._engine)
-        retire(self._health, engine)
+        retire(self._health)
 
     # -- a call ----------------------------------------------------------------------------
 

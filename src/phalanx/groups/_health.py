@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ..errors import GroupError, RankReport
@@ -203,6 +203,10 @@ class Health:
         if self._members is None or self.closed:
             return set()
         return set(range(self.size)) - set(self._members())
+
+    def take_part(self, members: Sequence[int] | None) -> None:
+        """Set who takes part in what comes next, where the engine does not know; None is all."""
+        self._members = None if members is None else lambda: list(members)
 
     def go_on(self, without: set[int], forget: Callable[[int], None]) -> None:
         """Leave a failure behind that was the death of these ranks."""

@@ -18,21 +18,27 @@ from ._words import ranks_text
 if TYPE_CHECKING:
     from ._group import ProcessGroup
 
+_HINTS = {
+    "leave": "that leaves by itself; all ranks call roll_call, and tell each other who stays",
+    "forget": "that is dead; make a group of those who are left with split_group",
+}
+
 __all__ = ["changing", "depart", "forget", "leave", "members"]
 
 
 def members(group: ProcessGroup) -> tuple[int, ...]:
     """List the ranks that take part in a group's next call, as far as this rank knows."""
-    absent = group._health.absent()
+    absent = group._health.absent() | group._announced
     return tuple(rank for rank in range(group._size) if rank not in absent)
 
 
 def leave(group: ProcessGroup) -> None:
     """End this rank's membership as soon as what it has begun is done."""
-    depart(group, changing(group, "leave"), "leave")
+    changing(group, "leave")
+    depart(group, "leave")
 
 
-def depart(group: ProcessGroup, engine: Any, operation: str) -> None:
+def depart(group: ProcessGroup, operation: str) -> None:
     """End this rank's membership on behalf of an operation."""
     site = user_site()
     with group._order, group._state:  # no call is begun after this
@@ -42,7 +48,7 @@ def depart(group: ProcessGroup, engine: Any, operation: str) -> None:
         group._close_shortcut()
     try:
         group._health.settle_all()
-        if not engine.leave():
+        if group._can_leave and not group._engine.leave():
             raise InvalidState(f"{operation}: wait for this rank's sends and receives first")
     except BaseException:
         with group._state:
@@ -81,7 +87,7 @@ def changing(group: ProcessGroup, operation: str) -> Any:
     """Return the engine of a group whose membership may change; refuse other groups."""
     if not hasattr(group._engine, operation) and not group._closed:
         raise InvalidState(
-            f"{operation}: {group._backend} cannot go on without a rank; make a group of those who "
-            "are left with split_group, or use shm"
+            f"{operation}: {group._backend} cannot go on without a rank {_HINTS[operation]}, or "
+            "use shm"
         )
     return group._engine

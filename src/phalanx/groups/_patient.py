@@ -69,6 +69,10 @@ class PlainStore:
         """Write a value unless there is one, and return what is there."""
         return self._ask(lambda: self.raw.compare_set(key, "", value))
 
+    def delete(self, key: str) -> None:
+        """Take a value away, if there is one."""
+        self._ask(lambda: self.raw.delete_key(key))
+
     def await_all(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until there are all these values, and tell whether there are.
 

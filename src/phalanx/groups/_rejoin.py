@@ -14,7 +14,8 @@ from .. import _faultpoints as faultpoints
 from ..errors import GroupError, InvalidState
 from . import _validate as validate
 from ._failure import Failure, Kind
-from ._membership import changing, depart
+from ._membership import depart
+from ._narrowing import narrowing_of, widen
 from ._pending import Pending
 from ._record import Call
 from ._refusal import refuse
@@ -31,7 +32,6 @@ MOMENT = 0.01
 
 def rejoin(group: ProcessGroup, timeout: timedelta | None) -> None:
     """Leave, unless this rank has, and become a member again together with all others."""
-    engine = changing(group, "rejoin")
     seconds = group._timeout if timeout is None else validate.seconds(timeout)
     _reach("before")
     with group._state:
@@ -40,10 +40,11 @@ def rejoin(group: ProcessGroup, timeout: timedelta | None) -> None:
         group._is_returning = True
     try:
         if not group._is_away:
-            depart(group, engine, "rejoin")
+            depart(group, "rejoin")
         elif group._health.failure is not None:
             refuse(group, "rejoin")
         _reach("away")
+        engine = group._engine if group._can_leave else narrowing_of(group).hall
         _Return(group, engine, seconds).run()
     finally:
         group._is_returning = False
@@ -75,6 +76,8 @@ class _Return(Pending):
                 refuse(group, "rejoin")
             group._recorder.collectives = call.sequence = most
             call.ended = time.monotonic()
+            group._announced = set()
+            widen(group)
             group._reopen()
         _reach("after")
 

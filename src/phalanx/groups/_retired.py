@@ -15,20 +15,20 @@ import weakref
 from ._engine import Engine
 from ._health import Health
 
-__all__ = ["guard", "retire"]
+__all__ = ["guard", "release", "retire"]
 
 _lock = threading.Lock()
-_guarded: weakref.WeakKeyDictionary[Health, Engine] = weakref.WeakKeyDictionary()
-_retired: list[tuple[Health, Engine]] = []
+_guarded: weakref.WeakKeyDictionary[Health, list[Engine]] = weakref.WeakKeyDictionary()
+_retired: list[tuple[Health, list[Engine]]] = []
 
 
 def guard(health: Health, engine: Engine) -> None:
-    """Do not let the exit of the interpreter wait for calls of this engine."""
+    """Do not let the exit of the interpreter wait for calls of this engine, one of the group's."""
     with _lock:
         if not _guarded:
             atexit.unregister(_abandon_busy)
             atexit.register(_abandon_busy)
-        _guarded[health] = engine
+        _guarded.setdefault(health, []).append(engine)
     if hasattr(engine, "rest"):
         # The group keeps the memory of calls that nobody waits for; before it goes, at the exit of
         # the interpreter too, nobody may be working on that any more.
@@ -41,13 +41,20 @@ def _rest(engine: weakref.ref[Engine]) -> None:
         alive.rest()
 
 
-def retire(health: Health, engine: Engine) -> None:
-    """Let go of an engine as soon as its calls have ended."""
+def release(health: Health, engine: Engine) -> None:
+    """Let go of one of a group's engines; nothing of its is under way."""
     with _lock:
-        _guarded.pop(health, None)
+        kept = _guarded.get(health, [])
+        kept[:] = [other for other in kept if other is not engine]
+
+
+def retire(health: Health) -> None:
+    """Let go of a group's engines as soon as their calls have ended."""
+    with _lock:
+        engines = _guarded.pop(health, [])
         _retired[:] = [(old, kept) for old, kept in _retired if old.is_busy()]
         if health.is_busy():
-            _retired.append((health, engine))
+            _retired.append((health, engines))
         else:
             # torch holds on to groups that have ended; the memory of their engines is not to stay.
             health.let_go()
@@ -55,6 +62,7 @@ def retire(health: Health, engine: Engine) -> None:
 
 def _abandon_busy() -> None:
     with _lock:
-        for health, engine in [*_guarded.items(), *_retired]:
+        for health, engines in [*_guarded.items(), *_retired]:
             if health.is_busy():
-                ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+                for engine in engines:
+                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))

@@ -28,7 +28,7 @@ from . import _reference as reference
 from . import refuse_options
 from ._python_work import PythonWork
 
-__all__ = ["TRAITS", "make"]
+__all__ = ["TRAITS", "alone", "make"]
 
 A_LOOK = 0.05  # seconds between two looks for threads that have ended
 
@@ -394,6 +394,11 @@ def make(
     """Meet the other threads of this process."""
     del timeout, device, kwargs
     return LocalEngine(_enter_hub(store, rank, world_size), rank)
+
+
+def alone() -> Engine:
+    """Make an engine of one rank, who has nobody to meet."""
+    return LocalEngine(_Hub(1), 0)
 
 
 def _enter_hub(store: Store, rank: int, size: int) -> _Hub:

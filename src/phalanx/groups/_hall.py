@@ -1,0 +1,84 @@
+"""Where ranks wait until all have come back, for engines that have no such place: the store.
+
+Each writes the number of its last call under a key of this return, and waits until there is one of
+everybody. The greatest number is where all go on. Who has written has come, whatever becomes of it
+afterwards; so all who look see the same. A key is deleted when its writer has come back once more,
+for then everybody has read it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+from torch._C._distributed_c10d import Store
+
+from ..errors import RendezvousTimeout
+from ._patient import PatientStore
+from ._stores import own_connection
+
+__all__ = ["Hall"]
+
+
+class Hall:
+    """One rank's place among those who wait to be members again."""
+
+    def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
+        # A connection of its own: a wait in the store keeps others on the same one from asking.
+        self._store = None if store is None else PatientStore(own_connection(store)).under("hall")
+        self._rank = rank
+        self._size = size
+        self._turn = 1
+        self._has_come = False
+        self._missing = self._others()
+        self._is_lost = False
+
+    def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
+        """Say that this rank has come, or wait for the others; tells how far it has come."""
+        store = self._store
+        if store is None:  # and so nobody else
+            return "entered", calls
+        if self._is_lost:
+            time.sleep(seconds)
+            return "waiting", 0
+        try:
+            most = self._take_step(store, calls, seconds)
+        except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
+            most = None
+        except RuntimeError:  # the connection is closed, for good; torch logs every further try
+            self._is_lost = True
+            most = None
+        if most is None:
+            return "waiting", 0
+        self._turn += 1
+        self._has_come = False
+        self._missing = self._others()
+        return "entered", most
+
+    def awaited(self) -> list[int]:
+        """List the ranks that have not come, as far as is known."""
+        store, turn = self._store, self._turn
+        if store is None:
+            return []
+        if not self._is_lost:
+            with suppress(RuntimeError):  # the store does not answer
+                self._missing = [r for r in self._missing if not store.has(f"{turn}/{r}")]
+        return self._missing
+
+    def _take_step(self, store: PatientStore, calls: int, seconds: float) -> int | None:
+        """Return where all go on, if everybody has come."""
+        turn, rank = self._turn, self._rank
+        if not self._has_come:
+            store.set(f"{turn}/{rank}", str(calls))
+            self._has_come = True
+            return None
+        keys = [f"{turn}/{other}" for other in range(self._size)]
+        if not store.await_all(keys, seconds):
+            return None
+        most = max(int(store.fetch(key)) for key in keys)
+        if turn > 1:
+            store.delete(f"{turn - 1}/{rank}")
+        return most
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]

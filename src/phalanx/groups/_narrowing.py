@@ -1,0 +1,87 @@
+"""The engines of a group whose own cannot go on without a rank: one for each set of members.
+
+Whoever is left after a departure makes an engine of those, once; it is kept, for the same ranks
+often run out of data first, epoch after epoch. All members of a set use its engine at the same
+points, so they all let go of it at the same point, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ._engine import Engine
+from ._hall import Hall
+from ._record import Call
+from ._refusal import refuse
+from ._regrouping import connect
+from ._retired import guard, release
+from .backends._narrowed import Narrowed, alone
+
+if TYPE_CHECKING:
+    from ._group import ProcessGroup
+
+__all__ = ["Narrowing", "narrow", "narrowing_of", "widen"]
+
+KEPT = 4
+"""Departures, from one return to the next, whose engines are kept for the next time."""
+
+
+@dataclass
+class _Kept:
+    engine: Engine
+    departure: int
+    """The how manieth it was made for since everybody was a member."""
+    used: int
+    """The last return before which it was used."""
+
+
+class Narrowing:
+    """What a group has of engines beside the one that it uses."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self.full: Engine = group._engine
+        """The one of all ranks."""
+        self.hall = Hall(group._store, rank=group._rank, size=group._size)
+        self.kept: dict[tuple[int, ...], _Kept] = {}
+        self.returns = 0
+        self.departures = 0
+
+
+def narrowing_of(group: ProcessGroup) -> Narrowing:
+    """Return a group's engines; most groups never need more than one."""
+    if group._narrowing is None:
+        group._narrowing = Narrowing(group)
+    return group._narrowing
+
+
+def narrow(group: ProcessGroup, members: tuple[int, ...], call: Call) -> None:
+    """Go on among some ranks, all of which do this at the same point."""
+    mine = narrowing_of(group)
+    mine.departures += 1
+    kept = mine.kept.get(members)
+    if kept is None:
+        engine = alone() if len(members) == 1 else connect(group, members, call)
+        kept = mine.kept[members] = _Kept(engine, mine.departures, mine.returns)
+        guard(group._health, engine)
+    elif hasattr(kept.engine, "set_timeout"):
+        kept.engine.set_timeout(group.timeout)
+    kept.used = mine.returns
+    with group._order, group._state:
+        if group._closed or group._health.failure is not None:
+            refuse(group, call.operation)
+        group._use(Narrowed(mine.full, kept.engine, members, group._size), members)
+
+
+def widen(group: ProcessGroup) -> None:
+    """Go on among all ranks; everybody has come back, and nothing is under way."""
+    mine = group._narrowing
+    if mine is None:
+        return
+    group._use(mine.full, None)
+    mine.returns += 1
+    mine.departures = 0
+    for members, kept in list(mine.kept.items()):
+        if kept.departure > KEPT or kept.used < mine.returns - 2:
+            del mine.kept[members]
+            release(group._health, kept.engine)

@@ -13,7 +13,7 @@ from phalanx.testing import over_groups
 
 from .whole import ROWS, TINY, assert_close, batch, seeded
 
-anywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=60, reuse=True)
+anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=60, reuse=True)
 any_data = settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
 )

@@ -86,7 +86,7 @@ class Join:
     def _choose_way(self) -> Leaving | Shadowing:
         group = self._meeting.group
         can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
-        if isinstance(group, ProcessGroup) and group.can_leave and can_leave and not self._throw:
+        if isinstance(group, ProcessGroup) and can_leave and not self._throw:
             return Leaving(group)
         return Shadowing(self._meeting, self._join_hooks, throws=self._throw)
 

@@ -80,7 +80,6 @@ class Join:
         self._way = self._choose_way()
         self._before = [(_config_of(each), _block_of(each)) for each in self._joinables]
         self._bystanders = Bystanders([*self._optimizers, *self._joinables])
-        self._steps, self._is_driven = 0, False
         self._configure()
 
     def _choose_way(self) -> Leaving | Shadowing:
@@ -97,6 +96,7 @@ class Join:
 
     def __enter__(self) -> Self:
         self._configure()
+        self._steps, self._is_driven = 0, False
         if self._enable:
             self._number = _count_block(self._meeting.group)
             self._bystanders.watch()

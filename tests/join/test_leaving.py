@@ -1,0 +1,252 @@
+"""Ranks that leave when their data are over, over every kind of group, and what can go wrong."""
+
+import os
+import re
+import signal
+
+import pytest
+import torch
+
+import phalanx
+from phalanx import errors
+from phalanx.join import Join
+from phalanx.testing import over_groups
+
+from .counting import Counter, take
+
+everywhere = over_groups(sizes=(2, 4), reuse=True)
+on_pairs = over_groups(sizes=(2,), reuse=True)
+apart = over_groups(sizes=(3,))
+"""For bodies that leave the group broken."""
+
+
+class Leaver(Counter):
+    """One whose steps are right with any number of ranks."""
+
+    is_in_step = False
+
+    @property
+    def can_leave(self):
+        return True
+
+    def step(self):
+        self.is_in_step = True
+        work = super().step()
+        self.is_in_step = False
+        return work
+
+
+def lengths_of(group):
+    return [3, 1, 0, 2][: group.size()]
+
+
+def count(lengths, mine):
+    return [sum(n > step for n in lengths) for step in range(mine)]
+
+
+@everywhere
+def test_calls_go_on_among_those_who_have_data(group):
+    leaver, lengths = Leaver(group), lengths_of(group)
+    mine = lengths[group.rank()]
+    for _ in range(2):
+        with Join([leaver]) as join:
+            assert join.leaves
+            for _ in range(mine):
+                leaver.step()
+                leaver.counts.append(leaver.add_up(1.0))  # a call of the user's own
+        assert leaver.add_up(1.0) == group.size()  # everybody is a member again
+        assert join.report.steps == tuple(lengths)
+        assert leaver.was_last is (group.rank() == 0)
+    assert leaver.counts == [n for n in count(lengths, mine) for _ in range(2)] * 2
+    assert not leaver.shadowed
+
+
+@everywhere
+def test_a_loop_needs_no_block(group):
+    leaver, lengths = Leaver(group), lengths_of(group)
+    loop = phalanx.uneven(range(lengths[group.rank()]), leaver)
+    assert len(loop) == lengths[group.rank()]
+    for epoch in range(2):
+        counts = [leaver.add_up(1.0) for _ in loop]  # before the joinable is used, or without
+        assert counts == count(lengths, len(counts)), epoch
+        assert loop.report.steps == tuple(lengths)
+    assert leaver.add_up(1.0) == group.size()
+
+
+@everywhere
+def test_nobody_has_data(group):
+    leaver = Leaver(group)
+    for _ in phalanx.uneven([], leaver):
+        raise AssertionError("there is none")
+    assert leaver.was_last is True
+    assert leaver.add_up(1.0) == group.size()
+
+
+@on_pairs
+def test_one_rank_has_a_thousand_times_as_much(group):
+    leaver = Leaver(group)
+    loop = phalanx.uneven(range(1000 if group.rank() else 1), leaver)
+    for _ in loop:
+        leaver.step()
+    assert loop.report.steps == (1, 1000)
+    assert loop.report.idle == pytest.approx(999 / 2000)
+    assert 0 < loop.report.idle_time < 1
+
+
+@everywhere
+def test_the_report_in_words(group):
+    leaver = Leaver(group)
+    loop = phalanx.uneven(range(group.rank() + 1), leaver)
+    for _ in loop:
+        leaver.step()
+    first, *_, last, idle = str(loop.report).splitlines()
+    assert re.fullmatch(r"rank 0: 1 steps, out of data after \d+\.\d\d s", first)
+    rank = group.size() - 1
+    assert re.fullmatch(rf"rank {rank}: {rank + 1} steps, to the end after \d+\.\d\d s", last)
+    assert re.fullmatch(r"idle: \d+\.\d% of steps, \d+\.\d% of time", idle)
+
+
+@everywhere
+def test_a_report_of_shadows(group):
+    counter, lengths = Counter(group), lengths_of(group)
+    with Join([counter]) as join:
+        take([counter], lengths[group.rank()])
+    assert not join.leaves
+    assert join.report.steps == tuple(lengths)
+
+
+def break_off(leaver, steps):
+    for number, _ in enumerate(phalanx.uneven(range(4), leaver), 1):
+        leaver.step()
+        if number == steps:
+            break
+
+
+def come_back(leaver, steps):
+    for number, _ in enumerate(phalanx.uneven(range(4), leaver), 1):
+        leaver.step()
+        if number == steps:
+            return
+
+
+def in_a_block(leaver, steps):
+    with Join([leaver]):
+        for number in range(1, 5):
+            leaver.step()
+            if number == steps:
+                return
+
+
+@pytest.mark.parametrize("way", [break_off, come_back, in_a_block])
+@everywhere
+def test_a_loop_may_be_left_early(group, way):
+    leaver = Leaver(group)
+    way(leaver, 1 if group.rank() else 4)
+    assert leaver.counts == [group.size(), 1, 1, 1][: len(leaver.counts)]
+    assert len(leaver.counts) == (1 if group.rank() else 4)
+    assert leaver.add_up(1.0) == group.size()
+
+
+@everywhere
+def test_blocks_around_the_same_loop(group):
+    one, other = Leaver(group), Leaver(group)
+    with Join([one]) as outer, Join([other]) as inner, Join([one]):
+        for _ in range(group.rank()):
+            one.step()
+            other.step()
+    assert inner.report.steps == tuple(range(group.size()))
+    assert one.add_up(1.0) == group.size()
+    assert outer.report is not None
+
+
+@apart
+def test_a_block_inside_of_anothers_loop(group):
+    outer, inner = Leaver(group), Leaver(group)
+    with pytest.raises(errors.RankMismatch, match="different joins"), Join([outer]):
+        for _ in range(1 + group.rank()):
+            outer.step()
+            with Join([inner]):
+                inner.step()
+
+
+# -- faults --------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+def loader_that_raises(steps):
+    yield from range(steps)
+    raise Broken("the disk is gone")
+
+
+@apart
+def test_who_raises_is_named_to_all_others(group):
+    """Rank 0 is asleep, rank 1 has data, and rank 2 raises."""
+    leaver = Leaver(group)
+    expected = Broken if group.rank() == 2 else errors.GroupAborted
+    with pytest.raises(expected) as caught, Join([leaver]):
+        take([leaver], group.rank())
+        if group.rank() == 2:
+            raise Broken("no more")
+        take([leaver], 3 * group.rank())
+    if group.rank() < 2:
+        assert re.search(r"rank 2 .*Broken was raised in its join: no more", str(caught.value))
+
+
+@apart
+def test_a_generator_that_raises_is_named_to_all_others(group):
+    leaver = Leaver(group)
+    loader = loader_that_raises(2) if group.rank() == 2 else range(5 * group.rank())
+    expected = Broken if group.rank() == 2 else errors.GroupAborted
+    with pytest.raises(expected, match="the disk is gone"):
+        for _ in phalanx.uneven(loader, leaver):
+            leaver.step()
+
+
+@apart
+def test_a_loop_that_is_left_in_the_middle_of_a_step(group):
+    leaver = Leaver(group)
+    if group.rank() == 2:
+        for _ in phalanx.uneven(range(3), leaver):
+            leaver.is_in_step = True
+            break
+        with pytest.raises(errors.GroupAborted):
+            leaver.add_up(1.0)
+        return
+    with pytest.raises(errors.GroupAborted, match="rank 2 .*in the middle of a step"):
+        for _ in phalanx.uneven(range(3 * group.rank()), leaver):
+            leaver.step()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_who_dies_is_named_to_all_others(ranks, backend):
+    ranks.run(lose_one, 3, args=(backend,), expect_dead=[2], timeout=30)
+
+
+def lose_one(ctx, backend):
+    """Rank 0 is asleep and rank 1 in a step when rank 2 is gone."""
+    group = ctx.group(backend)
+    leaver = Leaver(group)
+    with pytest.raises(errors.PeerLost) as caught:
+        for step in phalanx.uneven(range(4 * group.rank()), leaver):
+            leaver.step()
+            if group.rank() == 2 and step == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+    assert caught.value.lost == (2,)
+
+
+@over_groups(backends=("local",), sizes=(2,))
+def test_bad_input(group):
+    leaver = Leaver(group)
+    with pytest.raises(ValueError, match="what is trained"):
+        phalanx.uneven([1])
+    with pytest.raises(TypeError, match="loader first"):
+        phalanx.uneven(leaver, leaver)
+    with pytest.raises(TypeError, match="generator has no length"):
+        len(phalanx.uneven((n for n in "ab"), leaver))
+    with pytest.raises(TypeError, match="optimizers are torch's, not str"):
+        Join([leaver], optimizers=["adam"])
+    with pytest.raises(TypeError, match="no Joinable"):
+        list(phalanx.uneven([1], torch.nn.Linear(1, 1)))

@@ -15,6 +15,7 @@ PROMISED = {
         "MixedPrecision",
         "ShardedOptimizer",
         "StepStats",
+        "SyncBatchNorm",
     },
     "phalanx.errors": {
         "CollectiveTimeout",

@@ -7,7 +7,7 @@ import types
 import pytest
 
 PROMISED = {
-    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
+    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven"},
     "phalanx.ddp": {
         "DDP",
         "DistributedDataParallel",
@@ -56,7 +56,7 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
-    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig"},
+    "phalanx.join": {"Join", "JoinHook", "Joinable", "_JoinConfig", "gather_uneven"},
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",

@@ -20,8 +20,9 @@ from ._registration import register_with_torch as _register_with_torch
 
 if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
+    from .join import gather_uneven
 
-__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors"]
+__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven"]
 
 __version__ = version("phalanx")
 
@@ -34,4 +35,8 @@ def __getattr__(name: str) -> Any:
         from . import ddp
 
         return getattr(ddp, name)
+    if name == "gather_uneven":
+        from . import join
+
+        return join.gather_uneven
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,6 +68,7 @@ PROMISED = {
         "init_device_mesh",
     },
     "phalanx.testing": {
+        "Batch",
         "Died",
         "Fault",
         "RankContext",
@@ -75,11 +76,13 @@ PROMISED = {
         "RankPool",
         "Stopped",
         "ThreadRanks",
+        "UnevenBatches",
         "delay",
         "faults",
         "kill",
         "over_groups",
         "stop",
+        "uneven_batches",
     },
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -80,7 +81,7 @@ class UnevenBatches:
         """Make batches of so many samples each, numbered one after the other."""
         generator = torch.Generator().manual_seed(self.seed)
         inputs = torch.randn(sum(counts), *self.shape, generator=generator, dtype=self.dtype)
-        targets = inputs.flatten(1).sum(dim=1, keepdim=True)
+        targets = inputs.reshape(len(inputs), math.prod(self.shape)).sum(dim=1, keepdim=True)
         ids = torch.arange(len(inputs))
         parts = [torch.split(each, counts) for each in (ids, inputs, targets)]
         return [Batch(*batch) for batch in zip(*parts, strict=True)]

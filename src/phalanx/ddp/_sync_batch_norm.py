@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups._current import group_in_use
+from ._channel import Channel
 
 __all__ = ["SyncBatchNorm"]
 
@@ -206,21 +207,27 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _describe(values: Tensor) -> Tensor:
     """Tell the count, means and variances of a rank's own values, in a row."""
     channels = values.size(1)
-    row = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
-    if values.numel():
-        # Where it has running statistics to update it tells those of a batch in their type, and
-        # with a momentum of 0 nobody misses them.
-        nobodys = torch.zeros(2, channels, dtype=_wide(values.dtype), device=values.device)
-        mean, var = torch.batch_norm_update_stats(values, nobodys[0], nobodys[1], 0.0)
-        row[0] = values.numel() // channels
-        row[1:].view(2, channels).copy_(torch.stack((mean, var)))
-    return row
+    if not values.numel():
+        return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
+    count = torch.tensor([values.numel() // channels], dtype=torch.float64, device=values.device)
+    return torch.cat((count, *_moments(values)))
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell the means and variances of channels, at least in single precision."""
+    wide = _wide(values.dtype)
+    if values.dtype == wide:
+        return torch.batch_norm_update_stats(values, None, None, 0.0)
+    # Given running statistics, it tells those of the batch in their type. A momentum of 0 leaves
+    # them as they are, and nobody looks at them anyway.
+    running = torch.zeros(2, values.size(1), dtype=wide, device=values.device)
+    return torch.batch_norm_update_stats(values, running[0], running[1], 0.0)
 
 
 def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Collect the rows of all ranks; that of a rank which has left says that it has no values."""
     rows = row.new_zeros(group.size(), row.numel())
-    group.allgather([list(rows)], [row], c10d.AllgatherOptions()).wait()
+    group._allgather_base(rows.view(-1), row, c10d.AllgatherOptions()).wait()
     return rows
 
 
@@ -268,7 +275,7 @@ class _Normalise(torch.autograd.Function):
             return None, of_weight, of_bias, None, None, None, None, None
         # Every value has moved the statistics, and these all values of all ranks.
         both = torch.stack((sums, dots))
-        ctx.group.allreduce([both], c10d.AllreduceOptions()).wait()
+        Channel(ctx.group, both.device).sum(both).wait()
         both /= ctx.count
         inverse = (var + ctx.eps).rsqrt()
         by_mean, by_var = both * scale * inverse

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from phalanx.testing import RankPool
-from phalanx.testing.pytest_plugin import threads
+from phalanx.testing.pytest_plugin import threads, uneven_batches
 
-__all__ = ["ranks", "threads"]
+__all__ = ["ranks", "threads", "uneven_batches"]
 
 # For every connection to a TCPStore, torch asks a name server about the loopback address. Tests
 # need none, and must not wait for a slow one.

@@ -7,7 +7,14 @@ import types
 import pytest
 
 PROMISED = {
-    "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors", "uneven"},
+    "phalanx": {
+        "DDP",
+        "DistributedDataParallel",
+        "__version__",
+        "errors",
+        "gather_uneven",
+        "uneven",
+    },
     "phalanx.ddp": {
         "DDP",
         "DistributedDataParallel",
@@ -15,6 +22,7 @@ PROMISED = {
         "MixedPrecision",
         "ShardedOptimizer",
         "StepStats",
+        "SyncBatchNorm",
     },
     "phalanx.errors": {
         "CollectiveTimeout",
@@ -55,7 +63,15 @@ PROMISED = {
         "process_group",
         "register_backend",
     },
-    "phalanx.join": {"Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "uneven"},
+    "phalanx.join": {
+        "Join",
+        "JoinHook",
+        "JoinReport",
+        "Joinable",
+        "_JoinConfig",
+        "gather_uneven",
+        "uneven",
+    },
     "phalanx.mesh": {
         "DeviceMesh",
         "FlatLayout",
@@ -67,6 +83,7 @@ PROMISED = {
         "init_device_mesh",
     },
     "phalanx.testing": {
+        "Batch",
         "Died",
         "Fault",
         "RankContext",
@@ -74,11 +91,13 @@ PROMISED = {
         "RankPool",
         "Stopped",
         "ThreadRanks",
+        "UnevenBatches",
         "delay",
         "faults",
         "kill",
         "over_groups",
         "stop",
+        "uneven_batches",
     },
 }
 

@@ -21,16 +21,21 @@ from ._registration import register_with_torch as _register_with_torch
 
 if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
-    from .join import uneven
+    from .join import gather_uneven, uneven
 
-__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "uneven"]
+__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven", "uneven"]
 
 __version__ = version("phalanx")
 
 _register_with_torch()
 
 
-_homes = {"DDP": "ddp", "DistributedDataParallel": "ddp", "uneven": "join"}
+_homes = {
+    "DDP": "ddp",
+    "DistributedDataParallel": "ddp",
+    "gather_uneven": "join",
+    "uneven": "join",
+}
 
 
 def __getattr__(name: str) -> Any:

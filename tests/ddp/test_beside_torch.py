@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from phalanx.ddp import DDP, ShardedOptimizer
+from phalanx.ddp import DDP, ShardedOptimizer, SyncBatchNorm
 from phalanx.testing import RankPool
 
 from .models import Images, Words, encoder
@@ -154,3 +154,19 @@ def sharded_three_ways(ctx, backend):
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_torchs_sharded_optimizer_beside_ours(ranks_of_torchs, backend, size):
     ranks_of_torchs.run(sharded_three_ways, size, args=(backend,), timeout=60)
+
+
+def normalise_over_torchs_default_group(ctx):
+    with world(ctx):
+        layer = SyncBatchNorm(5).double()  # which knows of no other group
+        plain = nn.BatchNorm1d(5).double()
+        rows = batch(0, ctx.size).double()
+        mine, whole = rows[ctx.rank * ROWS :][:ROWS].clone().requires_grad_(), rows.requires_grad_()
+        layer(mine).pow(3).sum().backward()
+        plain(whole).pow(3).sum().backward()
+        assert_close(mine.grad, whole.grad[ctx.rank * ROWS :][:ROWS])
+        assert_close(layer.running_var, plain.running_var)
+
+
+def test_sync_batch_norm_over_torchs_default_group(ranks_of_torchs):
+    ranks_of_torchs.run(normalise_over_torchs_default_group, 2)

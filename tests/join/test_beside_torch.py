@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms import join as upstream
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.join import Join, Joinable, JoinHook
+from phalanx.join import Join, Joinable, JoinHook, gather_uneven
 from phalanx.testing import RankPool
 
 from .counting import Counter, take
@@ -112,3 +112,16 @@ def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(pair):
 def test_ours_pass_for_torchs():
     assert issubclass(Joinable, upstream.Joinable)
     assert issubclass(JoinHook, upstream.JoinHook)
+
+
+def gather_over_torchs_default_group(ctx, backend):
+    with world(ctx, backend):
+        rows = torch.arange(2 * ctx.rank + 1)
+        assert gather_uneven(rows).tolist() == [0, 0, 1, 2]
+        result = gather_uneven(rows if ctx.rank else None, dst=1)
+        assert (result is None) if ctx.rank == 0 else (result.tolist() == [0, 1, 2])
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_rows_are_gathered_over_torchs_default_group(pair, backend):
+    pair.run(gather_over_torchs_default_group, 2, args=(backend,))

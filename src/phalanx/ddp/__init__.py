@@ -12,6 +12,7 @@ from ._module import DistributedDataParallel
 from ._precision import MixedPrecision
 from ._sharded import ShardedOptimizer
 from ._stats import StepStats
+from ._sync_batch_norm import SyncBatchNorm
 from ._torch_names import _DDPSink as _DDPSink
 from ._torch_names import _dump_DDP_relevant_env_vars as _dump_DDP_relevant_env_vars
 from ._torch_names import _find_tensors as _find_tensors
@@ -28,4 +29,5 @@ __all__ = [
     "MixedPrecision",
     "ShardedOptimizer",
     "StepStats",
+    "SyncBatchNorm",
 ]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups import current_process_group
+from ..groups._current import group_in_use
 from ._plan import MIB, Caps, Delay
 from ._precision import MixedPrecision, check_precision, setting_of
+from ._sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "buffer_syncing",
@@ -25,6 +26,7 @@ __all__ = [
     "delay_of",
     "devices_of",
     "find_group",
+    "lend_group",
 ]
 
 FIRST_BUCKET = MIB
@@ -36,9 +38,7 @@ cache when they are reduced."""
 
 def find_group() -> dist.ProcessGroup:
     """Find the group that this thread works in, or torch's default group."""
-    group = current_process_group()
-    if group is None and dist.is_initialized():
-        group = dist.group.WORLD
+    group = group_in_use()
     if group is None:
         raise InvalidArgument(
             "there is no group to reduce gradients in: pass process_group=phalanx.groups."
@@ -99,10 +99,23 @@ def choose_precision(
     return config
 
 
-def check_layers(sync_norms: Sequence[str], device: torch.device) -> None:
+def check_layers(sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], device: torch.device) -> None:
     """Refuse layers that cannot work on a device."""
-    if sync_norms and device.type == "cpu":
-        raise InvalidArgument(f"torch has no SyncBatchNorm for CPUs, and {sync_norms[0]!r} is one")
+    torchs = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
+    if torchs and device.type == "cpu":
+        raise InvalidArgument(
+            f"torch's SyncBatchNorm does not work on CPUs, and {torchs[0]!r} is one: use ours, "
+            "model = phalanx.ddp.SyncBatchNorm.convert_sync_batchnorm(model)"
+        )
+
+
+def lend_group(
+    sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], group: dist.ProcessGroup
+) -> None:
+    """Have layers that were given no group normalise over the ranks of this one."""
+    for _, layer in sync_norms:
+        if isinstance(layer, SyncBatchNorm):
+            layer.lend(group)
 
 
 def devices_of(

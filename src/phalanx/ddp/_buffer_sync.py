@@ -149,5 +149,4 @@ class BufferSync:
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Refuse layers that normalise over all ranks where torch has none."""
-        layers = [name for name, p in module.named_modules() if isinstance(p, nn.SyncBatchNorm)]
-        check_layers(layers, self.device)
+        check_layers(Survey.of(module, ()).sync_norms, self.device)

@@ -131,6 +131,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
     def _connect(self) -> None:
         """Make what works through the group."""
         self._channel = Channel(self.process_group, self.device)
+        arguments.lend_group(self._survey.sync_norms, self.process_group)
         self._precision = None
         if self.mixed_precision is not None:
             parameters = [p for _, p in self._survey.parameters]

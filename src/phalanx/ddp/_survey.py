@@ -22,8 +22,8 @@ class Survey:
     """By name, each once, in the order of ``named_parameters``."""
     sparse: frozenset[str]
     """Those whose gradients are sparse, for their layer says so."""
-    sync_norms: list[str]
-    """The layers that normalise over all ranks."""
+    sync_norms: list[tuple[str, nn.SyncBatchNorm]]
+    """The layers that normalise over all ranks, by name."""
     _places: list[tuple[str, nn.Module]]
     _tables: list[dict[str, Tensor | None]]
     """The buffers of each place, by name; empty for most."""
@@ -44,7 +44,7 @@ class Survey:
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 sparse.add(f"{prefix}weight")
             elif isinstance(part, nn.SyncBatchNorm):
-                sync_norms.append(prefix.removesuffix("."))
+                sync_norms.append((prefix.removesuffix("."), part))
         for name, parameter in more:
             found.setdefault(parameter, name)
         named = [(name, parameter) for parameter, name in found.items()]

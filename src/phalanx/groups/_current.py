@@ -10,7 +10,7 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_process_group
 
-__all__ = ["current_process_group", "process_group"]
+__all__ = ["current_process_group", "group_in_use", "process_group"]
 
 
 class _Current(threading.local):
@@ -24,6 +24,13 @@ _current = _Current()
 
 def current_process_group() -> dist.ProcessGroup | None:
     """Return the group that this thread entered last, or None."""
+    return _current.group
+
+
+def group_in_use() -> dist.ProcessGroup | None:
+    """Return this thread's current group, or else torch's default group, or else None."""
+    if _current.group is None and dist.is_initialized():
+        return dist.group.WORLD
     return _current.group
 
 

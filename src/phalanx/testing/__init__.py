@@ -13,7 +13,8 @@
         pool.run(body, 3, faults=[Fault("allreduce:before", kill(), rank=2)])
 
 `RankPool` has processes for ranks and `ThreadRanks` threads of this process; both run the same
-bodies. `over_groups` makes one pytest test of a body for each of many groups.
+bodies. `over_groups` makes one pytest test of a body for each of many groups. `uneven_batches`
+makes loaders of different lengths, and what one process makes of the same batches.
 """
 
 from . import faults
@@ -22,9 +23,11 @@ from ._groups import over_groups
 from ._outcome import Died, RankFailures, Stopped
 from ._pool import RankPool
 from ._threads import ThreadRanks
+from ._uneven import Batch, UnevenBatches, uneven_batches
 from .faults import Fault, delay, kill, stop
 
 __all__ = [
+    "Batch",
     "Died",
     "Fault",
     "RankContext",
@@ -32,9 +35,11 @@ __all__ = [
     "RankPool",
     "Stopped",
     "ThreadRanks",
+    "UnevenBatches",
     "delay",
     "faults",
     "kill",
     "over_groups",
     "stop",
+    "uneven_batches",
 ]

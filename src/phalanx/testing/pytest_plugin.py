@@ -1,4 +1,4 @@
-"""Fixtures with ranks for a whole session; import them in a ``conftest.py``."""
+"""Fixtures: ranks for a whole session, uneven batches; import them in a ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from . import RankPool, ThreadRanks
+from . import RankPool, ThreadRanks, UnevenBatches
+from . import uneven_batches as make_batches
+from ._uneven import PATTERNS
 
-__all__ = ["ranks", "threads"]
+__all__ = ["ranks", "threads", "uneven_batches"]
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +24,9 @@ def ranks() -> Iterator[RankPool]:
 def threads() -> ThreadRanks:
     """Four threads as ranks."""
     return ThreadRanks(4)
+
+
+@pytest.fixture(params=PATTERNS.values(), ids=list(PATTERNS))
+def uneven_batches(request: pytest.FixtureRequest) -> UnevenBatches:
+    """Batches for four ranks, in turn with each kind of unevenness."""
+    return make_batches(request.param)

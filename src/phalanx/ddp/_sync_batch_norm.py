@@ -1,0 +1,302 @@
+"""Batch normalisation with the statistics of all ranks' rows, also on CPUs, where torch has none.
+
+Forward makes one collective and backward another one. In forward every rank tells how many values
+per channel it has, their mean and their variance, and all combine these by Chan's formula, in the
+order of ranks. That is a gather and no sum, because a variance is no sum of anything but squares
+about a mean that nobody knows yet, and sums of plain squares lose their digits where means are
+large. Since counts travel with them, ranks may have different numbers of rows, or none; and a rank
+that has left the group is one whose count stays zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import InvalidArgument, InvalidState, InvalidType
+from ..groups._current import group_in_use
+from ._channel import Channel
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch normalisation over the rows of all ranks, on any device; otherwise torch's class.
+
+    The group is `process_group`, else that of the `DDP` around it, else this thread's current
+    group, else torch's default; without any, and in evaluation, nothing is sent. On an accelerator
+    torch's own code runs wherever it would use the same group. A copy has the same group, and what
+    is pickled has none.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        super().__init__(
+            num_features,
+            eps,
+            momentum,
+            affine,
+            track_running_stats,
+            process_group,
+            device,
+            dtype,
+            bias=bias,
+        )
+        self._lent = Kept()
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Tell the group that it was given, if it was."""
+        return self._own.group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        if not isinstance(group, dist.ProcessGroup | None):
+            raise InvalidType(f"process_group is a group, not {type(group).__name__}")
+        self._own = Kept(group)
+
+    def lend(self, group: dist.ProcessGroup) -> None:
+        """Tell the group of the wrapper, for where this layer was given none."""
+        self._lent = Kept(group)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """Put layers of this class in the places of a module's batch norms, of any number of dims.
+
+        They have the same parameters and buffers. If the module is a batch norm itself, the new
+        layer is returned, and the module otherwise.
+        """
+        return _convert(cls, module, process_group, {})
+
+    @classmethod
+    def of(cls, norm: _BatchNorm, process_group: Any = None) -> Self:
+        """Make a layer with the parameters and buffers of a batch norm."""
+        if isinstance(norm.weight, nn.parameter.UninitializedParameter):
+            raise InvalidState("a batch norm has no shape yet: run the module once, then convert")
+        layer = cls(
+            norm.num_features,
+            norm.eps,
+            norm.momentum,
+            norm.affine,
+            norm.track_running_stats,
+            getattr(norm, "process_group", None) if process_group is None else process_group,
+            device="meta",  # what it would make is not kept
+            bias=norm.bias is not None,
+        )
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(layer, name, getattr(norm, name))
+        layer.training = norm.training
+        if hasattr(norm, "qconfig"):
+            layer.qconfig = norm.qconfig
+        return layer
+
+    # -- forward ---------------------------------------------------------------------------
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch named it
+        """Normalise by the statistics of all ranks when training, else by the running ones."""
+        group = self._group() if self.training else None
+        if group is None or group.size() == 1:
+            return _BatchNorm.forward(self, input)
+        if input.device.type != "cpu" and dist.is_initialized() and group is self._torchs_choice():
+            return super().forward(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        if input.size(1) != self.num_features:
+            raise InvalidArgument(
+                f"expected {self.num_features} channels (dim 1), not {input.size(1)}"
+            )
+        with torch.no_grad():
+            whole = _combine(_gather(_describe(input), group))
+            if whole.count == 1:
+                raise InvalidArgument(
+                    "expected more than 1 value per channel when training, and all ranks together "
+                    f"have one: the input here is {list(input.shape)}"
+                )
+            self._track(whole)
+            kind = _wide(input.dtype)
+            mean, var = whole.mean.to(kind), whole.var.to(kind)
+        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, mean, var, whole.count, self.eps, group
+        )
+        return output
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return self.process_group or self._lent.group or group_in_use()
+
+    def _torchs_choice(self) -> dist.ProcessGroup | None:
+        return self.process_group or dist.group.WORLD
+
+    def _track(self, whole: Statistics) -> None:
+        """Move the running statistics, if there are any, towards those of a batch."""
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked.add_(1)
+        if not whole.count:  # there is nothing to learn from no rows
+            return
+        share = self.momentum
+        if share is None:
+            share = 1 / int(self.num_batches_tracked)
+        unbiased = whole.var * (whole.count / (whole.count - 1))
+        for running, seen in ((self.running_mean, whole.mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.lerp_(seen.to(running.dtype), share)
+
+
+class Kept:
+    """A group that goes with the copies of a layer, and not with what is pickled of it."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+        return self
+
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        return Kept, ()
+
+
+def _convert(
+    cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """Convert a module and its parts, each once: a part in two places remains one part."""
+    if module not in done:
+        done[module] = cls.of(module, group) if isinstance(module, _BatchNorm) else module
+        for name, part in module._modules.items():
+            if part is not None:
+                done[module].add_module(name, _convert(cls, part, group, done))
+    return done[module]
+
+
+# -- statistics ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of some values, channel by channel."""
+
+    count: int
+    mean: Tensor
+    var: Tensor
+    """About the mean of these values, divided by their number."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Tell the type that values are added up in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _describe(values: Tensor) -> Tensor:
+    """Tell the count, means and variances of a rank's own values, in a row."""
+    channels = values.size(1)
+    if not values.numel():
+        return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
+    count = torch.tensor([values.numel() // channels], dtype=torch.float64, device=values.device)
+    return torch.cat((count, *_moments(values)))
+
+
+def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Tell the means and variances of channels, at least in single precision."""
+    wide = _wide(values.dtype)
+    if values.dtype == wide:
+        return torch.batch_norm_update_stats(values, None, None, 0.0)
+    # Given running statistics, it tells those of the batch in their type. A momentum of 0 leaves
+    # them as they are, and nobody looks at them anyway.
+    running = torch.zeros(2, values.size(1), dtype=wide, device=values.device)
+    return torch.batch_norm_update_stats(values, running[0], running[1], 0.0)
+
+
+def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collect the rows of all ranks; that of a rank which has left says that it has no values."""
+    rows = row.new_zeros(group.size(), row.numel())
+    group._allgather_base(rows.view(-1), row, c10d.AllgatherOptions()).wait()
+    return rows
+
+
+def _combine(rows: Tensor) -> Statistics:
+    """Merge the statistics of parts to those of the whole, as Chan, Golub and LeVeque (1983)."""
+    counts = rows[:, :1]
+    means, variances = rows[:, 1:].chunk(2, dim=1)
+    total = counts.sum()
+    mean = (counts * means).sum(0) / total
+    var = (counts * (variances + (means - mean).square())).sum(0) / total
+    return Statistics(int(total), mean, var)
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises by statistics to which all ranks have contributed, and so does their gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        var: Tensor,
+        count: int,
+        eps: float,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
+        ctx.save_for_backward(values, weight, mean, var)
+        ctx.bias_type = None if bias is None else bias.dtype
+        ctx.count, ctx.eps, ctx.group = count, eps, group
+        weight, bias = (None if p is None else p.to(mean.dtype) for p in (weight, bias))
+        return functional.batch_norm(values, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        given, weight, mean, var = ctx.saved_tensors
+        values, gradient = given.to(mean.dtype), gradient.to(mean.dtype)
+        scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
+        of_values, dots, sums = _as_if_constant(gradient, values, scale, mean, var, ctx.eps)
+        of_weight = dots.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        of_bias = sums.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None, None, None, None, None
+        # Every value has moved the statistics, and these all values of all ranks.
+        both = torch.stack((sums, dots))
+        Channel(ctx.group, both.device).sum(both).wait()
+        both /= ctx.count
+        inverse = (var + ctx.eps).rsqrt()
+        by_mean, by_var = both * scale * inverse
+        of_values.sub_(_along(by_mean, values))
+        centred, slope = values - _along(mean, values), _along(by_var * inverse, values)
+        of_values.addcmul_(centred, slope, value=-1)
+        return of_values.to(given.dtype), of_weight, of_bias, None, None, None, None, None
+
+
+def _as_if_constant(
+    gradient: Tensor, values: Tensor, scale: Tensor, mean: Tensor, var: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tell the gradients of this rank's values, the weight and the bias for given statistics."""
+    if not values.numel():  # torch divides by that
+        return torch.zeros_like(values), torch.zeros_like(scale), torch.zeros_like(scale)
+    of_values, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        gradient, values, scale, mean, var, None, None, False, eps, [True, True, True]
+    )
+    return of_values, of_weight, of_bias
+
+
+def _along(channel: Tensor, like: Tensor) -> Tensor:
+    """View one number per channel so that it meets the values of its channel."""
+    return channel.view(-1, *(1 for _ in range(like.dim() - 2)))

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import phalanx
-from phalanx.ddp import DDP
+from phalanx.ddp import DDP, SyncBatchNorm
 from phalanx.testing import over_groups
 
 from .whole import ROWS, TINY, assert_close, batch, seeded
 
 anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=60, reuse=True)
 any_data = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
 )
 EPOCHS = 2
 
@@ -39,8 +39,8 @@ class Normed(nn.Module):
         return self.second(self.norm(self.first(rows)).tanh())
 
 
-def make():
-    return seeded(lambda: Normed(nn.BatchNorm1d(4)).double())
+def make(norm=nn.BatchNorm1d):
+    return seeded(lambda: Normed(norm(4)).double())
 
 
 def rows_of(step, rank, size):
@@ -123,6 +123,38 @@ def test_training_equals_one_process(group, plan):
                       for step in range(lengths[group.rank()])]  # fmt: skip
     whole = Whole(group.size())
     whole.train(plan)
-    for name, theirs in whole.module.state_dict().items():
+    assert_same_state(ddp, whole.module)
+
+
+def assert_same_state(ddp, whole):
+    for name, theirs in whole.state_dict().items():
         assert_close(ddp.module.state_dict()[name].double(), theirs.double(), name)
     ddp.assert_in_sync()
+
+
+class WholeBatch(Whole):
+    """One process that normalises the rows of all ranks that have data together."""
+
+    def step(self, number, having, counting):
+        rows = [rows_of(number, rank, self.size) for rank in having]
+        self.optimizer.zero_grad()
+        losses = [part.square().mean() for part in self.module(torch.cat(rows)).split(ROWS)]
+        (sum(losses) / (self.size if counting == "all" else len(losses))).backward()
+        self.optimizer.step()
+
+    def load(self, rank):
+        """Leave its only buffers alone."""
+
+
+@any_data
+@given(plan=plans().filter(lambda plan: plan[1] != "weighted"))
+@anywhere
+def test_layers_normalise_what_is_there(group, plan):
+    """Statistics of all ranks' rows are those of the ranks that have data."""
+    epochs, counting = plan
+    plan = [lengths[: group.size()] for lengths in epochs], counting
+    ddp = DDP(make(SyncBatchNorm), process_group=group, bucket_cap_mb=TINY)
+    train(ddp, group, plan, momentum(ddp))
+    whole = WholeBatch(group.size())
+    whole.train(plan)
+    assert_same_state(ddp, whole.module)

@@ -123,8 +123,10 @@ class Joining(Joinable):
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of one that had data to the end."""
-        root = self._find_common_rank(self._channel.rank, is_last_joiner)
-        if self._is_left_by_others:
+        cards = self._channel.gather(torch.tensor([int(is_last_joiner)], device=self.device))
+        last = [rank for rank, card in enumerate(cards) if card.item()]
+        root = last[-1]
+        if self._is_left_by_others and len(last) < len(cards):
             bring_up_to_date(self.reducer, root)
         parameters = [parameter for _, parameter in self._survey.parameters]
         broadcast_tensors([*parameters, *self._survey.buffers()], self._channel, root=root)

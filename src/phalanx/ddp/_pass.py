@@ -31,7 +31,7 @@ from ._buckets import Bucket, Gradients, Piece, count_missing, times
 from ._channel import Handle
 from ._comm_hook import HookWork
 from ._grad_bucket import GradBucket
-from ._header import CYCLE, Header
+from ._header import CYCLE, NO_DATA, Header
 from ._olds import first_of, homes_of, put_aside
 from ._scale import Scale
 from ._setting import Setting, Timing
@@ -74,6 +74,8 @@ class Pass:
         self.timing = timing
         self.is_surprised = False
         """The graph was not the one that was learnt from."""
+        self.has_surprised = False
+        """So it was on some rank."""
         self._states = [State.WAITING if b.pieces else State.GATHERED for b in setting.buckets]
         self._waiting = [len(bucket.pieces) for bucket in setting.buckets]
         """How many pieces of each bucket have not been gathered."""
@@ -225,6 +227,7 @@ class Pass:
             self._setting.channel.sum(header.space).wait()  # a hook takes the gradients alone
         header.receive(self._number)
         self._compare(header)
+        self.has_surprised = header.has_surprised()
         self._scale.after(self._setting.buckets, header)
         lates = header.late()
         if lates:
@@ -276,6 +279,7 @@ class Pass:
             arrivals=self.timing.arrivals,
             unused=self._unused,
             late=list(late),
+            is_surprised=self.is_surprised and self._scale.weight != NO_DATA,
         )
 
     def _wait(self) -> None:

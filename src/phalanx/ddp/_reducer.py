@@ -342,8 +342,10 @@ class Reducer:
             self._agree_on_order()
         elif self._arrivals.is_learning:
             self._follow(set(self._arrivals.order))
-        elif done.is_surprised:
-            if self.is_static:
+        elif done.has_surprised:
+            # On all ranks: who learns launches nothing early, and calls that a layer makes in
+            # backward must find the same order everywhere.
+            if done.is_surprised and self.is_static:
                 warnings.warn(
                     "the graph of this backward pass is not that of the one before, although "
                     "static_graph=True says so; the gradients are right all the same",
@@ -378,14 +380,14 @@ class Reducer:
         return [self._passes, self._reduced, int(self._has_ordered), *order]
 
     def catch_up(self, progress: Sequence[int]) -> None:
-        """Go on where another rank is, after passes that this one took no part in."""
+        """Go on where one rank is, after passes that some took no part in; all ranks do."""
         self._passes, self._reduced, has_ordered, *order = progress
         self._has_ordered, self._order = bool(has_ordered), None
         self._is_unsynced, self._announced = False, None
         self.weights.clear()
         if order != self._arranged_by:
             self._arrange(order)
-            self._must_learn = True
+        self._must_learn = True
 
     def adopt(self, other: Reducer) -> None:
         """Take over what the user has set on another, which this one replaces."""

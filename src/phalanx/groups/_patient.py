@@ -13,12 +13,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from datetime import timedelta
 from typing import Self, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistStoreError
 
 from ..errors import RendezvousTimeout
 
@@ -26,6 +23,7 @@ __all__ = ["PatientStore", "PlainStore", "borrow_thread"]
 
 T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
+FIRST_PAUSE, LAST_PAUSE = 5e-5, 2e-2  # seconds between two looks
 ANSWER_WITHIN = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
 
 
@@ -76,16 +74,22 @@ class PlainStore:
     def await_all(self, keys: Sequence[str], seconds: float) -> bool:
         """Wait until there are all these values, and tell whether there are.
 
-        Nobody else gets an answer on the same connection meanwhile, so it should not be for long.
+        It looks again and again, for when a store's own wait ends without them torch says so in two
+        lines on the user's screen, every time.
         """
 
-        def wait() -> bool:
-            with suppress(DistStoreError):
-                self.raw.wait(list(keys), timedelta(seconds=seconds))
-                return True
-            return False
+        def look() -> bool:
+            until = time.monotonic() + seconds
+            pause = FIRST_PAUSE
+            while not self.raw.check(list(keys)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.25, LAST_PAUSE)
+            return True
 
-        return self._ask(wait)
+        return self._ask(look)
 
     def _over(self, store: Store) -> Self:
         return type(self)(store)

@@ -57,7 +57,7 @@ def test_the_documented_torch_script_trains(tmp_path):
 
 WITH_PROGRAMS = {
     f"ddp_{name}"
-    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision")
+    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
 }
 
 

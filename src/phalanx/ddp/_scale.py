@@ -34,6 +34,11 @@ class Scale:
     def after(self, buckets: Sequence[Bucket], header: Header) -> None:
         """Scale the buckets when all are reduced and every rank's weight is known."""
 
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        """Tell whether `after` may change what a bucket holds."""
+        del bucket
+        return True
+
     def unscaled(self, part: Tensor) -> Tensor:
         """Scale one gradient that was reduced by itself."""
         return part
@@ -51,6 +56,9 @@ class EvenMean(Scale):
         self._size = size
         self._divides_by_all = divides_by_all
         """Ranks without data count too, as ranks whose gradients are zero."""
+
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        return bucket.payload.is_sparse or not self._divides_by_all
 
     def times(self, header: Header) -> float:
         if self._divides_by_all:
@@ -111,6 +119,10 @@ class Sum(Scale):
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
 
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        del bucket
+        return False
+
     def times(self, header: Header) -> float:
         del header
         return self._size
@@ -168,6 +180,9 @@ class Hooked(Scale):
         if self._times != 1:
             for bucket in buckets:
                 bucket.scale(self._times)
+
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        return not isinstance(self._wanted, EvenMean) or self._wanted.waits_for_header(bucket)
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part * (self._times / self._size if part.is_sparse else self._times)

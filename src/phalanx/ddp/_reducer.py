@@ -369,7 +369,7 @@ class Reducer:
             under_way, self._under_way = self._under_way, None
             self.graph_task = None
             under_way.abandon()
-            self.weights.go_back()
+            self.weights.go_back(keeps_gradients=isinstance(under_way, LocalPass))
 
     def adopt(self, other: Reducer) -> None:
         """Take over what the user has set on another, which this one replaces."""

@@ -10,9 +10,10 @@ READY  := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
 
-# On two processes: most of the time goes into waiting, for deadlines and for interpreters to start.
+# On three processes, for two cores: much of the time goes into waiting, for deadlines and for peers. The
+# files that take longest come first (tests/conftest.py), and not those that have most tests.
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The engine's own tests, under the sanitizers that fit together.
 native-test: $(READY)

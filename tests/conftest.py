@@ -1,6 +1,7 @@
 """Ranks for every test."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from phalanx.testing import RankPool
 from phalanx.testing.pytest_plugin import threads, uneven_batches
 
 __all__ = ["ranks", "threads", "uneven_batches"]
+
+HERE = Path(__file__).parent
 
 # For every connection to a TCPStore, torch asks a name server about the loopback address. Tests
 # need none, and must not wait for a slow one.
@@ -28,3 +31,26 @@ def ranks():
     with RankPool(4, preload=PRELOADED) as pool:
         pool.start()  # while tests with threads run
         yield pool
+
+
+LONGEST = (
+    "ddp/test_compile.py",
+    "examples/test_digits.py",
+    "test_docs.py",
+    "groups/test_faults.py",
+    "ddp/test_comm_hook.py",
+    "launch/test_torch.py",
+    "ddp/test_same_as_torch.py",
+    "benchmarks/test_bench_runner.py",
+    "groups/test_forming.py",
+    "mesh/test_layout.py",
+    "groups/test_collectives.py",
+)
+"""The files that take longest, few tests though some have: if one came last, it would run alone."""
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with what takes longest."""
+    turns = {HERE / name: turn for turn, name in enumerate(LONGEST)}
+    assert all(path.exists() for path in turns)
+    items.sort(key=lambda item: turns.get(item.path, len(LONGEST)))

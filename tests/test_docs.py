@@ -16,14 +16,6 @@ def code(document, *, containing):
     return block
 
 
-def test_the_readmes_training_loop_learns(tmp_path):
-    loop = code("README.md", containing="optimizer.step()")
-    assert len(loop.splitlines()) <= 18
-    script = tmp_path / "train.py"
-    script.write_text(loop + "assert loss.item() < 0.01, loss\n")
-    launch.run(str(script), ranks=2)
-
-
 def use_the_documented_backend(ctx, source):
     import torch
 
@@ -42,41 +34,48 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
-@pytest.mark.skipif(native.engine is None, reason=native.why_missing)
-def test_the_documented_torch_script_trains(tmp_path):
+WITH_PROGRAMS = {
+    f"ddp_{name}"
+    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
+}
+
+
+def the_readmes_training_loop():
+    loop = code("README.md", containing="optimizer.step()")
+    assert len(loop.splitlines()) <= 18
+    return loop + "assert loss.item() < 0.01, loss\n"
+
+
+def the_documented_torch_script():
+    """Make the script for torch's own class one that compares the gradients, too."""
     source = code("docs/groups.md", containing="dist.init_process_group(")
     body, last = source.rsplit("\n", 2)[:2]
     check = "means = [p.grad.clone() for p in model.parameters()]\n"
     check += "for mean, p in zip(means, model.parameters()):\n"
     check += "    dist.all_reduce(mean, dist.ReduceOp.AVG)\n"
     check += "    assert dist.get_backend() == 'shm' and torch.equal(mean, p.grad)\n"
-    script = tmp_path / "train.py"
-    script.write_text(f"{body}\n{check}{last}\n")
-    launch.run(str(script), ranks=2)
+    return f"{body}\n{check}{last}\n"
 
 
-WITH_PROGRAMS = {
-    f"ddp_{name}"
-    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision")
-}
-
-
-def scripts():
+def programs():
     """Find the programs in the pages on extension points: what makes a group is a whole one."""
     for page in sorted(ROOT.glob("docs/ddp_*.md")):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 
 
-def test_programs_in_the_pages_on_extension_points_run(tmp_path):
+def test_programs_run(tmp_path):
     """All in one launch, for that takes longer than any of them."""
-    paths = []
-    found = list(scripts())
+    found = list(programs())
     assert {page for page, _ in found} == WITH_PROGRAMS
-    for number, (page, source) in enumerate(found):
+    for page, source in found:
         assert len(source.splitlines()) <= 30, page
-        paths.append(tmp_path / f"{page}_{number}.py")
-        paths[-1].write_text(source)
+    found.insert(0, ("readme", the_readmes_training_loop()))
+    if native.engine is not None:
+        found.insert(0, ("groups", the_documented_torch_script()))
+    paths = [tmp_path / f"{page}_{number}.py" for number, (page, _) in enumerate(found)]
+    for path, (_, source) in zip(paths, found, strict=True):
+        path.write_text(source)
     every = tmp_path / "every.py"
     every.write_text(
         f"import runpy\nfor path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"

@@ -1,6 +1,7 @@
 """``torch.compile`` around the wrapper, and inside of it."""
 
-import tempfile
+import os
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,10 @@ def compiled(way, make, group, backend, **options):
 
 def loss(module, rows, step, rank):
     """Leave a layer out in some steps."""
-    return module(rows, whole=step != 2).square().mean()
+    return module(rows, whole=step != 1).square().mean()
 
 
-def train_compiled(way, group, backend, *, steps=4):
+def train_compiled(way, group, backend, *, steps=3):
     """Train a compiled module and a whole one, comparing gradients, with passes that stay local."""
     torch._dynamo.reset()
     graphs = torch._dynamo.testing.CompileCounterWithBackend(backend)
@@ -69,19 +70,14 @@ def train_compiled(way, group, backend, *, steps=4):
     assert graphs.graphs
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=40, reuse=True)
-def test_a_wrapper_is_compiled(group):
-    train_compiled("outside", group, "eager")
-
-
 @pairs
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
-@pytest.mark.parametrize("way", ["inside", "function"])
-def test_a_module_in_a_wrapper_and_a_function_around_it_are_compiled(group, way):
+@pytest.mark.parametrize("way", ["inside", "outside", "function"])
+def test_a_module_a_wrapper_and_a_function_around_it_are_compiled(group, way):
     train_compiled(way, group, "eager")
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=60, reuse=True)
+@over_groups(backends=("local", "shm"), sizes=(4,), timeout=60, reuse=True)
 def test_it_is_right_with_a_backward_that_is_compiled_too(group):
     train_compiled("outside", group, "aot_eager")
 
@@ -91,29 +87,46 @@ def small():
     return nn.Sequential(nn.Linear(5, 3), nn.Tanh())
 
 
-@over_groups(backends=("shm",), sizes=(2,), timeout=150)  # a C++ compiler on a busy machine
-def test_it_is_right_with_the_default_backend(group):
+PLACE = "TORCHINDUCTOR_CACHE_DIR"
+QUICK = {  # no more processes, no trials, and no headers beside the cache
+    "compile_threads": 1,
+    "cpp.vec_isa_ok": False,
+    "cpp_cache_precompile_headers": False,
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory):
+    """Make a place for what the default compiler writes: one test compiles, the others find it."""
+    place = str(tmp_path_factory.mktemp("kernels"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PLACE, place)
+        yield place
+
+
+@contextmanager
+def compiling_into(kernels):
     import torch._inductor.config
 
-    # No more processes, no trials, and no headers beside the cache.
-    quick = {
-        "compile_threads": 1,
-        "cpp.vec_isa_ok": False,
-        "cpp_cache_precompile_headers": False,
-    }
-    with tempfile.TemporaryDirectory() as cache, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
-        with torch._inductor.config.patch(quick):
-            for way in ("inside", "outside"):
-                torch._dynamo.reset()
-                ddp, run = compiled(way, small, group, "inductor")
-                whole = seeded(small)
-                for step in range(3):
-                    rows = batch(step, group.size())
-                    squares(run, share(rows, group)).backward()
-                    squares(whole, rows).backward()
-                    compare(ddp, whole, rtol=1e-5)
-        assert list(Path(cache).rglob("*.so"))
+    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(QUICK):
+        if os.environ.get(PLACE) != kernels:  # as it is where ranks are threads
+            patch.setenv(PLACE, kernels)
+        yield
+
+
+@over_groups(backends=("shm", "local"), sizes=(2, 4), timeout=150)  # a C++ compiler takes its time
+def test_it_is_right_with_the_default_backend(group, kernels):
+    with compiling_into(kernels):
+        for way in ("inside", "outside"):
+            torch._dynamo.reset()
+            ddp, run = compiled(way, small, group, "inductor")
+            whole = seeded(small)
+            for step in range(3):
+                rows = batch(step, group.size())
+                squares(run, share(rows, group)).backward()
+                squares(whole, rows).backward()
+                compare(ddp, whole, rtol=1e-5)
+    assert list(Path(kernels).rglob("*.so"))
 
 
 def deep():
@@ -121,10 +134,10 @@ def deep():
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
 
 
-@pairs
-@pytest.mark.parametrize("way", ["inside", "outside"])
-def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group, way):
+@over_groups(backends=("shm",), sizes=(2, 4), timeout=60, reuse=True)
+def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group):
     torch._dynamo.reset()
+    way = "inside" if group.size() == 2 else "outside"
     graphs = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     ddp, run = compiled(way, deep, group, graphs, bucket_cap_mb=1)
     rows, launched = torch.ones(2, 512), []
@@ -147,6 +160,18 @@ def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group, w
         graphs.graphs.clear()
         run(rows).sum().backward()
     assert len(graphs.graphs) == 1
+
+
+@over_groups(backends=("local",), sizes=(2, 4), timeout=60)
+def test_graphs_stay_whole_on_threads(group):
+    """The compiler has one place for all threads where it looks for the module that runs."""
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    _, run = compiled("outside", deep, group, graphs, bucket_cap_mb=1)
+    run(torch.ones(2, 512)).sum().backward()
+    layers = [[n for n in g.graph.nodes if n.op == "call_function"] for g in graphs.graphs]
+    assert {len(each) for each in layers} == {3}
+    assert nn.parallel.DistributedDataParallel._get_active_ddp_module() is None
 
 
 @pairs

@@ -14,16 +14,22 @@ from .whole import ROWS, assert_close, batch, compare, mlp, seeded, share, squar
 
 
 def on_workers(ctx, where):
-    """Run all bodies on workers that reach each other: RPC is for once in the life of a process."""
+    """Run all bodies on workers that reach each other: RPC is for once in the life of a process.
+
+    So groups of two are halves of the one of four. None is ``local``: workers are processes.
+    """
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=4, rpc_timeout=20, init_method=f"file://{where}", _transports=["uv"]
     )
-    rpc.init_rpc(f"worker{ctx.rank}", rank=ctx.rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{ctx.rank}", rank=ctx.rank, world_size=4, rpc_backend_options=options)
     try:
         for backend in ("gloo", "shm"):
-            group = ctx.group(backend)
-            for body in BODIES:
-                body(group)
+            world = ctx.group(backend)
+            half = [ctx.rank % 2, ctx.rank % 2 + 2]
+            for group, members in ((world, range(4)), (ctx.closing(world.split_group(half)), half)):
+                other = f"worker{members[(group.rank() + 1) % group.size()]}"
+                for body in BODIES:
+                    body(group, other)
     finally:
         rpc.shutdown()
 
@@ -39,27 +45,26 @@ class Referring(nn.Module):
         return rpc.RRef(self.net(rows.to_here()))
 
 
-def remote_rows(step, rank):
-    return batch(step, 2)[rank * ROWS :][:ROWS]
+def remote_rows(step, size, rank):
+    return batch(step, size)[rank * ROWS :][:ROWS]
 
 
-def has_references_as_inputs_and_outputs(group):
+def has_references_as_inputs_and_outputs(group, other):
     module, whole = seeded(Referring, seed=group.rank()), seeded(mlp)
     ddp = DDP(module, process_group=group)
-    other = f"worker{1 - group.rank()}"
     for step in range(3):
-        rows = rpc.remote(other, remote_rows, args=(step, group.rank()))
+        rows = rpc.remote(other, remote_rows, args=(step, group.size(), group.rank()))
         output = ddp(rows)
         assert list(phalanx.ddp._find_tensors([output])) == [output.local_value()]
         output.local_value().square().mean().backward()
-        squares(whole, batch(step, 2)).backward()
+        squares(whole, batch(step, group.size())).backward()
         for mine, theirs in zip(module.parameters(), whole.parameters(), strict=True):
             assert_close(mine.grad, theirs.grad)
         ddp.zero_grad()
         whole.zero_grad()
 
 
-def flattens_references(group):
+def flattens_references(group, other):
     value = {"a": torch.ones(2), "b": [torch.zeros(1)]}
     leaves, spec, is_rref = phalanx.ddp._tree_flatten_with_rref(rpc.RRef(value))
     assert is_rref
@@ -85,11 +90,10 @@ def loss_far(far):
     return (far / 2).square().mean()
 
 
-def reduces_in_a_context(group):
+def reduces_in_a_context(group, other):
     ddp, whole = DDP(seeded(mlp, seed=group.rank()), process_group=group), seeded(mlp)
-    other = f"worker{1 - group.rank()}"
     for step in range(3):
-        rows = batch(step, 2)
+        rows = batch(step, group.size())
         found = gradients_of(ddp, share(rows, group), other, loss_far)
         assert all(parameter.grad is None for parameter in ddp.parameters())
         squares(whole, rows).backward()
@@ -103,14 +107,15 @@ def reduces_in_a_context(group):
     whole.zero_grad()
     ddp.weight = 1 + group.rank()
     found = gradients_of(ddp, share(rows, group), other, loss_far)
+    total = sum(range(1, group.size() + 1))
     for rank, part in enumerate(rows.split(ROWS)):
-        (squares(whole, part) * (1 + rank) / 3).backward()
+        (squares(whole, part) * (1 + rank) / total).backward()
     for mine, theirs in zip(found, whole.parameters(), strict=True):
         assert_close(mine, theirs.grad)
     ddp.weight = None
     whole.zero_grad()
     for step in range(3):  # plain passes go on as ever, in a context too
-        rows = batch(step, 2)
+        rows = batch(step, group.size())
         with dist_autograd.context():
             squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
@@ -128,15 +133,13 @@ class Forking(nn.Module):
         return self.left(rows) if left else self.right(rows)
 
 
-def reduces_what_some_have(group):
+def reduces_what_some_have(group, other):
     """Use another layer on every rank: who has no gradient counts with zero, and gets none."""
     ddp = DDP(seeded(Forking), process_group=group)
     whole = seeded(Forking)
-    rows, rank = batch(0, 2), group.rank()
+    rows, rank = batch(0, group.size()), group.rank()
     with dist_autograd.context() as context:
-        far = rpc.rpc_sync(
-            f"worker{1 - rank}", double, args=(ddp(share(rows, group), left=rank == 0),)
-        )
+        far = rpc.rpc_sync(other, double, args=(ddp(share(rows, group), left=rank == 0),))
         dist_autograd.backward(context, [loss_far(far)])
         found = dist_autograd.get_gradients(context)
     assert len(found) == 2
@@ -160,5 +163,5 @@ BODIES = (
 
 @pytest.mark.filterwarnings("ignore:You are using a Backend")  # as RPC itself does
 def test_with_workers(tmp_path):
-    with RankPool(2, preload=("phalanx.ddp",)) as pool:
-        pool.run(on_workers, 2, args=(str(tmp_path / "meeting"),))
+    with RankPool(4, preload=("phalanx.ddp",)) as pool:
+        pool.run(on_workers, 4, args=(str(tmp_path / "meeting"),))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
@@ -33,9 +34,17 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(5, 8), nn.Linear(8, 4)
         self.last = nn.Linear(4, 3)
 
+    recomputes = False
+
     def forward(self, rows, whole=True):
-        rows = self.second(torch.tanh(self.first(rows))) if whole else rows[:, :4]
+        if self.recomputes:
+            rows = checkpoint(self.spread, rows, use_reentrant=False)
+        else:
+            rows = self.spread(rows) if whole else rows[:, :4]
         return self.last(rows)
+
+    def spread(self, rows):
+        return self.second(torch.tanh(self.first(rows)))
 
 
 def net():
@@ -161,9 +170,37 @@ def takes_a_hook(mesh):
     assert {id(p) for p in seen} == {id(p) for p in ddp.parameters()}
 
 
+def computes_in_low_precision(mesh):
+    """Compute in a smaller type, layers that are spread and run again included."""
+    group = mesh[mesh.mesh_dim_names[0]].get_group()
+    precision = MixedPrecision(torch.float32, reduce_dtype=torch.float64)
+    ddp, whole = make(mesh, mixed_precision=precision, bucket_cap_mb=TINY)
+    seen = set()
+    ddp.module.first.register_forward_hook(lambda layer, *_: seen.add(layer.weight.dtype))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (ddp, whole)]
+    for step in range(4):
+        rows = batch(step, group.size()).double()
+        with ddp.no_sync():
+            recomputed(ddp, share(rows, group), step).backward()
+        squares(whole, rows).backward()
+        recomputed(ddp, share(rows, group), step).backward()
+        squares(whole, rows).backward()
+        assert all(p.dtype == p.grad.dtype == torch.float64 for p in ddp.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+        compare(ddp, whole, rtol=1e-5)
+    assert seen == {torch.float32}
+    assert all(p.dtype == torch.float64 for p in ddp.state_dict().values())
+    ddp.assert_in_sync()
+
+
+def recomputed(ddp, rows, step):
+    """Make a loss whose forward pass is run again in backward, in every other step."""
+    ddp.module.recomputes = step % 2 == 1
+    return squares(ddp, rows)
+
+
 def reduces_in_low_precision(mesh):
-    with pytest.raises(ValueError, match="'first.weight' is spread over a mesh"):
-        make(mesh, mixed_precision=MixedPrecision(param_dtype=torch.float32))
     group = mesh[mesh.mesh_dim_names[0]].get_group()
     ddp, whole = make(mesh, mixed_precision=MixedPrecision(reduce_dtype=torch.float32))
     for step in range(3):
@@ -199,6 +236,7 @@ BODIES = {
         accumulates,
         leaves_out,
         takes_a_hook,
+        computes_in_low_precision,
         reduces_in_low_precision,
         differs,
         copies,
@@ -221,7 +259,14 @@ def test_gradients_are_those_of_the_whole(own_ranks, backend, keeps):
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(
-    "name", ["accumulates", "leaves_out", "takes_a_hook", "reduces_in_low_precision"]
+    "name",
+    [
+        "accumulates",
+        "leaves_out",
+        "takes_a_hook",
+        "computes_in_low_precision",
+        "reduces_in_low_precision",
+    ],
 )
 def test_passes_of_all_kinds(own_ranks, backend, name):
     own_ranks.run(on_mesh, 4, args=(backend, name))

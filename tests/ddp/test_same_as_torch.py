@@ -21,7 +21,7 @@ from .test_checkpointing import Layers
 from .test_graphs import CHOICES, Choice
 from .test_kinds import Mixed, Tied
 from .test_outputs import SHAPES, Outputs
-from .whole import TINY, assert_close, batch, everywhere, inner, mlp, seeded, share, squares
+from .whole import TINY, assert_close, batch, inner, mlp, seeded, several, share, squares
 
 UNUSED = {"find_unused_parameters": True}
 STATIC = {"static_graph": True}
@@ -224,7 +224,7 @@ def learn(module):
                 parameter.sub_(parameter.grad, alpha=0.1)
 
 
-@everywhere
+@several
 @pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_buffers_are_those_of_torchs_class(group, name):

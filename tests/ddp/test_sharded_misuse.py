@@ -118,6 +118,32 @@ def test_a_share_whose_owner_has_left_is_missed(group):
             pair.sharded._check_members()
 
 
+class Fragile(SGD):
+    """Does not step where it was told not to."""
+
+    def step(self):
+        if self.param_groups[0]["weight_decay"]:
+            raise ValueError("out of luck")
+        super().step()
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30)
+def test_a_step_that_raises_on_one_rank_is_told_to_all(group):
+    module = nn.Linear(8, 8)
+    sharded = ShardedOptimizer(module.parameters(), Fragile, process_group=group, lr=0.1)
+    module(torch.ones(1, 8)).sum().backward()
+    sharded.step()
+    sharded.param_groups[0]["weight_decay"] = 0.1 if group.rank() == 1 else 0.0
+    began = time.monotonic()
+    expected = ValueError if group.rank() == 1 else errors.GroupAborted
+    with pytest.raises(expected, match="out of luck") as caught:
+        sharded.step()
+    assert time.monotonic() - began < 10, "not at the deadline"
+    if group.rank() != 1:
+        assert "rank 1" in str(caught.value)
+        assert "the step of its share raised ValueError" in str(caught.value)
+
+
 def lose_an_owner(ctx, backend):
     """Go on with those that are left, from a state that was saved before."""
     group = ctx.group(backend, timeout=timedelta(seconds=60))

@@ -1,5 +1,6 @@
 """Gradients by weight: exactly those of the whole batch, however unevenly ranks share it."""
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -10,6 +11,7 @@ from phalanx.testing import over_groups
 
 from .models import Waves, Words
 from .whole import (
+    ROWS,
     TINY,
     assert_same_gradients,
     batch,
@@ -217,3 +219,45 @@ def test_a_pass_that_raised_does_not_count(group):
         squares(ddp, share(rows, group)).backward()
         squares(whole, rows).backward()
         compare(ddp, whole)
+
+
+class Failing(torch.nn.Module):
+    """Fails in backward, if it is told to, before any parameter has a gradient."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, rows):
+        hidden = self.net(rows)
+        if self.fails:
+            hidden.register_hook(fail)
+        return hidden * 1
+
+
+@everywhere
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "reduced"])
+def test_a_pass_that_raised_leaves_others_their_weight(group, is_local):
+    """A local pass scales what there was before it; one that is reduced takes it with it."""
+    ddp, whole = wrapped(Failing, group)
+    first, second = batch(0, group.size()), batch(1, group.size())
+    with ddp.no_sync():
+        ddp.weight = 1.0 + group.rank()
+        squares(ddp, share(first, group)).backward()
+    with ddp.no_sync() if is_local else nullcontext():
+        ddp.weight = 6.0
+        ddp.module.fails = True
+        with pytest.raises(ArithmeticError, match="in the middle"):
+            squares(ddp, share(second, group)).backward()
+        ddp.module.fails = False
+    ddp.weight = 2.0
+    squares(ddp, share(second, group)).backward()
+    weights = [1.0 + rank if is_local else 0.0 for rank in range(group.size())]
+    total = sum(weights) + 2.0 * group.size()
+    for rank, weight in enumerate(weights):
+        early, late = (rows.split(ROWS)[rank] for rows in (first, second))
+        loss = squares(whole, early) * weight + squares(whole, late) * 2.0
+        (loss / total).backward()
+    compare(ddp, whole, rtol=2e-6)

@@ -1,9 +1,7 @@
-"""Ranks that use torch meet at the launcher's store; the same script runs under torchrun."""
+"""Ranks that use torch meet at the launcher's store, and after a restart once more."""
 
 import subprocess
 import sys
-
-import pytest
 
 from .conftest import clean_env
 
@@ -22,15 +20,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["phalanx", "run", "-n", "2", "--no-prefix", "--max-restarts", "1"],
-        ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    ],
-    ids=["phalanx", "torchrun"],
-)
-def test_ranks_meet(script, command):
+def test_ranks_meet(script):
+    command = ["phalanx", "run", "-n", "2", "--no-prefix", "--max-restarts", "1"]
     done = subprocess.run(
         [sys.executable, "-m", *command, script(SCRIPT)],
         capture_output=True,

@@ -1,19 +1,24 @@
 """Optimizers that step at the end of a backward pass, when gradients are reduced.
 
 Not before all of them are: that some gradient came late, or that nobody has one for a parameter, is
-known when the last bucket has brought the header. A pass that is kept local (`no_sync`) steps
-nothing; its gradients are part of the next that is reduced.
+known when the last bucket has brought the header. Only a user can know it sooner, who says so with
+``static_graph=True``: then a bucket's parameters are stepped when it is reduced, while others are
+on their way. Not before backward is over in any case, for until then autograd may want the values.
+
+A pass that is kept local (`no_sync`) steps nothing; its gradients are part of the next that is
+reduced.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 
@@ -31,9 +36,10 @@ class OptimizersInBackward:
         self._ends = self._named[:1] + self._named[-1:]
         self._applied = {p: len(getattr(p, APPLIED, ())) for _, p in named if hasattr(p, APPLIED)}
         self._fused: Optimizer | None = None
-        self._single: list[Optimizer] = [
-            optimizer for _, p in named for optimizer in getattr(p, APPLIED, ())
+        self._single: list[tuple[int, Optimizer]] = [
+            (id(p), optimizer) for _, p in named for optimizer in getattr(p, APPLIED, ())
         ]
+        """Optimizers of one parameter, which may have several, with its identity."""
         if self._single:
             _take_over([p for _, p in named])
 
@@ -68,16 +74,28 @@ class OptimizersInBackward:
             )
 
     def all(self) -> list[Optimizer]:
-        """List the optimizers; a parameter may have several."""
-        return self._single if self._fused is None else [*self._single, self._fused]
+        """List the optimizers."""
+        single = [optimizer for _, optimizer in self._single]
+        return single if self._fused is None else [*single, self._fused]
 
-    def step(self) -> None:
-        """Apply the gradients, and clear those that were applied."""
-        optimizers = self.all()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
+    def step(self, *, besides: Collection[int] = ()) -> None:
+        """Apply the gradients, and clear those that were applied.
+
+        `besides`: parameters that were stepped by themselves. They have no gradient any more, but
+        an optimizer that steps nothing would still call its hooks.
+        """
+        optimizers = [each for parameter, each in self._single if parameter not in besides]
+        if self._fused is not None:
+            optimizers.append(self._fused)
+        _step(optimizers)
+
+    def step_some(self, parameters: Sequence[Tensor]) -> None:
+        """Apply the gradients of some parameters and clear them, where others' do not matter."""
+        chosen = set(map(id, parameters))
+        _step([each for parameter, each in self._single if parameter in chosen])
+        if self._fused is not None and _is_separable(self._fused):
+            with _only(self._fused, chosen):
+                _step([self._fused])
 
     def check_first(self) -> None:
         """Raise if an optimizer was applied after we looked: by two parameters, in every step."""
@@ -97,6 +115,36 @@ class OptimizersInBackward:
 
     def __bool__(self) -> bool:
         return bool(self._single or self._fused)
+
+
+def _step(optimizers: Sequence[Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def _is_separable(optimizer: Optimizer) -> bool:
+    """Tell whether steps of some parameters each are the same as one step of all.
+
+    Hooks may look at all gradients, and so may an optimizer that we do not know.
+    """
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    is_known = type(optimizer).__module__.startswith("torch.optim.")
+    return is_known and not hooks and not isinstance(optimizer, LBFGS)
+
+
+@contextmanager
+def _only(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[None]:
+    """Have an optimizer know some of its parameters only."""
+    every = [group["params"] for group in optimizer.param_groups]
+    for group, members in zip(optimizer.param_groups, every, strict=True):
+        group["params"] = [p for p in members if id(p) in parameters]
+    try:
+        yield
+    finally:
+        for group, members in zip(optimizer.param_groups, every, strict=True):
+            group["params"] = members
 
 
 def _take_over(parameters: Sequence[Parameter]) -> None:

@@ -25,14 +25,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import GroupError, HookError, RankMismatch
-from ._agreement import Named, assert_same_values, fingerprint
+from ..errors import GroupError, HookError, InvalidState
+from ._agreement import Named, fingerprint
 from ._buckets import Bucket, Gradients, Piece, count_missing, times
 from ._channel import Handle
 from ._comm_hook import HookWork
 from ._grad_bucket import GradBucket
 from ._header import CYCLE, NO_DATA, Header
+from ._in_backward import OptimizersInBackward
 from ._olds import first_of, homes_of, put_aside
+from ._same_pass import assert_same_pass
 from ._scale import Scale
 from ._setting import Setting, Timing
 
@@ -62,6 +64,7 @@ class Pass:
         proof: Named,
         launches_early: bool,
         timing: Timing,
+        optimizers: OptimizersInBackward | None = None,
     ) -> None:
         self._setting = setting
         self._scale = scale
@@ -71,6 +74,10 @@ class Pass:
         self._proof = proof
         """The parameters to compare over the ranks in this pass."""
         self._launches_early = launches_early
+        self._optimizers = optimizers
+        """Step a bucket's parameters when it is reduced: it was promised that none comes late."""
+        self.stepped: set[int] = set()
+        """The parameters that have been stepped, by identity."""
         self.timing = timing
         self.is_surprised = False
         """The graph was not the one that was learnt from."""
@@ -221,16 +228,17 @@ class Pass:
         self._write_header(backward, late)
         self._launch(last)
         began = time.perf_counter()
-        self._wait()
+        self._wait(steps=self._optimizers is not None and not (late or self._proof))
         header = self._setting.header
         if self._setting.hook is not None and last.members:
             self._setting.channel.sum(header.space).wait()  # a hook takes the gradients alone
         header.receive(self._number)
-        self._compare(header)
+        assert_same_pass(header, self._setting.channel, self._number, self._proof)
         self.has_surprised = header.has_surprised()
         self._scale.after(self._setting.buckets, header)
         lates = header.late()
         if lates:
+            self._refuse_late(lates)
             self._add_late(lates, late)
         self.timing.exposed = time.perf_counter() - began
         self._show(self._used(header, lates))
@@ -282,7 +290,7 @@ class Pass:
             is_surprised=self.is_surprised and self._scale.weight != NO_DATA,
         )
 
-    def _wait(self) -> None:
+    def _wait(self, *, steps: bool) -> None:
         for bucket, work in zip(self._setting.buckets, self._works, strict=True):
             try:
                 work.wait()
@@ -290,6 +298,30 @@ class Pass:
                 error.add_note(f"This is {self._describe(bucket)}.")
                 raise
             self._states[bucket.index] = State.FINISHED
+            if steps and bucket is not self._setting.buckets[-1]:
+                self._step(bucket)
+
+    def _step(self, bucket: Bucket) -> None:
+        """Step the parameters of a bucket, if the header cannot change what it holds."""
+        if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self._unused):
+            return
+        for number, piece in enumerate(self._setting.pieces):
+            if piece.home == bucket.index:
+                self._show_piece(number, None)
+        assert self._optimizers is not None
+        self._optimizers.step_some(bucket.parameters)
+        self.stepped.update(map(id, bucket.parameters))
+
+    def _refuse_late(self, which: list[int]) -> None:
+        """Raise, on every rank alike, if parameters may have been stepped without these."""
+        if self._optimizers is not None:
+            names = ", ".join(repr(self._setting.names[i]) for i in which)
+            raise InvalidState(
+                f"gradients of {names} came after their bucket was reduced, and optimizers in "
+                "backward step when a bucket is: the graph has changed although static_graph=True "
+                "says that it does not. Parameters are of no use; go back to a checkpoint, and "
+                "leave static_graph=True out"
+            )
 
     def _describe(self, bucket: Bucket) -> str:
         names = [self._setting.names[i] for i in bucket.members]
@@ -298,36 +330,6 @@ class Pass:
             f"bucket {bucket.index + 1} of {len(self._states)} of backward pass {self._number}, "
             f"with the gradients of {shown or 'no parameter'}"
         )
-
-    def _compare(self, header: Header) -> None:
-        """Raise, on every rank alike, if ranks are not in the same pass."""
-        group = getattr(self._setting.channel.group, "label", "")
-        if not header.same_number() and not self._others_have_left(header):
-            numbers = enumerate(header.numbers())
-            told = ", ".join(f"rank {rank}: {number}" for rank, number in numbers)
-            raise RankMismatch(
-                f"ranks have reduced the gradients of different backward passes ({told}): a rank "
-                "has kept one local with no_sync() that others reduced, or called backward more "
-                "often. The gradients are of no use; make the same calls on every rank",
-                group=group,
-                operation="backward",
-            )
-        without = header.without_weight()
-        if without and without != header.with_data():
-            told = ", ".join(map(str, without))
-            raise RankMismatch(
-                f"rank {told} has no weight and the others have: set ddp.weight on every rank",
-                group=group,
-                operation="backward",
-            )
-
-        if self._proof and not header.same_fingerprints():
-            assert_same_values(self._proof, self._setting.channel)
-
-    def _others_have_left(self, header: Header) -> bool:
-        """Tell whether ranks that are not in this pass have left the group."""
-        away = {rank for rank, number in enumerate(header.numbers()) if number != self._number}
-        return away.isdisjoint(self._setting.channel.members())
 
     def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:
         homes = {i: (b, place) for b in self._setting.buckets for place, i in enumerate(b.members)}
@@ -369,17 +371,21 @@ class Pass:
     # -- the results -----------------------------------------------------------------------
 
     def _show(self, used: list[bool] | None) -> None:
-        for number, piece in enumerate(self._setting.pieces):
-            if self._is_shown[number]:
-                continue
-            results = self._setting.buckets[piece.home].results()[piece.places]
-            if used is None and self._setting.keeps_views:
-                for parameter, result in zip(piece.parameters, results, strict=True):
-                    parameter.grad = result
-                continue
-            for parameter, i, result in zip(piece.parameters, piece.members, results, strict=True):
-                is_used = used is None or used[i]
-                parameter.grad = self._result(i, result) if is_used else self._as_it_was(i)
+        for number in range(len(self._setting.pieces)):
+            if not self._is_shown[number]:
+                self._show_piece(number, used)
+
+    def _show_piece(self, number: int, used: list[bool] | None) -> None:
+        piece = self._setting.pieces[number]
+        self._is_shown[number] = True
+        results = self._setting.buckets[piece.home].results()[piece.places]
+        if used is None and self._setting.keeps_views:
+            for parameter, result in zip(piece.parameters, results, strict=True):
+                parameter.grad = result
+            return
+        for parameter, i, result in zip(piece.parameters, piece.members, results, strict=True):
+            is_used = used is None or used[i]
+            parameter.grad = self._result(i, result) if is_used else self._as_it_was(i)
 
     def _result(self, i: int, result: Tensor) -> Tensor:
         if self._setting.keeps_views:

@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ._local_part import local
 
 __all__ = ["MixedPrecision", "Precision", "cast_buffers", "check_precision", "setting_of"]
 
@@ -69,11 +68,6 @@ def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter
         return
     lowered = [(name, p) for name, p in named if p.is_floating_point()]
     for name, parameter in lowered:
-        if local(parameter) is not parameter:
-            raise InvalidArgument(
-                f"param_dtype is {wanted}, but parameter {name!r} is spread over a mesh, and such "
-                "cannot be replaced by a copy: leave param_dtype out, or use autocast"
-            )
         if torch.finfo(parameter.dtype).bits < torch.finfo(wanted).bits:
             raise InvalidArgument(
                 f"param_dtype is {wanted}, but parameter {name!r} is only {parameter.dtype}: what "

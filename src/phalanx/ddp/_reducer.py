@@ -237,6 +237,7 @@ class Reducer:
             proof=self._named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
+            optimizers=self.optimizers if self.is_static and self.optimizers else None,
         )
 
     def _accumulate(self) -> None:
@@ -285,7 +286,7 @@ class Reducer:
                 self._agree_on_order()
             self._note(shadow)
         if self.optimizers:
-            self.optimizers.step()
+            self.optimizers.step(besides=shadow.stepped)
 
     def _on_arrival(self, i: int) -> None:
         self._on_stray(i)
@@ -327,7 +328,7 @@ class Reducer:
                 self._learn_from(under_way)
                 self._note(under_way)
         if isinstance(under_way, Pass) and self.optimizers:
-            self.optimizers.step()
+            self.optimizers.step(besides=under_way.stepped)
 
     def _note(self, done: Pass) -> None:
         self._is_unsynced = False
@@ -372,7 +373,7 @@ class Reducer:
             under_way, self._under_way = self._under_way, None
             self.graph_task = None
             under_way.abandon()
-            self.weights.go_back()
+            self.weights.go_back(keeps_gradients=isinstance(under_way, LocalPass))
 
     def progress(self) -> list[int]:
         """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""

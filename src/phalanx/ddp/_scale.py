@@ -32,6 +32,11 @@ class Scale:
     def after(self, buckets: Sequence[Bucket], header: Header) -> None:
         """Scale the buckets when all are reduced and every rank's weight is known."""
 
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        """Tell whether `after` may change what a bucket holds."""
+        del bucket
+        return True
+
     def unscaled(self, part: Tensor) -> Tensor:
         """Scale one gradient that was reduced by itself."""
         return part
@@ -45,15 +50,21 @@ class Scale:
 class EvenMean(Scale):
     """Every rank counts the same."""
 
-    def __init__(self, size: int, *, divides_by_all: bool) -> None:
-        self._size = size
+    def __init__(self, channel: Channel, *, divides_by_all: bool | None) -> None:
+        self._channel = channel
         self._divides_by_all = divides_by_all
-        """Ranks without data count too, as ranks whose gradients are zero."""
+        """Whether ranks without data count too, as ranks whose gradients are zero; None if none are
+        without data, but some may have left."""
+
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        if bucket.payload.is_sparse or self._divides_by_all is False:
+            return True
+        return not self._divides_by_all and len(self._channel.members()) < self._channel.size
 
     def times(self, header: Header) -> float:
         if self._divides_by_all:
             return 1.0
-        return self._size / max(1, len(header.with_data()))
+        return self._channel.size / max(1, len(header.with_data()))
 
 
 class Mean(EvenMean):
@@ -78,9 +89,9 @@ class Mean(EvenMean):
 class MeanOfShares(EvenMean):
     """Gradients are divided while they are copied, which is free."""
 
-    def __init__(self, size: int, *, divides_by_all: bool) -> None:
-        super().__init__(size, divides_by_all=divides_by_all)
-        self.factor = 1 / size
+    def __init__(self, channel: Channel, *, divides_by_all: bool | None) -> None:
+        super().__init__(channel, divides_by_all=divides_by_all)
+        self.factor = 1 / channel.size
         self._times = 1.0
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
@@ -107,6 +118,10 @@ class Sum(Scale):
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
+
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        del bucket
+        return False
 
     def times(self, header: Header) -> float:
         del header
@@ -165,6 +180,9 @@ class Hooked(Scale):
         if self._times != 1:
             for bucket in buckets:
                 bucket.scale(self._times)
+
+    def waits_for_header(self, bucket: Bucket) -> bool:
+        return not isinstance(self._wanted, EvenMean) or self._wanted.waits_for_header(bucket)
 
     def unscaled(self, part: Tensor) -> Tensor:
         return part * (self._times / self._size if part.is_sparse else self._times)

@@ -46,14 +46,13 @@ class Scaling:
         return self.has_hook, self.divides_by_all
 
     def _make_plain(self) -> Scale:
-        size = self._channel.size
         if self.adds_up:
-            return Sum(size)
+            return Sum(self._channel.size)
         # A hook divides by itself. A rank without data does not know whether others have weights,
         # so that in a join everybody adds up.
         shares = self.divides_by_all is not None or not self._channel.shares_memory
         kind = MeanOfShares if shares and not self.has_hook else Mean
-        return kind(size, divides_by_all=self.divides_by_all is True)
+        return kind(self._channel, divides_by_all=self.divides_by_all)
 
     def scale(self, parameters: Sequence[Parameter], *, is_narrow: bool) -> Scale:
         """Choose the scale of the pass that begins."""

@@ -158,11 +158,20 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._copy_options(self, self._own)
         for exchange in self._exchanges:
             exchange.meet()
-        self._own.step()
+        self._step_own()
         for exchange in self._exchanges:
             exchange.publish()
         self._copy_options(self._own, self)
         return loss
+
+    def _step_own(self) -> None:
+        try:
+            self._own.step()
+        except Exception as error:
+            # The others wait for this share, and can learn of it in no other way.
+            told = f"the step of its share raised {type(error).__name__}: {error}"
+            self._channel.give_up(told)
+            raise
 
     def _check_members(self) -> None:
         group = self._channel.group

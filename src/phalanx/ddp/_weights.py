@@ -29,7 +29,7 @@ class Weights:
         self._sum = 0.0
         self.unit: float | None = None
         """What gradients are divided by while they travel multiplied; the same on every rank."""
-        self._before: tuple[float | None, float] = (None, 0.0)
+        self._before = 0.0  # the sum, before the last pass
 
     @property
     def current(self) -> float | None:
@@ -49,7 +49,7 @@ class Weights:
         weight = self._current
         if self._last is not None and all(p.grad is None for p in parameters):
             self.clear()  # what they stood for is gone
-        self._before = self._last, self._sum
+        self._before = self._sum
         if weight is None:
             return
         if weight == 0 and self._last:
@@ -71,9 +71,13 @@ class Weights:
         self.accumulate(parameters)
         return WeightedMean(weight, self._sum, unit=self.unit or 1.0)
 
-    def go_back(self) -> None:
-        """Take back the last pass, which did not come to its end."""
-        self._last, self._sum = self._before
+    def go_back(self, *, keeps_gradients: bool) -> None:
+        """Take back the last pass, which did not come to its end.
+
+        Gradients from before it may be gone. If they are not, they have been scaled to the pass's
+        weight, so that stays the one by which to read them.
+        """
+        self._sum = self._before if keeps_gradients else 0.0
 
     def clear(self) -> None:
         """Begin anew: the gradients have been reduced."""

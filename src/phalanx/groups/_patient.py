@@ -69,6 +69,10 @@ class PlainStore:
         """Write a value unless there is one, and return what is there."""
         return self._ask(lambda: self.raw.compare_set(key, "", value))
 
+    def all_keys(self) -> list[str]:
+        """List the keys that there are."""
+        return self._ask(self.raw.list_keys)
+
     def delete(self, key: str) -> None:
         """Take a value away, if there is one."""
         self._ask(lambda: self.raw.delete_key(key))

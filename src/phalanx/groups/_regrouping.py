@@ -18,6 +18,7 @@ from ._engine import Engine
 from ._failure import Failure, Kind
 from ._forming import Forming, Kin
 from ._health import Health
+from ._patient import PlainStore
 from ._record import Call, user_site
 from ._registry import find_backend
 from ._telling import Terms
@@ -29,8 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["connect"]
 
 
-def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> Engine:
-    """Make an engine of some ranks of a group, all of which do this at the same point."""
+def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> tuple[Engine, PlainStore]:
+    """Make an engine of some ranks of a group, all of which do this at the same point.
+
+    Return the part of the store, too, that they have met in.
+    """
     try:
         return _connect(group, ranks)
     except PhalanxError as error:
@@ -38,7 +42,7 @@ def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> Engine:
         raise group._health.error(group._health.fail(failure), None, call) from error
 
 
-def _connect(group: ProcessGroup, ranks: Sequence[int]) -> Engine:
+def _connect(group: ProcessGroup, ranks: Sequence[int]) -> tuple[Engine, PlainStore]:
     backend, recipe, family = find_backend(group._backend), group._recipe, group._roster.members
     store, mine = group._store, list(ranks).index(group._rank)
     assert store is not None, "those who are not there do not leave"
@@ -61,7 +65,8 @@ def _connect(group: ProcessGroup, ranks: Sequence[int]) -> Engine:
         options=recipe.options,
         lends_store=True,
     )
-    return connecting.run(lambda: None, background=backend.traits.connects_in_background)
+    engine = connecting.run(lambda: None, background=backend.traits.connects_in_background)
+    return engine, forming.room
 
 
 class _Regrouping(Forming):

@@ -61,9 +61,9 @@ class PlainStore:
         """Read a value that is there."""
         return self.write_once(key, "")  # which asks once, where reading would ask twice
 
-    def has(self, key: str) -> bool:
-        """Tell whether there is a value."""
-        return self._ask(lambda: self.raw.check([key]))
+    def has(self, *keys: str) -> bool:
+        """Tell whether there is a value, or one of each."""
+        return self._ask(lambda: self.raw.check(list(keys)))
 
     def write_once(self, key: str, value: str) -> bytes:
         """Write a value unless there is one, and return what is there."""

@@ -7,17 +7,18 @@ cause that names ranks by the group's own numbers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import PeerLost, PhalanxError, RendezvousTimeout
+from ..errors import PeerLost, PhalanxError
 from ._connecting import Connecting
 from ._engine import Engine
 from ._failure import Failure, Kind
 from ._forming import Forming, Kin
-from ._health import Health
+from ._health import Health, Reports
 from ._patient import PlainStore
 from ._record import Call, user_site
 from ._registry import find_backend
@@ -35,11 +36,18 @@ def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> tuple[Engi
 
     Return the part of the store, too, that they have met in.
     """
+    health, began = group._health, time.monotonic()
     try:
         return _connect(group, ranks)
     except PhalanxError as error:
-        failure = group._health.failure or _explained(group._health, ranks, error, call)
-        raise group._health.error(group._health.fail(failure), None, call) from error
+        failure, reports = health.failure, None
+        if failure is None and isinstance(error, PeerLost):
+            failure = _lost(health, [ranks[place] for place in error.ranks], call)
+        elif failure is None:
+            late = time.monotonic() - began >= group._timeout
+            reports = health.ask()
+            failure = _stuck(health, ranks, first_line(error), call, reports if late else {})
+        raise health.error(health.fail(failure), None, call, reports) from error
 
 
 def _connect(group: ProcessGroup, ranks: Sequence[int]) -> tuple[Engine, PlainStore]:
@@ -82,12 +90,14 @@ class _Regrouping(Forming):
         super().look()
 
 
-def _explained(health: Health, ranks: Sequence[int], error: PhalanxError, call: Call) -> Failure:
-    """Say, in the group's own numbers, why those who are left cannot go on."""
-    if isinstance(error, PeerLost):
-        lost = [ranks[place] for place in error.ranks]
-        told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
-        return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)
-    kind: Kind = "timeout" if isinstance(error, RendezvousTimeout) else "engine"
-    told = f"could not go on among ranks {runs(ranks)}: {first_line(error)}"
-    return Failure(kind, health.rank, told, (), call.what, call.sequence)
+def _lost(health: Health, lost: list[int], call: Call) -> Failure:
+    told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
+    return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)
+
+
+def _stuck(health: Health, ranks: Sequence[int], why: str, call: Call, reports: Reports) -> Failure:
+    """Say why those who are left cannot go on, and who is in the way if `reports` tell."""
+    mute = tuple(rank for rank in ranks if rank in reports and reports[rank].operation is None)
+    told = f"could not go on among ranks {runs(ranks)}: {why}"
+    kind: Kind = "timeout" if reports else "engine"
+    return Failure(kind, health.rank, told, mute, call.what, call.sequence)

@@ -135,10 +135,8 @@ class _Return(Pending):
             self._counts_from = time.monotonic() - min(quiet)
         if time.monotonic() < self.deadline:
             return None
-        told = (
-            f"timed out after {self.timeout:g} s: {ranks_text(missing)} did not come, and made no "
-            f"call meanwhile{health.doubt()}"
-        )
+        who = f": {ranks_text(missing)} did not come, and made no call meanwhile" if missing else ""
+        told = f"timed out after {self.timeout:g} s{who}{health.doubt()}"
         # The group is not broken by it: the others go on, and this rank may wait again.
         return health.error(self._failure("timeout", told, missing), self, self.call, reports)
 

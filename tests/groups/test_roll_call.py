@@ -306,7 +306,7 @@ def wait_for_one_who_goes_on(ctx, backend, size):
         started = time.monotonic()
         more = torch.ones(1)
         while more.item() > 0:
-            more = torch.tensor([float(time.monotonic() - started < 1.6)])
+            more = torch.tensor([float(time.monotonic() - started < 1.3)])
             group.allreduce(more, op=ReduceOp.MIN).wait()
             time.sleep(0.05)
     else:
@@ -315,7 +315,7 @@ def wait_for_one_who_goes_on(ctx, backend, size):
     assert total(group) == ctx.size
 
 
-@pytest.mark.parametrize(("backend", "size"), [("local", 1), ("shm", 2), ("gloo", 1), ("gloo", 2)])
+@pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("gloo", 1)])
 def test_the_deadline_counts_from_the_last_sign_of_who_is_awaited(crew, backend, size):
     crew[backend].run(wait_for_one_who_goes_on, 3, args=(backend, size))
 
@@ -344,7 +344,8 @@ def test_who_waits_in_vain_is_told_for_whom_and_may_wait_again(crew, backend):
 
 
 def come_back_at_different_points(ctx):
-    group = ctx.group("gloo", timeout=timedelta(seconds=1))
+    group = ctx.group("gloo", timeout=LONG)
+    group.set_timeout(timedelta(seconds=0.4))
     with pytest.raises(RankMismatch, match="rank 0 called rejoin.* rank 1 called allreduce"):
         group.rejoin(LONG) if ctx.rank == 0 else total(group)
 
@@ -455,7 +456,8 @@ def test_a_death_while_the_rest_regroup_is_named_by_the_groups_numbers(ranks):
 
 
 def stop_one_on_the_way(ctx):
-    group = ctx.group("gloo", timeout=timedelta(seconds=1.5))
+    group = ctx.group("gloo", timeout=LONG)
+    group.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(CollectiveTimeout, match="could not go on among ranks 1-3: ") as caught:
         group.rejoin(LONG) if 0 not in group.roll_call(ctx.rank != 0) else None
     assert caught.value.ranks == (2,)

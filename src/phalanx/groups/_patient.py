@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
 from ..errors import RendezvousTimeout
+from ._stores import own_connection
 
 __all__ = ["PatientStore", "PlainStore", "borrow_thread"]
 
@@ -39,6 +40,10 @@ class PlainStore:
     def under(self, prefix: str) -> Self:
         """Return the part of the store whose keys begin with `prefix`, on the same connection."""
         return self._over(PrefixStore(prefix, self.raw))
+
+    def connect(self) -> Store:
+        """Open another connection to the same part of the store."""
+        return self._ask(lambda: own_connection(self.raw))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""

@@ -22,6 +22,7 @@ from phalanx.errors import (
     PeerLost,
     RankMismatch,
 )
+from phalanx.groups import _narrowing as narrowing
 from phalanx.groups import new_group
 from phalanx.testing import Fault, kill, stop
 
@@ -182,6 +183,28 @@ def use_the_same_engine(ctx):
 
 def test_who_runs_out_first_every_time_costs_one_engine(ranks):
     ranks.run(use_the_same_engine, 3)
+
+
+def keep_nothing(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    usual, narrowing.KEPT = narrowing.KEPT, 0
+    try:
+        for left in (3, 2, 1):
+            group.roll_call(ctx.rank < left)
+            if ctx.rank >= left:
+                break
+            assert total(group) == left
+        if ctx.rank == 0:  # the one before the last is not, for others may be at its last call
+            assert sorted(map(len, group._narrowing.kept)) == [1, 2]
+        group.rejoin()
+        assert not group._narrowing.kept
+    finally:
+        narrowing.KEPT = usual
+    assert total(group) == 4.0
+
+
+def test_a_long_row_of_departures_does_not_use_up_what_a_process_may_open(ranks):
+    ranks.run(keep_nothing, 4)
 
 
 def shut_down_narrowed(ctx):

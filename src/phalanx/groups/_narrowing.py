@@ -7,6 +7,7 @@ points, so they all let go of it at the same point, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -33,7 +34,7 @@ KEPT = 4
 class _Kept:
     engine: Engine
     departure: int
-    """The how manieth it was made for since everybody was a member."""
+    """Its number among those since everybody was a member, when it was made."""
     used: int
     """The last return before which it was used."""
     room: PlainStore | None
@@ -67,15 +68,21 @@ def narrow(group: ProcessGroup, members: tuple[int, ...], call: Call) -> None:
     if kept is None:
         single = len(members) == 1
         engine, room = (alone(), None) if single else connect(group, members, call)
-        kept = mine.kept[members] = _Kept(engine, mine.departures, mine.returns, room)
-        guard(group._health, engine)
+        kept = _Kept(engine, mine.departures, mine.returns, room)
     elif hasattr(kept.engine, "set_timeout"):
         kept.engine.set_timeout(group.timeout)
     kept.used = mine.returns
     with group._order, group._state:
         if group._closed or group._health.failure is not None:
             refuse(group, call.operation)
+        if members not in mine.kept:
+            mine.kept[members] = kept
+            guard(group._health, kept.engine)
         group._use(Narrowed(mine.full, kept.engine, members, group._size), members)
+    # A long row of departures is not to use up what a process may open. What one rank lets go of
+    # now is not needed again before all of them do.
+    if not group._health.is_busy():
+        _let_go(group, mine, lambda kept: KEPT < kept.departure < mine.departures - 1)
 
 
 def widen(group: ProcessGroup) -> None:
@@ -93,8 +100,12 @@ def tidy(group: ProcessGroup) -> None:
     mine = group._narrowing
     if mine is None:
         return
+    _let_go(group, mine, lambda kept: kept.departure > KEPT or kept.used < mine.returns - 2)
+
+
+def _let_go(group: ProcessGroup, mine: Narrowing, which: Callable[[_Kept], bool]) -> None:
     for members, kept in list(mine.kept.items()):
-        if kept.departure > KEPT or kept.used < mine.returns - 2:
+        if which(kept):
             del mine.kept[members]
             release(group._health, kept.engine)
             if kept.room is not None and group._rank == members[0]:

@@ -18,7 +18,7 @@ from ._connecting import Connecting
 from ._engine import Engine
 from ._failure import Failure, Kind
 from ._forming import Forming, Kin
-from ._health import Health, Reports
+from ._health import Health
 from ._patient import PlainStore
 from ._record import Call, user_site
 from ._registry import find_backend
@@ -46,7 +46,10 @@ def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> tuple[Engi
         elif failure is None:
             late = time.monotonic() - began >= group._timeout
             reports = health.ask()
-            failure = _stuck(health, ranks, first_line(error), call, reports if late else {})
+            mute = [rank for rank in ranks if rank in reports and reports[rank].operation is None]
+            kind: Kind = "timeout" if late or mute else "engine"
+            told = f"could not go on among ranks {runs(ranks)}: {first_line(error)}"
+            failure = Failure(kind, health.rank, told, tuple(mute), call.what, call.sequence)
         raise health.error(health.fail(failure), None, call, reports) from error
 
 
@@ -93,11 +96,3 @@ class _Regrouping(Forming):
 def _lost(health: Health, lost: list[int], call: Call) -> Failure:
     told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
     return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)
-
-
-def _stuck(health: Health, ranks: Sequence[int], why: str, call: Call, reports: Reports) -> Failure:
-    """Say why those who are left cannot go on, and who is in the way if `reports` tell."""
-    mute = tuple(rank for rank in ranks if rank in reports and reports[rank].operation is None)
-    told = f"could not go on among ranks {runs(ranks)}: {why}"
-    kind: Kind = "timeout" if reports else "engine"
-    return Failure(kind, health.rank, told, mute, call.what, call.sequence)

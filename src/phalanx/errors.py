@@ -83,6 +83,8 @@ class RankReport:
     """The line of user code that it is at right now."""
     collectives: int | None = None
     """How many collectives of the group it has begun."""
+    quiet: float | None = None
+    """Seconds since it began its last call of the group."""
 
     def __str__(self) -> str:
         parts = [f"rank {self.rank}: {_STATES[self.state]}"]

@@ -10,25 +10,43 @@ import pytest
 import torch
 from torch.distributed import ReduceOp
 
-from phalanx.errors import GroupAborted, InvalidArgument, InvalidState, PeerLeft, PeerLost
+from phalanx.errors import (
+    GroupAborted,
+    InvalidArgument,
+    InvalidState,
+    PeerLeft,
+    PeerLost,
+    RankMismatch,
+)
 from phalanx.testing import Fault, kill
 
 LONG = timedelta(seconds=60)
-BACKENDS = ["local", "shm"]
+ALONE = ["local", "shm"]  # where a rank may leave by itself
+BACKENDS = [*ALONE, "gloo"]
 # One size for each way that data takes through shared memory: in slots, in windows, where it is.
 WAYS = {"small": (10, False), "windows": (700_000, False), "in place": (50_000, True)}
 
 
 @pytest.fixture
 def crew(request, threads, ranks):
-    """Ranks that fit a backend: threads for `local`, processes for shared memory."""
-    return {"local": threads, "shm": ranks}
+    """Ranks that fit a backend: threads for `local`, processes for the others."""
+    return {"local": threads, "shm": ranks, "gloo": ranks}
 
 
 def tensor_of(group, way, value):
     count, shared = WAYS[way]
     tensor = group.allocate((count,)) if shared else torch.empty(count)
     return tensor.fill_(value)
+
+
+def has_left(group, *leavers):
+    """Have ranks leave, by themselves or at a roll call; tells whether this one has."""
+    leaves = group.rank() in leavers
+    if not group.can_leave:
+        group.roll_call(not leaves)
+    elif leaves:
+        group.leave()
+    return leaves
 
 
 def wait_for_death(group, rank):
@@ -50,8 +68,7 @@ def leave_one_by_one(ctx, backend, way):
         group.allreduce(tensor).wait()
         assert tensor.unique().tolist() == [sum(rank + 1 for rank in rest)]
         assert not set(left) & set(group.members)
-        if ctx.rank == leaver:
-            group.leave()
+        if has_left(group, leaver):
             return
     tensor = tensor_of(group, way, 7)
     group.allreduce(tensor).wait()
@@ -60,16 +77,16 @@ def leave_one_by_one(ctx, backend, way):
     assert group.size() == 4
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "way"), [*((backend, way) for backend in ALONE for way in WAYS), ("gloo", "small")]
+)
 def test_the_others_go_on_when_ranks_leave(crew, backend, way):
     crew[backend].run(leave_one_by_one, 4, args=(backend, way))
 
 
 def call_everything_among_the_rest(ctx, backend, count):
     group = ctx.group(backend, timeout=LONG)
-    if ctx.rank == 1:
-        group.leave()
+    if has_left(group, 1):
         return
     mine = torch.full((count,), float(ctx.rank))
     mean = mine.clone()
@@ -95,6 +112,56 @@ def call_everything_among_the_rest(ctx, backend, count):
     group.broadcast(mine, root=2).wait()
     assert mine.unique().tolist() == [2.0]
     group.barrier().wait()
+    call_the_rest(group)
+
+
+def call_the_rest(group):
+    """Call, among ranks 0 and 2 of three, what has a root, a list or an odd type."""
+    rank = group.rank()
+    mine = torch.full((2,), rank + 1.0)
+    total = mine.clone()
+    group.reduce(total, root=2).wait()
+    assert total.tolist() == ([4.0, 4.0] if rank == 2 else [1.0, 1.0])
+
+    rows = [torch.full((2,), -1.0) for _ in range(3)]
+    group.gather([rows] if rank == 2 else [], [mine], root=2).wait()
+    assert [row[0].item() for row in rows] == ([1.0, -1.0, 3.0] if rank == 2 else [-1.0] * 3)
+
+    got = torch.empty(2)
+    parts = [torch.full((2,), 10.0 * place) for place in range(3)]
+    group.scatter(got, parts if rank == 2 else [], root=2).wait()
+    assert got.tolist() == [10.0 * rank] * 2
+
+    several = [mine.clone(), torch.tensor([5.0 * rank])]
+    group.allreduce_coalesced(several, op=ReduceOp.AVG).wait()
+    assert several[0].tolist() == [2.0, 2.0]
+    assert several[1].tolist() == [5.0]
+
+    part = torch.empty(2)
+    group.reduce_scatter(part, [place * mine for place in range(3)], op=ReduceOp.AVG).wait()
+    assert part.tolist() == [2.0 * rank] * 2
+
+    whole = torch.tensor([rank * 3 + 1])
+    group.allreduce(whole, op=ReduceOp.AVG).wait()
+    assert whole.item() == 4  # of 1 and 7
+    pairs = torch.tensor([rank + 1j])
+    group.allreduce(pairs, op=ReduceOp.AVG).wait()
+    assert pairs.item() == 1 + 1j
+
+    lists = [[torch.full((1,), -1.0), torch.full((2,), -1.0)] for _ in range(3)]
+    group.allgather_coalesced(lists, [mine[:1], mine]).wait()
+    assert [both[1][0].item() for both in lists] == [1.0, -1.0, 3.0]
+    future = group.all_to_all_single(rows_of := torch.full((3,), -1.0), torch.ones(3)).get_future()
+    future.wait()
+    assert rows_of.tolist() == [1.0, -1.0, 1.0]
+    nothing = torch.empty(0)
+    group.all_gather_single(nothing, nothing).wait()
+    assert group.records()[-1].operation == "all_gather_single"
+
+    sparse = torch.zeros(3).index_fill_(0, torch.tensor([rank]), 1.0).add(torch.tensor([0, 5.0, 0]))
+    sparse = sparse.to_sparse()
+    group.allreduce(sparse).wait()
+    assert sparse.to_dense().tolist() == [1.0, 10.0, 1.0]
 
 
 @pytest.mark.parametrize("count", [4, 300_000])
@@ -105,8 +172,7 @@ def test_every_collective_goes_on_among_the_rest(crew, backend, count):
 
 def ask_an_absent_root(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
-    if ctx.rank == 1:
-        group.leave()
+    if has_left(group, 1):
         return
     tensor = torch.ones(3)
     with pytest.raises(PeerLeft, match="its root, rank 1, has left the group") as caught:
@@ -125,8 +191,7 @@ def leave_with_work_under_way(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
     tensor = tensor_of(group, "in place", 1.0)
     work = group.allreduce(tensor)
-    if ctx.rank == 0:
-        group.leave()
+    if has_left(group, 0):
         assert tensor.unique().tolist() == [2.0]  # for leaving waits for it
         return
     work.wait()
@@ -140,8 +205,7 @@ def test_leaving_waits_for_what_was_begun(crew, backend):
 
 def call_after_leaving(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
-    if ctx.rank == 0:
-        group.leave()
+    if has_left(group, 0):
         for call in (lambda: group.allreduce(torch.ones(1)), group.leave):
             with pytest.raises(GroupAborted, match=r"was left at .*test_membership.py:\d+ here"):
                 call()
@@ -171,21 +235,25 @@ def test_the_death_of_who_has_left_is_nobodys_business(ranks):
     ranks.run(leave_and_die, 3, faults=[Fault("barrier:before", kill(), rank=2)])
 
 
-def wait_for_who_has_left(ctx):
-    group = ctx.group("shm", timeout=LONG)
-    if ctx.rank == 0:
-        group.send(torch.ones(2), 1).wait()
-        group.leave()
+def wait_for_who_has_left(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    first, second = torch.ones(2), torch.zeros(2)
+    work = group.send(first, 1) if ctx.rank == 0 else group.recv(second, 0)
+    work.wait()
+    if has_left(group, 0):
         return
-    first, second = torch.zeros(2), torch.zeros(2)
-    group.recv(first, 0).wait()
-    assert first.tolist() == [1.0, 1.0]
-    with pytest.raises(PeerLeft, match="rank 0 has left the group"):
+    assert second.tolist() == [1.0, 1.0]
+    with pytest.raises(PeerLeft, match="rank 0 has left the group") as caught:
         group.recv(second, 0).wait()
+    assert caught.value.left == (0,)
+    if backend == "gloo":  # elsewhere what is small is on its way at once
+        with pytest.raises(PeerLeft, match="rank 0 has left the group"):
+            group.send(second, 0).wait()
 
 
-def test_nothing_is_received_from_who_has_left(ranks):
-    ranks.run(wait_for_who_has_left, 2)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_nothing_is_received_from_who_has_left(ranks, backend):
+    ranks.run(wait_for_who_has_left, 2, args=(backend,))
 
 
 def receive_and_leave(ctx):
@@ -204,8 +272,7 @@ def test_who_waited_in_vain_may_leave(ranks):
 
 def exchange_lists(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
-    if ctx.rank == 1:
-        group.leave()
+    if has_left(group, 1):
         return
     got = [torch.full((2,), -7.0) for _ in range(3)]
     group.alltoall(got, [torch.full((2,), float(ctx.rank))] * 3).wait()
@@ -219,8 +286,7 @@ def test_lists_keep_what_the_absent_would_have_filled(crew, backend):
 
 def scatter_unevenly(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
-    if ctx.rank == 1:
-        group.leave()
+    if has_left(group, 1):
         return
     mine = torch.zeros(ctx.rank + 1)
     group.reduce_scatter(mine, [torch.full((n + 1,), 3.0) for n in range(3)]).wait()
@@ -249,23 +315,25 @@ def leave_with_a_receive(ctx, backend):
     group.send(torch.full((2,), 5.0), 0).wait()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ALONE)
 def test_nobody_leaves_with_a_transfer_under_way(crew, backend):
     crew[backend].run(leave_with_a_receive, 2, args=(backend,))
 
 
-def compare_calls_among_the_rest(ctx):
-    group = ctx.group("shm", timeout=LONG, checks=True)
-    if ctx.rank == 1:
-        group.leave()
+def compare_calls_among_the_rest(ctx, backend):
+    group = ctx.group(backend, timeout=LONG, checks=True)
+    if has_left(group, 1):
         return
     tensor = torch.ones(2)
     group.allreduce(tensor).wait()
     assert tensor.tolist() == [2.0, 2.0]
+    with pytest.raises(RankMismatch, match=r"rank 2 called allreduce float32\[3\]"):
+        group.allreduce(torch.ones(ctx.rank + 1)).wait()
 
 
-def test_the_absent_agree_with_everything(ranks):
-    ranks.run(compare_calls_among_the_rest, 3)
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_the_absent_agree_with_everything(ranks, backend):
+    ranks.run(compare_calls_among_the_rest, 3, args=(backend,))
 
 
 def shut_down_while_leaving(ctx):

@@ -95,6 +95,7 @@ next; ``leave()``, after which this rank does not and which tells whether nothin
 how far this rank has come (``waiting``, ``entering``, ``entered``) and the most `calls` of all;
 ``awaited()``, the ranks that it waits for there; and perhaps ``forget(rank)``, to go on without a
 rank that is dead. The work of a send or receive may have ``cancel()``, to take it back.
+For an engine without ``leave()`` the group makes up (`_narrowing`, `_hall`).
 """
 
 _REAL = frozenset(

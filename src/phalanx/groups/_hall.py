@@ -15,17 +15,18 @@ from torch._C._distributed_c10d import Store
 
 from ..errors import RendezvousTimeout
 from ._patient import PatientStore
-from ._stores import own_connection
 
 __all__ = ["Hall"]
+
+A_LOOK = 0.01  # seconds; a store gives up so short a wait before it has looked
 
 
 class Hall:
     """One rank's place among those who wait to be members again."""
 
     def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
-        # A connection of its own: a wait in the store keeps others on the same one from asking.
-        self._store = None if store is None else PatientStore(own_connection(store)).under("hall")
+        self._door = None if store is None else PatientStore(store)
+        self._store: PatientStore | None = None
         self._rank = rank
         self._size = size
         self._turn = 1
@@ -35,14 +36,13 @@ class Hall:
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
         """Say that this rank has come, or wait for the others; tells how far it has come."""
-        store = self._store
-        if store is None:  # and so nobody else
+        if self._door is None:  # and so nobody else
             return "entered", calls
         if self._is_lost:
             time.sleep(seconds)
             return "waiting", 0
         try:
-            most = self._take_step(store, calls, seconds)
+            most = self._take_step(self._enter(self._door), calls, seconds)
         except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
             most = None
         except RuntimeError:  # the connection is closed, for good; torch logs every further try
@@ -58,12 +58,16 @@ class Hall:
     def awaited(self) -> list[int]:
         """List the ranks that have not come, as far as is known."""
         store, turn = self._store, self._turn
-        if store is None:
-            return []
-        if not self._is_lost:
+        if store is not None and not self._is_lost:
             with suppress(RuntimeError):  # the store does not answer
                 self._missing = [r for r in self._missing if not store.has(f"{turn}/{r}")]
         return self._missing
+
+    def _enter(self, door: PatientStore) -> PatientStore:
+        # A connection of its own: a wait in the store keeps others on the same one from asking.
+        if self._store is None:
+            self._store = PatientStore(door.connect()).under("hall")
+        return self._store
 
     def _take_step(self, store: PatientStore, calls: int, seconds: float) -> int | None:
         """Return where all go on, if everybody has come."""
@@ -73,7 +77,7 @@ class Hall:
             self._has_come = True
             return None
         keys = [f"{turn}/{other}" for other in range(self._size)]
-        if not store.await_all(keys, seconds):
+        if not (store.await_all(keys, seconds) if seconds > A_LOOK else store.has(*keys)):
             return None
         most = max(int(store.fetch(key)) for key in keys)
         if turn > 1:

@@ -124,9 +124,14 @@ class Health:
             told += ": nobody sent anything"
         elif self.size > 1:
             told += " although every rank took part"
-        if self._board is not None and not self._board.reachable:
-            told += " (and the store does not answer: is its host alive?)"
+        told += self.doubt()
         return self._failure("timeout", told, tuple(missing), call), reports
+
+    def doubt(self) -> str:
+        """Tell, after what is said of others, if they may not have been heard."""
+        if self._board is None or self._board.reachable:
+            return ""
+        return " (and the store does not answer: is its host alive?)"
 
     def diagnose(self, pending: Pending, error: Exception) -> Failure:
         """Find the reason behind an engine's error."""
@@ -288,8 +293,8 @@ class Health:
 
     def report(self) -> RankReport:
         """Tell what this rank is doing."""
-        waiting = self.waiting
-        call = waiting or self._recorder.last
+        waiting, last = self.waiting, self._recorder.last
+        call = waiting or last
         state = "failed" if self.failure else "waiting" if waiting else "idle"
         return RankReport(
             rank=self.rank,
@@ -299,6 +304,7 @@ class Health:
             site=None if call is None else call.site,
             here=describe_frame(sys._current_frames().get(self._owner)),
             collectives=self._recorder.collectives,
+            quiet=None if last is None else last.age,
         )
 
     # -- inside ----------------------------------------------------------------------------

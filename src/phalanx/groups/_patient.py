@@ -18,6 +18,7 @@ from typing import Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import RendezvousTimeout
+from ._stores import own_connection
 
 __all__ = ["PatientStore", "PlainStore", "borrow_thread"]
 
@@ -37,6 +38,10 @@ class PlainStore:
     def under(self, prefix: str) -> Self:
         """Return the part of the store whose keys begin with `prefix`, on the same connection."""
         return self._over(PrefixStore(prefix, self.raw))
+
+    def connect(self) -> Store:
+        """Open another connection to the same part of the store."""
+        return self._ask(lambda: own_connection(self.raw))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
@@ -59,13 +64,17 @@ class PlainStore:
         """Read a value that is there."""
         return self.write_once(key, "")  # which asks once, where reading would ask twice
 
-    def has(self, key: str) -> bool:
-        """Tell whether there is a value."""
-        return self._ask(lambda: self.raw.check([key]))
+    def has(self, *keys: str) -> bool:
+        """Tell whether there is a value, or one of each."""
+        return self._ask(lambda: self.raw.check(list(keys)))
 
     def write_once(self, key: str, value: str) -> bytes:
         """Write a value unless there is one, and return what is there."""
         return self._ask(lambda: self.raw.compare_set(key, "", value))
+
+    def all_keys(self) -> list[str]:
+        """List the keys that there are."""
+        return self._ask(self.raw.list_keys)
 
     def delete(self, key: str) -> None:
         """Take a value away, if there is one."""

@@ -7,17 +7,19 @@ cause that names ranks by the group's own numbers.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..errors import PeerLost, PhalanxError, RendezvousTimeout
+from ..errors import PeerLost, PhalanxError
 from ._connecting import Connecting
 from ._engine import Engine
 from ._failure import Failure, Kind
 from ._forming import Forming, Kin
 from ._health import Health
+from ._patient import PlainStore
 from ._record import Call, user_site
 from ._registry import find_backend
 from ._telling import Terms
@@ -29,16 +31,29 @@ if TYPE_CHECKING:
 __all__ = ["connect"]
 
 
-def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> Engine:
-    """Make an engine of some ranks of a group, all of which do this at the same point."""
+def connect(group: ProcessGroup, ranks: Sequence[int], call: Call) -> tuple[Engine, PlainStore]:
+    """Make an engine of some ranks of a group, all of which do this at the same point.
+
+    Return the part of the store, too, that they have met in.
+    """
+    health, began = group._health, time.monotonic()
     try:
         return _connect(group, ranks)
     except PhalanxError as error:
-        failure = group._health.failure or _explained(group._health, ranks, error, call)
-        raise group._health.error(group._health.fail(failure), None, call) from error
+        failure, reports = health.failure, None
+        if failure is None and isinstance(error, PeerLost):
+            failure = _lost(health, [ranks[place] for place in error.ranks], call)
+        elif failure is None:
+            late = time.monotonic() - began >= group._timeout
+            reports = health.ask()
+            mute = [rank for rank in ranks if rank in reports and reports[rank].operation is None]
+            kind: Kind = "timeout" if late or mute else "engine"
+            told = f"could not go on among ranks {runs(ranks)}: {first_line(error)}"
+            failure = Failure(kind, health.rank, told, tuple(mute), call.what, call.sequence)
+        raise health.error(health.fail(failure), None, call, reports) from error
 
 
-def _connect(group: ProcessGroup, ranks: Sequence[int]) -> Engine:
+def _connect(group: ProcessGroup, ranks: Sequence[int]) -> tuple[Engine, PlainStore]:
     backend, recipe, family = find_backend(group._backend), group._recipe, group._roster.members
     store, mine = group._store, list(ranks).index(group._rank)
     assert store is not None, "those who are not there do not leave"
@@ -61,7 +76,8 @@ def _connect(group: ProcessGroup, ranks: Sequence[int]) -> Engine:
         options=recipe.options,
         lends_store=True,
     )
-    return connecting.run(lambda: None, background=backend.traits.connects_in_background)
+    engine = connecting.run(lambda: None, background=backend.traits.connects_in_background)
+    return engine, forming.room
 
 
 class _Regrouping(Forming):
@@ -77,12 +93,6 @@ class _Regrouping(Forming):
         super().look()
 
 
-def _explained(health: Health, ranks: Sequence[int], error: PhalanxError, call: Call) -> Failure:
-    """Say, in the group's own numbers, why those who are left cannot go on."""
-    if isinstance(error, PeerLost):
-        lost = [ranks[place] for place in error.ranks]
-        told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
-        return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)
-    kind: Kind = "timeout" if isinstance(error, RendezvousTimeout) else "engine"
-    told = f"could not go on among ranks {runs(ranks)}: {first_line(error)}"
-    return Failure(kind, health.rank, told, (), call.what, call.sequence)
+def _lost(health: Health, lost: list[int], call: Call) -> Failure:
+    told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
+    return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)

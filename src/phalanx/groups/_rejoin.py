@@ -15,7 +15,7 @@ from ..errors import GroupError, InvalidState
 from . import _validate as validate
 from ._failure import Failure, Kind
 from ._membership import depart
-from ._narrowing import narrowing_of, widen
+from ._narrowing import narrowing_of, tidy, widen
 from ._pending import Pending
 from ._record import Call
 from ._refusal import refuse
@@ -57,6 +57,7 @@ class _Return(Pending):
         self._group = group
         self._engine = engine
         self.timeout = seconds
+        self._counts_from = 0.0
         # It takes a number like any collective: the one after the last that any rank has made.
         self.call: Call = group._recorder.begin("rejoin", [])
 
@@ -79,7 +80,13 @@ class _Return(Pending):
             group._announced = set()
             widen(group)
             group._reopen()
+        tidy(group)
         _reach("after")
+
+    @property
+    def deadline(self) -> float:
+        """When it is given up: so long after the last sign that somebody awaited goes on."""
+        return max(self.call.started, self._counts_from) + self.timeout
 
     def _await_all(self) -> int:
         calls = self._group._recorder.collectives
@@ -117,25 +124,35 @@ class _Return(Pending):
         failure = health.failure or self._closed_by(closed)
         if failure is not None:
             return health.error(failure, self, self.call)
+        return None if time.monotonic() < self.deadline else self._overdue()
+
+    def _overdue(self) -> GroupError | None:
+        """Ask, only now, whether those who are awaited go on, and give up if they do not."""
+        health, missing = self._group._health, self._engine.awaited()
+        reports = health.ask()
+        quiet = [r.quiet for r in reports.values() if r.rank in missing and r.quiet is not None]
+        if quiet:
+            self._counts_from = time.monotonic() - min(quiet)
         if time.monotonic() < self.deadline:
             return None
-        missing = self._engine.awaited()
-        told = f"timed out after {self.timeout:g} s: {ranks_text(missing)} did not come"
+        who = f": {ranks_text(missing)} did not come, and made no call meanwhile" if missing else ""
+        told = f"timed out after {self.timeout:g} s{who}{health.doubt()}"
         # The group is not broken by it: the others go on, and this rank may wait again.
-        return health.error(self._failure("timeout", told, missing), self, self.call, health.ask())
+        return health.error(self._failure("timeout", told, missing), self, self.call, reports)
 
     def _look_for_dead(self, closed: set[int]) -> None:
         """Fail the group if a rank is dead that has not come so far; what it did before counts."""
         health = self._group._health
         dead = health.dead() - closed
-        lost = sorted(dead & set(self._engine.awaited()))  # which is final, now that it is known
-        if lost:
+        if lost := sorted(
+            dead and dead & set(self._engine.awaited())
+        ):  # final, now that it is known
             told = f"{health.name_all(lost)} {'is' if len(lost) == 1 else 'are'} dead"
             health.fail(self._failure("lost", told, lost))
 
     def _closed_by(self, closed: dict[int, tuple[int, str]]) -> Failure | None:
         """Find a rank that has shut the group down, and so will not come."""
-        for rank in sorted(closed.keys() & set(self._engine.awaited())):
+        for rank in sorted(closed and closed.keys() & set(self._engine.awaited())):
             told = f"rank {rank} shut the group down at {closed[rank][1]}"
             return self._failure("aborted", told, [rank])
         return None

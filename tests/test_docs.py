@@ -34,7 +34,7 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
-WITH_PROGRAMS = {
+WITH_PROGRAMS = {"uneven"} | {
     f"ddp_{name}"
     for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
 }
@@ -59,7 +59,7 @@ def the_documented_torch_script():
 
 def programs():
     """Find the programs in the pages on extension points: what makes a group is a whole one."""
-    for page in sorted(ROOT.glob("docs/ddp_*.md")):
+    for page in sorted([*ROOT.glob("docs/ddp_*.md"), ROOT / "docs/uneven.md"]):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 

@@ -25,6 +25,22 @@ class Arrangement:
     """Of all buckets, in order."""
     header: Header
 
+    def with_storage(self) -> list[Parameter]:
+        """List the parameters whose values fit where their gradients go."""
+        return [parameter for bucket in self._spacious() for parameter in bucket.parameters]
+
+    def broadcast_values(self, channel: Channel, root: int) -> None:
+        """Give every rank one rank's values of these parameters."""
+        with torch.no_grad():
+            for bucket in self._spacious():
+                bucket.broadcast_through(
+                    lambda flat: channel.broadcast(flat, root).wait(), is_root=channel.rank == root
+                )
+
+    def _spacious(self) -> list[DenseBucket]:
+        dense = (bucket for bucket in self.buckets if isinstance(bucket, DenseBucket))
+        return [bucket for bucket in dense if bucket.holds_values and bucket.members]
+
 
 @dataclass(frozen=True)
 class Arranger:

@@ -25,7 +25,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..errors import GroupError, HookError, InvalidState
+from ..errors import GroupError, HookError
 from ._agreement import Named, fingerprint
 from ._buckets import Bucket, Gradients, Piece, count_missing, times
 from ._channel import Handle
@@ -34,7 +34,7 @@ from ._grad_bucket import GradBucket
 from ._header import CYCLE, NO_DATA, Header
 from ._in_backward import OptimizersInBackward
 from ._olds import first_of, homes_of, put_aside
-from ._same_pass import assert_same_pass
+from ._same_pass import assert_same_pass, refuse_late
 from ._scale import Scale
 from ._setting import Setting, Timing
 
@@ -238,7 +238,8 @@ class Pass:
         self._scale.after(self._setting.buckets, header)
         lates = header.late()
         if lates:
-            self._refuse_late(lates)
+            if self._optimizers is not None:
+                refuse_late([self._setting.names[i] for i in lates])
             self._add_late(lates, late)
         self.timing.exposed = time.perf_counter() - began
         self._show(self._used(header, lates))
@@ -311,17 +312,6 @@ class Pass:
         assert self._optimizers is not None
         self._optimizers.step_some(bucket.parameters)
         self.stepped.update(map(id, bucket.parameters))
-
-    def _refuse_late(self, which: list[int]) -> None:
-        """Raise, on every rank alike, if parameters may have been stepped without these."""
-        if self._optimizers is not None:
-            names = ", ".join(repr(self._setting.names[i]) for i in which)
-            raise InvalidState(
-                f"gradients of {names} came after their bucket was reduced, and optimizers in "
-                "backward step when a bucket is: the graph has changed although static_graph=True "
-                "says that it does not. Parameters are of no use; go back to a checkpoint, and "
-                "leave static_graph=True out"
-            )
 
     def _describe(self, bucket: Bucket) -> str:
         names = [self._setting.names[i] for i in bucket.members]

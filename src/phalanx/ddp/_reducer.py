@@ -8,7 +8,6 @@ reduces it in place (`_channel`); ``.grad`` becomes a view of the storage.
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -22,7 +21,7 @@ from ._accumulators import Accumulators, without_graph
 from ._agreement import verify_parameters
 from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
-from ._buckets import Bucket, DenseBucket
+from ._buckets import Bucket
 from ._buffers import broadcast_tensors
 from ._channel import Channel, Handle
 from ._comm_hook import CommHook
@@ -34,6 +33,7 @@ from ._local_pass import LocalPass
 from ._pass import Pass
 from ._plan import Caps, Delay
 from ._precision import Precision
+from ._same_pass import warn_of_change
 from ._scale import Scale
 from ._scaling import NARROW, Scaling
 from ._setting import Setting, Timing
@@ -173,19 +173,10 @@ class Reducer:
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
-        dense = [b for b in self.buckets if isinstance(b, DenseBucket) and b.holds_values]
-        with torch.no_grad():
-            for bucket in dense:
-                if bucket.members:
-                    bucket.broadcast_through(
-                        lambda flat: self.channel.broadcast(flat, root).wait(),
-                        is_root=self.channel.rank == root,
-                    )
-        rest = {id(p): p for _, p in self._named}
-        for bucket in dense:
-            for parameter in bucket.parameters:
-                del rest[id(parameter)]
-        broadcast_tensors(list(rest.values()), self.channel, root=root)
+        self._arrangement.broadcast_values(self.channel, root)
+        taken = {id(p) for p in self._arrangement.with_storage()}
+        rest = [p for _, p in self._named if id(p) not in taken]
+        broadcast_tensors(rest, self.channel, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
 
@@ -347,12 +338,7 @@ class Reducer:
             # On all ranks: who learns launches nothing early, and calls that a layer makes in
             # backward must find the same order everywhere.
             if done.is_surprised and self.is_static:
-                warnings.warn(
-                    "the graph of this backward pass is not that of the one before, although "
-                    "static_graph=True says so; the gradients are right all the same",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+                warn_of_change()
             self._learn()
 
     def _agree_on_order(self) -> None:

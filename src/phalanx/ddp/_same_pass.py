@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from ..errors import RankMismatch
+import warnings
+from collections.abc import Sequence
+
+from ..errors import InvalidState, RankMismatch
 from ._agreement import Named, assert_same_values
 from ._channel import Channel
 from ._header import Header
 
-__all__ = ["assert_same_pass"]
+__all__ = ["assert_same_pass", "refuse_late", "warn_of_change"]
 
 
 def assert_same_pass(header: Header, channel: Channel, number: int, proof: Named) -> None:
@@ -36,6 +39,26 @@ def assert_same_pass(header: Header, channel: Channel, number: int, proof: Named
         )
     if proof and not header.same_fingerprints():
         assert_same_values(proof, channel)
+
+
+def refuse_late(names: Sequence[str]) -> None:
+    """Raise, on every rank alike: these may have been stepped without what came late."""
+    raise InvalidState(
+        f"gradients of {', '.join(map(repr, names))} came after their bucket was reduced, and "
+        "optimizers in backward step when a bucket is: the graph has changed although "
+        "static_graph=True says that it does not. Parameters are of no use; go back to a "
+        "checkpoint, and leave static_graph=True out"
+    )
+
+
+def warn_of_change() -> None:
+    """Say that the graph is another one, where it was said that it would not be."""
+    warnings.warn(
+        "the graph of this backward pass is not that of the one before, although "
+        "static_graph=True says so; the gradients are right all the same",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _others_have_left(header: Header, channel: Channel, number: int) -> bool:

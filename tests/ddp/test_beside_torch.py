@@ -14,17 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from phalanx.ddp import DDP, ShardedOptimizer, SyncBatchNorm
-from phalanx.testing import RankPool
 
 from .models import Images, Words, encoder
 from .whole import ROWS, assert_close, batch, mlp, seeded
-
-
-@pytest.fixture(scope="module")
-def ranks_of_torchs():
-    """Make ranks that no other test has: torch's end of the world is the end of every group."""
-    with RankPool(4, preload=["torch._dynamo"]) as pool:
-        yield pool
 
 
 @contextmanager
@@ -77,8 +69,8 @@ def all_models(ctx):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_same_as_torch_on_its_default_group(ranks_of_torchs, size):
-    ranks_of_torchs.run(all_models, size, timeout=30)
+def test_the_same_as_torch_on_its_default_group(ranks, size):
+    ranks.run(all_models, size, timeout=30)
 
 
 def groups_of_torchs(ctx):
@@ -101,8 +93,8 @@ def groups_of_torchs(ctx):
             assert_close(mine.grad, other.grad * 2)
 
 
-def test_groups_and_meshes_of_torchs(ranks_of_torchs):
-    ranks_of_torchs.run(groups_of_torchs, 2, timeout=30)
+def test_groups_and_meshes_of_torchs(ranks):
+    ranks.run(groups_of_torchs, 2, timeout=30)
 
 
 def over_torchs_shm(ctx):
@@ -110,8 +102,8 @@ def over_torchs_shm(ctx):
         train(mlp, 5, None)
 
 
-def test_shared_memory_as_torchs_default_group(ranks_of_torchs):
-    ranks_of_torchs.run(over_torchs_shm, 2, timeout=30)
+def test_shared_memory_as_torchs_default_group(ranks):
+    ranks.run(over_torchs_shm, 2, timeout=30)
 
 
 def sharded_three_ways(ctx, backend):
@@ -152,8 +144,8 @@ def sharded_three_ways(ctx, backend):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_torchs_sharded_optimizer_beside_ours(ranks_of_torchs, backend, size):
-    ranks_of_torchs.run(sharded_three_ways, size, args=(backend,), timeout=60)
+def test_torchs_sharded_optimizer_beside_ours(ranks, backend, size):
+    ranks.run(sharded_three_ways, size, args=(backend,), timeout=60)
 
 
 def normalise_over_torchs_default_group(ctx):
@@ -168,5 +160,5 @@ def normalise_over_torchs_default_group(ctx):
         assert_close(layer.running_var, plain.running_var)
 
 
-def test_sync_batch_norm_over_torchs_default_group(ranks_of_torchs):
-    ranks_of_torchs.run(normalise_over_torchs_default_group, 2)
+def test_sync_batch_norm_over_torchs_default_group(ranks):
+    ranks.run(normalise_over_torchs_default_group, 2)

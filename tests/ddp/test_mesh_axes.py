@@ -18,7 +18,6 @@ from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import RankMismatch
 from phalanx.mesh import init_device_mesh
-from phalanx.testing import RankPool
 
 from .whole import ROWS, TINY, assert_close, batch, seeded, share, squares
 
@@ -244,17 +243,10 @@ BODIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def own_ranks():
-    """Ranks of our own: to destroy torch's default group ends all groups that torch knows."""
-    with RankPool(4, preload=("phalanx.ddp", "torch.distributed.tensor.parallel")) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])
-def test_gradients_are_those_of_the_whole(own_ranks, backend, keeps):
-    own_ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
+def test_gradients_are_those_of_the_whole(ranks, backend, keeps):
+    ranks.run(on_mesh, 4, args=(backend, "trains", keeps))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
@@ -268,10 +260,10 @@ def test_gradients_are_those_of_the_whole(own_ranks, backend, keeps):
         "reduces_in_low_precision",
     ],
 )
-def test_passes_of_all_kinds(own_ranks, backend, name):
-    own_ranks.run(on_mesh, 4, args=(backend, name))
+def test_passes_of_all_kinds(ranks, backend, name):
+    ranks.run(on_mesh, 4, args=(backend, name))
 
 
 @pytest.mark.parametrize("name", ["differs", "copies"])
-def test_values_of_parts(own_ranks, name):
-    own_ranks.run(on_mesh, 4, args=("shm", name))
+def test_values_of_parts(ranks, name):
+    ranks.run(on_mesh, 4, args=("shm", name))

@@ -11,16 +11,8 @@ from torch.distributed.algorithms import join as upstream
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.join import Join, Joinable, JoinHook, gather_uneven
-from phalanx.testing import RankPool
 
 from .counting import Counter, take
-
-
-@pytest.fixture(scope="module")
-def pair():
-    """Make ranks that no other test has: torch's end of the world is the end of every group."""
-    with RankPool(2) as pool:
-        yield pool
 
 
 @contextmanager
@@ -68,8 +60,8 @@ def theirs_in_ours(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_torchs_joinables_in_our_block(pair, backend):
-    pair.run(theirs_in_ours, 2, args=(backend,), timeout=30)
+def test_torchs_joinables_in_our_block(ranks, backend):
+    ranks.run(theirs_in_ours, 2, args=(backend,), timeout=30)
 
 
 def ours_in_theirs(ctx, backend):
@@ -89,8 +81,8 @@ def ours_in_theirs(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_our_joinables_in_torchs_block(pair, backend):
-    pair.run(ours_in_theirs, 2, args=(backend,), timeout=30)
+def test_our_joinables_in_torchs_block(ranks, backend):
+    ranks.run(ours_in_theirs, 2, args=(backend,), timeout=30)
 
 
 def torchs_early_termination(ctx):
@@ -105,8 +97,8 @@ def torchs_early_termination(ctx):
         dist.barrier()  # the group is as good as before
 
 
-def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(pair):
-    pair.run(torchs_early_termination, 2, timeout=30)
+def test_uneven_inputs_of_torchs_joinables_leave_the_group_whole(ranks):
+    ranks.run(torchs_early_termination, 2, timeout=30)
 
 
 def test_ours_pass_for_torchs():
@@ -123,5 +115,5 @@ def gather_over_torchs_default_group(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_rows_are_gathered_over_torchs_default_group(pair, backend):
-    pair.run(gather_over_torchs_default_group, 2, args=(backend,))
+def test_rows_are_gathered_over_torchs_default_group(ranks, backend):
+    ranks.run(gather_over_torchs_default_group, 2, args=(backend,))

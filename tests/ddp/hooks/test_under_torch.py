@@ -9,7 +9,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from phalanx.ddp import hooks
-from phalanx.testing import RankPool, over_groups
+from phalanx.testing import over_groups
 
 from ..test_beside_torch import world
 from ..whole import batch, seeded
@@ -45,9 +45,8 @@ def train_under_torch(ctx):
             assert (ours - whole).abs().max() <= close * whole.abs().max(), (name, step)
 
 
-def test_our_hooks_run_on_torchs_ddp():
-    with RankPool(2) as pool:
-        pool.run(in_world, 2)
+def test_our_hooks_run_on_torchs_ddp(ranks):
+    ranks.run(in_world, 2)
 
 
 def in_world(ctx):

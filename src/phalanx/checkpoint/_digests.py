@@ -150,7 +150,7 @@ def _find(node: Node, path: Path) -> Node:
 def _digest(node: Node, path: Path, digests: dict[Path, str]) -> str:
     """Note the digests of a node and of all below it."""
     if node.mark == "per rank":
-        found = "per rank"
+        found = ""  # not looked at
     elif isinstance(node, TensorLeaf):
         found = f"{node.name} {_digest_of_tensor(node)}"
     elif isinstance(node, Branch):
@@ -161,8 +161,8 @@ def _digest(node: Node, path: Path, digests: dict[Path, str]) -> str:
         found = checksum(json.dumps([node.kind, sorted(below.items())]).encode())
     else:
         found = checksum(json.dumps(encode(node, _no_tensor)).encode())
-    digests[path] = found
-    return found
+    digests[path] = f"{node.mark} {found}"
+    return digests[path]
 
 
 def _digest_of_tensor(leaf: TensorLeaf) -> str:

@@ -22,7 +22,7 @@ from ._dtypes import carrier
 
 __all__ = ["CHUNK", "Place", "Share", "Sink", "WrittenFile", "checksum", "memory", "write_tensors"]
 
-CHUNK = 1 << 20
+CHUNK = 2 << 20
 """Bytes that are hashed and then written while they are still in the processor's cache."""
 _ALIGNMENT = 64  # of the first tensor; the others follow by falling size of their elements
 

@@ -87,10 +87,9 @@ def test_the_safetensors_library_opens_our_files(tmp_path):
     opened = safetensors.torch.load_file(file)
     assert len(opened) == len(state)
     for name, tensor in state.items():
-        if name == "__metadata__":
-            name = '"__metadata__"'
+        key = '"__metadata__"' if name == "__metadata__" else name
         wanted = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        assert same_tensor(opened[name], wanted), name
+        assert same_tensor(opened[key], wanted), name
 
 
 def test_the_safetensors_library_opens_parts_too(tmp_path, monkeypatch):

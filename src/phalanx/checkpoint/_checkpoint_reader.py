@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import MissingKeys
 from ._fitting import Fitting
 from ._loading import OpenCheckpoint, reading
+from ._meeting import names_of
 from ._paths import Path, display
 from ._storage import storage_at
 from ._structure import Absent, Branch, Node, TensorLeaf, leaves, rebuild
@@ -60,7 +61,7 @@ class CheckpointReader:
 def _read_all(checkpoint: OpenCheckpoint, tree: Node, locate: _Locator) -> tuple[Any, list[str]]:
     if isinstance(tree, Absent):
         raise MissingKeys(
-            f"{checkpoint.path} has state of its own for ranks {', '.join(map(str, tree.ranks))} "
+            f"{checkpoint.path} has state of its own for {names_of(tree.ranks)} "
             "and nothing else; say which one to load (rank=…)"
         )
     checkpoint.open_files(leaves(tree))

@@ -19,6 +19,7 @@ from ..errors import StateMismatch
 from ._dtypes import name_of_dtype
 from ._encoding import encode
 from ._marks import Piece
+from ._meeting import names_of
 from ._paths import Key, Path, display, name_of
 from ._structure import Branch, Node, TensorLeaf
 from ._tensors import checksum, chunks, memory, nbytes
@@ -134,10 +135,7 @@ def _complaint(path: Path, told: Sequence[_Facts | None], marks: set[str]) -> st
     if len(marks) > 1:
         return f"{display(path)} is marked as alike on some ranks only"
     others = [rank for rank, facts in enumerate(told) if facts != told[0]]
-    return (
-        f"{display(path)} is marked as alike, but differs from rank 0 on "
-        f"{'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))}"
-    )
+    return f"{display(path)} is marked as alike, but differs from rank 0 on {names_of(others)}"
 
 
 def _find(node: Node, path: Path) -> Node:

@@ -44,6 +44,7 @@ class LocalStorage(Storage):
         self.workspace = self._target.parent / f".{self._target.name}.saving"
         """Where saves to the path do their work."""
         self._lock: Lock | None = None
+        self._is_published = False
 
     def begin(self, owner: str) -> str:
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
@@ -62,9 +63,7 @@ class LocalStorage(Storage):
                 shutil.rmtree(entry.path)
             elif entry.name.lstrip(".").startswith(NOTE):
                 os.unlink(entry.path)  # whoever has left it just now will say it again
-        named = self._named_files()
-        if named is not None:
-            self._remove_strays(named)
+        self._remove_strays(self._named_files())
 
     def _named_files(self) -> set[str] | None:
         """Return the files that belong to the checkpoint, or None if it cannot be known."""
@@ -76,7 +75,10 @@ class LocalStorage(Storage):
         except (OSError, DamagedCheckpoint):
             return None  # somebody may want to rescue them
 
-    def _remove_strays(self, named: set[str]) -> None:
+    def _remove_strays(self, named: set[str] | None) -> None:
+        """Remove files that were moved in for a commit that did not come."""
+        if named is None:
+            return
         with suppress(FileNotFoundError, NotADirectoryError):
             for name in os.listdir(self._target):
                 if OUR_FILES.fullmatch(name) and name not in named:
@@ -86,6 +88,9 @@ class LocalStorage(Storage):
     def create(self, save: str, name: str) -> Iterator[_Sink]:
         """Write a file in the temporary folder, and flush it and its folder."""
         folder = self.workspace / save
+        if not folder.is_dir():
+            problem = "rank 0 has made this folder, but not here; do ranks share the file system?"
+            raise FileNotFoundError(errno.ENOENT, problem, str(folder))
         sink = _Sink(folder / name)
         try:
             yield sink
@@ -107,6 +112,7 @@ class LocalStorage(Storage):
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             self._replace(folder)
+        self._is_published = True
         _reach("published")
         _flush_folder(self.workspace)
         _flush_folder(self._target.parent)
@@ -129,6 +135,8 @@ class LocalStorage(Storage):
         if save is not None:
             shutil.rmtree(self.workspace / save, ignore_errors=True)
         if self._lock is not None:
+            if not self._is_published:
+                self._remove_strays(self._named_files())
             self._lock.release()
             self._lock = None
 

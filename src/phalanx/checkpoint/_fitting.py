@@ -20,6 +20,7 @@ from ._codecs import codec_for
 from ._dtypes import name_of_dtype
 from ._loading import OpenCheckpoint
 from ._marks import Alike, PerRank
+from ._meeting import names_of
 from ._paths import Path, display
 from ._structure import Absent, Branch, Node, Scalar, TensorLeaf, leaves, rebuild
 
@@ -80,7 +81,7 @@ class Fitting:
         if isinstance(node, Absent):
             raise MissingKeys(
                 f"{display(path)} differs from rank to rank, and the checkpoint has it for "
-                f"{_ranks(node.ranks)} only; say which one to load (rank=…), or leave it out"
+                f"{names_of(node.ranks)} only; say which one to load (rank=…), or leave it out"
             )
         if isinstance(target, Alike | PerRank):
             inner, mark = self._fit(target.value, node, path), type(target)
@@ -155,7 +156,3 @@ def _mismatch(path: Path, wanted: str, node: Node) -> StateMismatch:
         assert isinstance(node, Scalar)
         found = f"{node.value!r:.40}"
     return StateMismatch(f"{display(path)} is {found} in the checkpoint, and {wanted} here")
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

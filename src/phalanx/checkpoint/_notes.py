@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import SaveFailed, SaveTimeout
-from ._meeting import Company
+from ._meeting import Company, names_of
 from ._storage import NOTE, Board
 from ._types import BarrierLike, RankInfo
 
@@ -27,6 +27,7 @@ __all__ = ["ByNotes"]
 T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks
+_FAREWELL = 10.0  # seconds to read notes that are there
 
 
 class ByNotes(Company):
@@ -81,13 +82,13 @@ class ByNotes(Company):
 
         def complain() -> SaveFailed:
             missing = [rank for rank in range(1, self.size) if rank not in hellos]
-            return SaveTimeout(f"{_ranks(missing)} did not come within {self._timeout} s")
+            return SaveTimeout(f"{names_of(missing)} did not come within {self._timeout} s")
 
         try:
             self._poll(all_are_here, complain)
             double = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
             if double:
-                raise SaveFailed(f"two processes say that they are {_ranks(double)}: two jobs?")
+                raise SaveFailed(f"two processes say that they are {names_of(double)}: two jobs?")
         except SaveFailed as error:
             self._answer(hellos, {"failed": str(error)})
             raise
@@ -160,6 +161,7 @@ class ByNotes(Company):
                 self._poll(
                     lambda: self._board.names().issuperset(byes) or None,
                     lambda: SaveTimeout("nobody says goodbye"),
+                    timeout=min(self._timeout, _FAREWELL),
                 )
             except SaveTimeout:
                 return  # they have what they need, or are dead
@@ -167,9 +169,15 @@ class ByNotes(Company):
                 if name.startswith(f"{NOTE}{self._session}."):
                     self._board.remove(name)
 
-    def _poll(self, look: Callable[[], T | None], complain: Callable[[], SaveFailed]) -> T:
+    def _poll(
+        self,
+        look: Callable[[], T | None],
+        complain: Callable[[], SaveFailed],
+        *,
+        timeout: float | None = None,
+    ) -> T:
         """Look until there is something to see, ever less often."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         pause = 0.001
         while True:
             seen = look()
@@ -179,10 +187,6 @@ class ByNotes(Company):
                 raise complain()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _job() -> str:

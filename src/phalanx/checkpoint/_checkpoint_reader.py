@@ -84,14 +84,15 @@ class _Locator:
         self._map = map_location
 
     def fresh(self, checkpoint: OpenCheckpoint) -> Callable[[TensorLeaf], Tensor]:
-        """Return how to get a tensor of a checkpoint; the same one twice is one tensor."""
-        moved: dict[int, Tensor] = {}
+        """Return how to get a tensor of a checkpoint; those that were one memory are one again."""
+        known: dict[Any, Tensor] = {}
 
         def get(leaf: TensorLeaf) -> Tensor:
-            tensor = checkpoint.fetch(leaf)
-            if id(tensor) not in moved:
-                moved[id(tensor)] = self._move(tensor, leaf.device)
-            return moved[id(tensor)]
+            places = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
+            identity = (leaf.name if 0 in leaf.shape else places, leaf.dtype, leaf.shape)
+            if identity not in known:
+                known[identity] = self._move(checkpoint.fetch(leaf), leaf.device)
+            return known[identity]
 
         return get
 

@@ -96,6 +96,9 @@ class LocalStorage(Storage):
             yield sink
             _reach("flush")
             sink.flush()
+        except BaseException:
+            sink.remove()  # at once: on a full disk, there must be room to tell the others
+            raise
         finally:
             sink.close()
         _flush_folder(folder)
@@ -167,6 +170,10 @@ class _Sink:
         with self._naming():
             os.fsync(self._fd)
 
+    def remove(self) -> None:
+        """Give its space back."""
+        self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
@@ -189,8 +196,9 @@ class FileBoard:
         """Leave a note under a name that appears at once."""
         draft = self._folder / f".{name}.draft"
         for attempt in range(100):  # the folder may be removed right after it was made
+            with suppress(FileExistsError):
+                self._folder.mkdir(parents=True)
             with suppress(FileNotFoundError):
-                self._folder.mkdir(parents=True, exist_ok=True)
                 draft.write_text(text)
                 os.rename(draft, self._folder / name)
                 return

@@ -27,7 +27,8 @@ class Lock:
     def take(cls, folder: Path, owner: str, *, purpose: str) -> Lock:
         """Make the folder, take its lock, and write into it who `owner` is."""
         for _ in range(_ATTEMPTS):
-            folder.mkdir(exist_ok=True)
+            with suppress(FileExistsError):
+                os.mkdir(folder)  # not by pathlib, which trips if it is removed at that instant
             try:
                 fd = os.open(folder / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
             except FileNotFoundError:

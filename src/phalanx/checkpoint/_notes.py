@@ -27,6 +27,7 @@ __all__ = ["ByNotes"]
 T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks
+_GRACE = 1.0  # seconds for rank 0 to say that it has given up
 _FAREWELL = 10.0  # seconds to read notes that are there
 
 
@@ -117,7 +118,9 @@ class ByNotes(Company):
             return SaveTimeout(f"rank 0 did not come within {self._timeout} s")
 
         try:
-            said = json.loads(self._poll(listen, complain))
+            # Longer than rank 0 waits for the others: it knows who of them is missing.
+            patience = self._timeout + min(self._timeout / 2, _GRACE)
+            said = json.loads(self._poll(listen, complain, timeout=patience))
         finally:
             self._board.remove(hello)
             self._board.remove(answer)

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpoint import (
     Alike,
@@ -137,8 +138,7 @@ def test_a_checkpointer_out_of_the_box(tmp_path):
 
 def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
     assert default_rank_info() == RankInfo(0, 1)
-    store = dist.HashStore()
-    dist.init_process_group("fake", rank=2, world_size=3, store=store)
+    dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
     try:
         assert default_rank_info() == RankInfo(2, 3)
     finally:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
+from ._board import FileBoard
 from ._locks import Lock
 from ._manifest import LARGEST, MANIFEST, Manifest
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
@@ -184,45 +185,6 @@ class _Sink:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-
-class FileBoard:
-    """Notes as small files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, name: str, text: str) -> None:
-        """Leave a note under a name that appears at once."""
-        draft = self._folder / f".{name}.draft"
-        for attempt in range(100):  # the folder may be removed right after it was made
-            with suppress(FileExistsError):
-                self._folder.mkdir(parents=True)
-            with suppress(FileNotFoundError):
-                draft.write_text(text)
-                os.rename(draft, self._folder / name)
-                return
-            assert attempt < 99, "somebody removes the folder again and again"
-
-    def names(self) -> set[str]:
-        """List the folder."""
-        try:
-            return set(os.listdir(self._folder))
-        except FileNotFoundError:
-            return set()
-
-    def get(self, name: str) -> str | None:
-        """Read a note."""
-        try:
-            return (self._folder / name).read_text()
-        except FileNotFoundError:
-            return None
-
-    def remove(self, name: str) -> None:
-        """Remove a note."""
-        (self._folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()  # the last one closes the door
 
 
 class LocalSnapshot(Snapshot):

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import Alike, PerRank, RankInfo
+from phalanx.checkpoint import Alike, PerRank, RankInfo, register_codec
 from phalanx.checkpoint._alike import Part, own_parts, parts
 from phalanx.checkpoint._digests import digest, find_differences, fingerprint
 from phalanx.checkpoint._marks import Piece
@@ -176,6 +176,25 @@ def test_ranks_may_stage_only_what_they_write(tmp_path, size):
     for rank in range(size):
         loaded, _ = load(tmp_path / "c", rank, size)
         assert same(loaded, {"m": model, "own": torch.tensor(rank)})
+
+
+class Pair:
+    def __init__(self, one, two):
+        self.one, self.two = one, two
+
+
+def test_a_codec_sees_whole_tensors_also_where_a_part_is_staged(tmp_path):
+    register_codec(
+        "test.pair",
+        Pair,
+        encode=lambda pair: [pair.one, pair.two],
+        decode=lambda items: Pair(items[0] + 0, items[1]),
+    )
+    state = {"p": Alike(Pair(torch.ones(3), 4)), "w": Alike(torch.ones(2))}
+    saved(tmp_path / "c", [own_parts(state, RankInfo(rank, 2)) for rank in range(2)])
+    loaded, _ = load(tmp_path / "c")
+    assert loaded["p"].one.tolist() == [1, 1, 1]
+    assert loaded["w"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

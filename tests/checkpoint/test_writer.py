@@ -20,7 +20,8 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
 )
 from phalanx.checkpoint._builder import default_rank_info
-from phalanx.errors import SaveFailed, UnsupportedState
+from phalanx.checkpoint._files import LocalStorage
+from phalanx.errors import FolderInUse, SaveFailed, UnsupportedState
 
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved
 
@@ -153,6 +154,23 @@ def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):
     saved(tmp_path / "c", [{"a": 1}] * 2, meet=None)
     saved(tmp_path / "c", [{"a": 2}] * 2, meet=None)
     assert load(tmp_path / "c")[0] == {"a": 2}
+
+
+def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
+    """As a sharded optimizer does: here ranks would wait for each other for ever."""
+    barrier = ThreadBarrier(2)
+
+    class Collective:
+        def state_dict(self):
+            barrier.execute_barrier()
+            return {"a": 1}
+
+    storage = LocalStorage(str(tmp_path / "c"))
+    held = storage.begin("another job")
+    for error in save(tmp_path / "c", [{"c": Collective()}] * 2):
+        assert isinstance(error, FolderInUse)
+    storage.end(held)
+    saved(tmp_path / "c", [{"c": Collective()}] * 2)
 
 
 def test_an_interrupt_stays_one_and_the_others_hear_of_it(tmp_path):

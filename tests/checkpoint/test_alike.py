@@ -128,7 +128,7 @@ def test_what_is_said_to_be_alike_and_is_not_is_named_on_every_rank(states, mess
 def test_a_fingerprint_sees_the_ends_and_the_middle():
     tensor = torch.zeros(1 << 20)
     first = fingerprint(tensor)
-    for place in (0, -1, (tensor.numel() - 512) // 31):
+    for place in (0, -1, tensor.numel() // 16, tensor.numel() // 2):
         other = tensor.clone()
         other[place] = 1
         assert fingerprint(other) != first

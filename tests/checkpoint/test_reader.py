@@ -228,6 +228,13 @@ def test_map_location_means_what_it_does_to_torch(path, map_location):
     assert load(path, map_location=map_location)[0]["model"]["bias"].device.type == "cpu"
 
 
+def test_other_arguments_are_those_of_torch_load_or_refused(path):
+    reader = CheckpointReader(RankInfo(0, 2))
+    reader.read(path, weights_only=True)
+    with pytest.raises(ValueError, match="takes no rnak"):
+        reader.read(path, rnak=1)
+
+
 def test_map_location_moves(path):
     for where in ("meta", {"cpu": "meta"}):
         assert load(path, map_location=where)[0]["model"]["bias"].is_meta

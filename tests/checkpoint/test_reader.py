@@ -174,6 +174,15 @@ def test_objects_are_loaded_by_their_own_protocol(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_an_optimizer_comes_back_with_the_keys_and_types_it_had(tmp_path):
+    _, optimizer = trained()
+    saved(tmp_path / "c", [{"optimizer": optimizer}])
+    loaded = load(tmp_path / "c")[0]["optimizer"]
+    assert same(optimizer.state_dict(), loaded)
+    assert set(loaded["state"]) == {0, 1, 2, 3}
+    assert isinstance(loaded["param_groups"][0]["betas"], tuple)
+
+
 def test_a_model_trains_on_as_if_it_had_not_been_stopped(tmp_path):
     def steps(model, optimizer, count):
         for _ in range(count):

@@ -21,6 +21,15 @@
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
     │   ├── NotInMesh (RuntimeError, IndexError)
     │   └── Unprepared (RuntimeError, AssertionError)
+    ├── CheckpointError (RuntimeError)       a checkpoint cannot be saved or loaded
+    │   ├── SaveFailed                       on every rank alike; names the first cause
+    │   │   ├── SaveTimeout (TimeoutError)   a rank did not come; says who
+    │   │   └── FolderInUse                  another job is saving there; says who
+    │   ├── DamagedCheckpoint (ValueError)   what is on disk is not what was written
+    │   ├── CheckpointNotFound (FileNotFoundError)
+    │   ├── MissingKeys                      what was asked for is not in the checkpoint
+    │   ├── StateMismatch                    it is there, but of another shape or type
+    │   └── UnsupportedState (TypeError)     a value that cannot be stored; names it
     ├── HookError (RuntimeError)             a hook of the user's raised, or gave what is no use
     ├── UnevenInputs (RuntimeError)          some ranks have run out of data, which was forbidden
     ├── RanksFailed (RuntimeError)           ranks that we started ended badly
@@ -37,7 +46,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointNotFound",
     "CollectiveTimeout",
+    "DamagedCheckpoint",
+    "FolderInUse",
     "GroupAborted",
     "GroupError",
     "HookError",
@@ -47,6 +60,7 @@ __all__ = [
     "InvalidMesh",
     "InvalidState",
     "InvalidType",
+    "MissingKeys",
     "MisuseError",
     "NotInMesh",
     "PeerLeft",
@@ -57,10 +71,14 @@ __all__ = [
     "RanksFailed",
     "RendezvousError",
     "RendezvousTimeout",
+    "SaveFailed",
+    "SaveTimeout",
+    "StateMismatch",
     "UnevenInputs",
     "UnknownAxis",
     "UnknownOption",
     "Unprepared",
+    "UnsupportedState",
 ]
 
 
@@ -223,6 +241,42 @@ class UnknownAxis(MisuseError, KeyError, IndexError, ValueError, AssertionError)
 
 class NotInMesh(MisuseError, RuntimeError, IndexError):
     """The calling rank is not in the mesh, so there is no answer for it."""
+
+
+class CheckpointError(PhalanxError, RuntimeError):
+    """A checkpoint cannot be saved or loaded."""
+
+
+class SaveFailed(CheckpointError):
+    """A save did not happen: every rank raises this, and the message names the first cause."""
+
+
+class SaveTimeout(SaveFailed, TimeoutError):
+    """A save did not happen because ranks were missing at a meeting."""
+
+
+class FolderInUse(SaveFailed):
+    """A save did not happen because another job is saving at the same place."""
+
+
+class DamagedCheckpoint(CheckpointError, ValueError):
+    """A checkpoint's files are not what a save has written."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path, or no complete one."""
+
+
+class MissingKeys(CheckpointError):
+    """A checkpoint lacks keys that were asked for."""
+
+
+class StateMismatch(CheckpointError):
+    """A value in the checkpoint does not fit the one that it is to be loaded into."""
+
+
+class UnsupportedState(CheckpointError, TypeError):
+    """A value of the state cannot be stored."""
 
 
 class HookError(PhalanxError, RuntimeError):

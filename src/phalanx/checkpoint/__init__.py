@@ -1,0 +1,46 @@
+"""Checkpoints that are all or nothing: durable, verified, and of any number of ranks.
+
+::
+
+    checkpointer = make_sync_checkpointer()
+    checkpointer.save("run/step-1000", {"model": model, "optimizer": optimizer, "step": 1000})
+    checkpointer.load("run/step-1000", {"model": model, "optimizer": optimizer})
+
+The names are those of `torch.distributed.checkpoint._experimental`. The parts, from the top::
+
+    _builder, _config           make them
+    _checkpointer               save and load
+    _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
+    _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
+    _alike, _digests            what ranks hold alike, and who writes which bytes of it
+    _storage, _files, _remote   where it goes; _locks: whose turn it is
+    _manifest, _tensors         what is in the files
+    _structure, _encoding       a state as a tree, and the tree as JSON
+"""
+
+from ._builder import make_sync_checkpointer
+from ._checkpoint_reader import CheckpointReader
+from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
+from ._checkpointer import Checkpointer, SyncCheckpointer
+from ._codecs import register_codec
+from ._config import CheckpointerConfig
+from ._marks import Alike, PerRank
+from ._rng import RNGState
+from ._types import STATE_DICT, RankInfo
+
+__all__ = [
+    "STATE_DICT",
+    "Alike",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "CheckpointWriterConfig",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "PerRank",
+    "RNGState",
+    "RankInfo",
+    "SyncCheckpointer",
+    "WriterHook",
+    "make_sync_checkpointer",
+    "register_codec",
+]

@@ -1,0 +1,212 @@
+"""Checkpoints on whatever fsspec can reach: no renames and no locks, so the manifest decides.
+
+Data goes under its final names, which no other save uses, and the manifest last. An object store
+shows an object only when all of it has arrived; that is its rename. Nobody can prove there that
+the owner of a stray file is dead, so only files of the checkpoint that was replaced are removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+from .. import _faultpoints
+from ..errors import DamagedCheckpoint, InvalidArgument
+from ._manifest import LARGEST, MANIFEST, Manifest
+from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
+
+__all__ = ["RemoteStorage"]
+
+
+class RemoteStorage(Storage):
+    """A folder of a file system of fsspec."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import fsspec
+        except ImportError as error:
+            raise InvalidArgument(f"{path} needs fsspec: pip install 'phalanx[cloud]'") from error
+        self.path = path
+        self._fs, folder = fsspec.core.url_to_fs(path)
+        self._folder = folder.rstrip("/")
+
+    def begin(self, owner: str) -> str:  # noqa: ARG002 - there is nowhere to lock
+        """Make the folder, where folders exist, and take old notes away."""
+        self._fs.makedirs(self._folder, exist_ok=True)
+        board = self.board()
+        for name in board.names():
+            board.remove(name)  # whoever has left it just now will say it again
+        return new_save()
+
+    @contextmanager
+    def create(self, save: str, name: str) -> Iterator[_RemoteSink]:
+        """Write an object; it is there when the block ends, as durable as the store makes it."""
+        assert name == MANIFEST or save in name, "no two saves write the same object"
+        file = self._fs.open(f"{self._folder}/{name}", "wb")
+        try:
+            yield _RemoteSink(file)
+        except BaseException:
+            _discard(file)
+            raise
+        _reach("flush")
+        file.close()
+
+    def commit(self, save: str, manifest: bytes) -> None:
+        """Put the manifest, then remove the files of the one that it has replaced."""
+        old = self._named_files()
+        _reach("publish")
+        self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
+        _reach("published")
+        for name in old:
+            if OUR_FILES.fullmatch(name) and save not in name:
+                self._remove(name)
+
+    def _named_files(self) -> list[str]:
+        try:
+            data = self._fs.cat_file(f"{self._folder}/{MANIFEST}")
+            return list(Manifest.load(data, self.path).files)
+        except (FileNotFoundError, DamagedCheckpoint):
+            return []
+
+    def _remove(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._folder}/{name}")
+
+    def end(self, save: str | None) -> None:
+        """Remove the files of a save that did not happen."""
+        if save is None or save in self._current_save():
+            return
+        with suppress(FileNotFoundError):
+            for each in self._fs.ls(self._folder, detail=False, refresh=True):
+                name = each.rpartition("/")[2]
+                if OUR_FILES.fullmatch(name) and save in name:
+                    self._remove(name)
+
+    def _current_save(self) -> str:
+        return " ".join(self._named_files())
+
+    def board(self) -> RemoteBoard:
+        """Leave notes in a folder below."""
+        return RemoteBoard(self._fs, f"{self._folder}/.saving")
+
+    def snapshot(self) -> RemoteSnapshot:
+        """Look at the folder."""
+        return RemoteSnapshot(self._fs, self._folder)
+
+
+class _RemoteSink:
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
+        while data:
+            count = self._file.write(data)
+            data = data[len(data) if count is None else count :]
+
+
+def _discard(file: Any) -> None:
+    """Close a file so that nothing appears, where the store can do that."""
+    with suppress(Exception):
+        if hasattr(file, "discard"):
+            file.discard()
+        else:
+            file.close()
+
+
+class RemoteBoard:
+    """Notes as small objects."""
+
+    def __init__(self, fs: Any, folder: str) -> None:
+        self._fs = fs
+        self._folder = folder
+
+    def put(self, name: str, text: str) -> None:
+        """Put an object."""
+        self._fs.makedirs(self._folder, exist_ok=True)
+        self._fs.pipe_file(f"{self._folder}/{name}", text.encode())
+
+    def names(self) -> set[str]:
+        """List the folder, past any cache."""
+        try:
+            found = self._fs.ls(self._folder, detail=False, refresh=True)
+        except FileNotFoundError:
+            return set()
+        return {each.rpartition("/")[2] for each in found}
+
+    def get(self, name: str) -> str | None:
+        """Get an object."""
+        try:
+            text: str = self._fs.cat_file(f"{self._folder}/{name}").decode()
+        except FileNotFoundError:
+            return None
+        return text
+
+    def remove(self, name: str) -> None:
+        """Remove an object."""
+        with suppress(FileNotFoundError):
+            self._fs.rm_file(f"{self._folder}/{name}")
+        with suppress(OSError):
+            self._fs.rmdir(self._folder)
+
+    def stand(self, name: str) -> int | None:
+        """Leave a note; an object store cannot know whether anybody is alive."""
+        self.put(name, "")
+        return None
+
+    def is_deserted(self, name: str) -> bool:  # noqa: ARG002 - of no note
+        """Be certain of nothing."""
+        return False
+
+
+class RemoteSnapshot(Snapshot):
+    """A folder as it is now; a save that replaces it may remove its files at any time."""
+
+    stays = False
+
+    def __init__(self, fs: Any, folder: str) -> None:
+        self._fs = fs
+        self._folder = folder
+
+    def manifest(self) -> bytes:
+        """Get the manifest."""
+        name = f"{self._folder}/{MANIFEST}"
+        if self._fs.info(name)["size"] > LARGEST:
+            raise OSError(f"{name} is too large for a manifest")
+        data: bytes = self._fs.cat_file(name)
+        return data
+
+    def open(self, name: str) -> _RemoteSource:
+        """Open an object."""
+        return _RemoteSource(self._fs, f"{self._folder}/{name}")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class _RemoteSource(Source):
+    chunk = 16 << 20  # every one is a request
+
+    def __init__(self, fs: Any, path: str) -> None:
+        self._fs = fs
+        self._path = path
+        self._length: int = fs.info(path)["size"]
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def read_into(self, memory: memoryview, offset: int) -> None:
+        data = self._fs.cat_file(self._path, start=offset, end=offset + len(memory))
+        if len(data) < len(memory):
+            raise EOFError(f"the file ends at {offset + len(data)}")
+        memory[:] = data
+
+    def close(self) -> None:
+        pass
+
+
+def _reach(point: str) -> None:
+    if _faultpoints.armed:
+        _faultpoints.reach(f"checkpoint:{point}")

@@ -1,0 +1,77 @@
+"""The states of random number generators, as something that a state may hold."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["RNGState"]
+
+
+class RNGState:
+    """All global random number generators: torch's, Python's, and numpy's if it is in use.
+
+    Put one into the state that is saved and into the one that is loaded::
+
+        state = {"model": model, "optimizer": optimizer, "rng": RNGState()}
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states, of tensors and numbers only."""
+        version, words, gauss = random.getstate()
+        state: dict[str, Any] = {
+            "torch": torch.get_rng_state(),
+            "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        }
+        accelerator = _accelerator()
+        if accelerator is not None:
+            name, module = accelerator
+            state["accelerator"] = {name: module.get_rng_state()}
+        if "numpy" in sys.modules:
+            state["numpy"] = _numpy_state()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators; what the state has of devices that are not here is left alone."""
+        python = state_dict["python"]
+        random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+        torch.set_rng_state(state_dict["torch"].cpu())
+        accelerator = _accelerator()
+        if accelerator is not None:
+            name, module = accelerator
+            if name in state_dict.get("accelerator", {}):
+                module.set_rng_state(state_dict["accelerator"][name].cpu())
+        if "numpy" in state_dict:
+            _set_numpy_state(state_dict["numpy"])
+
+
+def _accelerator() -> tuple[str, Any] | None:
+    device = torch.accelerator.current_accelerator()
+    if device is None or not torch.accelerator.is_available():
+        return None
+    return device.type, torch.get_device_module(device)
+
+
+def _numpy_state() -> dict[str, Any]:
+    import numpy as np
+
+    name, words, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "generator": name,
+        "words": torch.tensor([int(word) for word in words]),
+        "position": int(position),
+        "has_gauss": int(has_gauss),
+        "gauss": float(gauss),
+    }
+
+
+def _set_numpy_state(state: dict[str, Any]) -> None:
+    import numpy as np
+
+    words = np.array(state["words"].tolist(), dtype=np.uint32)
+    np.random.set_state(
+        (state["generator"], words, state["position"], state["has_gauss"], state["gauss"])
+    )

@@ -1,0 +1,38 @@
+"""The words that every part of checkpointing shares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+__all__ = ["STATE_DICT", "BarrierLike", "RankInfo", "Stateful"]
+
+STATE_DICT: TypeAlias = dict[str, Any]
+"""Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""
+
+
+@dataclass
+class RankInfo:
+    """Say which rank this is, and of how many."""
+
+    global_rank: int
+    """This rank's number among those that save and load together."""
+    global_world_size: int
+    """How many of them there are."""
+
+
+class BarrierLike(Protocol):
+    """What the writer needs of a barrier; one that has `exchange` saves it small files."""
+
+    def execute_barrier(self) -> None:
+        """Wait until every rank has come."""
+
+
+class Stateful(Protocol):
+    """What may stand in a state by itself: a module, an optimizer, a data loader."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take the state back."""

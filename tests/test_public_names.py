@@ -8,6 +8,26 @@ import pytest
 
 PROMISED = {
     "phalanx": {"DDP", "DistributedDataParallel", "__version__", "errors"},
+    "phalanx.checkpoint": {
+        "BARRIER_REGISTRY",
+        "Barrier",
+        "BarrierConfig",
+        "DistBarrier",
+        "GroupBarrier",
+        "TCPStoreBarrier",
+        "create_barrier_from_config",
+        "register_barrier",
+    },
+    "phalanx.checkpoint.barriers": {
+        "BARRIER_REGISTRY",
+        "Barrier",
+        "BarrierConfig",
+        "DistBarrier",
+        "GroupBarrier",
+        "TCPStoreBarrier",
+        "create_barrier_from_config",
+        "register_barrier",
+    },
     "phalanx.ddp": {
         "DDP",
         "DistributedDataParallel",
@@ -17,6 +37,8 @@ PROMISED = {
         "StepStats",
     },
     "phalanx.errors": {
+        "BarrierError",
+        "BarrierTimeout",
         "CollectiveTimeout",
         "GroupAborted",
         "GroupError",

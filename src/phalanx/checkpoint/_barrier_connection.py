@@ -29,16 +29,20 @@ _opening = threading.Lock()  # so that a socket that appears meanwhile is the on
 
 
 class Connection:
-    """A store of one's own, with a deadline for a ``with`` block of calls to it."""
+    """A store of one's own, with a deadline for a ``with`` block of calls to it.
+
+    `connect` must not wait for other threads of this process, which may be about to connect, too.
+    """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
+        self._sockets: list[socket.socket] = []
+        self.was_cut = False
+        self.deadline = 0.0
         with _opening:
             before = _sockets()
             self.store = connect()
             opened = [each for each, _ in _sockets() - before]
         self._sockets = _leading_to(_port(self.store), opened)
-        self.was_cut = False
-        self.deadline = 0.0
 
     def until(self, deadline: float) -> Connection:
         """Name the moment, by the monotonic clock, at which the block's calls are to be cut off."""

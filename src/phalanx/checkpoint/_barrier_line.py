@@ -82,11 +82,13 @@ class Line:
         size: int,
         host: str = "the store",
         patience: float = 60.0,
+        await_host: Callable[[], None] = lambda: None,
     ) -> None:
         self.prefix = prefix
         self.rank = rank
         self.size = size
         self._connect = connect
+        self._await_host = await_host
         self._host = host
         # The length keeps one prefix's keys from being those of another that it is the start of.
         self._root = f"barrier:{len(prefix)}:{prefix}:"
@@ -101,6 +103,7 @@ class Line:
         self._floor = 0  # the last that all came to elsewhere
         self._woken = 0  # the use whose waiters this rank has woken, until its key is deleted
         self._is_unsettled = False  # whether the connection broke in the middle of a use
+        await_host()
         self._connection = Connection(connect)
         self._store = self._connection.store
         try:
@@ -240,7 +243,7 @@ class Line:
             self._fail(use, cause)
         else:
             self._follow()
-        if use <= self._record.passed:
+        if use == self._record.passed:  # none after it can be, without this rank
             self._passed = (self._passed[1], use)
             return [] if text is None else self._gather(use)
         raise self._failed(use)
@@ -292,7 +295,7 @@ class Line:
             old,
             epoch=old.epoch + 1,
             first=first,
-            passed=self._open - 1,
+            passed=self._open - 1 if self._open > old.first else old.passed,
             failure=failure,
             instances={**old.instances, **(instances or {})},
         )
@@ -401,6 +404,7 @@ class Line:
     def _reconnect(self, timeout: float) -> None:
         """Open another connection, and find out what has become of the use that broke off."""
         self._connection.close()
+        self._await_host()
         self._connection = Connection(self._connect)
         with self._connection.until(self._began + timeout + GRACE) as self._store:
             known = self._store.check([self._record_key])

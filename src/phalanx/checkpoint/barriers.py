@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, Unprepared
 from ..groups import ProcessGroup, current_process_group
-from ..groups._stores import check_place, meet, own_connection
+from ..groups._stores import await_listener, check_place, meet, own_connection
 from ._barrier_group import GroupLine
 from ._barrier_line import Line
 
@@ -140,23 +138,18 @@ class TCPStoreBarrier(_Meeting):
         rank, size = check_place(global_rank, global_world_size)
         self._timeout = _seconds("timeout_secs", timeout_secs)
         patience = _seconds("timeout_barrier_init_secs", timeout_barrier_init_secs)
-        connect = _tcp_connection(master_address, int(tcpstore_port), rank, size, patience)
-        host = f"the store at {master_address}:{tcpstore_port}, which rank 0 hosts,"
+        host, port = master_address, int(tcpstore_port)
+        url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+        within = timedelta(seconds=patience)
         self._line = Line(
-            connect, barrier_prefix, rank=rank, size=size, host=host, patience=patience
+            lambda: meet(url, rank=rank, size=size, timeout=within).store,
+            barrier_prefix,
+            rank=rank,
+            size=size,
+            host=f"the store at {host}:{port}, which rank 0 hosts,",
+            patience=patience,
+            await_host=lambda: None if rank == 0 else await_listener(host, port, within),
         )
-
-
-def _tcp_connection(
-    host: str, port: int, rank: int, size: int, patience: float
-) -> Callable[[], Store]:
-    bracketed = f"[{host}]" if ":" in host else host
-
-    def connect() -> Store:
-        url = f"tcp://{bracketed}:{port}"
-        return meet(url, rank=rank, size=size, timeout=timedelta(seconds=patience)).store
-
-    return connect
 
 
 @register_barrier

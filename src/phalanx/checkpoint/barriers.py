@@ -97,10 +97,10 @@ class Barrier(abc.ABC):
         """Wait until every rank has come."""
 
 
-class _Meeting(Barrier):
-    """A barrier whose ranks meet at a line, which does the work."""
+class _StoreBarrier(Barrier):
+    """A barrier whose ranks meet in a store."""
 
-    _line: Line | GroupLine
+    _line: Line
     _timeout: float
 
     def execute_barrier(self) -> None:
@@ -113,7 +113,7 @@ class _Meeting(Barrier):
 
 
 @register_barrier
-class TCPStoreBarrier(_Meeting):
+class TCPStoreBarrier(_StoreBarrier):
     """A barrier in a `TCPStore` that rank 0 hosts; no group is needed.
 
     Barriers with different prefixes may share a port, and then share the server. Rank 0 serves for
@@ -153,7 +153,7 @@ class TCPStoreBarrier(_Meeting):
 
 
 @register_barrier
-class DistBarrier(_Meeting):
+class DistBarrier(_StoreBarrier):
     """A barrier of the ranks of ``torch.distributed``'s default group, in that group's store.
 
     The group itself is not used: a barrier that fails leaves it as it was. All barriers of this
@@ -190,7 +190,7 @@ def _default_line() -> Line:
 
 
 @register_barrier
-class GroupBarrier(_Meeting):
+class GroupBarrier(GroupLine, Barrier):
     """A barrier of the ranks of a phalanx group: in shared memory, if that is what the group uses.
 
     `group` is by default the thread's current one. The barrier has a group of its own, made of the
@@ -202,7 +202,7 @@ class GroupBarrier(_Meeting):
     def __init__(
         self, group: dist.ProcessGroup | None = None, *, timeout_secs: float = DEFAULT_TIMEOUT
     ) -> None:
-        self._timeout = _seconds("timeout_secs", timeout_secs)
+        within = timedelta(seconds=_seconds("timeout_secs", timeout_secs))
         found = current_process_group() if group is None else group
         if found is None:
             raise InvalidState(
@@ -214,7 +214,7 @@ class GroupBarrier(_Meeting):
                 f"GroupBarrier takes a group of phalanx.groups.new_group, not a "
                 f"{type(found).__name__}: for torch's default group there is DistBarrier"
             )
-        self._line = GroupLine(found, self._timeout)
+        super().__init__(found, within)
 
 
 def _seconds(name: str, value: float) -> float:

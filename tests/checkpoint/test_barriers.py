@@ -27,6 +27,7 @@ from phalanx.checkpoint import (
     create_barrier_from_config,
     register_barrier,
 )
+from phalanx.checkpoint._barrier_keys import step_of
 from phalanx.checkpoint._barrier_line import Line
 from phalanx.errors import (
     BarrierError,
@@ -92,7 +93,7 @@ def lines(server, size, together):
 
 
 def keys(server, line):
-    return sorted(key for key in server.list_keys() if line._root in key)
+    return sorted(key for key in server.list_keys() if line._keys.root in key)
 
 
 def caught(call, *args):
@@ -350,7 +351,7 @@ def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(serv
 
 
 def server_value(server, line, name):
-    key = f"{line._root}{name}"
+    key = f"{line._keys.root}{name}"
     return server.get(key) if server.check([key]) else b""
 
 
@@ -358,7 +359,7 @@ def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, togethe
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
     places = lines(server, 3, together)
     places[2]._store.set(places[2]._at_key, "1 c")
-    places[2]._store.add(places[2]._word_key, (1 << 31) + 1)  # and nothing more is heard of it
+    places[2]._store.add(places[2]._word_key, step_of("c"))  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
     places[1]._complete = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()

@@ -7,13 +7,14 @@ has passed there all ranks are back, and make the next group of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 
 from ..errors import BarrierError, BarrierTimeout, CollectiveTimeout, GroupError, RendezvousError
-from ..groups import ProcessGroup
+from ..groups import ProcessGroup, Work
 from ..groups._stores import own_connection
 from ..groups._words import first_line
 from ._barrier_line import Line
@@ -37,6 +38,7 @@ class GroupLine:
         self._passed = 0  # the last use that had passed when the group failed
         self._line: Line | None = None
         self._own: ProcessGroup | None = None
+        self._start: Callable[[], Work | None] = _nothing
         self._form()
 
     def execute_barrier(self) -> None:
@@ -49,7 +51,7 @@ class GroupLine:
             return
         self._number += 1
         try:
-            own.barrier().wait()
+            (self._start() or own.barrier()).wait()
         except GroupError as error:
             raise self._failed(own, error) from error
 
@@ -109,7 +111,14 @@ class GroupLine:
         """Make the barrier's own group, together with all other ranks."""
         name = f"{self.prefix.rpartition('/')[2]}-{self._number}"
         ranks = range(self._group.size())
-        self._own = self._group.split_group(ranks, timeout=self._timeout, group_name=name)
+        self._own = own = self._group.split_group(ranks, timeout=self._timeout, group_name=name)
+        # The first thing that `own.barrier` tries, without the call; it has nothing to say where
+        # the long way has to be taken.
+        self._start = own._short.barrier if own is not None and own._short else _nothing
+
+
+def _nothing() -> None:
+    """Do what a group without a short way does."""
 
 
 def _exchange(group: ProcessGroup, text: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Barriers: every rank waits until all have come, and learns who has not.
 
-The names of ``torch.distributed.checkpoint._experimental.barriers``, and `GroupBarrier`. All barriers
-here also have `exchange`, a barrier that brings what every rank says to all.
+The names of ``torch.distributed.checkpoint._experimental.barriers``, and `GroupBarrier`. All of
+these also have `exchange`, a barrier that brings what every rank says to all.
 """
 
 from ._barrier_kinds import (

@@ -17,6 +17,7 @@ from ..errors import BarrierError, BarrierTimeout, CollectiveTimeout, GroupError
 from ..groups import ProcessGroup, Work
 from ..groups._stores import own_connection
 from ..groups._words import first_line
+from ._barrier_connection import address_of
 from ._barrier_line import Line
 
 __all__ = ["GroupLine"]
@@ -104,6 +105,7 @@ class GroupLine:
                 size=self._group.size(),
                 host=f"the store of group {self._group.label!r}",
                 patience=self._timeout.total_seconds(),
+                address=address_of(store),
             )
         return self._line
 

@@ -17,7 +17,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, Unprepared
 from ..groups import ProcessGroup, current_process_group
-from ..groups._stores import await_listener, check_place, meet, own_connection
+from ..groups._stores import check_place, meet, own_connection
+from ._barrier_connection import address_of
 from ._barrier_group import GroupLine
 from ._barrier_line import Line
 
@@ -146,7 +147,7 @@ class TCPStoreBarrier(_StoreBarrier):
             size=size,
             host=f"the store at {host}:{port}, which rank 0 hosts,",
             patience=patience,
-            await_host=lambda: None if rank == 0 else await_listener(host, port, within),
+            address=None if rank == 0 else (host, port),
         )
 
 
@@ -184,6 +185,7 @@ def _default_line() -> Line:
         rank=dist.get_rank(),
         size=dist.get_world_size(),
         host="the store of the default group",
+        address=address_of(store),
     )
 
 

@@ -35,7 +35,7 @@ from torch.distributed import DistError, DistStoreError
 
 from ..errors import BarrierError, InvalidState, RendezvousError
 from ..groups._words import first_line, ranks_text
-from ._barrier_connection import Connection
+from ._barrier_connection import Address, Connection
 from ._barrier_keys import FAILED, OPEN, PASSED, Keys, arrivals, read_all, read_texts, step_of
 from ._barrier_record import Failure, Record
 
@@ -65,18 +65,18 @@ class Line:
         size: int,
         host: str = "the store",
         patience: float = 60.0,
-        await_host: Callable[[], None] = lambda: None,
+        address: Address | None = None,
     ) -> None:
         self.prefix = prefix
         self.rank = rank
         self.size = size
         self._connect = connect
-        self._await_host = await_host
+        self._address = address
         self._host = host
-        self._keys = keys = Keys(prefix)
-        self._record_key = keys.record
-        self._at_key = keys.at(rank)
-        self._at_keys = [keys.at(each) for each in range(size)]
+        self._keys = Keys(prefix)
+        self._record_key = self._keys.record
+        self._at_keys = [self._keys.at(each) for each in range(size)]
+        self._at_key = self._at_keys[rank]
         self._lock = threading.Lock()  # held for a whole use, by whichever thread makes it
         self._number = 0  # of the last use
         self._step = step_of(None)  # what this rank has added for it
@@ -86,8 +86,7 @@ class Line:
         self._floor = 0  # the last that all came to elsewhere
         self._woken = 0  # the use whose waiters this rank has woken, until its key is deleted
         self._is_unsettled = False  # whether the connection broke in the middle of a use
-        await_host()
-        self._connection = Connection(connect)
+        self._connection = Connection(connect, address, patience=patience)
         self._store = self._connection.store
         try:
             with self._connection.until(time.monotonic() + patience):
@@ -329,9 +328,10 @@ class Line:
     def _broken(self, error: Exception, timeout: float) -> BarrierError:
         """Say that there is no store to meet in."""
         told = f"{self._host} is gone: {first_line(error)}"
-        if self._connection.was_cut:
+        silent = self._connection.was_cut or isinstance(error, TimeoutError)
+        if silent:
             told = f"{self._host} did not answer within {timeout:g} s: is its process stopped?"
-        failure = Failure(self._number, self.rank, told, timeout=self._connection.was_cut)
+        failure = Failure(self._number, self.rank, told, timeout=silent)
         return failure.error(self.prefix, self._number, self.rank)
 
     def _progress(self, use: int) -> dict[int, int]:
@@ -383,8 +383,7 @@ class Line:
     def _reconnect(self, timeout: float) -> None:
         """Open another connection, and find out what has become of the use that broke off."""
         self._connection.close()
-        self._await_host()
-        self._connection = Connection(self._connect)
+        self._connection = Connection(self._connect, self._address, patience=timeout)
         with self._connection.until(self._began + timeout + GRACE) as self._store:
             known = self._store.check([self._record_key])
             current = self._store.get(self._record_key) if known else b""

@@ -27,20 +27,38 @@ from ._config import CheckpointerConfig
 from ._marks import Alike, PerRank
 from ._rng import RNGState
 from ._types import STATE_DICT, RankInfo
+from .barriers import (
+    BARRIER_REGISTRY,
+    Barrier,
+    BarrierConfig,
+    DistBarrier,
+    GroupBarrier,
+    TCPStoreBarrier,
+    create_barrier_from_config,
+    register_barrier,
+)
 
 __all__ = [
+    "BARRIER_REGISTRY",
     "STATE_DICT",
     "Alike",
+    "Barrier",
+    "BarrierConfig",
     "CheckpointReader",
     "CheckpointWriter",
     "CheckpointWriterConfig",
     "Checkpointer",
     "CheckpointerConfig",
+    "DistBarrier",
+    "GroupBarrier",
     "PerRank",
     "RNGState",
     "RankInfo",
     "SyncCheckpointer",
+    "TCPStoreBarrier",
     "WriterHook",
+    "create_barrier_from_config",
     "make_sync_checkpointer",
+    "register_barrier",
     "register_codec",
 ]

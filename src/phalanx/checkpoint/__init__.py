@@ -11,6 +11,7 @@ The names are those of `torch.distributed.checkpoint._experimental`. The parts, 
     _builder, _config           make them
     _checkpointer               save and load
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
+    _upkeep                     verify, and remove what dead saves have left
     _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
     _storage, _files, _remote   where it goes; _locks: whose turn it is

@@ -24,6 +24,7 @@ from phalanx.checkpoint import (
     DistBarrier,
     GroupBarrier,
     TCPStoreBarrier,
+    _barrier_line,
     create_barrier_from_config,
     register_barrier,
 )
@@ -58,6 +59,13 @@ def server():
         wait_for_workers=False,
         timeout=timedelta(seconds=LONG),
     )
+
+
+@pytest.fixture
+def soon_woken(monkeypatch):
+    """Wake those who wait in a failed use sooner than users need it."""
+    monkeypatch.setattr(_barrier_line, "WAKE_AFTER", 0.2)
+    monkeypatch.setattr(_barrier_line, "CANNOT_HAVE_FAILED", 0.18)
 
 
 @pytest.fixture
@@ -300,10 +308,10 @@ def test_a_late_rank_is_not_let_through_and_all_meet_again(server, together):
     assert together(3, lambda rank: places[rank].meet("2", LONG)) == [["2"] * 3] * 3
 
 
-def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together):
+def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together, soon_woken):
     places = lines(server, 3, together)
     began = time.monotonic()
-    patience = [1.2, LONG, LONG]
+    patience = [0.3, LONG, LONG]
     errors = together(2, lambda rank: caught(places[rank].meet, None, patience[rank]))
     assert time.monotonic() - began < LONG / 2
     assert str(errors[0]).partition("rank 0: ")[2] == str(errors[1]).partition("rank 1: rank 0 ")[2]
@@ -311,7 +319,7 @@ def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together)
     together(3, lambda rank: places[rank].meet(None, LONG))
 
 
-def test_ranks_that_call_different_things_all_learn_it(server, together):
+def test_ranks_that_call_different_things_all_learn_it(server, together, soon_woken):
     places = lines(server, 2, together)
     together(2, lambda rank: places[rank].meet(None, LONG))
     texts = [None, "a"]
@@ -333,7 +341,9 @@ def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, 
         places[1].meet(None, LONG)
 
 
-def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(server, together):
+def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(
+    server, together, soon_woken
+):
     places = lines(server, 3, together)
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(places[1].meet, None, LONG)

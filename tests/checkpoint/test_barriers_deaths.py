@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -43,6 +46,35 @@ def host_dies(ctx, port):
 def test_whoever_waits_learns_at_once_that_the_host_is_dead(ranks):
     _, *times = ranks.run(host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
+
+
+HOST = """
+import sys
+from phalanx.checkpoint import TCPStoreBarrier
+barrier = TCPStoreBarrier(0, 2, "last", 20, True, int(sys.argv[1]), "127.0.0.1", 20)
+sys.stdin.readline()  # the other waits
+barrier.execute_barrier()
+"""
+
+
+def test_a_host_whose_program_ends_has_let_everybody_go():
+    """It comes last, so that it has to say so, and ends at once."""
+    port = free_port()
+    command = [sys.executable, "-c", HOST, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
+        barrier = TCPStoreBarrier(1, 2, "last", 20, True, port, "127.0.0.1", LONG)
+        keys = barrier._line._keys
+
+        def tell_the_host():
+            watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
+            watcher.wait([keys.at(1)])  # which is set by a rank that waits
+            host.communicate("go")
+
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(tell_the_host)
+            barrier.execute_barrier()
+            told.result()
+    assert host.returncode == 0
 
 
 def host_stops(ctx, port):
@@ -91,7 +123,7 @@ def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
 
 
 def rank_dies(ctx, port):
-    barrier = tcp(ctx, port, timeout_secs=1.5)
+    barrier = tcp(ctx, port, timeout_secs=0.7)
     for _ in range(3):
         barrier.execute_barrier()
     if ctx.rank == 2:  # which may have come to the third last, and says so to nobody

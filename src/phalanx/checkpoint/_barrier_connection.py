@@ -8,6 +8,7 @@ whether somebody has waited too long. It shuts the socket down, which makes the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
@@ -17,8 +18,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
+from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
 from ..errors import RendezvousTimeout
 from ..groups._background import in_background
@@ -30,6 +33,7 @@ Address = tuple[str, int]
 
 TICK = 0.25  # seconds between two looks
 IDLE_TICKS = 40  # after so many looks at nothing, the thread ends
+LINGER = 0.1  # seconds in which those who were let go last can read why, before the server ends
 DESCRIPTORS = "/dev/fd"
 
 _opening = threading.Lock()  # so that a socket that appears meanwhile is the one being opened
@@ -79,6 +83,12 @@ class Connection:
                 each.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed by the other side meanwhile
                 continue
+
+    def be_heard_at_exit(self) -> None:
+        """Do not end before the server, which may be a thread of this process, has read all."""
+        if not _last_words:
+            atexit.register(_say_last_words)
+        _last_words.add(self)
 
     def close(self) -> None:
         """Let go of the sockets; the store closes its own."""
@@ -146,6 +156,16 @@ class _Watch:
 
 
 _watch = _Watch()
+
+
+_last_words: WeakSet[Connection] = WeakSet()
+
+
+def _say_last_words() -> None:
+    for connection in list(_last_words):
+        with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
+            store.check(["anything"])  # is answered after all that was sent before
+    time.sleep(LINGER)
 
 
 def _sockets() -> set[tuple[int, int]]:

@@ -5,6 +5,7 @@ The layers, from the top; each imports only from those below it::
     launch      starts ranks: phalanx run, phalanx doctor
     testing     ranks for tests, and faults for them
     ddp         data-parallel modules: wrapper, reducer, buckets
+    checkpoint  barriers, saves that are all or nothing, a folder of them
     join        uneven inputs: ranks out of data leave, or keep others company
     mesh        device meshes: layouts, and groups when they are used
     groups      process groups as objects; one file per backend

@@ -2,45 +2,39 @@
 
 ::
 
-    checkpointer = make_sync_checkpointer()
-    checkpointer.save("run/step-1000", {"model": model, "optimizer": optimizer, "step": 1000})
-    checkpointer.load("run/step-1000", {"model": model, "optimizer": optimizer})
+    folder = Folder("run", keep_last=3, keep_every=1000)
+    folder.save(1000, {"model": model, "optimizer": optimizer})
+    folder.load(state={"model": model, "optimizer": optimizer})
 
-The names are those of `torch.distributed.checkpoint._experimental`. The parts, from the top::
+The names are those of `torch.distributed.checkpoint._experimental`, and a few more. The parts, from
+the top::
 
-    _builder, _config           make them
+    _folder, _stopping          what a training loop uses; _retention: what is kept
+    _builder, _config           make checkpointers
     _checkpointer               save and load
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
     _commit                     the protocol; _meeting, _notes: how ranks hear of each other
+    barriers                    how they wait for each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
-    _storage, _files, _remote   where it goes
+    _storage, _files, _remote   where it goes; _shelf: where many go
     _manifest, _tensors         what is in the files
     _structure, _encoding       a state as a tree, and the tree as JSON
+    _document, _contents        a manifest, and what it lists, as far as torch is not needed
 """
 
-from ._builder import make_sync_checkpointer
-from ._checkpoint_reader import CheckpointReader
-from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
-from ._checkpointer import Checkpointer, SyncCheckpointer
-from ._codecs import register_codec
-from ._config import CheckpointerConfig
-from ._marks import Alike, PerRank
-from ._rng import RNGState
-from ._types import STATE_DICT, RankInfo
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "STATE_DICT",
-    "Alike",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "CheckpointWriterConfig",
-    "Checkpointer",
-    "CheckpointerConfig",
-    "PerRank",
-    "RNGState",
-    "RankInfo",
-    "SyncCheckpointer",
-    "WriterHook",
-    "make_sync_checkpointer",
-    "register_codec",
-]
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command line lists and verifies checkpoints, and has no need of torch.
+    if name.startswith("__") and name != "__all__":
+        raise AttributeError(name)
+    from . import _public
+
+    try:
+        return getattr(_public, name)
+    except AttributeError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

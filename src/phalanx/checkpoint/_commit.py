@@ -36,7 +36,7 @@ from ._structure import Branch, Node, TensorLeaf, leaves, parse
 from ._tensors import Place, Share, WrittenFile, write_tensors
 from ._types import STATE_DICT
 
-__all__ = ["commit_together"]
+__all__ = ["commit_together", "who"]
 
 
 def commit_together(
@@ -72,7 +72,7 @@ class _Save:
         def get_ready() -> str | None:
             _reach("begin")
             if self._leads:
-                self._id = self._storage.begin(_who(self._company.size))
+                self._id = self._storage.begin(who(self._company.size))
             self._tree = parse(state_dict)
             return self._id
 
@@ -228,7 +228,8 @@ def _find(node: Node | None, path: Path) -> Node | None:
     return node
 
 
-def _who(ranks: int) -> str:
+def who(ranks: int) -> str:
+    """Say who this job is, for those who find the place taken."""
     return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"
 
 

@@ -22,6 +22,7 @@ the top::
     _document, _contents        a manifest, and what it lists, as far as torch is not needed
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,11 +31,8 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     # On first use: the command line lists and verifies checkpoints, and has no need of torch.
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(name)
-    from . import _public
-
-    try:
-        return getattr(_public, name)
-    except AttributeError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    if not name.startswith("_") or name == "__all__":
+        public = import_module(f"{__name__}._public")
+        if hasattr(public, name):
+            return getattr(public, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

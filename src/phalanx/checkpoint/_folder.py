@@ -43,8 +43,8 @@ class Folder:
         folder.save(step, {"model": model, "optimizer": optimizer, "rng": RNGState()})
 
     Every rank makes one, and all call `save`, `load` and `latest` together. The ranks are those of
-    `group`, or of the current group, or of torch's default group, or this process alone. `keep_last`
-    are the greatest steps, and `keep_every` keeps multiples of it for good (None keeps no others).
+    `group`, or of the current group, or of torch's default group, or this process alone. The
+    `keep_last` greatest steps are kept, and multiples of `keep_every` for good (None: no others).
     What is damaged, being read, or has files that are not ours is never removed. One job at a time
     may save; others may read.
 

@@ -25,9 +25,18 @@ from .. import _faultpoints
 from ..errors import CheckpointNotFound, DamagedCheckpoint, FolderInUse
 from ._document import MANIFEST, Document
 from ._locks import Lock
-from ._storage import OUR_FILES, storage_at
+from ._storage import OUR_FILES, Snapshot, storage_at
 
-__all__ = ["LocalShelf", "Shelf", "name_of_step", "read_document", "shelf_at", "step_of_name"]
+__all__ = [
+    "Hold",
+    "LocalShelf",
+    "Shelf",
+    "hold_folder",
+    "name_of_step",
+    "read_document",
+    "shelf_at",
+    "step_of_name",
+]
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _REMOVED = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
@@ -49,21 +58,26 @@ def step_of_name(name: str) -> int | None:
 
 def read_document(path: str) -> Document:
     """Read the manifest of the checkpoint at a path, and check that its files are all there."""
-    file = f"{path}/{MANIFEST}"
     try:
         with closing(storage_at(path).snapshot()) as snapshot:
-            document = Document.load(snapshot.manifest(), file)
-            for name, entry in document.files.items():
-                with closing(snapshot.open(name)) as source:
-                    if source.length != entry.bytes:
-                        raise DamagedCheckpoint(
-                            f"{path}/{name} has {source.length} bytes instead of {entry.bytes}"
-                        )
-    except (FileNotFoundError, NotADirectoryError) as error:
-        if Path(file).exists():
-            raise DamagedCheckpoint(f"{path} lacks a file: {error}") from None
+            document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
+            _check_files(path, document, snapshot)
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
     return document
+
+
+def _check_files(path: str, document: Document, snapshot: Snapshot) -> None:
+    for name, entry in document.files.items():
+        try:
+            with closing(snapshot.open(name)) as source:
+                length = source.length
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path}/{name} cannot be opened: {error.strerror}") from None
+        if length != entry.bytes:
+            raise DamagedCheckpoint(
+                f"{path}/{name} has {length} bytes and should have {entry.bytes}"
+            )
 
 
 class Shelf(ABC):
@@ -125,6 +139,19 @@ class Hold:
             self._fd = None
 
 
+def hold_folder(folder: str) -> Hold | None:
+    """Keep a checkpoint on a file system from being removed; None if it is not there."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    hold = Hold(fd)
+    if _flock(fd, fcntl.LOCK_SH) and _is_at(fd, folder):
+        return hold
+    hold.close()
+    return None
+
+
 class LocalShelf(Shelf):
     """A folder on a file system."""
 
@@ -170,16 +197,7 @@ class LocalShelf(Shelf):
 
     def hold(self, step: int) -> Hold | None:
         """Lock the folder, shared with other readers."""
-        folder = self.place(step)
-        try:
-            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        hold = Hold(fd)
-        if not _flock(fd, fcntl.LOCK_SH) or not _is_at(fd, folder):
-            hold.close()
-            return None
-        return hold
+        return hold_folder(self.place(step))
 
     def take(self, owner: str) -> None:
         """Hold a lock in the folder until it is released, or this process ends."""

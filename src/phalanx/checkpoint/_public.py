@@ -10,6 +10,7 @@ from ._config import CheckpointerConfig
 from ._folder import Folder
 from ._marks import Alike, PerRank
 from ._rng import RNGState
+from ._stopping import STOPPED, StopRequest
 from ._types import STATE_DICT, RankInfo
 from .barriers import (
     BARRIER_REGISTRY,
@@ -25,6 +26,7 @@ from .barriers import (
 __all__ = [
     "BARRIER_REGISTRY",
     "STATE_DICT",
+    "STOPPED",
     "Alike",
     "Barrier",
     "BarrierConfig",
@@ -39,6 +41,7 @@ __all__ = [
     "PerRank",
     "RNGState",
     "RankInfo",
+    "StopRequest",
     "SyncCheckpointer",
     "TCPStoreBarrier",
     "WriterHook",

@@ -133,6 +133,9 @@ def run(
     torchrun. The cores are divided between the ranks (OMP_NUM_THREADS, unless it is set). When a
     rank fails, its traceback is shown, the others are stopped, and the exit code is its own.
 
+    SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which have --grace seconds to save their
+    work. If they leave by phalanx.checkpoint.StopRequest, the exit code is 75: start it again.
+
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
@@ -157,7 +160,9 @@ def run(
             prefix=prefix,
             check=False,
         )
-    if outcome.exit_code:
+    if outcome.stopped:
+        click.secho(f"phalanx: {describe(outcome)}", err=True, bold=True, color=_colour())
+    elif outcome.exit_code:
         _complain(describe(outcome))
     click.get_current_context().exit(outcome.exit_code)
 

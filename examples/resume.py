@@ -36,11 +36,10 @@ def main(path: str, *, epochs: int, every: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     batches = Batches(len(images), group, epochs=epochs)
 
-    folder = Folder(path, keep_last=2, group=group)
     state = {"model": model, "optimizer": optimizer, "batches": batches, "rng": RNGState()}
-    if folder.latest() is not None:
-        folder.load(state=state)
-    with StopRequest(group) as stop:
+    with Folder(path, keep_last=2, group=group) as folder, StopRequest(group) as stop:
+        if folder.latest() is not None:
+            folder.load(state=state)
         for batch in batches:
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()
@@ -53,7 +52,6 @@ def main(path: str, *, epochs: int, every: int) -> None:
 
     if group.rank() == 0:
         print(f"weights after step {batches.step}: {digest(model)}")
-    folder.close()
     group.shutdown()
 
 

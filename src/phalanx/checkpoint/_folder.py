@@ -6,6 +6,7 @@ import json
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -68,6 +69,8 @@ class Folder:
         self._timeout = timeout_secs
         self._given = checkpointer
         self._is_tidy = False
+        # Whoever forgets a folder, because of an error perhaps, may open it again.
+        weakref.finalize(self, self._shelf.release)
 
     @cached_property
     def _seat(self) -> tuple[RankInfo, Any]:

@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test native-test lint format bench clean
+.PHONY: demo test native-test soak lint format bench clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
@@ -18,6 +18,10 @@ test: $(READY)
 native-test: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run thread
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run address,undefined
+
+# What is rare is found by trying often: kills at random instants, files with random damage.
+soak: $(READY)
+	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_hostile.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

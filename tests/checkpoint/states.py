@@ -22,7 +22,7 @@ class ThreadBarrier:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=timeout)
 
-    def at(self, rank):
+    def at(self, rank):  # noqa: ARG002 - all have the same seat
         return self
 
     def execute_barrier(self):
@@ -123,7 +123,9 @@ def same(one, two):
     if isinstance(one, list | tuple):
         return len(one) == len(two) and all(map(same, one, two))
     if isinstance(one, float):
-        return one == two and math.copysign(1, one) == math.copysign(1, two) or one != one != two
+        return (one == two and math.copysign(1, one) == math.copysign(1, two)) or (
+            math.isnan(one) and math.isnan(two)
+        )
     return bool(one == two)
 
 

@@ -1,6 +1,7 @@
 """Tensor files: every kind of tensor, bit for bit, in files that other tools can open."""
 
 import re
+import weakref
 
 import pytest
 import safetensors.torch
@@ -87,10 +88,9 @@ def test_the_safetensors_library_opens_our_files(tmp_path):
     opened = safetensors.torch.load_file(file)
     assert len(opened) == len(state)
     for name, tensor in state.items():
-        if name == "__metadata__":
-            name = '"__metadata__"'
+        key = '"__metadata__"' if name == "__metadata__" else name
         wanted = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        assert same_tensor(opened[name], wanted), name
+        assert same_tensor(opened[key], wanted), name
 
 
 def test_the_safetensors_library_opens_parts_too(tmp_path, monkeypatch):
@@ -144,3 +144,14 @@ def test_memory_is_not_a_copy():
     memory(tensor)[1] = 0x3F
     assert tensor[0] != 0
     assert len(memory(torch.empty(0))) == 0
+
+
+def test_memory_keeps_its_tensor_alive():
+    tensor = torch.ones(1000)
+    alive = weakref.ref(tensor)
+    view = memory(tensor)[8:]
+    del tensor
+    assert alive() is not None
+    view.release()
+    del view
+    assert alive() is None

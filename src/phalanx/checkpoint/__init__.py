@@ -13,10 +13,10 @@ the top::
     _builder, _config           make checkpointers
     _checkpointer               save and load
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
-    _commit                     the protocol; _meeting, _notes: how ranks hear of each other
+    _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
     barriers                    how they wait for each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
-    _storage, _files, _remote   where it goes; _shelf: where many go
+    _storage, _files, _remote   where it goes; _locks: whose turn it is; _shelf: where many go
     _manifest, _tensors         what is in the files
     _structure, _encoding       a state as a tree, and the tree as JSON
     _document, _contents        a manifest, and what it lists, as far as torch is not needed

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MissingKeys
+from ..errors import InvalidArgument, MissingKeys
 from ._fitting import Fitting
 from ._loading import OpenCheckpoint, reading
+from ._meeting import names_of
 from ._paths import Path, display
 from ._storage import storage_at
 from ._structure import Absent, Branch, Node, TensorLeaf, leaves, rebuild
 from ._types import STATE_DICT, RankInfo
 
 __all__ = ["CheckpointReader"]
+
+_MEANINGLESS = {"mmap", "weights_only"}
+"""What upstream hands to `torch.load`; here, only values are ever loaded."""
 
 
 class CheckpointReader:
@@ -33,7 +37,7 @@ class CheckpointReader:
         *,
         map_location: Any = None,
         rank: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - upstream hands them to torch.load
+        **kwargs: Any,
     ) -> tuple[STATE_DICT, list[str]]:
         """Return the state at `path`, and the keys that are missing.
 
@@ -42,6 +46,9 @@ class CheckpointReader:
         it was found to fit and verified. Where ranks differ, each gets its own of a checkpoint of
         as many ranks, or what rank `rank` has saved.
         """
+        unknown = set(kwargs) - _MEANINGLESS
+        if unknown:
+            raise InvalidArgument(f"reading a checkpoint takes no {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
         locate = _Locator(map_location)
 
@@ -60,7 +67,7 @@ class CheckpointReader:
 def _read_all(checkpoint: OpenCheckpoint, tree: Node, locate: _Locator) -> tuple[Any, list[str]]:
     if isinstance(tree, Absent):
         raise MissingKeys(
-            f"{checkpoint.path} has state of its own for ranks {', '.join(map(str, tree.ranks))} "
+            f"{checkpoint.path} has state of its own for {names_of(tree.ranks)} "
             "and nothing else; say which one to load (rank=…)"
         )
     checkpoint.open_files(leaves(tree))
@@ -83,14 +90,15 @@ class _Locator:
         self._map = map_location
 
     def fresh(self, checkpoint: OpenCheckpoint) -> Callable[[TensorLeaf], Tensor]:
-        """Return how to get a tensor of a checkpoint; the same one twice is one tensor."""
-        moved: dict[int, Tensor] = {}
+        """Return how to get a tensor of a checkpoint; those that were one memory are one again."""
+        known: dict[Any, Tensor] = {}
 
         def get(leaf: TensorLeaf) -> Tensor:
-            tensor = checkpoint.fetch(leaf)
-            if id(tensor) not in moved:
-                moved[id(tensor)] = self._move(tensor, leaf.device)
-            return moved[id(tensor)]
+            places = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
+            identity = (leaf.name if 0 in leaf.shape else places, leaf.dtype, leaf.shape)
+            if identity not in known:
+                known[identity] = self._move(checkpoint.fetch(leaf), leaf.device)
+            return known[identity]
 
         return get
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
+from ._board import FileBoard
 from ._bytes import CHUNK
 from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
@@ -44,6 +45,7 @@ class LocalStorage(Storage):
         self.workspace = self._target.parent / f".{self._target.name}.saving"
         """Where saves to the path do their work."""
         self._lock: Lock | None = None
+        self._is_published = False
 
     def begin(self, owner: str) -> str:
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
@@ -62,9 +64,7 @@ class LocalStorage(Storage):
                 shutil.rmtree(entry.path)
             elif entry.name.lstrip(".").startswith(NOTE):
                 os.unlink(entry.path)  # whoever has left it just now will say it again
-        named = self._named_files()
-        if named is not None:
-            self._remove_strays(named)
+        self._remove_strays(self._named_files())
 
     def _named_files(self) -> set[str] | None:
         """Return the files that belong to the checkpoint, or None if it cannot be known."""
@@ -76,7 +76,10 @@ class LocalStorage(Storage):
         except (OSError, DamagedCheckpoint):
             return None  # somebody may want to rescue them
 
-    def _remove_strays(self, named: set[str]) -> None:
+    def _remove_strays(self, named: set[str] | None) -> None:
+        """Remove files that were moved in for a commit that did not come."""
+        if named is None:
+            return
         with suppress(FileNotFoundError, NotADirectoryError):
             for name in os.listdir(self._target):
                 if OUR_FILES.fullmatch(name) and name not in named:
@@ -86,11 +89,17 @@ class LocalStorage(Storage):
     def create(self, save: str, name: str) -> Iterator[_Sink]:
         """Write a file in the temporary folder, and flush it and its folder."""
         folder = self.workspace / save
+        if not folder.is_dir():
+            problem = "rank 0 has made this folder, but not here; do ranks share the file system?"
+            raise FileNotFoundError(errno.ENOENT, problem, str(folder))
         sink = _Sink(folder / name)
         try:
             yield sink
             _reach("flush")
             sink.flush()
+        except BaseException:
+            sink.remove()  # at once: on a full disk, there must be room to tell the others
+            raise
         finally:
             sink.close()
         _flush_folder(folder)
@@ -107,6 +116,7 @@ class LocalStorage(Storage):
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             self._replace(folder)
+        self._is_published = True
         _reach("published")
         _flush_folder(self.workspace)
         _flush_folder(self._target.parent)
@@ -129,6 +139,8 @@ class LocalStorage(Storage):
         if save is not None:
             shutil.rmtree(self.workspace / save, ignore_errors=True)
         if self._lock is not None:
+            if not self._is_published:
+                self._remove_strays(self._named_files())
             self._lock.release()
             self._lock = None
 
@@ -159,6 +171,10 @@ class _Sink:
         with self._naming():
             os.fsync(self._fd)
 
+    def remove(self) -> None:
+        """Give its space back."""
+        self._path.unlink(missing_ok=True)
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._fd)
@@ -169,44 +185,6 @@ class _Sink:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-
-class FileBoard:
-    """Notes as small files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, name: str, text: str) -> None:
-        """Leave a note under a name that appears at once."""
-        draft = self._folder / f".{name}.draft"
-        for attempt in range(100):  # the folder may be removed right after it was made
-            with suppress(FileNotFoundError):
-                self._folder.mkdir(parents=True, exist_ok=True)
-                draft.write_text(text)
-                os.rename(draft, self._folder / name)
-                return
-            assert attempt < 99, "somebody removes the folder again and again"
-
-    def names(self) -> set[str]:
-        """List the folder."""
-        try:
-            return set(os.listdir(self._folder))
-        except FileNotFoundError:
-            return set()
-
-    def get(self, name: str) -> str | None:
-        """Read a note."""
-        try:
-            return (self._folder / name).read_text()
-        except FileNotFoundError:
-            return None
-
-    def remove(self, name: str) -> None:
-        """Remove a note."""
-        (self._folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()  # the last one closes the door
 
 
 class LocalSnapshot(Snapshot):

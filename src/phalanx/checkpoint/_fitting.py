@@ -20,6 +20,7 @@ from ._codecs import codec_for
 from ._dtypes import name_of_dtype
 from ._loading import OpenCheckpoint
 from ._marks import Alike, PerRank
+from ._meeting import names_of
 from ._paths import Path, display
 from ._structure import Absent, Branch, Node, Scalar, TensorLeaf, leaves, rebuild
 
@@ -39,6 +40,8 @@ class Fitting:
         self._checkpoint = checkpoint
         self._fresh = fresh
         self._in_place: list[tuple[TensorLeaf, Tensor]] = []
+        self._held: dict[int, Tensor] = {}
+        """What could not be read later, by place in the list above."""
         self._new: list[TensorLeaf] = []
         self._give = self._fit(state, tree, ())
         self._prepare()
@@ -49,26 +52,25 @@ class Fitting:
         self._checkpoint.open_files(wanted)
         for leaf in self._new:
             self._fresh(leaf)
-        for leaf, _ in self._in_place:
+        for place, (leaf, _) in enumerate(self._in_place):
             if self._checkpoint.stays:
                 self._checkpoint.verify(leaf)
             else:
-                self._checkpoint.fetch(leaf)
+                self._held[place] = self._checkpoint.fetch(leaf)
 
     def apply(self) -> Any:
         """Change the state, and return it."""
         with torch.no_grad():
-            for leaf, tensor in self._in_place:
-                self._load_in_place(leaf, tensor)
+            for place, (leaf, tensor) in enumerate(self._in_place):
+                if place in self._held:
+                    tensor.copy_(self._held.pop(place))
+                else:
+                    self._load_in_place(leaf, tensor)
         return self._give()
 
     def _load_in_place(self, leaf: TensorLeaf, tensor: Tensor) -> None:
-        if (
-            self._checkpoint.stays
-            and tensor.is_cpu
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-        ):
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it shows
+        if tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
             self._checkpoint.read_into(leaf, tensor)
             with suppress(RuntimeError):  # one that was made in inference mode has no version
                 torch.autograd.graph.increment_version(tensor)
@@ -80,7 +82,7 @@ class Fitting:
         if isinstance(node, Absent):
             raise MissingKeys(
                 f"{display(path)} differs from rank to rank, and the checkpoint has it for "
-                f"{_ranks(node.ranks)} only; say which one to load (rank=…), or leave it out"
+                f"{names_of(node.ranks)} only; say which one to load (rank=…), or leave it out"
             )
         if isinstance(target, Alike | PerRank):
             inner, mark = self._fit(target.value, node, path), type(target)
@@ -155,7 +157,3 @@ def _mismatch(path: Path, wanted: str, node: Node) -> StateMismatch:
         assert isinstance(node, Scalar)
         found = f"{node.value!r:.40}"
     return StateMismatch(f"{display(path)} is {found} in the checkpoint, and {wanted} here")
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import xxhash
@@ -29,7 +29,6 @@ class OpenCheckpoint:
         self._manifest_file = f"{path}/{MANIFEST}"
         self._snapshot = snapshot
         self._sources: dict[str, Source] = {}
-        self._fetched: dict[Any, Tensor] = {}
         self._spare = bytearray()
         with self._blaming(self._manifest_file):
             data = snapshot.manifest()
@@ -62,15 +61,10 @@ class OpenCheckpoint:
             raise EOFError("the checksum of its header is wrong")
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
-        """Return a tensor in main memory; those that were one memory are one again."""
-        identity = (leaf.dtype, leaf.shape, *((each.file, each.at) for each in leaf.data.pieces))
-        if identity not in self._fetched:
-            tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-            self.read_into(leaf, tensor)
-            if tensor.numel() == 0:
-                return tensor
-            self._fetched[identity] = tensor
-        return self._fetched[identity]
+        """Return a new tensor in main memory, verified."""
+        tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+        self.read_into(leaf, tensor)
+        return tensor
 
     def read_into(self, leaf: TensorLeaf, tensor: Tensor) -> None:
         """Read into the memory of a tensor, and verify what was read."""
@@ -117,7 +111,6 @@ class OpenCheckpoint:
         for source in self._sources.values():
             source.close()
         self._sources.clear()
-        self._fetched.clear()
 
 
 @contextmanager

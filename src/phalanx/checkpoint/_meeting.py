@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..errors import FolderInUse, SaveFailed, SaveTimeout
 from ._types import RankInfo
 
-__all__ = ["Alone", "AtBarrier", "Company"]
+__all__ = ["Alone", "AtBarrier", "Company", "names_of"]
 
 T = TypeVar("T")
 
@@ -48,27 +48,28 @@ class Company(ABC):
             said = json.dumps({"failed": _tell(raised), "kind": _kind(raised)})
         try:
             texts = self.exchange(said)
-        except BaseException as raised:
-            if error is not None:
-                raise error from None
-            raise _failure(phase, raised) from raised
+        except Exception as raised:
+            if error is None:
+                kind = SaveTimeout if isinstance(raised, TimeoutError) else SaveFailed
+                raise kind(f"the save was given up while {phase}: {raised}") from raised
+            texts = []  # nobody has heard of it, but it did happen here
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
-        return self._settle(phase, [json.loads(text) for text in texts], error)
+        told = [json.loads(text) for text in texts]
+        failures = {rank: each for rank, each in enumerate(told) if "failed" in each}
+        if error is not None:
+            failures.setdefault(self.rank, json.loads(said))
+        if failures:
+            raise _first(failures, phase) from error
+        return [each["did"] for each in told]
 
-    def _settle(
-        self, phase: str, outcomes: list[dict[str, Any]], error: BaseException | None
-    ) -> list[Any]:
-        failed = {rank: each for rank, each in enumerate(outcomes) if "failed" in each}
-        if not failed:
-            return [each["did"] for each in outcomes]
-        first = min(failed)
-        others = [rank for rank in failed if rank != first]
-        more = f" (and {_ranks(others)} failed too)" if others else ""
-        kind = _KINDS.get(failed[first].get("kind", ""), SaveFailed)
-        raise kind(
-            f"the save failed on rank {first} while {phase}: {failed[first]['failed']}{more}"
-        ) from error
+
+def _first(failures: dict[int, dict[str, str]], phase: str) -> SaveFailed:
+    """Make the one error for all that failed at a meeting; nobody knows which clock to believe."""
+    first, *others = sorted(failures)
+    more = f" (and {names_of(others)} failed too)" if others else ""
+    kind = _KINDS.get(failures[first]["kind"], SaveFailed)
+    return kind(f"the save failed on rank {first} while {phase}: {failures[first]['failed']}{more}")
 
 
 _KINDS: dict[str, type[SaveFailed]] = {"in use": FolderInUse, "timeout": SaveTimeout}
@@ -82,15 +83,9 @@ def _tell(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _ranks(ranks: list[int]) -> str:
+def names_of(ranks: Sequence[int]) -> str:
+    """Name some ranks."""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
-
-
-def _failure(phase: str, error: BaseException) -> BaseException:
-    if not isinstance(error, Exception):
-        return error
-    kind = SaveTimeout if isinstance(error, TimeoutError) else SaveFailed
-    return kind(f"the save was given up while {phase}: {error}")
 
 
 class Alone(Company):

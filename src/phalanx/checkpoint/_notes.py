@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..errors import SaveFailed, SaveTimeout
-from ._meeting import Company
+from ._meeting import Company, names_of
 from ._storage import NOTE, Board
 from ._types import BarrierLike, RankInfo
 
@@ -27,6 +27,8 @@ __all__ = ["ByNotes"]
 T = TypeVar("T")
 
 _LONGEST_PAUSE = 0.05  # seconds between two looks
+_GRACE = 1.0  # seconds for rank 0 to say that it has given up
+_FAREWELL = 10.0  # seconds to read notes that are there
 
 
 class ByNotes(Company):
@@ -42,6 +44,8 @@ class ByNotes(Company):
         self._hail = f"{NOTE}{_job()}"
         self._nonce = secrets.token_hex(8)
         self._session = ""
+        self._standing: int | None = None
+        """The lock by which others know that this rank lives."""
         self._meetings = 0
         self._is_whole = False
         """Whether all ranks were there when they last met."""
@@ -52,6 +56,7 @@ class ByNotes(Company):
         try:
             if not self._session:
                 self._session = self._form() if self.rank == 0 else self._enter()
+                self._standing = self._board.stand(self._note("here", self.rank))
             self._meetings += 1
             self._board.put(self._note(self._meetings, self.rank), text)
             if self._barrier is not None:
@@ -81,13 +86,13 @@ class ByNotes(Company):
 
         def complain() -> SaveFailed:
             missing = [rank for rank in range(1, self.size) if rank not in hellos]
-            return SaveTimeout(f"{_ranks(missing)} did not come within {self._timeout} s")
+            return SaveTimeout(f"{names_of(missing)} did not come within {self._timeout} s")
 
         try:
             self._poll(all_are_here, complain)
             double = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
             if double:
-                raise SaveFailed(f"two processes say that they are {_ranks(double)}: two jobs?")
+                raise SaveFailed(f"two processes say that they are {names_of(double)}: two jobs?")
         except SaveFailed as error:
             self._answer(hellos, {"failed": str(error)})
             raise
@@ -116,7 +121,9 @@ class ByNotes(Company):
             return SaveTimeout(f"rank 0 did not come within {self._timeout} s")
 
         try:
-            said = json.loads(self._poll(listen, complain))
+            # Longer than rank 0 waits for the others: it knows who of them is missing.
+            patience = self._timeout + min(self._timeout / 2, _GRACE)
+            said = json.loads(self._poll(listen, complain, timeout=patience))
         finally:
             self._board.remove(hello)
             self._board.remove(answer)
@@ -132,8 +139,17 @@ class ByNotes(Company):
                 raise SaveFailed(self._board.get(self._note("gone", rank)) or f"rank {rank} left")
         wanted = [self._note(self._meetings, rank) for rank in range(self.size)]
         if not names.issuperset(wanted):
+            self._check_lives([rank for rank, note in enumerate(wanted) if note not in names])
             return None
         return [self._board.get(name) or "" for name in wanted]
+
+    def _check_lives(self, missing: list[int]) -> None:
+        """Do not wait for the dead."""
+        for rank in missing:
+            if self._board.is_deserted(self._note("here", rank)):
+                last = self._note(self._meetings, rank)
+                if self._board.get(last) is None:  # it may have come, and gone in peace
+                    raise SaveFailed(f"rank {rank} is dead")
 
     def _complain_of_absence(self) -> SaveFailed:
         names = self._board.names()
@@ -150,6 +166,14 @@ class ByNotes(Company):
 
     def close(self) -> None:
         """Part, and have rank 0 take away the notes when everybody has read them."""
+        try:
+            self._part()
+        finally:
+            if self._standing is not None:
+                os.close(self._standing)
+                self._standing = None
+
+    def _part(self) -> None:
         if not self._session:
             return
         if self.rank != 0:
@@ -160,6 +184,7 @@ class ByNotes(Company):
                 self._poll(
                     lambda: self._board.names().issuperset(byes) or None,
                     lambda: SaveTimeout("nobody says goodbye"),
+                    timeout=min(self._timeout, _FAREWELL),
                 )
             except SaveTimeout:
                 return  # they have what they need, or are dead
@@ -167,9 +192,15 @@ class ByNotes(Company):
                 if name.startswith(f"{NOTE}{self._session}."):
                     self._board.remove(name)
 
-    def _poll(self, look: Callable[[], T | None], complain: Callable[[], SaveFailed]) -> T:
+    def _poll(
+        self,
+        look: Callable[[], T | None],
+        complain: Callable[[], SaveFailed],
+        *,
+        timeout: float | None = None,
+    ) -> T:
         """Look until there is something to see, ever less often."""
-        deadline = time.monotonic() + self._timeout
+        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
         pause = 0.001
         while True:
             seen = look()
@@ -179,10 +210,6 @@ class ByNotes(Company):
                 raise complain()
             time.sleep(pause)
             pause = min(pause * 1.5, _LONGEST_PAUSE)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _job() -> str:

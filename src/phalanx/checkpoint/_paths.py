@@ -39,6 +39,8 @@ def _part(key: Key) -> str:
 def _looks_otherwise(key: str) -> bool:
     if not key or key.startswith('"') or key == "__metadata__":
         return True
+    if key[0].isalpha() and key not in ("true", "false", "null", "NaN", "Infinity"):
+        return False  # as nearly all are
     try:
         json.loads(key)
     except (ValueError, RecursionError):

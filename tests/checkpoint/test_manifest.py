@@ -1,0 +1,174 @@
+"""The manifest: readable, sealed, and believed in nothing."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from phalanx.checkpoint._manifest import MANIFEST, Manifest
+from phalanx.checkpoint._tensors import checksum
+from phalanx.errors import DamagedCheckpoint
+
+from .states import load, mixed, saved
+
+EMPTY = checksum(b"")
+
+
+def seal(fields):
+    """Write a manifest as an enemy would: whatever it says, its checksum is right."""
+    rest = fields if isinstance(fields, bytes) else json.dumps(fields)[1:].encode()
+    return f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory):
+    """A checkpoint, and what its manifest says."""
+    path = tmp_path_factory.mktemp("honest") / "c"
+    saved(path, [mixed(0), mixed(1)])
+    fields = json.loads((path / MANIFEST).read_bytes())
+    del fields["xxh3_128"]
+    return path, fields
+
+
+def tensor_of(fields):
+    return fields["state"]["model"]["weight"]["$tensor"]
+
+
+def with_change(honest, change):
+    """Change what a manifest says, and read it."""
+    fields = json.loads(json.dumps(honest[1]))
+    change(fields)
+    manifest = Manifest.load(seal(fields), "c/manifest.json")
+    return manifest.tree(0, "c/manifest.json")
+
+
+def test_it_is_readable(honest):
+    text = (honest[0] / MANIFEST).read_text()
+    assert '\n  "format": "phalanx checkpoint",\n  "version": 1,\n' in text
+    assert '\n    "step": 0,\n' in text
+    weight = next(line for line in text.splitlines() if '"weight"' in line)
+    assert '"dtype": "float32", "shape": [64, 33]' in weight
+
+
+def test_an_honest_one_passes(honest):
+    with_change(honest, dict.copy)
+
+
+CHANGES = {
+    "unknown version": (lambda f: f.update(version=2), "is of version 2"),
+    "version of no use": (lambda f: f.update(version="1"), "version"),
+    "other format": (lambda f: f.update(format="x"), "format"),
+    "unknown field": (lambda f: f.update(x=1), "unknown field"),
+    "missing field": (lambda f: f.pop("files"), "missing"),
+    "no ranks": (lambda f: f.update(ranks=0), "ranks"),
+    "bad save": (lambda f: f.update(save="../x"), "save"),
+    "negative size": (lambda f: next(iter(f["files"].values())).update(bytes=-1), "bytes"),
+    "absurd size": (lambda f: next(iter(f["files"].values())).update(bytes=10**30), "bytes"),
+    "text for a size": (lambda f: next(iter(f["files"].values())).update(bytes="1"), "bytes"),
+    "bad checksum": (lambda f: tensor_of(f)["pieces"][0].update(xxh3_128="zz"), "xxh3_128"),
+    "other checksum": (
+        lambda f: f["state"].update(again={"$tensor": _other_checksum(tensor_of(f))}),
+        "two checksums",
+    ),
+    "negative shape": (lambda f: tensor_of(f).update(shape=[-1]), "shape"),
+    "wrong shape": (lambda f: tensor_of(f).update(shape=[64, 34]), "its pieces have 8448 bytes"),
+    "absurd shape": (lambda f: tensor_of(f).update(shape=[2**40, 2**40]), "nobody can hold"),
+    "absurd empty shape": (lambda f: tensor_of(f).update(shape=[0, 2**61, 2**61]), "nobody"),
+    "many dimensions": (lambda f: tensor_of(f).update(shape=[1] * 65 + [64, 33]), "pieces"),
+    "unknown type": (lambda f: tensor_of(f).update(dtype="float31"), "which torch lacks"),
+    "no type": (lambda f: tensor_of(f).update(dtype="Tensor"), "which torch lacks"),
+    "unknown device": (lambda f: tensor_of(f).update(device="toaster"), "no device"),
+    "unknown file": (
+        lambda f: tensor_of(f)["pieces"][0].update(file="../../etc/passwd"),
+        "not among the files",
+    ),
+    "range outside": (
+        lambda f: tensor_of(f)["pieces"][0].update(at=[10**9, 10**9 + 8448]),
+        "outside",
+    ),
+    "range in the header": (lambda f: tensor_of(f)["pieces"][0].update(at=[0, 8448]), "outside"),
+    "range backwards": (lambda f: tensor_of(f)["pieces"][0]["at"].reverse(), "have -8448 bytes"),
+    "piece twice": (lambda f: tensor_of(f)["pieces"].extend(tensor_of(f)["pieces"]), "bytes"),
+    "a gap": (lambda f: f["state"].pop("model"), "overlap or leave a gap|tensors end"),
+}
+
+
+def _other_checksum(tensor):
+    other = json.loads(json.dumps(tensor))
+    other["pieces"][0]["xxh3_128"] = "0" * 32
+    return other
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_lie_is_found(honest, name):
+    change, message = CHANGES[name]
+    with pytest.raises(DamagedCheckpoint, match=f"^c/manifest.json cannot be used: .*{message}"):
+        with_change(honest, change)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x.safetensors", "/x.safetensors", "a/b.safetensors", ".x.safetensors", "x.bin", "", "x\0"],
+)
+def test_a_file_is_in_the_folder_or_nowhere(honest, name):
+    def change(fields):
+        fields["files"][name] = fields["files"].pop(next(iter(fields["files"])))
+
+    with pytest.raises(DamagedCheckpoint):
+        with_change(honest, change)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "does not begin like a manifest"),
+        (b"{}", "does not begin"),
+        (b'{\n  "xxh3_128": "' + b"0" * 32 + b'",\n}', "checksum is wrong"),
+        (seal(b"}"), "Expecting|JSON"),
+        (seal(b'"a": 1, "a": 2}'), "a key twice"),
+        (seal(b'"xxh3_128": 2}'), "a key twice"),
+        (seal(b'"state": NaN}'), "NaN"),
+        (seal(b'"state": ' + b"[" * 100_000), "JSON|deep"),
+        (seal(b'"state": ' + b"9" * 10_000 + b"}"), "JSON"),
+        (seal(b'"state": "\\ud800"} x'), "JSON"),
+        (seal(b"\x00}"), "JSON"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(data, message):
+    with pytest.raises(DamagedCheckpoint, match=f"^m cannot be used: its? .*({message})"):
+        Manifest.load(data, "m")
+
+
+def test_a_state_that_is_nested_too_deep_is_refused(honest):
+    def change(fields):
+        for _ in range(500):
+            fields["state"] = [fields["state"]]
+
+    with pytest.raises(DamagedCheckpoint, match="nested"):
+        with_change(honest, change)
+
+
+def test_every_single_bit_of_a_manifest_counts(honest, tmp_path):
+    data = bytearray((honest[0] / MANIFEST).read_bytes())
+    for place in range(0, len(data), 97):
+        data[place] ^= 1
+        with pytest.raises(DamagedCheckpoint):
+            Manifest.load(bytes(data), "m")
+        data[place] ^= 1
+    Manifest.load(bytes(data), "m")
+
+
+def test_a_change_by_hand_is_noticed(tmp_path):
+    saved(tmp_path / "c", [{"lr": 0.1}])
+    file = tmp_path / "c" / MANIFEST
+    file.write_text(file.read_text().replace("0.1", "0.2"))
+    with pytest.raises(DamagedCheckpoint, match=re.escape(f"{file} cannot be used: its checksum")):
+        load(tmp_path / "c")
+
+
+def test_a_million_would_do(tmp_path):
+    """The size of a manifest is in the tensors, not in their depth or number of ranks."""
+    state = {f"layer.{i}": torch.zeros(1) for i in range(2000)}
+    saved(tmp_path / "c", [state])
+    assert (tmp_path / "c" / MANIFEST).stat().st_size < 2000 * 250

@@ -1,0 +1,347 @@
+"""Load: whole, in part, in place; all of it or nothing."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+from phalanx.checkpoint import (
+    Alike,
+    CheckpointReader,
+    CheckpointWriter,
+    PerRank,
+    RankInfo,
+    RNGState,
+    make_sync_checkpointer,
+)
+from phalanx.checkpoint._loading import OpenCheckpoint
+from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.errors import (
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    MissingKeys,
+    SaveFailed,
+    StateMismatch,
+)
+
+from .states import ThreadExchange, load, mixed, plain, same, save, saved, trained
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A checkpoint of two ranks."""
+    saved(tmp_path / "c", [mixed(0, 5), mixed(1, 5)])
+    return tmp_path / "c"
+
+
+def zeros():
+    return {"model": {"weight": torch.zeros(64, 33), "bias": torch.zeros(7)}}
+
+
+def test_only_what_is_asked_for_is_loaded_in_place(path):
+    state = zeros()
+    weight = state["model"]["weight"]
+    loaded, missing = load(path, 1, 2, state)
+    assert loaded is state
+    assert state["model"]["weight"] is weight
+    assert missing == []
+    assert same(state, {"model": mixed(0, 5)["model"]})
+
+
+def test_what_is_missing_is_named_and_left_alone(path):
+    state = {**zeros(), "new": 3, "step": None}
+    state["model"]["scale"] = torch.ones(2)
+    loaded, missing = load(path, 0, 2, state)
+    assert missing == ["model.scale", "new"]
+    assert loaded["new"] == 3
+    assert loaded["step"] == 5
+    assert torch.equal(loaded["model"]["scale"], torch.ones(2))
+
+
+def test_strict_raises_for_what_is_missing(path):
+    checkpointer = make_sync_checkpointer()
+    with pytest.raises(MissingKeys, match=r"missing keys: \['new'\]"):
+        checkpointer.load(path, {"new": 1}, strict=True)
+    with pytest.raises(RuntimeError):
+        checkpointer.load(path, {"new": 1}, strict=True)
+    assert checkpointer.load(path, {"new": 1}) == {"new": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (
+            {"bias": torch.zeros(8)},
+            r"model\.bias is float32\[7\] in the checkpoint, and float32\[8\]",
+        ),
+        ({"bias": torch.zeros(7, dtype=torch.float64)}, r"model\.bias .* and float64\[7\] here"),
+        ({"bias": 3}, r"model\.bias is float32\[7\] in the checkpoint, and int here"),
+        ({"bias": {}}, r"model\.bias .* and dict here"),
+        ([1], r"model is a dict in the checkpoint, and list here"),
+        (torch.zeros(1), r"model is a dict in the checkpoint, and float32\[1\] here"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_is_touched(path, wrong, message):
+    weight = torch.zeros(64, 33)
+    model = {"weight": weight, **wrong} if isinstance(wrong, dict) else wrong
+    state = {"step": 0, "model": model}
+    with pytest.raises(StateMismatch, match=message):
+        load(path, 0, 2, state)
+    assert state["step"] == 0
+    assert not weight.any()
+
+
+def test_damage_anywhere_leaves_the_whole_state_untouched(path):
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    state = {**zeros(), "own": torch.zeros(5, dtype=torch.int64), "step": None}
+    with pytest.raises(
+        DamagedCheckpoint, match=r"rank\d-\w+\.safetensors cannot be used: .*checks"
+    ):
+        load(path, 1, 2, state)
+    assert same({**zeros(), "own": torch.zeros(5, dtype=torch.int64), "step": None}, state)
+
+
+def test_damage_elsewhere_does_not_matter(path):
+    (other,) = path.glob("rank1-*.safetensors")
+    other.unlink()
+    assert load(path, 0, 2, {"own": None, "step": 0})[0]["step"] == 5
+    with pytest.raises(DamagedCheckpoint, match=r"lacks a file: .*rank1-"):
+        load(path, 0, 2)
+
+
+def test_tensors_of_all_kinds_are_loaded_in_place(tmp_path):
+    values = {
+        "a": torch.randn(4, 6),
+        "c": torch.randn(3, dtype=torch.complex64),
+        "n": torch.ones(0),
+    }
+    saved(tmp_path / "c", [values])
+    base = torch.zeros(6, 4)
+    conjugate = torch.zeros(3, dtype=torch.complex64)
+    state = {"a": base.t(), "c": conjugate.conj(), "n": torch.ones(0)}
+    load(tmp_path / "c", state=state)
+    assert torch.equal(base, values["a"].t())
+    assert torch.equal(conjugate, values["c"].conj().resolve_conj())
+
+
+def test_autograd_notices_that_a_tensor_was_loaded(tmp_path):
+    saved(tmp_path / "c", [{"w": torch.ones(3)}])
+    weight = torch.zeros(3, requires_grad=True)
+    loss = (weight * weight).sum()
+    load(tmp_path / "c", state={"w": weight})
+    assert torch.equal(weight.detach(), torch.ones(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+class Loader:
+    """A data loader that knows its position."""
+
+    def __init__(self):
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def everything(model, optimizer, loader):
+    parts = {"optimizer": optimizer, "loader": PerRank(loader), "rng": RNGState(), "step": 3}
+    return {"model": Alike(model), **parts}
+
+
+def test_objects_are_loaded_by_their_own_protocol(tmp_path):
+    model, optimizer = trained()
+    loader = Loader()
+    loader.position = 17
+    saved(tmp_path / "c", [everything(model, optimizer, loader)] * 2)
+    drawn = torch.rand(3)
+    other_model, other_optimizer = trained()
+    other_loader = Loader()
+    state = everything(other_model, other_optimizer, other_loader)
+    loaded, missing = load(tmp_path / "c", 1, 2, state)
+    assert missing == []
+    assert same(model.state_dict(), dict(other_model.state_dict()))
+    assert same(optimizer.state_dict(), other_optimizer.state_dict())
+    assert other_loader.position == 17
+    assert loaded["model"] == Alike(other_model)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_an_optimizer_comes_back_with_the_keys_and_types_it_had(tmp_path):
+    _, optimizer = trained()
+    saved(tmp_path / "c", [{"optimizer": optimizer}])
+    loaded = load(tmp_path / "c")[0]["optimizer"]
+    assert same(optimizer.state_dict(), loaded)
+    assert set(loaded["state"]) == {0, 1, 2, 3}
+    assert isinstance(loaded["param_groups"][0]["betas"], tuple)
+
+
+def test_a_model_trains_on_as_if_it_had_not_been_stopped(tmp_path):
+    def steps(model, optimizer, count):
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.randn(4, 5)).square().sum().backward()
+            optimizer.step()
+
+    model, optimizer = trained()
+    saved(tmp_path / "c", [{"m": model, "o": optimizer, "r": RNGState()}])
+    steps(model, optimizer, 3)
+    other, other_optimizer = trained()
+    load(tmp_path / "c", state={"m": other, "o": other_optimizer, "r": RNGState()})
+    steps(other, other_optimizer, 3)
+    assert same(model.state_dict(), dict(other.state_dict()))
+
+
+def test_lists_and_tuples_are_loaded_by_place(tmp_path):
+    saved(tmp_path / "c", [{"l": [torch.ones(2), 1, 2], "t": (1, "x")}])
+    tensor = torch.zeros(2)
+    loaded, missing = load(tmp_path / "c", state={"l": [tensor, 0], "t": (0, "", 5)})
+    assert loaded["l"][0] is tensor
+    assert tensor.tolist() == [1, 1]
+    assert loaded["l"][1:] == [1, 2]
+    assert loaded["t"] == (1, "x", 5)
+    assert missing == ["t[2]"]
+
+
+def test_state_of_another_rank_is_loaded_by_its_number(path):
+    assert CheckpointReader(RankInfo(7, 8)).read(path, rank=1)[0]["position"] == {
+        "epoch": 1,
+        "sample": 1,
+    }
+    loaded, missing = load(path, 7, 8)
+    assert missing == ["own", "position"]
+    assert set(loaded) == {"model", "optimizer", "step"}
+    with pytest.raises(MissingKeys, match=r"position differs .* for ranks 0, 1 only; .*rank=…"):
+        load(path, 7, 8, {"position": None})
+
+
+def test_nothing_but_state_per_rank(tmp_path):
+    saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
+    assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
+    with pytest.raises(MissingKeys, match="for ranks 0, 1 and nothing else"):
+        load(tmp_path / "c", 2, 4)
+
+
+@pytest.mark.parametrize(
+    "map_location",
+    ["cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda storage, _: storage, None],
+)
+def test_map_location_means_what_it_does_to_torch(path, map_location):
+    assert load(path, map_location=map_location)[0]["model"]["bias"].device.type == "cpu"
+
+
+def test_other_arguments_are_those_of_torch_load_or_refused(path):
+    reader = CheckpointReader(RankInfo(0, 2))
+    reader.read(path, weights_only=True)
+    with pytest.raises(ValueError, match="takes no rnak"):
+        reader.read(path, rnak=1)
+
+
+def test_map_location_moves(path):
+    for where in ("meta", {"cpu": "meta"}):
+        assert load(path, map_location=where)[0]["model"]["bias"].is_meta
+
+
+def test_where_there_is_nothing_nothing_is_found(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("nowhere", "empty", "file"):
+        with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+            load(tmp_path / name)
+        assert issubclass(CheckpointNotFound, FileNotFoundError)
+
+
+def test_links_pipes_and_folders_are_not_followed(path, tmp_path):
+    (file,) = path.glob("rank0-*.safetensors")
+    data = file.read_bytes()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(data)
+
+    def link():
+        file.symlink_to(elsewhere)
+
+    for make in (link, lambda: os.mkfifo(file), file.mkdir):
+        file.unlink()
+        make()
+        with pytest.raises(DamagedCheckpoint, match="rank0-.* cannot be used"):
+            load(path)
+        if file.is_dir() and not file.is_symlink():
+            file.rmdir()
+            file.touch()
+    file.unlink()
+    file.write_bytes(data)
+    load(path)
+    shutil.move(path / MANIFEST, elsewhere)
+    (path / MANIFEST).symlink_to(elsewhere)
+    with pytest.raises(DamagedCheckpoint, match=f"{MANIFEST} cannot be used"):
+        load(path)
+
+
+def test_the_folder_itself_may_be_a_link(path, tmp_path):
+    (tmp_path / "link").symlink_to(path)
+    assert load(tmp_path / "link", 0, 2)[0]["step"] == 5
+    saved(tmp_path / "link", [{"step": 6}])
+    assert (tmp_path / "link").is_symlink()
+    assert load(path)[0]["step"] == 6
+
+
+@pytest.mark.parametrize("scheme", ["memory://{name}/c", "file://{folder}/c"])
+def test_what_fsspec_can_reach(tmp_path, scheme):
+    url = scheme.format(name=tmp_path.name, folder=tmp_path)
+    for step, meet in ((1, ThreadExchange), (2, None)):
+        saved(url, [mixed(rank, step) for rank in range(2)], meet=meet)
+        for rank in range(2):
+            assert same(plain(mixed(rank, step)), load(url, rank, 2)[0])
+    state = zeros()
+    load(url, 0, 2, state)
+    assert same(state, {"model": mixed(0, 2)["model"]})
+    if "memory" not in url:
+        assert len(os.listdir(tmp_path / "c")) == 3, "the files of the first save are gone"
+    with pytest.raises(CheckpointNotFound):
+        load(url + "/nowhere")
+    before = load(url, 1, 2)[0]
+    errors = save(url, [{"w": torch.ones(3)}, {"w": 1j}])
+    assert all(isinstance(error, SaveFailed) for error in errors)
+    assert same(before, load(url, 1, 2)[0])
+
+
+def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):
+    """On an object store a file may go at any time between the manifest and the last read."""
+    url = f"memory://{tmp_path.name}/c"
+    saved(url, [{"step": 1, "w": torch.full((3,), 1.0)}])
+    original = OpenCheckpoint.open_files
+
+    def open_files(checkpoint, tensors):
+        original(checkpoint, tensors)
+        if checkpoint.manifest.save not in replaced:
+            replaced.append(checkpoint.manifest.save)
+            monkeypatch.undo()
+            saved(url, [{"step": 2, "w": torch.full((3,), 2.0)}])
+
+    replaced = []
+    for state in (None, {"step": 0, "w": torch.zeros(3)}):
+        monkeypatch.setattr(OpenCheckpoint, "open_files", open_files)
+        loaded, _ = load(url, state=state)
+        assert loaded["step"] == 2
+        assert loaded["w"].tolist() == [2.0] * 3
+    assert len(replaced) == 2
+
+
+def test_names_are_those_of_upstream():
+    import inspect
+
+    from torch.distributed.checkpoint import _experimental as upstream
+
+    for ours in (CheckpointReader, CheckpointWriter):
+        theirs = getattr(upstream, ours.__name__)
+        for name in ("__init__", "read" if ours is CheckpointReader else "write"):
+            theirs_takes = inspect.signature(getattr(theirs, name)).parameters
+            assert set(theirs_takes) <= set(inspect.signature(getattr(ours, name)).parameters)
+    assert RankInfo(1, 2) == RankInfo(global_world_size=2, global_rank=1)

@@ -1,0 +1,196 @@
+"""Save: with one rank or many, however they meet; hooks, defaults, and the checkpointer."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from phalanx.checkpoint import (
+    Alike,
+    CheckpointerConfig,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    PerRank,
+    RankInfo,
+    SyncCheckpointer,
+    WriterHook,
+    make_sync_checkpointer,
+)
+from phalanx.checkpoint._builder import default_rank_info
+from phalanx.checkpoint._files import LocalStorage
+from phalanx.errors import FolderInUse, SaveFailed, UnsupportedState
+
+from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved
+
+MEETINGS = [ThreadExchange, ThreadBarrier, None]
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_save_however_they_meet(tmp_path, size, meet):
+    for step in (1, 2):
+        saved(tmp_path / "run" / "c", [mixed(rank, step) for rank in range(size)], meet=meet)
+        for rank in range(size):
+            assert same(plain(mixed(rank, step)), load(tmp_path / "run" / "c", rank, size)[0])
+    assert os.listdir(tmp_path / "run") == ["c"]
+    assert len(os.listdir(tmp_path / "run" / "c")) == size + 1
+
+
+def test_what_is_alike_is_written_once_and_by_all(tmp_path):
+    model = {f"layer {i}": torch.randn(300_000) for i in range(8)}
+    for path, state in (("marked", {"m": Alike(model)}), ("found", {"m": model})):
+        saved(tmp_path / path, [state] * 4)
+        sizes = [file.stat().st_size for file in (tmp_path / path).glob("rank*")]
+        assert len(sizes) == 4
+        assert max(sizes) < 8 * 1_200_000 / 4 + (1 << 20)
+        assert sum(sizes) < 8 * 1_200_000 + 10_000
+
+
+def test_a_state_without_tensors_needs_no_file(tmp_path):
+    saved(tmp_path / "c", [{"step": 1, "rank": rank} for rank in range(2)])
+    assert os.listdir(tmp_path / "c") == ["manifest.json"]
+    assert load(tmp_path / "c", 1, 2)[0] == {"step": 1, "rank": 1}
+
+
+def test_keys_that_only_some_ranks_have(tmp_path):
+    states = [{"a": {0: 1}}, {"a": {0: 1, 1: torch.ones(2)}, "b": PerRank([1])}]
+    saved(tmp_path / "c", states)
+    assert same(load(tmp_path / "c", 0, 2)[0], {"a": {0: 1}})
+    assert same(load(tmp_path / "c", 1, 2)[0], {"a": {0: 1, 1: torch.ones(2)}, "b": [1]})
+
+
+class Recorder(WriterHook):
+    def __init__(self, rank, *, fail="", path=None):
+        self.rank, self.fail, self.calls, self.path = rank, fail, [], path
+
+    def pre_commit(self, path, **kwargs):
+        self.calls.append(("pre", path, kwargs, os.path.exists(path)))
+        if self.fail == f"pre {self.rank}":
+            raise ValueError("the hook says no")
+
+    def post_commit(self, path, **kwargs):
+        self.calls.append(("post", path, kwargs, os.path.exists(path)))
+        if self.fail == f"post {self.rank}":
+            raise ValueError("too late")
+
+
+def test_hooks_are_called_on_every_rank_before_and_after(tmp_path):
+    hooks = {}
+    path = str(tmp_path / "c")
+    saved(path, [{}, {}], hook=lambda rank: hooks.setdefault(rank, Recorder(rank)), tag="x")
+    for hook in hooks.values():
+        assert hook.calls == [
+            ("pre", path, {"tag": "x"}, False),
+            ("post", path, {"tag": "x"}, True),
+        ]
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_a_hook_that_fails_before_the_commit_prevents_it_everywhere(tmp_path, meet):
+    saved(tmp_path / "c", [{"v": 1}] * 2)
+    errors = save(
+        tmp_path / "c", [{"v": 2}] * 2, hook=lambda rank: Recorder(rank, fail="pre 1"), meet=meet
+    )
+    for error in errors:
+        assert isinstance(error, SaveFailed)
+        assert "failed on rank 1 while writing: ValueError: the hook says no" in str(error)
+    assert isinstance(errors[1].__cause__, ValueError)
+    assert load(tmp_path / "c")[0] == {"v": 1}
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_hook_that_fails_after_the_commit_is_heard_where_it_failed(tmp_path):
+    errors = save(tmp_path / "c", [{}, {}], hook=lambda rank: Recorder(rank, fail="post 1"))
+    assert errors[0] is None
+    assert isinstance(errors[1], ValueError)
+    load(tmp_path / "c")
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
+    errors = save(tmp_path / "c", [{}, {"o": [{"foo": {1}}]}, {}, {"x": 1j}], meet=meet)
+    for error in errors:
+        assert isinstance(error, SaveFailed)
+        assert "on rank 1 while getting ready: UnsupportedState: o[0].foo is a set" in str(error)
+        assert str(error).endswith("(and rank 3 failed too)")
+    assert isinstance(errors[1].__cause__, UnsupportedState)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_is_not_alike_is_named_on_every_rank(tmp_path):
+    errors = save(tmp_path / "c", [{"m": Alike({"w": torch.tensor(rank)})} for rank in range(2)])
+    for error in errors:
+        assert isinstance(error, SaveFailed)
+        assert "m.w is marked as alike, but differs from rank 0 on rank 1" in str(error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_checkpointer_out_of_the_box(tmp_path):
+    checkpointer = make_sync_checkpointer()
+    assert isinstance(checkpointer, SyncCheckpointer)
+    assert checkpointer.save(tmp_path / "c", {"w": torch.ones(2)}) is None
+    assert same(checkpointer.load(tmp_path / "c"), {"w": torch.ones(2)})
+    checkpointer.close()
+    assert CheckpointerConfig().writer_config == CheckpointWriterConfig(600)
+
+
+def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
+    assert default_rank_info() == RankInfo(0, 1)
+    dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
+    try:
+        assert default_rank_info() == RankInfo(2, 3)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):
+    def jump():
+        raise AssertionError("a clock that may jump")
+
+    monkeypatch.setattr(time, "time", jump)
+    saved(tmp_path / "c", [{"a": 1}] * 2, meet=None)
+    saved(tmp_path / "c", [{"a": 2}] * 2, meet=None)
+    assert load(tmp_path / "c")[0] == {"a": 2}
+
+
+def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
+    """As a sharded optimizer does: here ranks would wait for each other for ever."""
+    barrier = ThreadBarrier(2)
+
+    class Collective:
+        def state_dict(self):
+            barrier.execute_barrier()
+            return {"a": 1}
+
+    storage = LocalStorage(str(tmp_path / "c"))
+    held = storage.begin("another job")
+    for error in save(tmp_path / "c", [{"c": Collective()}] * 2):
+        assert isinstance(error, FolderInUse)
+    storage.end(held)
+    saved(tmp_path / "c", [{"c": Collective()}] * 2)
+
+
+def test_an_interrupt_stays_one_and_the_others_hear_of_it(tmp_path):
+    class Interrupted(Recorder):
+        def pre_commit(self, path, **kwargs):
+            super().pre_commit(path, **kwargs)
+            if self.rank == 0:
+                raise KeyboardInterrupt
+
+    errors = save(tmp_path / "c", [{}, {}], hook=Interrupted)
+    assert isinstance(errors[0], KeyboardInterrupt)
+    assert isinstance(errors[1], SaveFailed)
+    assert "rank 0 while writing: KeyboardInterrupt" in str(errors[1])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_writer_saves_again_and_again(tmp_path):
+    writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
+    for step in range(5):
+        writer.write(tmp_path / "c", {"step": step, "w": torch.full((3,), step)})
+        assert load(tmp_path / "c")[0]["step"] == step
+    assert len(os.listdir(tmp_path / "c")) == 2
+    writer.close()

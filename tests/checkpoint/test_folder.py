@@ -185,7 +185,7 @@ def test_readers_never_notice_that_old_ones_go(tmp_path):
     threads = [threading.Thread(target=read) for _ in range(3)]
     for thread in threads:
         thread.start()
-    for step in range(1, 40):
+    for step in range(1, 20):
         folder.save(step, state(step))
     done.set()
     for thread in threads:

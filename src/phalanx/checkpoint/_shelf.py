@@ -164,7 +164,7 @@ class LocalShelf(Shelf):
         """List the folder."""
         try:
             names = os.listdir(self._folder)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         steps = {name: step for name in names if (step := step_of_name(name)) is not None}
         return sorted(step for name, step in steps.items() if self._is_committed(name))

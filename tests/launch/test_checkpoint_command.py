@@ -60,7 +60,7 @@ def test_ls(run):
     assert [line.split()[-1] for line in lines[1:5]] == [
         f"run/step-{step:08d}" for step in (10, 20, 30, 40)
     ]
-    assert lines[-1] == "4 checkpoints, 33.8 KiB"
+    assert lines[-1] == "4 checkpoints, 33.7 KiB"
     (one,) = json.loads(call("ls", "--json", "run/step-00000010"))
     assert (one["step"], one["ranks"], one["tensors"], one["files"]) == (10, 2, 4, 2)
     files = (run / "step-00000010").glob("*.safetensors")

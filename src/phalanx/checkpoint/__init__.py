@@ -13,6 +13,7 @@ the top::
     _builder, _config           make checkpointers
     _checkpointer               save and load
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
+    _verify, _upkeep            read all of it again; remove what dead saves have left
     _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
     barriers                    how they wait for each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it

@@ -57,13 +57,22 @@ class LocalStorage(Storage):
         (self.workspace / save).mkdir()
         return save
 
+    def tidy(self, owner: str) -> None:
+        """Remove what dead jobs have left; raises `FolderInUse` if one is alive."""
+        self._lock = Lock.take(self.workspace, owner, purpose=self.path)
+        try:
+            self._remove_leftovers()
+        finally:
+            self.end(None)
+
     def _remove_leftovers(self) -> None:
         """Clean up after saves that were killed: whoever holds the lock knows that they are."""
         for entry in os.scandir(self.workspace):
             if _TEMPORARY.fullmatch(entry.name):
                 shutil.rmtree(entry.path)
             elif entry.name.lstrip(".").startswith(NOTE):
-                os.unlink(entry.path)  # whoever has left it just now will say it again
+                with suppress(FileNotFoundError):  # or is just about to put it up
+                    os.unlink(entry.path)  # whoever has left it just now will say it again
         self._remove_strays(self._named_files())
 
     def _named_files(self) -> set[str] | None:
@@ -139,8 +148,9 @@ class LocalStorage(Storage):
         if save is not None:
             shutil.rmtree(self.workspace / save, ignore_errors=True)
         if self._lock is not None:
-            if not self._is_published:
-                self._remove_strays(self._named_files())
+            with suppress(OSError):  # the next save will try again
+                if not self._is_published:
+                    self._remove_strays(self._named_files())
             self._lock.release()
             self._lock = None
 

@@ -48,7 +48,7 @@ class Manifest(Document, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Check what is said of every tensor, and that together they are the files."""
-        check_ranges(self.files, _all_tensors(self))
+        check_ranges(self.files, self.tensors())
 
     def tree(self, rank: int | None, file: str) -> Node:
         """Return the tree of the state, with what `rank` holds where ranks differ."""
@@ -58,6 +58,18 @@ class Manifest(Document, forbid_unknown_fields=True):
             refuse(file, str(error))
         # A rank that was there and has saved nothing under a key has lost nothing.
         return without_absent(tree) if rank is not None and rank < self.ranks else tree
+
+    def tensors(self) -> list[TensorEntry]:
+        """Return what is said of all tensors of all ranks."""
+        found: list[TensorEntry] = []
+
+        def note(body: Any, path: Path) -> TensorLeaf:
+            leaf = self._leaf(body, path)
+            found.append(leaf.data)
+            return leaf
+
+        decode(self.state, tensor=note, rank=None)
+        return found
 
     def _leaf(self, body: Any, path: Path) -> TensorLeaf:
         """Check what is said of one tensor."""
@@ -98,15 +110,3 @@ def _check_shape(entry: TensorEntry, dtype: torch.dtype, where: str) -> None:
         raise Malformed(f"{where} has the shape {entry.shape}, which nobody can hold")
     if len(entry.shape) > 64 or total != nbytes(dtype, entry.shape):
         raise Malformed(f"{where} is {entry.dtype}{entry.shape}, but its pieces have {total} bytes")
-
-
-def _all_tensors(manifest: Manifest) -> list[TensorEntry]:
-    found: list[TensorEntry] = []
-
-    def note(body: Any, path: Path) -> TensorLeaf:
-        leaf = manifest._leaf(body, path)
-        found.append(leaf.data)
-        return leaf
-
-    decode(manifest.state, tensor=note, rank=None)
-    return found

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import SaveFailed, SaveTimeout
@@ -64,7 +65,8 @@ class ByNotes(Company):
             texts = self._poll(self._collect, self._complain_of_absence)
         except BaseException as error:
             if self._session:
-                self._board.put(self._note("gone", self.rank), f"rank {self.rank}: {error}")
+                with suppress(OSError):  # the cause is what counts
+                    self._board.put(self._note("gone", self.rank), f"rank {self.rank}: {error}")
             raise
         self._is_whole = True
         return texts
@@ -167,7 +169,8 @@ class ByNotes(Company):
     def close(self) -> None:
         """Part, and have rank 0 take away the notes when everybody has read them."""
         try:
-            self._part()
+            with suppress(OSError):  # the save has succeeded or failed by now
+                self._part()
         finally:
             if self._standing is not None:
                 os.close(self._standing)

@@ -22,10 +22,11 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from .. import _faultpoints
-from ..errors import CheckpointNotFound, DamagedCheckpoint, FolderInUse
+from ..errors import CheckpointNotFound, DamagedCheckpoint
 from ._document import MANIFEST, Document
 from ._locks import Lock
 from ._storage import OUR_FILES, Snapshot, storage_at
+from ._upkeep import remove_leftovers
 
 __all__ = [
     "Hold",
@@ -40,7 +41,6 @@ __all__ = [
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _REMOVED = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
-_SAVING = re.compile(r"\.(step-\d{8,18})\.saving")
 _LOCK = ".saving"
 
 
@@ -216,10 +216,7 @@ class LocalShelf(Shelf):
         for name in os.listdir(self._folder):
             if _REMOVED.fullmatch(name):
                 _remove_files(self._folder / name)
-            elif found := _SAVING.fullmatch(name):
-                storage = storage_at(str(self._folder / found[1]))
-                with suppress(FolderInUse):
-                    storage.end(storage.begin("somebody who cleans up"))
+        remove_leftovers(self._folder)
 
 
 def shelf_at(path: str | os.PathLike[str]) -> Shelf:

@@ -58,17 +58,17 @@ def test_the_documented_torch_script_trains(tmp_path):
 WITH_PROGRAMS = {
     f"ddp_{name}"
     for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision")
-}
+} | {"checkpoints"}
 
 
 def scripts():
-    """Find the programs in the pages on extension points: what makes a group is a whole one."""
-    for page in sorted(ROOT.glob("docs/ddp_*.md")):
+    """Find the programs in pages that have some: what makes a group is a whole one."""
+    for page in sorted([*ROOT.glob("docs/ddp_*.md"), *ROOT.glob("docs/checkpoints.md")]):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 
 
-def test_programs_in_the_pages_on_extension_points_run(tmp_path):
+def test_programs_in_the_pages_run(tmp_path):
     """All in one launch, for that takes longer than any of them."""
     paths = []
     found = list(scripts())
@@ -79,7 +79,8 @@ def test_programs_in_the_pages_on_extension_points_run(tmp_path):
         paths[-1].write_text(source)
     every = tmp_path / "every.py"
     every.write_text(
-        f"import runpy\nfor path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
+        f"import os, runpy\nos.chdir({str(tmp_path)!r})\n"
+        f"for path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
     )
     launch.run(str(every), ranks=2)
 

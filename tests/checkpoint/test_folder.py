@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.checkpoint import Checkpointer, Folder, PerRank, make_sync_checkpointer
+from phalanx.checkpoint import (
+    Checkpointer,
+    CheckpointReader,
+    Folder,
+    PerRank,
+    RankInfo,
+    make_sync_checkpointer,
+)
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step, step_of_name
 from phalanx.checkpoint._storage import storage_at
@@ -23,9 +30,12 @@ from phalanx.errors import (
     FolderInUse,
     InvalidArgument,
     InvalidType,
+    MissingKeys,
     SaveFailed,
     StateMismatch,
 )
+
+from .states import saved
 
 
 def state(step):
@@ -330,6 +340,24 @@ def test_ranks_agree_and_fail_together(ranks, tmp_path, default_group):
     assert [kind for kind, _ in two] == [SaveFailed, CheckpointNotFound, StateMismatch]
     assert one[:2] == two[:2]
     assert one[2][1].startswith("rank 1 could not load step 2: StateMismatch: alike is")
+
+
+def test_an_object_is_not_given_half_of_its_state_where_there_are_more_ranks(tmp_path):
+    """Its random numbers, say, of which ranks hold some alike and some not."""
+    numbers = [{"rng": {"kind": "mt", "words": torch.full((3,), rank)}} for rank in range(2)]
+    saved(tmp_path / "step-00000001", numbers)
+    given = []
+
+    class Loader:
+        load_state_dict = given.append
+
+    reader = CheckpointReader(RankInfo(2, 3))
+    path = str(tmp_path / "step-00000001")
+    with pytest.raises(MissingKeys, match=r"rng\.words differs .* for ranks 0, 1 only; .*rank="):
+        reader.read(path, {"rng": Loader()})
+    assert not given
+    reader.read(path, {"rng": Loader()}, rank=0)
+    assert given[0]["words"].tolist() == [0, 0, 0]
 
 
 def refused(ctx, path):

@@ -34,7 +34,7 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
-WITH_PROGRAMS = {"uneven"} | {
+WITH_PROGRAMS = {"checkpoints", "uneven"} | {
     f"ddp_{name}"
     for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
 }
@@ -59,7 +59,9 @@ def the_documented_torch_script():
 
 def programs():
     """Find the programs in the pages on extension points: what makes a group is a whole one."""
-    for page in sorted([*ROOT.glob("docs/ddp_*.md"), ROOT / "docs/uneven.md"]):
+    for page in sorted(
+        [*ROOT.glob("docs/ddp_*.md"), ROOT / "docs/uneven.md", ROOT / "docs/checkpoints.md"]
+    ):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 
@@ -78,7 +80,8 @@ def test_programs_run(tmp_path):
         path.write_text(source)
     every = tmp_path / "every.py"
     every.write_text(
-        f"import runpy\nfor path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
+        f"import os, runpy\nos.chdir({str(tmp_path)!r})\n"
+        f"for path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
     )
     launch.run(str(every), ranks=2)
 

@@ -77,6 +77,30 @@ def test_ranks_that_end_well_on_a_signal_make_a_good_end(script, launcher, pids)
     assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
 
 
+def test_ranks_that_were_asked_to_stop_and_have_saved_have_not_failed(script, launcher, pids):
+    words = "stopped on request after saving step 7 (SIGTERM)"
+    leave = f"(print({words!r}, file=sys.stderr), sys.exit(75))"
+    setup = f"signal.signal(signal.SIGTERM, lambda *_: {leave})"
+    process = launcher("run", "-n", 2, "--max-restarts", 3, script(waiting(setup)))
+    pids("pid0", "pid1")
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 75
+    assert err.splitlines()[-1] == f"phalanx: {words}"
+    assert "failed" not in err
+
+
+def test_ranks_may_stop_without_the_launcher_being_asked(script, launcher, pids):
+    setup = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
+    process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 0, script(waiting(setup)))
+    for rank in pids("pid0", "pid1"):
+        os.kill(rank, signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 75
+    assert err.splitlines()[-1] == "phalanx: stopped on request"
+    assert "again" not in err
+
+
 def test_grace_ends(script, launcher, pids):
     process = launcher("run", "-n", 2, "--grace", 0.2, script(waiting(STUBBORN)))
     ranks = pids("pid0", "pid1")

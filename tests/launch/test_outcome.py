@@ -55,3 +55,26 @@ def test_the_shell_sees_a_signal_unless_all_ended_well():
     well = RankExit(rank=0, code=0, at=1.0, was_told_to_end=True)
     assert Outcome(exits=[stopped], signal=15).exit_code == 143
     assert Outcome(exits=[well], signal=15).exit_code == 0
+
+
+def test_all_ranks_that_left_on_request_have_not_failed():
+    words = ("100%", "stopped on request after saving step 7 (SIGTERM)", "a warning")
+    left = [RankExit(rank=0, code=75, at=1.0, last_words=words), RankExit(rank=1, code=75, at=1.1)]
+    for number in (None, 15):
+        outcome = Outcome(exits=left, signal=number)
+        assert outcome.stopped
+        assert outcome.first is None
+        assert outcome.exit_code == 75
+        assert describe(outcome) == "stopped on request after saving step 7 (SIGTERM)"
+    assert describe(Outcome(exits=left[1:])) == "stopped on request"
+
+
+def test_one_that_leaves_on_request_does_not_hide_a_failure():
+    left = RankExit(rank=0, code=75, at=1.0)
+    failed = RankExit(rank=1, code=3, at=2.0)
+    killed = RankExit(rank=1, code=-9, at=2.0, was_told_to_end=True)
+    assert Outcome(exits=[left, failed]).first is failed
+    assert Outcome(exits=[left, killed]).first is left
+    assert Outcome(exits=[left, killed]).exit_code == 75
+    told = RankExit(rank=0, code=75, at=1.0, was_told_to_end=True)
+    assert Outcome(exits=[told, killed], signal=15).exit_code == 143

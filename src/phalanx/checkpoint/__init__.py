@@ -2,64 +2,38 @@
 
 ::
 
-    checkpointer = make_sync_checkpointer()
-    checkpointer.save("run/step-1000", {"model": model, "optimizer": optimizer, "step": 1000})
-    checkpointer.load("run/step-1000", {"model": model, "optimizer": optimizer})
+    folder = Folder("run", keep_last=3, keep_every=1000)
+    folder.save(1000, {"model": model, "optimizer": optimizer})
+    folder.load(state={"model": model, "optimizer": optimizer})
 
-The names are those of `torch.distributed.checkpoint._experimental`. The parts, from the top::
+The names are those of `torch.distributed.checkpoint._experimental`, and a few more. The parts, from
+the top::
 
-    _builder, _config           make them
+    _folder, _stopping          what a training loop uses; _retention: what is kept
+    _builder, _config           make checkpointers
     _checkpointer               save and load
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
-    _upkeep                     verify, and remove what dead saves have left
+    _verify, _upkeep            read all of it again; remove what dead saves have left
     _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
+    barriers                    how they wait for each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
-    _storage, _files, _remote   where it goes; _locks: whose turn it is
+    _storage, _files, _remote   where it goes; _locks: whose turn it is; _shelf: where many go
     _manifest, _tensors         what is in the files
     _structure, _encoding       a state as a tree, and the tree as JSON
+    _document, _contents        a manifest, and what it lists, as far as torch is not needed
 """
 
-from ._builder import make_sync_checkpointer
-from ._checkpoint_reader import CheckpointReader
-from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
-from ._checkpointer import Checkpointer, SyncCheckpointer
-from ._codecs import register_codec
-from ._config import CheckpointerConfig
-from ._marks import Alike, PerRank
-from ._rng import RNGState
-from ._types import STATE_DICT, RankInfo
-from .barriers import (
-    BARRIER_REGISTRY,
-    Barrier,
-    BarrierConfig,
-    DistBarrier,
-    GroupBarrier,
-    TCPStoreBarrier,
-    create_barrier_from_config,
-    register_barrier,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BARRIER_REGISTRY",
-    "STATE_DICT",
-    "Alike",
-    "Barrier",
-    "BarrierConfig",
-    "CheckpointReader",
-    "CheckpointWriter",
-    "CheckpointWriterConfig",
-    "Checkpointer",
-    "CheckpointerConfig",
-    "DistBarrier",
-    "GroupBarrier",
-    "PerRank",
-    "RNGState",
-    "RankInfo",
-    "SyncCheckpointer",
-    "TCPStoreBarrier",
-    "WriterHook",
-    "create_barrier_from_config",
-    "make_sync_checkpointer",
-    "register_barrier",
-    "register_codec",
-]
+if TYPE_CHECKING:
+    from ._public import *  # noqa: F403
+
+
+def __getattr__(name: str) -> Any:
+    # On first use: the command line lists and verifies checkpoints, and has no need of torch.
+    if not name.startswith("_") or name == "__all__":
+        public = import_module(f"{__name__}._public")
+        if hasattr(public, name):
+            return getattr(public, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from ..errors import InvalidArgument, MissingKeys
 from ._fitting import Fitting
 from ._loading import OpenCheckpoint, reading
 from ._meeting import names_of
-from ._paths import Path, display
+from ._paths import display
 from ._storage import storage_at
-from ._structure import Absent, Branch, Node, TensorLeaf, leaves, rebuild
+from ._structure import Absent, Node, TensorLeaf, absences, leaves, rebuild
 from ._types import STATE_DICT, RankInfo
 
 __all__ = ["CheckpointReader"]
@@ -72,15 +72,7 @@ def _read_all(checkpoint: OpenCheckpoint, tree: Node, locate: _Locator) -> tuple
         )
     checkpoint.open_files(leaves(tree))
     state = rebuild(tree, locate.fresh(checkpoint))
-    return state, [display(path) for path in _absent(tree, ())]
-
-
-def _absent(node: Node, path: Path) -> Iterator[Path]:
-    if isinstance(node, Absent):
-        yield path
-    elif isinstance(node, Branch):
-        for key, child in node.children.items():
-            yield from _absent(child, (*path, key))
+    return state, [display(path) for path, _ in absences(tree)]
 
 
 class _Locator:

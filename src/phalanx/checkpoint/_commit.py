@@ -36,7 +36,7 @@ from ._structure import Branch, Node, TensorLeaf, leaves, parse
 from ._tensors import Place, Share, WrittenFile, write_tensors
 from ._types import STATE_DICT
 
-__all__ = ["commit_together"]
+__all__ = ["commit_together", "who"]
 
 
 def commit_together(
@@ -74,7 +74,7 @@ class _Save:
             # On all ranks, before anything may fail on one: a state_dict may be a collective.
             self._tree = parse(state_dict)
             if self._leads:
-                self._id = self._storage.begin(_who(self._company.size))
+                self._id = self._storage.begin(who(self._company.size))
             return self._id
 
         self._id = self._company.together("getting ready", get_ready)[0]
@@ -229,7 +229,8 @@ def _find(node: Node | None, path: Path) -> Node | None:
     return node
 
 
-def _who(ranks: int) -> str:
+def who(ranks: int) -> str:
+    """Say who this job is, for those who find the place taken."""
     return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"
 
 

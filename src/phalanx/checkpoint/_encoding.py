@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ._codecs import codec_named
+from ._document import Malformed
 from ._dtypes import dtype_named, name_of_dtype
 from ._paths import Key, Path, display
 from ._structure import MAX_DEPTH, Absent, Branch, Node, Scalar, TensorLeaf
@@ -25,10 +26,6 @@ from ._structure import MAX_DEPTH, Absent, Branch, Node, Scalar, TensorLeaf
 __all__ = ["Malformed", "decode", "encode"]
 
 Json: TypeAlias = Any
-
-
-class Malformed(ValueError):
-    """Say what is wrong with a tree; the reader adds the name of the file."""
 
 
 def encode(

@@ -26,10 +26,10 @@ from pathlib import Path
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
 from ._board import FileBoard
+from ._bytes import CHUNK
+from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
-from ._manifest import LARGEST, MANIFEST, Manifest
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
-from ._tensors import CHUNK
 
 __all__ = ["LocalStorage"]
 
@@ -79,7 +79,7 @@ class LocalStorage(Storage):
         """Return the files that belong to the checkpoint, or None if it cannot be known."""
         file = self._target / MANIFEST
         try:
-            return set(Manifest.load(file.read_bytes(), str(file)).files)
+            return set(Document.load(file.read_bytes(), str(file)).files)
         except FileNotFoundError:
             return set()
         except (OSError, DamagedCheckpoint):

@@ -22,7 +22,7 @@ from ._loading import OpenCheckpoint
 from ._marks import Alike, PerRank
 from ._meeting import names_of
 from ._paths import Path, display
-from ._structure import Absent, Branch, Node, Scalar, TensorLeaf, leaves, rebuild
+from ._structure import Absent, Branch, Node, Scalar, TensorLeaf, absences, leaves, rebuild
 
 __all__ = ["Fitting", "Fresh"]
 
@@ -80,10 +80,7 @@ class Fitting:
     def _fit(self, target: Any, node: Node, path: Path) -> _Give:
         """Compare what is wanted at one place with what there is."""
         if isinstance(node, Absent):
-            raise MissingKeys(
-                f"{display(path)} differs from rank to rank, and the checkpoint has it for "
-                f"{names_of(node.ranks)} only; say which one to load (rank=…), or leave it out"
-            )
+            raise _missing(path, node)
         if isinstance(target, Alike | PerRank):
             inner, mark = self._fit(target.value, node, path), type(target)
             return lambda: mark(inner())
@@ -94,6 +91,8 @@ class Fitting:
         if type(target) in (list, tuple):
             return self._fit_list(target, node, path)
         if callable(getattr(target, "load_state_dict", None)):
+            for place, absent in absences(node, path):
+                raise _missing(place, absent)  # half of an object's state is none
             load, state = target.load_state_dict, self._build(node)
             return lambda: (load(state()), target)[1]
         if target is None or codec_for(target) is not None:
@@ -146,6 +145,13 @@ class Fitting:
         """Take over what there is, whatever it is."""
         self._new += leaves(node)
         return lambda: rebuild(node, self._fresh)
+
+
+def _missing(path: Path, absent: Absent) -> MissingKeys:
+    return MissingKeys(
+        f"{display(path)} differs from rank to rank, and the checkpoint has it for "
+        f"{names_of(absent.ranks)} only; say which one to load (rank=…), or leave it out"
+    )
 
 
 def _mismatch(path: Path, wanted: str, node: Node) -> StateMismatch:

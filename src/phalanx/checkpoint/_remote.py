@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint, InvalidArgument
-from ._manifest import LARGEST, MANIFEST, Manifest
+from ._document import LARGEST, MANIFEST, Document
 from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["RemoteStorage"]
@@ -65,7 +65,7 @@ class RemoteStorage(Storage):
     def _named_files(self) -> list[str]:
         try:
             data = self._fs.cat_file(f"{self._folder}/{MANIFEST}")
-            return list(Manifest.load(data, self.path).files)
+            return list(Document.load(data, self.path).files)
         except (FileNotFoundError, DamagedCheckpoint):
             return []
 

@@ -12,9 +12,10 @@ import re
 import secrets
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ._tensors import Sink
+if TYPE_CHECKING:
+    from ._tensors import Sink
 
 __all__ = [
     "NOTE",

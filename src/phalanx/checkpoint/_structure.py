@@ -29,6 +29,7 @@ __all__ = [
     "Node",
     "Scalar",
     "TensorLeaf",
+    "absences",
     "leaves",
     "parse",
     "rebuild",
@@ -228,6 +229,15 @@ def _rename(node: Node, rename: Callable[[TensorLeaf], TensorLeaf]) -> Node:
         children = {key: _rename(child, rename) for key, child in node.children.items()}
         return Branch(node.kind, children, node.mark)
     return node
+
+
+def absences(node: Node, path: Path = ()) -> Iterator[tuple[Path, Absent]]:
+    """Yield what a tree lacks for this rank, and where."""
+    if isinstance(node, Absent):
+        yield path, node
+    elif isinstance(node, Branch):
+        for key, child in node.children.items():
+            yield from absences(child, (*path, key))
 
 
 def without_absent(node: Node) -> Node:

@@ -18,12 +18,11 @@ import xxhash
 from torch import Tensor
 
 from .. import _faultpoints
+from ._bytes import CHUNK, checksum
 from ._dtypes import carrier
 
 __all__ = ["CHUNK", "Place", "Share", "Sink", "WrittenFile", "checksum", "memory", "write_tensors"]
 
-CHUNK = 2 << 20
-"""Bytes that are hashed and then written while they are still in the processor's cache."""
 _ALIGNMENT = 64  # of the first tensor; the others follow by falling size of their elements
 
 
@@ -92,11 +91,6 @@ def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
     for length in shape:
         size *= length
     return size
-
-
-def checksum(data: bytes | memoryview) -> str:
-    """Return the checksum of some bytes, as manifests have it."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def memory(tensor: Tensor) -> memoryview:

@@ -1,4 +1,4 @@
-"""Look after checkpoints that are there: verify them, and remove what dead saves have left."""
+"""Look after a folder of checkpoints: remove what dead saves have left."""
 
 from __future__ import annotations
 
@@ -8,24 +8,10 @@ from pathlib import Path
 
 from ..errors import FolderInUse
 from ._files import LocalStorage
-from ._loading import OpenCheckpoint, reading
-from ._manifest import Manifest
-from ._storage import storage_at
 
-__all__ = ["remove_leftovers", "verify"]
+__all__ = ["remove_leftovers"]
 
 _WORKSPACE = re.compile(r"\.(?P<name>.+)\.saving")
-
-
-def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Read every byte of a checkpoint, of all ranks, and return its manifest if all are right."""
-
-    def prepare(checkpoint: OpenCheckpoint) -> Manifest:
-        checkpoint.verify_all()
-        return checkpoint.manifest
-
-    with reading(storage_at(os.fspath(path)), prepare) as manifest:
-        return manifest
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> list[str]:

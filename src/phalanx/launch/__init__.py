@@ -43,7 +43,8 @@ def run(
     unbuffered, replace descriptors 1 and 2.
 
     With `check`, a failure raises `RanksFailed`, which says who was first and why, and Ctrl-C
-    raises `KeyboardInterrupt`; without, look at the outcome.
+    raises `KeyboardInterrupt`; without, look at the outcome. Ranks that were asked to stop and
+    have saved their work have not failed: `Outcome.stopped` tells.
     """
     job = Job(
         command=python_command(script, args, module=module),
@@ -56,7 +57,7 @@ def run(
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)
-    if check and outcome.exit_code:
+    if check and outcome.exit_code and not outcome.stopped:
         was_interrupted = outcome.first is None and outcome.signal == signal.SIGINT
         raise KeyboardInterrupt if was_interrupted else RanksFailed(describe(outcome))
     return outcome

@@ -15,8 +15,9 @@ from ..errors import InvalidArgument
 
 __all__ = ["GRACE", "LINGER", "Job", "Ranks", "count_ranks", "python_command", "thread_env"]
 
-GRACE = 10.0
-"""Seconds from asking a rank to end to killing it, unless the user says otherwise."""
+GRACE = 30.0
+"""Seconds from asking a rank to end to killing it, unless the user says otherwise: time for a step
+and a save, and what schedulers of clusters give, too."""
 LINGER = 2.0
 """Seconds that the others have to report when a rank has failed, unless the user says otherwise."""
 

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._signals import signal_name
+from .._signals import STOP_WORDS, STOPPED, signal_name
 
 __all__ = ["Outcome", "RankExit", "describe", "describe_code"]
 
@@ -45,6 +45,11 @@ class RankExit:
         return self.code != 0 and not self.was_told_to_end
 
     @property
+    def stopped(self) -> bool:
+        """Whether it says that it was asked to stop, and has saved its work."""
+        return self.code == STOPPED
+
+    @property
     def error(self) -> str:
         """The line of its traceback that names the exception, if it had one."""
         if not any(line.startswith("Traceback") for line in self.last_words):
@@ -65,13 +70,28 @@ class Outcome:
     """How often the ranks were started."""
 
     @property
+    def stopped(self) -> bool:
+        """Whether the ranks were asked to stop and have saved their work, all of them."""
+        codes = {each.code for each in self.exits}
+        return STOPPED in codes and codes <= {0, STOPPED}
+
+    @property
     def first(self) -> RankExit | None:
         """The rank that failed first, if any did."""
-        return next((each for each in self.exits if each.failed), None)
+        if self.stopped:
+            return None
+        failed = [each for each in self.exits if each.failed]
+        # Whoever left on request, though others did not, is to blame only if nobody else is.
+        return next(iter(sorted(failed, key=lambda each: each.stopped)), None)
 
     @property
     def exit_code(self) -> int:
-        """What a shell should see: the first failure's code, 128 + number for a signal."""
+        """What a shell should see: the first failure's code, 128 + number for a signal.
+
+        `STOPPED` if all ranks were asked to stop and have saved their work.
+        """
+        if self.stopped:
+            return STOPPED
         if self.first is not None:
             return _shell_code(self.first.code)
         # Ranks that heard the signal, saved their work and ended well make a run that ended well.
@@ -83,6 +103,8 @@ class Outcome:
 def describe(outcome: Outcome) -> str:
     """Say what went wrong: who failed first and why, who followed, who was stopped."""
     first = outcome.first
+    if outcome.stopped:
+        return _last_words_of_stop(outcome)
     if first is None:
         return (
             f"stopped by {signal_name(outcome.signal)}"
@@ -102,6 +124,12 @@ def describe(outcome: Outcome) -> str:
     if outcome.attempts > 1:
         lines.append(f"gave up after {outcome.attempts} attempts")
     return "\n".join(lines)
+
+
+def _last_words_of_stop(outcome: Outcome) -> str:
+    """Quote the rank that says what was saved."""
+    words = [line for each in outcome.exits for line in each.last_words]
+    return next((line for line in words if line.startswith(STOP_WORDS)), STOP_WORDS)
 
 
 def describe_code(code: int) -> str:

@@ -6,6 +6,7 @@ deadline when there is one:
 
 - a rank fails: the others get `linger` seconds to say what it did to them, then they are stopped;
 - a signal comes: the ranks get it too, and `grace` seconds; a second signal ends the patience;
+- a rank leaves on request: the others agreed to, and have as many seconds to do the same;
 - stopping: SIGTERM to each rank, then to whatever it left behind, and SIGKILL after `grace`
   seconds.
 """
@@ -139,8 +140,9 @@ class _Attempt:
             self._on_failure(end)
 
     def _on_failure(self, end: RankExit) -> None:
-        self._deadline = time.monotonic() + self._job.linger
-        if self._crew.running:
+        patience = self._job.grace if end.stopped else self._job.linger
+        self._deadline = time.monotonic() + patience
+        if self._crew.running and not end.stopped:
             self._pump.say(f"{end.name} failed: {describe_code(end.code)}; stopping the others")
 
     def _on_signal(self, number: int) -> None:
@@ -168,7 +170,7 @@ class _Attempt:
         self._wait_until(crew.is_gone, poll=_POLL)
 
     def _announce_restart(self) -> None:
-        failed = any(each.failed for each in self._exits)
+        failed = self._outcome().first is not None
         if failed and self._signal is None and self._number < self._job.max_restarts:
             total = self._job.max_restarts + 1
             self._pump.say(f"starting all ranks again: attempt {self._number + 2} of {total}")

@@ -1,4 +1,4 @@
-"""The command line: `phalanx run`, `phalanx doctor` and `phalanx mesh`."""
+"""The command line: `phalanx run`, `phalanx doctor`, `phalanx mesh`, `phalanx checkpoint`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 
 from ..errors import MisuseError, RanksFailed
 from . import run as run_ranks
+from ._checkpoint_command import checkpoint
 from ._handover import Machines, hand_over
 from ._job import GRACE, LINGER, Ranks
 from ._outcome import describe
@@ -43,7 +44,11 @@ def main() -> None:
     phalanx run -n 4 train.py       start four ranks of a script
     phalanx doctor                  check this machine and measure it
     phalanx mesh 8x16x8 --rank 513  show where a rank of a mesh is, and its groups
+    phalanx checkpoint ls run       list checkpoints; also show, verify, diff, prune
     """
+
+
+main.add_command(checkpoint)
 
 
 def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
@@ -128,6 +133,9 @@ def run(
     torchrun. The cores are divided between the ranks (OMP_NUM_THREADS, unless it is set). When a
     rank fails, its traceback is shown, the others are stopped, and the exit code is its own.
 
+    SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which have --grace seconds to save their
+    work. If they leave by phalanx.checkpoint.StopRequest, the exit code is 75: start it again.
+
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
@@ -152,7 +160,9 @@ def run(
             prefix=prefix,
             check=False,
         )
-    if outcome.exit_code:
+    if outcome.stopped:
+        click.secho(f"phalanx: {describe(outcome)}", err=True, bold=True, color=_colour())
+    elif outcome.exit_code:
         _complain(describe(outcome))
     click.get_current_context().exit(outcome.exit_code)
 

@@ -1,0 +1,96 @@
+"""Train, be stopped at any moment, and go on as if nothing had happened.
+
+    phalanx run -n 2 examples/resume.py run     # press Ctrl-C, send SIGTERM, or kill it
+    phalanx run -n 2 examples/resume.py run     # goes on where it was
+
+The weights at the end are those of a run that was never stopped, bit for bit: the checkpoint has
+the optimizer's state, the position in the data, and every rank's random numbers too.
+"""
+
+import argparse
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from phalanx import DDP
+from phalanx.checkpoint import Folder, RNGState, StopRequest
+from phalanx.groups import ProcessGroup, new_group
+
+BATCH = 32  # images per rank and step
+
+
+def main(path: str, *, epochs: int, every: int) -> None:
+    """Train from the newest checkpoint on, if there is one, and print a hash of the weights."""
+    group = new_group()
+    torch.set_num_threads(1)
+    torch.manual_seed(group.rank())  # ranks drop out different units; the weights are rank 0's
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+    labels = torch.tensor(digits.target)
+    layers = (nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.2), nn.Linear(128, 10))
+    model = DDP(nn.Sequential(*layers), process_group=group)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    batches = Batches(len(images), group, epochs=epochs)
+
+    state = {"model": model, "optimizer": optimizer, "batches": batches, "rng": RNGState()}
+    with Folder(path, keep_last=2, group=group) as folder, StopRequest(group) as stop:
+        if folder.latest() is not None:
+            folder.load(state=state)
+        for batch in batches:
+            optimizer.zero_grad()
+            cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimizer.step()
+            stopping = stop.requested()
+            if stopping or batches.step % every == 0:
+                folder.save(batches.step, state)
+            if stopping:
+                stop.leave(batches.step)
+
+    if group.rank() == 0:
+        print(f"weights after step {batches.step}: {digest(model)}")
+    group.shutdown()
+
+
+class Batches:
+    """The images of one rank, batch after batch and epoch after epoch; it knows where it is."""
+
+    def __init__(self, count: int, group: ProcessGroup, *, epochs: int) -> None:
+        self.count, self.rank, self.ranks = count, group.rank(), group.size()
+        self.epochs, self.step = epochs, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the batches that are left, of an order that depends on the epoch alone."""
+        share = self.count // self.ranks
+        per_epoch = -(-share // BATCH)
+        while self.step < self.epochs * per_epoch:
+            epoch, place = divmod(self.step, per_epoch)
+            order = torch.randperm(self.count, generator=torch.Generator().manual_seed(epoch))
+            self.step += 1
+            yield order[self.rank * share :][:share].split(BATCH)[place]
+
+    def state_dict(self) -> dict[str, int]:
+        """Return how many batches were taken."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on after as many batches."""
+        self.step = state["step"]
+
+
+def digest(model: nn.Module) -> str:
+    """Return a short hash of all weights."""
+    weights = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
+    return hashlib.sha256(weights).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("path", help="the folder of checkpoints")
+    parser.add_argument("--epochs", type=int, default=50)
+    parser.add_argument("--every", type=int, default=100, help="steps between two checkpoints")
+    options = parser.parse_args()
+    main(options.path, epochs=options.epochs, every=options.every)

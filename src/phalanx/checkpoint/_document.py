@@ -1,0 +1,199 @@
+"""A manifest as a document: sealed, readable, of known fields; torch is not needed to read it.
+
+The first line has a checksum of all that follows it. What the document says about tensors is for
+`_manifest` to check, before any of it is believed, and for `_contents` to list.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, NoReturn, Self
+
+import msgspec
+from msgspec import Meta, Struct
+
+from ..errors import DamagedCheckpoint
+from ._bytes import checksum
+
+__all__ = [
+    "LARGEST",
+    "MANIFEST",
+    "VERSION",
+    "Document",
+    "FileEntry",
+    "HeaderEntry",
+    "Malformed",
+    "PieceEntry",
+    "TensorEntry",
+    "check_ranges",
+    "refuse",
+]
+
+MANIFEST = "manifest.json"
+"""Its name. A folder is a checkpoint if and only if it has one."""
+VERSION = 1
+LARGEST = 1 << 30
+"""Bytes; a manifest of a million tensors has a fifth of it."""
+
+_FORMAT: Literal["phalanx checkpoint"] = "phalanx checkpoint"
+_SEAL = re.compile(rb'\{\n  "xxh3_128": "([0-9a-f]{32})",\n')
+_FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors$"
+
+Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Natural = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class Malformed(ValueError):
+    """Say what is wrong with a document; the reader adds the name of the file."""
+
+
+class PieceEntry(Struct, forbid_unknown_fields=True):
+    """Some of a tensor's bytes: from where to where they are in a file."""
+
+    file: str
+    at: tuple[Natural, Natural]
+    xxh3_128: Checksum
+
+
+class TensorEntry(Struct, forbid_unknown_fields=True):
+    """A tensor; the pieces follow each other in it."""
+
+    dtype: str
+    shape: list[Natural]
+    pieces: list[PieceEntry]
+    device: str = "cpu"
+
+
+class HeaderEntry(Struct, forbid_unknown_fields=True):
+    """The beginning of a file, before its first tensor."""
+
+    bytes: Natural
+    xxh3_128: Checksum
+
+
+class FileEntry(Struct, forbid_unknown_fields=True):
+    """A file of tensors."""
+
+    bytes: Natural
+    header: HeaderEntry
+
+
+class Document(Struct, forbid_unknown_fields=True):
+    """All that is known of a checkpoint."""
+
+    format: Literal["phalanx checkpoint"]
+    version: int
+    save: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    """A random number of the save, which is part of the names of its files."""
+    ranks: Annotated[int, Meta(ge=1, le=2**24)]
+    files: dict[Annotated[str, Meta(pattern=_FILE_NAME)], FileEntry]
+    state: Any
+
+    @classmethod
+    def make(cls, save: str, ranks: int, files: dict[str, FileEntry], state: Any) -> Self:
+        """Make a manifest of this version."""
+        return cls(_FORMAT, VERSION, save, ranks, files, state)
+
+    def dump(self) -> bytes:
+        """Write it down, readable, with its seal."""
+        fields = {name: msgspec.to_builtins(getattr(self, name)) for name in self.__struct_fields__}
+        body = ",\n".join(
+            f"  {json.dumps(name)}: {_pretty(each, 1)}" for name, each in fields.items()
+        )
+        rest = f"{body}\n}}\n".encode()
+        return f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
+
+    @classmethod
+    def load(cls, data: bytes, file: str) -> Self:
+        """Read one; what its seal or a field's type gives away raises `DamagedCheckpoint`."""
+        try:
+            document = msgspec.convert(_parse(data), cls, strict=True)
+            document.check()
+        except (Malformed, msgspec.ValidationError) as error:
+            refuse(file, str(error))
+        except RecursionError:
+            refuse(file, "it is nested too deep")
+        return document
+
+    def check(self) -> None:
+        """Check more than the types of fields; raises `Malformed`."""
+
+
+def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) -> None:
+    """Let the tensors cover every file without gap or overlap, so that no byte is unchecked."""
+    ranges: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            known = ranges[piece.file].setdefault(piece.at, piece.xxh3_128)
+            if known != piece.xxh3_128:
+                raise Malformed(f"{piece.file} has two checksums for one range")
+    for name, entry in files.items():
+        position = entry.header.bytes
+        for begin, end in sorted(ranges[name]):
+            if begin != position:
+                raise Malformed(f"{name}: tensors overlap or leave a gap at {position}")
+            position = end
+        if position != entry.bytes:
+            raise Malformed(f"{name} has {entry.bytes} bytes, but its tensors end at {position}")
+
+
+def refuse(file: str, complaint: str) -> NoReturn:
+    """Say what is wrong with which file."""
+    raise DamagedCheckpoint(f"{file} cannot be used: {complaint}") from None
+
+
+def _parse(data: bytes) -> Any:
+    seal = _SEAL.match(data)
+    if seal is None:
+        raise Malformed("it does not begin like a manifest")
+    if checksum(data[seal.end() :]) != seal[1].decode():
+        raise Malformed("its checksum is wrong; it was damaged, or changed by hand")
+    try:
+        fields = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
+    except Malformed:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"it is not JSON: {error}") from None
+    del fields["xxh3_128"]
+    version = fields.get("version")
+    if type(version) is int and version != VERSION:
+        raise Malformed(f"it is of version {version}, and this phalanx reads version {VERSION}")
+    return fields
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise Malformed("it has an object with a key twice")
+    return fields
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise Malformed(f"it has the number {text}, which is not JSON")
+
+
+def _pretty(value: Any, depth: int) -> str:
+    """Indent, but keep what belongs together on one line."""
+    if _is_flat(value):
+        return json.dumps(value)
+    pad = "  " * (depth + 1)
+    if isinstance(value, dict):
+        lines = [
+            f"{pad}{json.dumps(key)}: {_pretty(each, depth + 1)}" for key, each in value.items()
+        ]
+    else:
+        lines = [pad + _pretty(each, depth + 1) for each in value]
+    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    return f"{opening}\n" + ",\n".join(lines) + f"\n{'  ' * depth}{closing}"
+
+
+def _is_flat(value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = list(value.values()) if isinstance(value, dict) else value
+    if "$tensor" in value or (len(inner) == 1 and isinstance(inner[0], list)):
+        return "$tensor" in value or _is_flat(inner[0])
+    return not any(isinstance(each, dict | list) for each in inner)

@@ -1,0 +1,52 @@
+"""The public names of `phalanx.checkpoint`, which are loaded when the first of them is used."""
+
+from . import barriers  # noqa: F401 - a public name of the package, as a module of its own
+from ._builder import make_sync_checkpointer
+from ._checkpoint_reader import CheckpointReader
+from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
+from ._checkpointer import Checkpointer, SyncCheckpointer
+from ._codecs import register_codec
+from ._config import CheckpointerConfig
+from ._folder import Folder
+from ._marks import Alike, PerRank
+from ._rng import RNGState
+from ._stopping import STOPPED, StopRequest
+from ._types import STATE_DICT, RankInfo
+from .barriers import (
+    BARRIER_REGISTRY,
+    Barrier,
+    BarrierConfig,
+    DistBarrier,
+    GroupBarrier,
+    TCPStoreBarrier,
+    create_barrier_from_config,
+    register_barrier,
+)
+
+__all__ = [
+    "BARRIER_REGISTRY",
+    "STATE_DICT",
+    "STOPPED",
+    "Alike",
+    "Barrier",
+    "BarrierConfig",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "CheckpointWriterConfig",
+    "Checkpointer",
+    "CheckpointerConfig",
+    "DistBarrier",
+    "Folder",
+    "GroupBarrier",
+    "PerRank",
+    "RNGState",
+    "RankInfo",
+    "StopRequest",
+    "SyncCheckpointer",
+    "TCPStoreBarrier",
+    "WriterHook",
+    "create_barrier_from_config",
+    "make_sync_checkpointer",
+    "register_barrier",
+    "register_codec",
+]

@@ -1,0 +1,134 @@
+"""Stop cleanly: all ranks after the same step, whichever of them heard of it, and when.
+
+A signal reaches ranks at different instants, some of them perhaps a step later than others, and
+some never. So nobody acts on it alone. At the end of a step each rank calls `requested`, which
+brings together what all of them have heard: the largest of one number for each rank. It is the
+same collective call on every rank, hence the same answer after the same step.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+
+from .._signals import STOP_WORDS, STOPPED, signal_name
+from ..errors import InvalidArgument, InvalidState
+from ..groups import ProcessGroup
+from ._company import default_group
+
+__all__ = ["STOPPED", "StopRequest"]
+
+_BY_PROGRAM = 1 << 16  # beyond all signals
+
+
+class StopRequest:
+    """Whether this run was asked to stop: by SIGTERM or SIGINT to any rank, or by the program.
+
+    ::
+
+        with StopRequest(group) as stop:
+            for step in range(first, last):
+                ...
+                if stop.requested():
+                    folder.save(step, state)
+                    stop.leave(step)
+
+    All ranks of `group` call `requested` equally often. It is one collective of one number, some
+    microseconds in shared memory; where that costs a round trip over a network, `every` so many
+    calls is enough. The ranks are those of `group`, or of the current group, or of torch's default
+    group, or this process alone. A second SIGINT interrupts as ever.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        every: int = 1,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+    ) -> None:
+        if every < 1:
+            raise InvalidArgument(f"every is {every}: ask at every call, or every second one…")
+        group = default_group() if group is None else group
+        self._group = None if group is None or group.size() == 1 else group
+        self._leads = group is None or group.rank() == 0
+        self._every = every
+        self._signals = tuple(signals)
+        self._before: dict[int, Any] = {}
+        self._heard = 0
+        """The signal that this rank was sent; 0 for none."""
+        self._decided = 0
+        """The same of all ranks, when all know it."""
+        self._calls = 0
+        if self._group is not None:
+            self._number = torch.zeros(1, dtype=torch.int32, device=_device(self._group))
+
+    def __enter__(self) -> Self:
+        if self._signals and threading.current_thread() is not threading.main_thread():
+            raise InvalidState(
+                "only the main thread hears signals: enter there, or pass signals=() and call "
+                "request"
+            )
+        for each in self._signals:
+            # What is ignored stays ignored: that is how nohup asks for it.
+            if signal.getsignal(each) is not signal.SIG_IGN:
+                self._before[each] = signal.signal(each, self._hear)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        again = self._heard == number == signal.SIGINT
+        self._heard = self._heard or number
+        if again and callable(self._before[number]):
+            self._before[number](number, frame)
+
+    def request(self) -> None:
+        """Ask for a stop from here: a time limit is near, say. One rank is enough."""
+        self._heard = self._heard or _BY_PROGRAM
+
+    def requested(self) -> bool:
+        """Tell whether to stop after this step: the same on all ranks, which all ask."""
+        if self._group is None:
+            self._decided = self._heard
+        elif not self._decided:
+            self._calls += 1
+            if self._calls % self._every == 0:
+                self._decided = self._agree(self._group)
+        return self._decided != 0
+
+    def _agree(self, group: dist.ProcessGroup) -> int:
+        self._number.fill_(self._heard)
+        if isinstance(group, ProcessGroup):
+            group.allreduce(self._number, dist.ReduceOp.MAX).wait()
+        else:
+            dist.all_reduce(self._number, dist.ReduceOp.MAX, group=group)
+        return int(self._number.item())
+
+    def leave(self, step: int | None = None) -> NoReturn:
+        """End this rank with the exit code `STOPPED`, and say which step was saved last."""
+        if self._leads:
+            cause = "" if self._decided in (0, _BY_PROGRAM) else f" ({signal_name(self._decided)})"
+            saved = "" if step is None else f" after saving step {step}"
+            print(f"{STOP_WORDS}{saved}{cause}", file=sys.stderr, flush=True)
+        raise SystemExit(STOPPED)
+
+
+def _device(group: dist.ProcessGroup) -> torch.device:
+    """Return where a group's tensors have to be: in main memory if that is possible."""
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
+    return torch.device(devices[0].type) if devices else torch.device("cpu")

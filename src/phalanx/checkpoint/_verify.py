@@ -1,0 +1,122 @@
+"""Read every byte of a checkpoint and compare it with its checksum, without torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import xxhash
+
+from ..errors import CheckpointNotFound, DamagedCheckpoint
+from ._contents import Entry, contents
+from ._document import (
+    MANIFEST,
+    Document,
+    FileEntry,
+    Malformed,
+    PieceEntry,
+    TensorEntry,
+    check_ranges,
+)
+from ._storage import Snapshot, Source, storage_at
+
+__all__ = ["digest", "verify"]
+
+Progress = Callable[[int], None]
+
+
+def verify(path: str, progress: Progress = lambda _: None) -> list[str]:
+    """Return what is wrong with a checkpoint, each with the name of the file and the tensor.
+
+    `progress` is told how many bytes were read.
+    """
+    try:
+        snapshot = storage_at(path).snapshot()
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+    with closing(snapshot):
+        try:
+            document, pieces = _read_manifest(path, snapshot)
+        except FileNotFoundError:
+            raise CheckpointNotFound(f"{path} has no {MANIFEST}") from None
+        except (DamagedCheckpoint, OSError) as error:
+            return [str(error)]
+        return [
+            f"{path}/{name}: {problem}"
+            for name, entry in document.files.items()
+            for problem in _verify_file(snapshot, name, entry, pieces[name], progress)
+        ]
+
+
+def digest(path: str, tensor: TensorEntry) -> str:
+    """Return a checksum of all bytes of a tensor, however they were cut into pieces."""
+    whole = xxhash.xxh3_128()
+    with closing(storage_at(path).snapshot()) as snapshot:
+        for piece in tensor.pieces:
+            with closing(snapshot.open(piece.file)) as source:
+                for part in _read(source, *piece.at):
+                    whole.update(part)
+    return whole.hexdigest()
+
+
+Pieces = dict[tuple[int, int], tuple[PieceEntry, Entry]]
+
+
+def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Document, dict[str, Pieces]]:
+    """Return the manifest and, for each file, what is where in it."""
+    file = f"{path}/{MANIFEST}"
+    document = Document.load(snapshot.manifest(), file)
+    pieces: dict[str, Pieces] = defaultdict(dict)
+    try:
+        entries = contents(document)
+        tensors = [entry.tensor for entry in entries if entry.tensor is not None]
+        check_ranges(document.files, tensors)
+    except Malformed as error:
+        raise DamagedCheckpoint(f"{file} cannot be used: {error}") from None
+    for entry in entries:
+        for piece in entry.tensor.pieces if entry.tensor is not None else ():
+            if piece.file not in document.files:
+                raise DamagedCheckpoint(f"{file}: {entry.name} is in no file that it names")
+            pieces[piece.file].setdefault(piece.at, (piece, entry))
+    return document, pieces
+
+
+def _verify_file(
+    snapshot: Snapshot, name: str, entry: FileEntry, pieces: Pieces, progress: Progress
+) -> Iterator[str]:
+    try:
+        source = snapshot.open(name)
+    except OSError as error:
+        yield f"it cannot be opened: {error.strerror or error}"
+        return
+    with closing(source):
+        if source.length != entry.bytes:
+            yield f"it has {source.length} bytes and should have {entry.bytes}"
+        if _checksum(source, 0, entry.header.bytes, progress) != entry.header.xxh3_128:
+            yield "the checksum of its header is wrong"
+        for (begin, end), (piece, owner) in sorted(pieces.items()):
+            if _checksum(source, begin, end, progress) != piece.xxh3_128:
+                whose = "" if owner.rank is None else f" of rank {owner.rank}"
+                yield f"{owner.name}{whose} is damaged (bytes {begin} to {end})"
+
+
+def _checksum(source: Source, begin: int, end: int, progress: Progress) -> str:
+    """Return the checksum of some bytes, or nothing if they are not there."""
+    found = xxhash.xxh3_128()
+    try:
+        for part in _read(source, begin, end):
+            found.update(part)
+            progress(len(part))
+    except (EOFError, OSError):
+        return ""
+    return found.hexdigest()
+
+
+def _read(source: Source, begin: int, end: int) -> Iterator[memoryview]:
+    """Yield some bytes of a file in chunks, each of which is gone when the next one comes."""
+    buffer = memoryview(bytearray(min(source.chunk, end - begin)))
+    for position in range(begin, end, source.chunk):
+        part = buffer[: min(source.chunk, end - position)]
+        source.read_into(part, position)
+        yield part

@@ -1,0 +1,205 @@
+"""The command `phalanx checkpoint`."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from checkpoint.states import saved
+from phalanx.checkpoint import Folder, PerRank
+from phalanx.launch._tables import age, size
+from phalanx.launch.cli import main
+
+from .conftest import clean_env
+
+
+def state(step, rank=0):
+    return {
+        "model": {"weight": torch.full((64, 32), float(step)), "bias": torch.zeros(7)},
+        "lr": 0.1 / step,
+        "betas": (0.9, 0.99),
+        "shape": torch.Size([2, 3]),
+        "seen": PerRank(torch.tensor([step, rank])),
+    }
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A folder with steps 10 to 40, saved by two ranks; relative, so that tables are known."""
+    monkeypatch.chdir(tmp_path)
+    for step in (10, 20, 30, 40):
+        saved(f"run/step-{step:08d}", [state(step, rank) for rank in (0, 1)])
+    return tmp_path / "run"
+
+
+def call(*args, code=0):
+    done = CliRunner().invoke(main, ["checkpoint", *map(str, args)])
+    assert done.exit_code == code, done.output
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.output
+
+
+def data_file(checkpoint):
+    return next(each for each in sorted(checkpoint.iterdir()) if each.suffix == ".safetensors")
+
+
+def damage(file, where=-1):
+    data = bytearray(file.read_bytes())
+    data[where] ^= 1
+    file.write_bytes(data)
+
+
+def test_ls(run):
+    lines = call("ls", "run").splitlines()
+    assert lines[0].split() == ["step", "ranks", "tensors", "size", "age", "path"]
+    assert lines[1].split()[:5] == ["10", "2", "4", "8.43", "KiB"]
+    assert [line.split()[-1] for line in lines[1:5]] == [
+        f"run/step-{step:08d}" for step in (10, 20, 30, 40)
+    ]
+    assert lines[-1] == "4 checkpoints, 33.7 KiB"
+    (one,) = json.loads(call("ls", "--json", "run/step-00000010"))
+    assert (one["step"], one["ranks"], one["tensors"], one["files"]) == (10, 2, 4, 2)
+    files = (run / "step-00000010").glob("*.safetensors")
+    assert one["bytes"] == sum(each.stat().st_size for each in files)
+
+
+def test_ls_names_what_is_damaged_and_goes_on(run):
+    damage(run / "step-00000020" / "manifest.json")
+    data_file(run / "step-00000030").unlink()
+    output = call("ls", "run")
+    assert output.count("damaged") == 2
+    assert "checksum is wrong" in json.loads(call("ls", "--json", "run"))[1]["damaged"]
+
+
+def test_show(run):
+    lines = [line.split() for line in call("show", "run").splitlines()]
+    assert lines[0][:6] == ["run/step-00000040:", "step", "40,", "8.43", "KiB,", "4"]
+    assert ["model.weight", "float32", "64", "x", "32", "8.00", "KiB", "all"] in lines
+    assert ["seen", "int64", "2", "16", "B", "rank", "1"] in lines
+    assert ["lr", "0.0025", "all"] in lines
+    assert ["betas[1]", "0.99", "all"] in lines
+    shown = json.loads(call("show", "--json", "run/step-00000010"))
+    assert {"name": "seen", "rank": 1, "dtype": "int64", "shape": [2], "bytes": 16} in shown[
+        "state"
+    ]
+
+
+def test_verify(run):
+    assert call("verify", "run").count("good: run/step-") == 4
+    file = data_file(run / "step-00000020")
+    damage(file)
+    lines = call("verify", "run", code=1).splitlines()
+    assert len(lines) == 4
+    assert lines[1].startswith(f"damaged: run/step-00000020/{file.name}: ")
+    assert "model.bias is damaged (bytes 208 to 236)" in lines[1]
+    damage(file, 20)
+    problems = json.loads(call("verify", "--json", "run/step-00000020", code=1))
+    assert any("header" in each for each in problems["run/step-00000020"])
+    os.truncate(file, 100)
+    assert "bytes and should have" in call("verify", "run/step-00000020", code=1)
+    damage(run / "step-00000020" / "manifest.json")
+    assert "manifest.json cannot be used" in call("verify", "run/step-00000020", code=1)
+
+
+def test_verify_looks_at_every_byte(run):
+    checkpoint = run / "step-00000010"
+    for file in sorted(checkpoint.iterdir()):
+        whole = file.read_bytes()
+        for where in range(0, len(whole), 97):
+            damage(file, where)
+            assert "damaged" in call("verify", checkpoint, code=1), (file, where)
+            file.write_bytes(whole)
+    call("verify", checkpoint)
+
+
+def test_diff(run):
+    lines = [line.split() for line in call("diff", "run", code=1).splitlines()]
+    assert lines[0][-6:] == ["4", "differ,", "4", "are", "the", "same"]
+    assert ["changed", "model.weight", "all", "values", "of", "float32[64,", "32]"] in lines
+    assert ["changed", "lr", "all", "0.0033333333333333335", "->", "0.0025"] in lines
+    assert "0 differ" in call("diff", "run/step-00000010", "run/step-00000010")
+    other = {**state(10), "model": {"weight": torch.zeros(3, dtype=torch.int32)}, "new": 1}
+    saved("other", [other, other])
+    found = json.loads(call("diff", "--json", "run/step-00000010", "other", code=1))
+    assert {(each["name"], each["change"], each["how"]) for each in found} >= {
+        ("model.weight", "changed", "float32[64, 32] -> int32[3]"),
+        ("model.bias", "removed", "float32[7]"),
+        ("new", "added", "1"),
+    }
+
+
+def test_diff_sees_that_the_same_was_cut_by_other_ranks(run):
+    big = {"weight": torch.arange(3_000_000)}
+    saved("two", [big, big])
+    saved("three", [big, big, big])
+    assert "0 differ, 1 are the same" in call("diff", "two", "three")
+    big["weight"][5] = 0
+    saved("three", [big, big, big])
+    assert "1 differ" in call("diff", "two", "three", code=1)
+
+
+def test_prune(run):
+    args = ["run", "--keep-last", 1, "--keep-every", 20]
+    lines = call("prune", "--dry-run", *args).splitlines()
+    assert [line.split()[3:] for line in lines[1:5]] == [
+        ["would", "be", "removed"],
+        ["kept:", "every", "20"],
+        ["would", "be", "removed"],
+        ["kept:", "the", "last", "one"],
+    ]
+    assert lines[-1] == "2 checkpoints would be removed, 16.9 KiB"
+    assert Folder("run").steps() == [10, 20, 30, 40]
+    assert call("prune", *args).splitlines()[-1] == "2 checkpoints removed, 16.9 KiB"
+    assert Folder("run").steps() == [20, 40]
+    assert json.loads(call("prune", "--json", *args)) == [
+        {"step": 20, "kept": "every 20"},
+        {"step": 40, "kept": "the last one"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["ls", "nowhere"], ["there is nothing at nowhere"]),
+        (["ls", "."], ["neither a checkpoint nor a folder"]),
+        (["show", "file.txt"], ["neither a checkpoint nor a folder"]),
+        (["verify", "empty"], ["neither a checkpoint nor a folder"]),
+        (["prune", "empty"], ["has no checkpoints in it"]),
+        (["prune", "run/step-00000010"], ["is a checkpoint itself"]),
+        (["prune", "run", "--keep-last", "0"], ["at least the last one is kept"]),
+        (["diff", "run/step-00000010"], ["name another to compare"]),
+        (["show"], ["PATH"]),
+    ],
+)
+def test_a_mistake_is_explained_without_a_traceback(run, args, words):
+    (run.parent / "empty").mkdir()
+    (run.parent / "file.txt").touch()
+    done = CliRunner().invoke(main, ["checkpoint", *args])
+    assert done.exit_code in {1, 2}
+    assert isinstance(done.exception, SystemExit)
+    for word in words:
+        assert word in done.output
+
+
+def test_torch_is_not_needed(run):
+    commands = [[name, "run"] for name in ("ls", "show", "verify", "diff", "prune")]
+    code = (
+        "import sys; from phalanx.launch.cli import main\n"
+        f"for command in {commands}:\n"
+        "    main(['checkpoint', *command], standalone_mode=False)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env=clean_env(), capture_output=True, check=True)
+
+
+def test_quantities_are_readable():
+    sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 1536: "1.50 KiB", 10**9: "954 MiB"}
+    assert {each: size(each) for each in sizes} == sizes
+    assert size(5 << 40) == "5.00 TiB"
+    ages = {-5: "0 s", 60: "60 s", 300: "5 min", 9000: "2 h", 10**6: "12 d"}
+    assert {each: age(each) for each in ages} == ages

@@ -237,6 +237,40 @@ def lose_one(ctx, backend):
     assert caught.value.lost == (2,)
 
 
+@apart
+def test_who_sleeps_hears_of_errors_that_the_others_share(group):
+    """Ranks 1 and 2 find that they disagree; rank 0 is asleep, and not part of it."""
+    leaver = Leaver(group)
+    expected = errors.RankMismatch if group.rank() else errors.GroupAborted
+    with pytest.raises(expected) as caught, Join([leaver]):
+        for _ in range(group.rank() and 2):
+            leaver.step()
+            tree = torch.ones(1)
+            phalanx.gather_uneven({"a": tree} if group.rank() == 1 else tree, group)
+    if not group.rank():
+        assert "RankMismatch was raised in its join" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@apart
+def test_interrupts_are_told_to_the_others(group, error):
+    leaver = Leaver(group)
+    expected = errors.GroupAborted if group.rank() else error
+    with pytest.raises(expected), Join([leaver]):
+        for _ in range(3):
+            leaver.step()
+            if group.rank() == 0:
+                raise error
+
+
+@everywhere
+def test_a_loop_that_is_off(group):
+    leaver = Leaver(group)
+    loop = phalanx.uneven(range(1 + group.rank()), leaver, enable=False)
+    assert sum(1 for _ in loop) == 1 + group.rank()
+    assert loop.report is None
+
+
 @over_groups(backends=("local",), sizes=(2,))
 def test_bad_input(group):
     leaver = Leaver(group)

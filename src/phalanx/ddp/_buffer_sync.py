@@ -86,10 +86,10 @@ class BufferSync:
 
     def _sync_buffers(self) -> None:
         # In a join, rank 0 may be without data, and its buffers be old.
-        is_joined = self._join_config.enable
-        self._sync_module_buffers(
-            self._find_common_rank(self._channel.rank, True) if is_joined else 0
-        )
+        if self._join_config.enable:
+            self._sync_module_buffers(self._find_common_rank(self._channel.rank, True))
+        else:
+            self._sync_module_buffers(min(self._channel.members()))  # 0, unless it has left
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         """Make buffers alike: those of a rank, or what the hook makes of all of them."""

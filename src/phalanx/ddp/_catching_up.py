@@ -15,19 +15,52 @@ __all__ = ["bring_up_to_date"]
 
 
 def bring_up_to_date(reducer: Reducer, root: int) -> None:
-    """Give every rank one rank's order of buckets, number of passes, and gradients."""
-    channel = reducer.channel
-    gradients = [p.grad for p in reducer.parameters]
-    has = [int(g is not None and not g.is_sparse) for g in gradients]
-    card = torch.tensor([*has, *reducer.progress()], device=channel.device)
-    channel.broadcast(card, root).wait()
+    """Give every rank what one rank goes on with: what it trains, how far it is, and gradients."""
+    _share_progress(reducer, root)
+    _share_gradients(reducer, root)
+
+
+def _share_progress(reducer: Reducer, root: int) -> None:
+    mine = set(reducer.names)
+    trained = [name in mine for name, _ in reducer.named]
+    progress = [reducer.weights.unit or 0.0, *reducer.progress()]
+    room = [0.0] * (len(trained) - len(mine))  # as long as if all were trained
+    numbers = [*trained, *progress, *room]
+    card = torch.tensor(numbers, dtype=torch.float64, device=reducer.channel.device)
+    reducer.channel.broadcast(card, root).wait()
     numbers = card.tolist()
-    reducer.catch_up(numbers[len(has) :])
+    unit, *rest = numbers[len(trained) :]
+    _train_only(reducer, [bool(flag) for flag in numbers[: len(trained)]])
+    reducer.weights.unit = unit or None
+    reducer.catch_up(
+        [int(number) for number in rest[: len(rest) - len(reducer.named) + len(reducer.names)]]
+    )
+
+
+def _train_only(reducer: Reducer, trained: list[bool]) -> None:
+    """Have these parameters need gradients and no others, if that is a change."""
+    mine = set(reducer.names)
+    changed = False
+    for (name, parameter), is_trained in zip(reducer.named, trained, strict=True):
+        if is_trained != (name in mine):
+            parameter.requires_grad_(is_trained)
+            changed = True
+    if changed:
+        reducer.take_on()
+
+
+def _share_gradients(reducer: Reducer, root: int) -> None:
+    """Give every rank the root's gradients, unless they are its own alone, or sparse."""
+    gradients = [p.grad for p in reducer.parameters]
+    shared = [int(g is not None and not g.is_sparse and not reducer.is_unsynced) for g in gradients]
+    card = torch.tensor(shared, device=reducer.channel.device)
+    reducer.channel.broadcast(card, root).wait()
     with torch.no_grad():
-        for parameter, is_there in zip(reducer.parameters, numbers, strict=False):
+        for parameter, is_there in zip(reducer.parameters, card.tolist(), strict=True):
             if not is_there:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = torch.zeros_like(parameter)
-    grads = [p.grad for p in reducer.parameters if p.grad is not None]
-    broadcast_tensors(grads, channel, root=root)
+    there = [p.grad for p in reducer.parameters if p.grad is not None]
+    broadcast_tensors(there, reducer.channel, root=root)
+    reducer.is_unsynced = False

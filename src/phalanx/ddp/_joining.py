@@ -100,12 +100,16 @@ class Joining(Joinable):
         return self.process_group
 
     def _begin_step_of_join(self) -> None:
-        """Do what comes before forward where ranks without data have to follow; none in evaluation,
-        for they could not tell that from a step."""
+        """Say that there is data, before any other call; not in evaluation, which is no step."""
+        if torch.is_grad_enabled():
+            Join.notify_join_context(self)
+            self.reducer.scaling.divides_by_all = self._divides_by_all
+            self.reducer.keeps_apart = self._is_left_by_others
+
+    def _tell_what_follows(self) -> None:
+        """Make buffers alike, and tell ranks that follow what backward pass will come."""
         if not torch.is_grad_enabled():
             return
-        Join.notify_join_context(self)
-        self.reducer.scaling.divides_by_all = self._divides_by_all
         if self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if not self._is_left_by_others:
@@ -118,8 +122,12 @@ class Joining(Joinable):
         return self._join_block is not None and self._join_block.leaves
 
     def _agree_on_what_follows(self, follows: Follows) -> Follows:
-        card = torch.tensor([int(follows)], device=self._channel.device)
-        return Follows(max(int(part) for part in self._channel.gather(card)))
+        weight = self.reducer.weights.current if follows is not Follows.UNKNOWN else None
+        mine = [float(follows), weight or 0.0]
+        card = torch.tensor(mine, dtype=torch.float64, device=self._channel.device)
+        heard = [part.tolist() for part in self._channel.gather(card)]
+        self.reducer.weights.agree([weight for _, weight in heard])
+        return Follows(max(int(theirs) for theirs, _ in heard))
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give every rank the parameters and buffers of one that had data to the end."""
@@ -168,3 +176,4 @@ class _DDPJoinHook(JoinHook):
         """Take over the model of a rank that had data to the end."""
         self.ddp._sync_final_model(is_last_joiner)
         self.ddp.reducer.scaling.divides_by_all = None
+        self.ddp.reducer.keeps_apart = False

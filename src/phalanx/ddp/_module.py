@@ -160,10 +160,12 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
         keep_compiler_out()
         began = time.perf_counter()
+        if self._join_config.enable:
+            self._begin_step_of_join()
         if torch.is_grad_enabled():
             self.reducer.prepare()
         if self._join_config.enable:
-            self._begin_step_of_join()
+            self._tell_what_follows()
         elif self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
         if self.device_ids:

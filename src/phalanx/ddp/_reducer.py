@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
 from ._accumulators import Accumulators, without_graph
 from ._agreement import verify_parameters
+from ._apart import put_apart, put_back
 from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket
@@ -59,7 +61,7 @@ class Reducer:
         check_every: int = 0,
         precision: Precision | None = None,
     ) -> None:
-        self._named = [(name, stand_in(parameter)) for name, parameter in named]
+        self.named = [(name, stand_in(parameter)) for name, parameter in named]
         self._precision = precision
         self.optimizers = OptimizersInBackward(named)
         self.channel = channel
@@ -81,7 +83,11 @@ class Reducer:
         self._passes = self._reduced = 0
         self._lifetime: UnderWay = [_none]
         """Asks for the callback that autograd keeps until it is done with the pass under way."""
-        self._is_unsynced = False  # gradients hold what only this rank has
+        self.is_unsynced = False
+        """Gradients hold what only this rank has."""
+        self.keeps_apart = False
+        """Whether ranks may leave, so that reduced gradients must not be reduced again."""
+        self._apart: dict[Parameter, Tensor] = {}
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
         self._order: list[int] | None = None  # a better one, from the first pass
@@ -90,7 +96,7 @@ class Reducer:
         self._company = Company.of(channel.group)
         self._arrivals = Arrivals([])
         self._since = time.perf_counter()
-        self._take_on()
+        self.take_on()
         self._company.enter(self)
 
     def use_hook(self, hook: CommHook) -> None:
@@ -102,12 +108,12 @@ class Reducer:
 
     # -- the plan --------------------------------------------------------------------------
 
-    def _take_on(self) -> None:
+    def take_on(self) -> None:
         """Begin with the parameters that need gradients now."""
-        taken = [(name, p) for name, p in self._named if p.requires_grad]
+        taken = [(name, p) for name, p in self.named if p.requires_grad]
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
-        self._frozen = [p for _, p in self._named if not p.requires_grad]
+        self._frozen = [p for _, p in self.named if not p.requires_grad]
         self._accumulators = Accumulators(self.parameters)
         self._arrivals.close()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
@@ -140,8 +146,8 @@ class Reducer:
         self.expects_backward = True
         self.optimizers.check_first()
         if self._frozen and any(p.requires_grad for p in self._frozen):
-            verify_parameters(self._named, self.channel)
-            self._take_on()
+            verify_parameters(self.named, self.channel)
+            self.take_on()
         if self._must_learn:
             self._learn()
         elif self._order is not None:
@@ -175,7 +181,7 @@ class Reducer:
         """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
         self._arrangement.broadcast_values(self.channel, root)
         taken = {id(p) for p in self._arrangement.with_storage()}
-        rest = [p for _, p in self._named if id(p) not in taken]
+        rest = [p for _, p in self.named if id(p) not in taken]
         broadcast_tensors(rest, self.channel, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
@@ -209,7 +215,9 @@ class Reducer:
             self._under_way = LocalPass(self.channel)
             return
         self._reduced += 1
-        olds_count = blind or self._is_unsynced
+        olds_count = blind or self.is_unsynced
+        if self.keeps_apart and not olds_count and first is None and self.weights.current is None:
+            self._apart = put_apart(self.parameters)
         self._under_way = self._make_pass(
             self.scaling.scale(self.parameters, is_narrow=self._is_narrow),
             first=first,
@@ -225,7 +233,7 @@ class Reducer:
             number=self._passes,
             first=first,
             olds_count=olds_count,
-            proof=self._named if self._is_check_due() else (),
+            proof=self.named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
             optimizers=self.optimizers if self.is_static and self.optimizers else None,
@@ -234,11 +242,11 @@ class Reducer:
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
         self.weights.accumulate(self.parameters)
-        if not self._is_unsynced and self.weights.current is None:
+        if not self.is_unsynced and self.weights.current is None:
             reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
             for parameter, old in zip(self.parameters, reduced, strict=True):
                 parameter.grad = old
-        self._is_unsynced = True
+        self.is_unsynced = True
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
@@ -316,13 +324,14 @@ class Reducer:
             # Not before: what does not come to its end has to be waited for, by whoever comes next.
             self._under_way = None
             if isinstance(under_way, Pass):
+                self._apart = put_back(self._apart)
                 self._learn_from(under_way)
                 self._note(under_way)
         if isinstance(under_way, Pass) and self.optimizers:
             self.optimizers.step(besides=under_way.stepped)
 
     def _note(self, done: Pass) -> None:
-        self._is_unsynced = False
+        self.is_unsynced = False
         self._announced = None
         self.was_surprised |= done.is_surprised
         self.weights.clear()
@@ -364,13 +373,15 @@ class Reducer:
     def progress(self) -> list[int]:
         """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""
         order = self._arranged_by if self._order is None else self._order
-        return [self._passes, self._reduced, int(self._has_ordered), *order]
+        flags = int(self._has_ordered), int(self.has_met_others)
+        return [self._passes, self._reduced, *flags, *order]
 
     def catch_up(self, progress: Sequence[int]) -> None:
         """Go on where one rank is, after passes that some took no part in; all ranks do."""
-        self._passes, self._reduced, has_ordered, *order = progress
+        self._passes, self._reduced, has_ordered, has_met_others, *order = progress
         self._has_ordered, self._order = bool(has_ordered), None
-        self._is_unsynced, self._announced = False, None
+        self.has_met_others = bool(has_met_others)
+        self._announced = None
         self.weights.clear()
         if order != self._arranged_by:
             self._arrange(order)
@@ -380,7 +391,7 @@ class Reducer:
         """Take over what the user has set on another, which this one replaces."""
         self.synchronises = other.synchronises
         self.weights.current = other.weights.current
-        if [id(p) for _, p in self._named] == [id(p) for _, p in other._named]:
+        if [id(p) for _, p in self.named] == [id(p) for _, p in other.named]:
             self.optimizers = other.optimizers
         elif other.optimizers:
             raise InvalidState(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from ..errors import InvalidState, MisuseError
+from ..join import _JoinConfig
 from . import _arguments as arguments
 from ._precision import Precision
 from ._reducer import Reducer
@@ -17,7 +18,16 @@ from ._survey import Survey
 __all__ = ["DataParallelState"]
 
 PREFIX = "module."
-LEFT_BEHIND = ("reducer", "process_group", "_channel", "_survey", "_precision", "device_mesh")
+LEFT_BEHIND = (
+    "reducer",
+    "process_group",
+    "_channel",
+    "_survey",
+    "_precision",
+    "device_mesh",
+    "_join_config",
+    "_join_block",
+)
 
 
 class DataParallelState(nn.Module):
@@ -84,6 +94,7 @@ class DataParallelState(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         synchronises, weight = state.pop("_synchronises"), state.pop("_weight")
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
         try:
             self.process_group = arguments.find_group()
         except MisuseError as error:

@@ -44,6 +44,11 @@ class Weights:
                 raise InvalidArgument(f"a weight is a number of samples, 0 or more, not {weight}")
         self._current = weight
 
+    def agree(self, weights: Sequence[float]) -> None:
+        """Choose the unit by what all ranks have said their weights are, unless there is one."""
+        if self.unit is None and any(weights):
+            self.unit = sum(weights)
+
     def accumulate(self, parameters: Sequence[Parameter]) -> None:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current

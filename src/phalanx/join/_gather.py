@@ -113,8 +113,11 @@ def _card(tree: Any, wish: Wish, group: dist.ProcessGroup) -> str:
     try:
         wish.check(group.size())
         card = {"wish": wish, "tree": outline(tree)}
-    except tuple(MISTAKES.values()) as error:
-        card = {"mistake": [type(error).__name__, str(error)]}
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        kind = type(error).__name__
+        known = kind in MISTAKES
+        told = str(error) if known else f"{kind}: {error}"
+        card = {"mistake": [kind if known else InvalidType.__name__, told]}
     return json.dumps(card, separators=(",", ":"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -78,9 +79,10 @@ class Join:
         self._throw = throw_on_early_termination
         self._meeting = Meeting(_only_group(self._joinables), self._joinables[0].join_device)
         self._way = self._choose_way()
-        self._before = [(_config_of(each), _block_of(each)) for each in self._joinables]
-        self._bystanders = Bystanders([*self._optimizers, *self._joinables])
-        self._configure()
+        self._bystanders = Bystanders(self._joinables, [*self._optimizers, *self._joinables])
+        self._before: list[tuple[Any, Join | None]] = []
+        self._steps, self._is_driven = 0, False
+        self._is_open = self._has_thrown = False
 
     def _choose_way(self) -> Leaving | Shadowing:
         group = self._meeting.group
@@ -92,9 +94,11 @@ class Join:
     @property
     def leaves(self) -> bool:
         """Tell whether ranks that have run out of data leave, so that nothing is shadowed."""
-        return isinstance(self._way, Leaving)
+        return self._enable and isinstance(self._way, Leaving)
 
     def __enter__(self) -> Self:
+        self._before = [(_config_of(each), _block_of(each)) for each in self._joinables]
+        self._is_open, self._has_thrown = True, False
         self._configure()
         self._steps, self._is_driven = 0, False
         if self._enable:
@@ -115,12 +119,21 @@ class Join:
                 self._see_others_off()
             elif value is not None:
                 self._part_with_others(value)
-        except Exception as error:  # of a hook
+        except BaseException as error:  # of a hook, or while this rank waited
             self._part_with_others(error)
             raise
         finally:
-            for joinable, (config, block) in zip(self._joinables, self._before, strict=True):
-                _place(joinable, config, block)
+            self._is_open = False
+            for joinable in self._joinables:
+                if _block_of(joinable) is self:  # and not in one that was entered later
+                    _place(joinable, *self._place_before(joinable))
+
+    def _place_before(self, joinable: Joinable) -> tuple[Any, Join | None]:
+        """Tell where a joinable was before, and still is: blocks need not end in order."""
+        config, block = self._before[self._joinables.index(joinable)]
+        if block is None or block._is_open:
+            return config, block
+        return block._place_before(joinable)
 
     def _is_over(self, error: BaseException | None) -> bool:
         """Tell whether this rank has ended between two steps, on purpose.
@@ -128,8 +141,15 @@ class Join:
         A generator around the block ends like this when its loop is left with ``break``.
         """
         if isinstance(error, GeneratorExit):
-            return not any(getattr(each, "is_in_step", False) for each in self._joinables)
+            is_in_step = any(getattr(each, "is_in_step", False) for each in self._joinables)
+            return not (is_in_step or self._is_lost())
         return error is None
+
+    def _is_lost(self) -> bool:
+        """Tell whether there is nobody to see off: something was raised that ended it all."""
+        group = self._meeting.group
+        has_failed = isinstance(group, ProcessGroup) and group.failure() is not None
+        return sys.is_finalizing() or self._has_thrown or has_failed
 
     def _configure(self, *, is_over: bool = False) -> None:
         """Tell the joinables where they are; when this rank's data are over, to say nothing."""
@@ -153,7 +173,11 @@ class Join:
         if self._is_driven:
             return None
         self._steps += 1
-        return self._way.begin_step()
+        try:
+            return self._way.begin_step()
+        except UnevenInputs:
+            self._has_thrown = True
+            raise
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> dist.Work | None:
@@ -203,24 +227,31 @@ class Join:
             raise RankMismatch(
                 f"ranks have come to the end of different joins of their group (by rank, counted "
                 f"from the first: {numbers}). A join inside of another one's loop cannot end on a "
-                "rank that has no data for the outer one: put both around the same loop"
+                "rank that has no data for the outer one: put both around the same loop",
+                group=getattr(self._meeting.group, "label", ""),
             )
         return JoinReport.of([(int(steps), int(made_up), s) for _, steps, made_up, s in rows])
 
     def _part_with_others(self, error: BaseException) -> None:
         """End the group, so that nobody waits for this rank, unless everybody raises anyway."""
         group = self._meeting.group
-        if not (self._enable and isinstance(group, ProcessGroup)):
+        if not (self._enable and isinstance(group, ProcessGroup)) or self._is_lost():
             return
-        if isinstance(error, CollectiveTimeout) and group.failure() is None:
-            group.abort("it waited too long for the others at the end of a join")
-        elif isinstance(error, GeneratorExit):
+        if isinstance(error, GeneratorExit):
             group.abort("its loop was left in the middle of a step")
-        elif isinstance(error, Exception) and not self._is_raised_by_all(error):
+        elif not self._is_raised_by_all(error, group):
             group.abort(f"{type(error).__name__} was raised in its join: {error}")
 
-    def _is_raised_by_all(self, error: Exception) -> bool:
-        return isinstance(error, GroupError) or (self._throw and _is_of_uneven_inputs(error))
+    def _is_raised_by_all(self, error: BaseException, group: ProcessGroup) -> bool:
+        if self._throw and _is_of_uneven_inputs(error):
+            return True
+        # A mismatch, say, that all who took part have found. Who sleeps has not.
+        is_of_group = isinstance(error, GroupError) and error.group == group.label
+        return (
+            is_of_group
+            and not isinstance(error, CollectiveTimeout)
+            and len(group.members) == group.size()
+        )
 
 
 _blocks: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

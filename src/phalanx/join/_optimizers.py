@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -24,26 +24,23 @@ from ._shadowing import Meeting
 
 __all__ = ["Bystanders", "share_state"]
 
-Slot = tuple[int, str]  # of a parameter by its number among all, and what is kept of it
-
 
 class Bystanders:
-    """Optimizers that step in a block, and that neither it nor a joinable looks after."""
+    """Optimizers of what is joined that step in a block, and that nobody looks after."""
 
-    def __init__(self, known: Iterable[object]) -> None:
-        self._known = {
-            id(parameter)
-            for optimizer in known
-            if isinstance(optimizer, Optimizer)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        }
+    def __init__(self, joinables: Iterable[object], known: Iterable[object]) -> None:
+        modules = (each for each in joinables if isinstance(each, nn.Module))
+        self._joined = {id(parameter) for module in modules for parameter in module.parameters()}
+        for optimizer in known:
+            if isinstance(optimizer, Optimizer):
+                self._joined -= _parameters_of(optimizer)
         self._seen: dict[int, Optimizer] = {}
         self._handle: RemovableHandle | None = None
 
     def watch(self) -> None:
         """Take notice of steps from now on."""
         self._thread = threading.get_ident()  # others may be other ranks
+        self._seen.clear()
         self._handle = register_optimizer_step_post_hook(self._note)
 
     def stop(self) -> None:
@@ -58,8 +55,7 @@ class Bystanders:
     def warn(self) -> None:
         """Tell of those whose state is not the same on all ranks now."""
         for optimizer in self._seen.values():
-            first = optimizer.param_groups[0]["params"][0]
-            if id(first) not in self._known and any(optimizer.state.values()):
+            if any(optimizer.state.values()) and _parameters_of(optimizer) & self._joined:
                 warnings.warn(
                     "ranks that ran out of data have made fewer steps of "
                     f"{type(optimizer).__name__}, and its state is theirs alone now: pass "
@@ -68,23 +64,36 @@ class Bystanders:
                 )
 
 
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
 def share_state(optimizer: Optimizer, meeting: Meeting, *, root: int) -> None:
     """Give every rank one rank's state and settings of an optimizer; all ranks call it."""
-    told = _Told(optimizer) if meeting.group.rank() == root else None
-    text = _broadcast_text("" if told is None else told.text, meeting, root)
-    described = json.loads(text)
+    if meeting.group.rank() == root:
+        told = _Told(optimizer)
+        _broadcast_text(told.text, meeting, root)
+        _broadcast_together(told.tensors, meeting, root)
+    else:
+        described = json.loads(_broadcast_text(None, meeting, root))
+        _broadcast_together(_prepare(optimizer, described), meeting, root)
+
+
+def _prepare(optimizer: Optimizer, described: dict[str, Any]) -> list[Tensor]:
+    """Take over settings and numbers, and make the tensors that there are to be."""
+    for group, settings in zip(optimizer.param_groups, described["settings"], strict=True):
+        for key, value in settings.items():
+            group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [] if told is None else told.tensors
-    if told is None:
-        for group, settings in zip(optimizer.param_groups, described["settings"], strict=True):
-            group.update(settings)
-        for place, key, value in described["values"]:
-            optimizer.state[parameters[place]][key] = value
-        for place, key, dtype, shape, device in described["tensors"]:
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
-            optimizer.state[parameters[place]][key] = tensor
-            tensors.append(tensor)
-    _broadcast_together(tensors, meeting, root)
+    for place, key, value in described["values"]:
+        optimizer.state[parameters[place]][key] = value
+    tensors = []
+    for place, key, dtype, shape, is_beside in described["tensors"]:
+        device = parameters[place].device if is_beside else "cpu"
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        optimizer.state[parameters[place]][key] = tensor
+        tensors.append(tensor)
+    return tensors
 
 
 class _Told:
@@ -93,30 +102,31 @@ class _Told:
     def __init__(self, optimizer: Optimizer) -> None:
         self.tensors: list[Tensor] = []
         self._values: list[tuple[int, str, object]] = []
-        self._tensors: list[tuple[int, str, str, list[int], str]] = []
+        self._kinds: list[tuple[int, str, str, list[int], bool]] = []  # of the tensors
         places = (p for group in optimizer.param_groups for p in group["params"])
         for place, parameter in enumerate(places):
             for key, value in optimizer.state.get(parameter, {}).items():
-                self._tell((place, key), value)
+                self._tell(place, key, value, parameter)
         settings = [
             {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
             for group in optimizer.param_groups
         ]
         self.text = json.dumps(
-            {"settings": settings, "values": self._values, "tensors": self._tensors}
+            {"settings": settings, "values": self._values, "tensors": self._kinds}
         )
 
-    def _tell(self, slot: Slot, value: Any) -> None:
+    def _tell(self, place: int, key: str, value: Any, parameter: Tensor) -> None:
         if isinstance(value, Tensor) and value.layout is torch.strided:
             dtype = str(value.dtype).removeprefix("torch.")
-            self._tensors.append((*slot, dtype, list(value.shape), str(value.device)))
+            is_beside = value.device == parameter.device  # whose number may be another elsewhere
+            self._kinds.append((place, key, dtype, list(value.shape), is_beside))
             self.tensors.append(value)
         elif _is_plain(value):
-            self._values.append((*slot, value))
+            self._values.append((place, key, value))
         else:
             raise InvalidState(
-                f"an optimizer keeps a {type(value).__name__} as {slot[1]!r}, which cannot be "
-                "given to other ranks: leave it out of the join's optimizers, and share it yourself"
+                f"an optimizer keeps a {type(value).__name__} as {key!r}, which cannot be given to "
+                "other ranks: leave it out of the join's optimizers, and share it yourself"
             )
 
 
@@ -126,15 +136,14 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _broadcast_text(text: str, meeting: Meeting, root: int) -> str:
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+def _broadcast_text(text: str | None, meeting: Meeting, root: int) -> str:
+    """Give every rank the root's text; the others have None."""
+    data = b"" if text is None else text.encode()
     length = torch.tensor([len(data)], device=meeting.device)
     meeting.broadcast(length, root)
-    card = data.to(meeting.device) if text else torch.empty(
-        int(length), dtype=torch.uint8, device=meeting.device
-    )  # fmt: skip
+    card = torch.tensor(list(data or bytes(int(length))), dtype=torch.uint8, device=meeting.device)
     meeting.broadcast(card, root)
-    return bytes(card.cpu().tolist()).decode()
+    return bytes(card.tolist()).decode()
 
 
 def _broadcast_together(tensors: Iterable[Tensor], meeting: Meeting, root: int) -> None:

@@ -40,9 +40,6 @@ def uneven(
 class Uneven(Generic[T]):
     """A loader whose end need not come at the same step on every rank."""
 
-    report: JoinReport | None = None
-    """What happened in the last loop, when that is over."""
-
     def __init__(
         self,
         loader: Iterable[T],
@@ -58,8 +55,18 @@ class Uneven(Generic[T]):
             raise InvalidArgument("uneven has to know what is trained: uneven(loader, ddp)")
         self._optimizers = tuple(optimizers)
         self._kwargs = kwargs
+        self._report: JoinReport | None = None
+        self._missed: Exception | None = None
+        """What was raised at the end of a loop that was left early, where Python drops it."""
+
+    @property
+    def report(self) -> JoinReport | None:
+        """What happened in the last loop, when that is over; raises if its end went wrong."""
+        self._raise_missed()
+        return self._report
 
     def __iter__(self) -> Iterator[T]:
+        self._raise_missed()
         join = Join(self._joinables, optimizers=self._optimizers, **self._kwargs)
         try:
             with join:
@@ -67,8 +74,17 @@ class Uneven(Generic[T]):
                     if join.leaves:
                         join.drive()
                     yield batch
+        except Exception as error:
+            if isinstance(error.__context__, GeneratorExit):
+                self._missed = error
+            raise
         finally:
-            self.report = join.report
+            self._report = join.report
+
+    def _raise_missed(self) -> None:
+        missed, self._missed = self._missed, None
+        if missed is not None:
+            raise missed
 
     def __len__(self) -> int:
         if not isinstance(self._loader, Sized):

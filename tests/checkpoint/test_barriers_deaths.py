@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
@@ -28,13 +31,11 @@ def pid_of(ctx, rank):
 def host_dies(ctx, port):
     barrier = tcp(ctx, port)
     barrier.execute_barrier()
-    ctx.store.set(f"pid/{ctx.rank}", str(os.getpid()))
     if ctx.rank == 0:
-        ctx.store.wait(["waits"])
+        ctx.store.wait(["waits/1", "waits/2"])
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    if ctx.rank == 1:
-        ctx.store.set("waits", "")
+    ctx.store.set(f"waits/{ctx.rank}", "")
     with pytest.raises(BarrierError, match="which rank 0 hosts, is gone") as error:
         barrier.execute_barrier()
     assert error.value.use == 2
@@ -45,6 +46,35 @@ def host_dies(ctx, port):
 def test_whoever_waits_learns_at_once_that_the_host_is_dead(ranks):
     _, *times = ranks.run(host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
+
+
+HOST = """
+import sys
+from phalanx.checkpoint import TCPStoreBarrier
+barrier = TCPStoreBarrier(0, 2, "last", 20, True, int(sys.argv[1]), "127.0.0.1", 20)
+sys.stdin.readline()  # the other waits
+barrier.execute_barrier()
+"""
+
+
+def test_a_host_whose_program_ends_has_let_everybody_go():
+    """It comes last, so that it has to say so, and ends at once."""
+    port = free_port()
+    command = [sys.executable, "-c", HOST, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
+        barrier = TCPStoreBarrier(1, 2, "last", 20, True, port, "127.0.0.1", LONG)
+        keys = barrier._line._keys
+
+        def tell_the_host():
+            watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
+            watcher.wait([keys.at(1)])  # which is set by a rank that waits
+            host.communicate("go")
+
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(tell_the_host)
+            barrier.execute_barrier()
+            told.result()
+    assert host.returncode == 0
 
 
 def host_stops(ctx, port):
@@ -60,27 +90,32 @@ def host_stops(ctx, port):
         ctx.store.wait(["told/1", "told/2"])
         with suppress(BarrierTimeout):
             barrier.exchange("")
-    else:
-        host = pid_of(ctx, 0)
-        if ctx.rank == 1:
-            os.kill(host, signal.SIGSTOP)
-            ctx.store.set("stopped", "")
-        ctx.store.wait(["stopped"])
-        began = time.monotonic()
-        with pytest.raises(BarrierTimeout, match="did not answer within 0.5 s") as error:
+        with pytest.raises(BarrierTimeout):
             barrier.exchange("")
-        took = time.monotonic() - began
-        assert error.value.use == 2
+    else:
+        stop_the_host(ctx)
+        for use, told in ((2, "did not answer within 0.5 s"), (3, "did not answer")):
+            began = time.monotonic()
+            with pytest.raises(BarrierTimeout, match=told) as error:
+                barrier.exchange("")
+            assert error.value.use == use
+            assert time.monotonic() - began < SOON
         ctx.store.set(f"raised/{ctx.rank}", "")
         ctx.store.wait(["raised/1", "raised/2"])
         if ctx.rank == 1:
-            os.kill(host, signal.SIGCONT)
+            os.kill(pid_of(ctx, 0), signal.SIGCONT)
         ctx.store.set(f"told/{ctx.rank}", "")
-        assert took < SOON
     ctx.store.set(f"over/{ctx.rank}", "")
     ctx.store.wait([f"over/{rank}" for rank in range(ctx.size)])
     barrier._timeout = LONG
     return barrier.exchange(str(ctx.rank))
+
+
+def stop_the_host(ctx):
+    if ctx.rank == 1:
+        os.kill(pid_of(ctx, 0), signal.SIGSTOP)
+        ctx.store.set("stopped", "")
+    ctx.store.wait(["stopped"])
 
 
 def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
@@ -88,10 +123,10 @@ def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
 
 
 def rank_dies(ctx, port):
-    barrier = tcp(ctx, port, timeout_secs=1.5)
+    barrier = tcp(ctx, port, timeout_secs=0.7)
     for _ in range(3):
         barrier.execute_barrier()
-    if ctx.rank == 2:
+    if ctx.rank == 2:  # which may have come to the third last, and says so to nobody
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(BarrierTimeout) as error:
         barrier.execute_barrier()
@@ -108,11 +143,10 @@ def rank_dies_in_a_group(ctx):
     barrier = GroupBarrier(group, timeout_secs=LONG)
     barrier.execute_barrier()
     if ctx.rank == 2:
-        ctx.store.wait(["waits"])
+        ctx.store.wait(["waits/0", "waits/1"])
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
-    if ctx.rank == 1:
-        ctx.store.set("waits", "")
+    ctx.store.set(f"waits/{ctx.rank}", "")
     with pytest.raises(BarrierError, match="rank 2.* is dead") as error:
         barrier.execute_barrier()
     return error.value.progress, time.monotonic() - began

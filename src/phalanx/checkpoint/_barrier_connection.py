@@ -8,6 +8,7 @@ whether somebody has waited too long. It shuts the socket down, which makes the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import stat
@@ -15,14 +16,24 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from types import TracebackType
+from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 
-__all__ = ["Connection"]
+from ..errors import RendezvousTimeout
+from ..groups._background import in_background
+from ..groups._stores import await_listener
+
+__all__ = ["Address", "Connection", "address_of"]
+
+Address = tuple[str, int]
 
 TICK = 0.25  # seconds between two looks
 IDLE_TICKS = 40  # after so many looks at nothing, the thread ends
+LINGER = 0.1  # seconds in which those who were let go last can read why, before the server ends
 DESCRIPTORS = "/dev/fd"
 
 _opening = threading.Lock()  # so that a socket that appears meanwhile is the one being opened
@@ -31,18 +42,33 @@ _opening = threading.Lock()  # so that a socket that appears meanwhile is the on
 class Connection:
     """A store of one's own, with a deadline for a ``with`` block of calls to it.
 
-    `connect` must not wait for other threads of this process, which may be about to connect, too.
+    `address` is that of a server which may not be there yet; where this process is to host it
+    itself, there is none to wait for.
     """
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(
+        self, connect: Callable[[], Store], address: Address | None, *, patience: float
+    ) -> None:
         self._sockets: list[socket.socket] = []
         self.was_cut = False
-        self.deadline = 0.0
-        with _opening:
+        self.deadline = time.monotonic() + patience
+        if address is not None:  # before others are kept from connecting, this process's host too
+            await_listener(*address, timedelta(seconds=patience))
+        if not _opening.acquire(timeout=patience):
+            raise RendezvousTimeout("the store does not answer")
+        try:
             before = _sockets()
-            self.store = connect()
+            # A server that is stopped is connected to, and says nothing.
+            self.store = in_background(connect, self._look_at_the_clock)
             opened = [each for each, _ in _sockets() - before]
-        self._sockets = _leading_to(_port(self.store), opened)
+        finally:
+            _opening.release()
+        found = address_of(self.store)
+        self._sockets = _leading_to(found[1], opened) if found else []
+
+    def _look_at_the_clock(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise RendezvousTimeout("the store does not answer")
 
     def until(self, deadline: float) -> Connection:
         """Name the moment, by the monotonic clock, at which the block's calls are to be cut off."""
@@ -57,6 +83,12 @@ class Connection:
                 each.shutdown(socket.SHUT_RDWR)
             except OSError:  # closed by the other side meanwhile
                 continue
+
+    def be_heard_at_exit(self) -> None:
+        """Do not end before the server, which may be a thread of this process, has read all."""
+        if not _last_words:
+            atexit.register(_say_last_words)
+        _last_words.add(self)
 
     def close(self) -> None:
         """Let go of the sockets; the store closes its own."""
@@ -126,6 +158,16 @@ class _Watch:
 _watch = _Watch()
 
 
+_last_words: WeakSet[Connection] = WeakSet()
+
+
+def _say_last_words() -> None:
+    for connection in list(_last_words):
+        with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
+            store.check(["anything"])  # is answered after all that was sent before
+    time.sleep(LINGER)
+
+
 def _sockets() -> set[tuple[int, int]]:
     """List this process's sockets, each by its descriptor and what tells it from later ones."""
     found = set()
@@ -139,14 +181,14 @@ def _sockets() -> set[tuple[int, int]]:
     return found
 
 
-def _port(store: Store) -> int | None:
-    """Tell the port that a store is served at, if it is."""
+def address_of(store: Store) -> Address | None:
+    """Tell the host and port that a store is served at, if it is."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.port if isinstance(store, TCPStore) else None
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-def _leading_to(port: int | None, descriptors: list[int]) -> list[socket.socket]:
+def _leading_to(port: int, descriptors: list[int]) -> list[socket.socket]:
     """Hold on to the sockets that lead to a port, so that their numbers cannot become others'.
 
     Where this process hosts the store, the server's ends appear too, other ranks' among them.

@@ -14,16 +14,7 @@ deleted since, gets less than an open one ever holds: it is late. It finds in th
 happened, and which epoch is open now. The record is swapped, too, so that of several ranks that
 tell of a failure one is heard.
 
-What is in the store, under the barrier's prefix:
-
-========================  =======================================================================
-``record``                see `_barrier_record`
-``word/E``                `OPEN`, and the arrivals in epoch E: one for each, and `SPOKEN` for those
-                          that said something
-``at/R``                  the last use that rank R came to, and what it said there
-``use/N``                 there once use N is over: what everybody said, `PASSED` or `FAILED`
-``instances/R``           how many barriers rank R has made
-========================  =======================================================================
+`_barrier_keys` tells what is in the store.
 """
 
 from __future__ import annotations
@@ -42,17 +33,13 @@ from typing import NoReturn
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError, DistStoreError
 
-from ..errors import BarrierError, BarrierTimeout, InvalidState, RendezvousError
+from ..errors import BarrierError, InvalidState, RendezvousError
 from ..groups._words import first_line, ranks_text
-from ._barrier_connection import Connection
+from ._barrier_connection import Address, Connection
+from ._barrier_keys import FAILED, OPEN, PASSED, Keys, arrivals, read_all, read_texts, step_of
 from ._barrier_record import Failure, Record
 
 __all__ = ["Line"]
-
-OPEN = 1 << 62
-SPOKEN = 1 << 31
-ARRIVALS = SPOKEN - 1
-PASSED, FAILED = "passed", "failed"
 
 WAKE_AFTER = 1.0
 """Seconds that some rank has been in a failed use, at least, when the others in it are woken."""
@@ -61,12 +48,8 @@ CANNOT_HAVE_FAILED = 0.9
 """Seconds after a use has passed in which nobody can be woken from a failed one: fewer than
 `WAKE_AFTER`, for clocks differ."""
 
-GRACE = 1.0
-"""Seconds after a deadline in which the store must have answered."""
-
-TURNING = 1.0
-"""Seconds that a rank which has ended a use is given to say why."""
-
+GRACE = 1.0  # seconds after a deadline in which the store must have answered
+TURNING = 1.0  # seconds that a rank which has ended a use is given to say why
 NEVER = -math.inf
 
 
@@ -82,30 +65,31 @@ class Line:
         size: int,
         host: str = "the store",
         patience: float = 60.0,
-        await_host: Callable[[], None] = lambda: None,
+        address: Address | None = None,
     ) -> None:
         self.prefix = prefix
         self.rank = rank
         self.size = size
         self._connect = connect
-        self._await_host = await_host
+        self._address = address
         self._host = host
-        # The length keeps one prefix's keys from being those of another that it is the start of.
-        self._root = f"barrier:{len(prefix)}:{prefix}:"
-        self._record_key = f"{self._root}record"
-        self._at_key = self._key_at(rank)
+        self._keys = Keys(prefix)
+        self._record_key = self._keys.record
+        self._at_keys = [self._keys.at(each) for each in range(size)]
+        self._at_key = self._at_keys[rank]
         self._lock = threading.Lock()  # held for a whole use, by whichever thread makes it
         self._number = 0  # of the last use
-        self._step = 1  # what this rank has added for it
+        self._step = step_of(None)  # what this rank has added for it
         self._began = NEVER  # when this rank came to it
         self._passed_at = NEVER  # when this rank came to the use before, if that has passed
         self._passed = (0, 0)  # the last two uses that all came to
         self._floor = 0  # the last that all came to elsewhere
         self._woken = 0  # the use whose waiters this rank has woken, until its key is deleted
         self._is_unsettled = False  # whether the connection broke in the middle of a use
-        await_host()
-        self._connection = Connection(connect)
+        self._connection = Connection(connect, address, patience=patience)
         self._store = self._connection.store
+        if rank == 0:
+            self._connection.be_heard_at_exit()
         try:
             with self._connection.until(time.monotonic() + patience):
                 self._enter()
@@ -146,15 +130,14 @@ class Line:
     def forget(self, use: int) -> None:
         """Delete what is left of a use that all ranks are known to have left."""
         with suppress(DistError), self._connection.until(time.monotonic() + GRACE):
-            self._store.delete_key(self._key_use(use))
+            self._store.delete_key(self._keys.use(use))
 
     def _meet(self, use: int, text: str | None, timeout: float) -> list[str]:
-        self._step = 1
+        self._step = step_of(text)
         if text is not None:  # whoever comes last will read it
-            self._step += SPOKEN
             self._store.set(self._at_key, f"{use} {text}")
         value = self._arrive(use)
-        arrived = (value - self._base) & ARRIVALS
+        arrived = arrivals(value - self._base)
         if arrived == self.size:
             return self._complete(use, text, value)
         if text is None:
@@ -163,7 +146,7 @@ class Line:
             self._sweep(use)
         try:
             left = self._began + timeout - time.monotonic()
-            self._store.wait([self._key_use(use)], timedelta(seconds=max(left, 0)))
+            self._store.wait([self._keys.use(use)], timedelta(seconds=max(left, 0)))
         except DistStoreError:
             return self._decide(use, text, value, f"timed out after {timeout:g} s")
         # Nobody comes to this use before the one before it has passed. If that was but now, nobody
@@ -192,28 +175,28 @@ class Line:
         if value != self._base + self.size * self._step:
             self._refuse_mixture(use)
         if text is None:
-            self._store.set(self._key_use(use), PASSED)
+            self._store.set(self._keys.use(use), PASSED)
             return self._pass(use)
         return self._pass(use, self._gather(use))
 
     def _gather(self, use: int) -> list[str]:
         """Collect what all have said, and publish it unless somebody has."""
-        key = self._key_use(use)
-        said = [each.decode().partition(" ") for each in self._store.multi_get(self._at_keys())]
+        key = self._keys.use(use)
+        said = [each.decode().partition(" ") for each in self._store.multi_get(self._at_keys)]
         if any(number != f"{use}" for number, _, _ in said):  # some have read it, and are gone
-            return _texts(self._store.get(key))
+            return read_texts(self._store.get(key))
         mine = json.dumps([each for _, _, each in said])
-        return _texts(self._store.compare_set(key, "", mine))
+        return read_texts(self._store.compare_set(key, "", mine))
 
     def _outcome(self, use: int, text: str | None) -> list[str]:
         """Read how a use has ended."""
         # One round trip, where `get` takes two. The key of a use that has passed is there until
         # this rank has gone on; if it is not, then this is right, too.
-        told = self._store.compare_set(self._key_use(use), "", FAILED)
+        told = self._store.compare_set(self._keys.use(use), "", FAILED)
         if told == FAILED.encode():
             self._adopt(self._store.get(self._record_key))
             raise self._failed(use)
-        return self._pass(use, [] if text is None else _texts(told))
+        return self._pass(use, [] if text is None else read_texts(told))
 
     def _pass(self, use: int, texts: list[str] | None = None) -> list[str]:
         self._base += self.size * self._step
@@ -225,9 +208,9 @@ class Line:
         """Delete the keys of uses that nobody is in any more."""
         before, last = self._passed
         if last == use - 1 and before:  # all have come to the last, so have left the one before
-            self._store.delete_key(self._key_use(before))
+            self._store.delete_key(self._keys.use(before))
         if 0 < self._woken < use - 1:
-            self._store.delete_key(self._key_use(self._woken))
+            self._store.delete_key(self._keys.use(self._woken))
             self._woken = 0
 
     # -- a use that does not pass ----------------------------------------------------------
@@ -236,7 +219,7 @@ class Line:
         """End a use, one way or the other, whoever is still to come."""
         by_me, value = self._close(value)
         if value >= OPEN:  # it is complete
-            if (value - self._base) & ARRIVALS > self.size:  # and some are at the next by now
+            if arrivals(value - self._base) > self.size:  # and some are at the next by now
                 return self._outcome(use, text)
             return self._complete(use, text, value)  # as whoever came last does, if it can
         if by_me:
@@ -261,7 +244,7 @@ class Line:
             if now < OPEN:
                 return now == mine, now
             value = now
-            if (value - self._base) & ARRIVALS >= self.size:
+            if arrivals(value - self._base) >= self.size:
                 return False, value
 
     def _fail(self, use: int, cause: str) -> None:
@@ -299,7 +282,7 @@ class Line:
             failure=failure,
             instances={**old.instances, **(instances or {})},
         )
-        self._store.compare_set(self._key_word(new.epoch), "", f"{OPEN}")
+        self._store.compare_set(self._keys.word(new.epoch), "", f"{OPEN}")
         self._store.delete_key(self._word_key)
         held = self._store.compare_set(self._record_key, self._record_text, new.text())
         self._adopt(held)
@@ -308,7 +291,7 @@ class Line:
     def _adopt(self, text: bytes) -> None:
         self._record_text = text.decode()
         self._record = record = Record.from_text(text)
-        self._word_key = self._key_word(record.epoch)
+        self._word_key = self._keys.word(record.epoch)
         self._base = OPEN
         self._open = record.first
         if record.instances.get(self.rank, 1) > self._instance:
@@ -333,7 +316,7 @@ class Line:
 
     def _wake(self, use: int) -> None:
         """Wake those who wait in a failed use, in which somebody has been for `WAKE_AFTER`."""
-        self._store.set(self._key_use(use), FAILED)
+        self._store.set(self._keys.use(use), FAILED)
         self._woken = use
 
     def _failed(self, use: int, *, late: bool = False) -> BarrierError:
@@ -344,20 +327,16 @@ class Line:
 
     def _broken(self, error: Exception, timeout: float) -> BarrierError:
         """Say that there is no store to meet in."""
-        where = f"barrier {self.prefix!r}, use {self._number}, rank {self.rank}"
-        if self._connection.was_cut:
-            told = f"{self._host} did not answer within {timeout:g} s: is its process stopped?"
-            return BarrierTimeout(f"{where}: {told}", barrier=self.prefix, use=self._number)
         told = f"{self._host} is gone: {first_line(error)}"
-        return BarrierError(f"{where}: {told}", barrier=self.prefix, use=self._number)
+        silent = self._connection.was_cut or isinstance(error, TimeoutError)
+        if silent:
+            told = f"{self._host} did not answer within {timeout:g} s: is its process stopped?"
+        failure = Failure(self._number, self.rank, told, timeout=silent)
+        return failure.error(self.prefix, self._number, self.rank)
 
     def _progress(self, use: int) -> dict[int, int]:
         """Tell how far those have come who have not come to a use."""
-        keys = self._at_keys()
-        if self._store.check(keys):
-            values = self._store.multi_get(keys)
-        else:
-            values = [self._store.compare_set(key, "", "0") for key in keys]
+        values = read_all(self._store, self._at_keys, default="0")
         said = [int(value.partition(b" ")[0]) for value in values]
         # Who comes last does not say so, but all know.
         last = [max(at, self._passed[1], self._floor) for at in said]
@@ -367,14 +346,14 @@ class Line:
 
     def _enter(self) -> None:
         """Take this rank's place: at the first use, or at the next if it had a barrier before."""
-        self._instance = self._store.add(f"{self._root}instances/{self.rank}", 1)
+        self._instance = self._store.add(self._keys.instances(self.rank), 1)
         if not self._store.check([self._record_key]):
             fresh = Record(store=uuid.uuid4().hex).text()
-            self._store.compare_set(self._key_word(0), "", f"{OPEN}")
+            self._store.compare_set(self._keys.word(0), "", f"{OPEN}")
             self._store.compare_set(self._record_key, "", fresh)
         self._adopt(self._store.get(self._record_key))
         if self._record.epoch > 0:
-            self._store.delete_key(self._key_word(0))  # made anew, if somebody was much faster
+            self._store.delete_key(self._keys.word(0))  # made anew, if somebody was much faster
         self._number = 0
         if self._instance > 1:
             self._take_over()
@@ -386,7 +365,7 @@ class Line:
             if value < OPEN:
                 self._follow()
                 continue
-            count = value & ARRIVALS
+            count = arrivals(value)
             self._open = self._record.first + count // self.size
             use, waiting = self._open, count % self.size > 0
             mine = f"{-1 - self.rank}"
@@ -404,8 +383,7 @@ class Line:
     def _reconnect(self, timeout: float) -> None:
         """Open another connection, and find out what has become of the use that broke off."""
         self._connection.close()
-        self._await_host()
-        self._connection = Connection(self._connect)
+        self._connection = Connection(self._connect, self._address, patience=timeout)
         with self._connection.until(self._began + timeout + GRACE) as self._store:
             known = self._store.check([self._record_key])
             current = self._store.get(self._record_key) if known else b""
@@ -415,26 +393,7 @@ class Line:
             elif current != self._record_text.encode():
                 self._adopt(current)
             else:
-                text = None if self._step == 1 else ""
+                text = None if self._step == step_of(None) else ""
                 with suppress(BarrierError):
                     self._decide(self._open, text, self._base, "lost its connection")
         self._is_unsettled = False
-
-    # -- keys ------------------------------------------------------------------------------
-
-    def _key_at(self, rank: int) -> str:
-        return f"{self._root}at/{rank}"
-
-    def _at_keys(self) -> list[str]:
-        return [self._key_at(rank) for rank in range(self.size)]
-
-    def _key_use(self, use: int) -> str:
-        return f"{self._root}use/{use}"
-
-    def _key_word(self, epoch: int) -> str:
-        return f"{self._root}word/{epoch}"
-
-
-def _texts(told: bytes) -> list[str]:
-    texts: list[str] = json.loads(told)
-    return texts

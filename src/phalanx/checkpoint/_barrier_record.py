@@ -38,7 +38,10 @@ class Failure:
         if rank != self.by and not told.startswith("rank"):
             told = f"rank {self.by} {told}"
         if use != self.use:
-            told = "the use failed before this rank came to it, and so did others since"
+            told = (
+                f"this rank came too late: the use had failed, and so have all up to {self.use}. "
+                "Every rank makes every call; one that has left some out makes its barrier anew"
+            )
         elif late:
             told = f"this rank came too late: {told}"
         kind = BarrierTimeout if self.timeout else BarrierError

@@ -17,6 +17,7 @@ from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint._notes import ByNotes
+from phalanx.checkpoint._storage import storage_at
 from phalanx.checkpoint._upkeep import remove_leftovers
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import (
@@ -455,3 +456,14 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
     for error in together(2, write):
         assert "on rank 1 while writing" in str(error)
         assert "do ranks share the file system?" in str(error)
+
+
+def test_notes_by_fsspec_bear_that_others_remove_the_folder(tmp_path):
+    board = storage_at(f"file://{tmp_path}/c").board()
+
+    def come_and_go(rank):
+        for _ in range(100):
+            board.put(f"note.{rank}", "here")
+            board.remove(f"note.{rank}")
+
+    assert together(4, come_and_go) == [None] * 4

@@ -279,6 +279,8 @@ def test_with_an_asynchronous_checkpointer_old_ones_go_when_the_new_one_is_writt
         checkpointer.may_write.clear()
         _, written = folder.save(2, state(2))
         assert folder.latest() == 1
+        with pytest.raises(SaveFailed, match="has step 2, which is after 1"):
+            folder.save(1, state(1))
         checkpointer.may_write.set()
         written.result()
         _, written = folder.save(3, state(3))

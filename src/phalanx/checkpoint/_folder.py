@@ -8,7 +8,7 @@ import operator
 import os
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
 from functools import cached_property
 from types import TracebackType
@@ -69,6 +69,9 @@ class Folder:
         self._timeout = timeout_secs
         self._given = checkpointer
         self._is_tidy = False
+        self._newest = -1
+        """The last step that was given to `save`; it may be under way."""
+        self._written: Future[None] | None = None
         # Whoever forgets a folder, because of an error perhaps, may open it again.
         weakref.finalize(self, self._shelf.release)
 
@@ -115,10 +118,12 @@ class Folder:
         step = _checked(step)
         self._company.together("getting ready", lambda: self._get_ready(step))
         futures = self._checkpointer.save(self.path(step), state, **kwargs)
+        self._newest = step
         if futures is None:
             self._tidy()
         else:
-            futures[1].add_done_callback(self._tidy_after)
+            self._written = futures[1]
+            self._written.add_done_callback(self._tidy_after)
         return futures
 
     def _get_ready(self, step: int) -> None:
@@ -128,7 +133,7 @@ class Folder:
         if not self._is_tidy:
             self._shelf.clean()
             self._is_tidy = True
-        newest = max(self.steps(), default=step)
+        newest = max([self._newest, *self.steps()])
         if step < newest:
             raise InvalidArgument(
                 f"{self._shelf.path} has step {newest}, which is after {step}: a load would not "
@@ -160,6 +165,7 @@ class Folder:
                         raise CheckpointError(f"{self._shelf.place(each)} is being read")
 
         self._company.together("removing later steps", remove)
+        self._newest = -1
 
     def load(
         self,
@@ -231,7 +237,12 @@ class Folder:
         return [json.loads(text) for text in self._company.exchange(json.dumps(value))]
 
     def close(self) -> None:
-        """Let others save here; a checkpointer that was given is its owner's to close."""
+        """Wait for what is under way, and let others save here.
+
+        A checkpointer that was given is its owner's to close.
+        """
+        if self._written is not None:
+            wait([self._written])
         if self._given is None and "_checkpointer" in self.__dict__:
             self._checkpointer.close()
         self._shelf.release()

@@ -18,6 +18,8 @@ from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["RemoteStorage"]
 
+_ATTEMPTS = 100
+
 
 class RemoteStorage(Storage):
     """A folder of a file system of fsspec."""
@@ -124,8 +126,13 @@ class RemoteBoard:
 
     def put(self, name: str, text: str) -> None:
         """Put an object."""
-        self._fs.makedirs(self._folder, exist_ok=True)
-        self._fs.pipe_file(f"{self._folder}/{name}", text.encode())
+        for _ in range(_ATTEMPTS):  # where there are folders, others remove this one when empty
+            with suppress(FileExistsError):
+                self._fs.makedirs(self._folder, exist_ok=True)
+            with suppress(FileNotFoundError):
+                self._fs.pipe_file(f"{self._folder}/{name}", text.encode())
+                return
+        raise FileNotFoundError(f"somebody removes {self._folder} again and again")
 
     def names(self) -> set[str]:
         """List the folder, past any cache."""

@@ -2,8 +2,8 @@
 
 A signal reaches ranks at different instants, some of them perhaps a step later than others, and
 some never. So nobody acts on it alone. At the end of a step each rank calls `requested`, which
-brings together what all of them have heard: the largest of one number for each rank. It is the
-same collective call on every rank, hence the same answer after the same step.
+counts what all of them have heard: a sum of a few numbers, one for each signal. It is the same
+collective call on every rank, hence the same answer after the same step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class StopRequest:
                     folder.save(step, state)
                     stop.leave(step)
 
-    All ranks of `group` call `requested` equally often. It is one collective of one number, some
+    All ranks of `group` call `requested` equally often. It is one collective of a few numbers, some
     microseconds in shared memory; where that costs a round trip over a network, `every` so many
     calls is enough. The ranks are those of `group`, or of the current group, or of torch's default
     group, or this process alone. A second SIGINT interrupts as ever.
@@ -67,7 +67,10 @@ class StopRequest:
         """The same of all ranks, when all know it."""
         self._calls = 0
         if self._group is not None:
-            self._number = torch.zeros(1, dtype=torch.int32, device=_device(self._group))
+            self._causes = (*self._signals, _BY_PROGRAM)
+            self._votes = torch.zeros(
+                len(self._causes), dtype=torch.int32, device=_device(self._group)
+            )
 
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is not threading.main_thread():
@@ -112,12 +115,15 @@ class StopRequest:
         return self._decided != 0
 
     def _agree(self, group: dist.ProcessGroup) -> int:
-        self._number.fill_(self._heard)
+        votes = self._votes.zero_()
+        if self._heard:
+            votes[self._causes.index(self._heard)] = 1
         if isinstance(group, ProcessGroup):
-            group.allreduce(self._number, dist.ReduceOp.MAX).wait()
+            group.allreduce(votes).wait()
         else:
-            dist.all_reduce(self._number, dist.ReduceOp.MAX, group=group)
-        return int(self._number.item())
+            dist.all_reduce(votes, group=group)
+        counted = zip(self._causes, votes.tolist(), strict=True)
+        return next((cause for cause, count in counted if count), 0)
 
     def leave(self, step: int | None = None) -> NoReturn:
         """End this rank with the exit code `STOPPED`, and say which step was saved last."""

@@ -10,6 +10,8 @@ The names are those of `torch.distributed.checkpoint._experimental`. The parts, 
 
     _builder, _config           make them
     _checkpointer               save and load
+    _async_checkpointer         save while training goes on: _staging copies, and
+    _checkpoint_process         another process writes; _progress: how far it is
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
     _commit                     the protocol; _meeting, _notes: how ranks hear of each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
@@ -18,29 +20,45 @@ The names are those of `torch.distributed.checkpoint._experimental`. The parts, 
     _structure, _encoding       a state as a tree, and the tree as JSON
 """
 
-from ._builder import make_sync_checkpointer
+from ._async_checkpointer import AsyncCheckpointer
+from ._builder import make_async_checkpointer, make_sync_checkpointer
+from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._codecs import register_codec
 from ._config import CheckpointerConfig
+from ._futures import WriteFuture, wrap_future
 from ._marks import Alike, PerRank
+from ._progress import SaveProgress, SaveReport
 from ._rng import RNGState
+from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo
 
 __all__ = [
     "STATE_DICT",
     "Alike",
+    "AsyncCheckpointer",
+    "CheckpointProcess",
+    "CheckpointProcessConfig",
     "CheckpointReader",
+    "CheckpointStager",
+    "CheckpointStagerConfig",
     "CheckpointWriter",
     "CheckpointWriterConfig",
     "Checkpointer",
     "CheckpointerConfig",
+    "DefaultStager",
     "PerRank",
     "RNGState",
     "RankInfo",
+    "SaveProgress",
+    "SaveReport",
     "SyncCheckpointer",
+    "WriteFuture",
     "WriterHook",
+    "make_async_checkpointer",
     "make_sync_checkpointer",
     "register_codec",
+    "wrap_future",
 ]

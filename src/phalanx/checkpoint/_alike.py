@@ -20,7 +20,7 @@ from ._structure import Branch, Node, TensorLeaf, leaves, parse, rebuild
 from ._tensors import nbytes
 from ._types import STATE_DICT, RankInfo
 
-__all__ = ["Part", "elements", "own_parts", "parts", "sizes_of"]
+__all__ = ["Part", "elements", "own_parts", "own_pieces", "parts", "sizes_of"]
 
 GRAIN = 1 << 20
 """Bytes of a tensor that is never cut."""
@@ -93,15 +93,18 @@ def own_parts(state_dict: STATE_DICT, rank_info: RankInfo) -> STATE_DICT:
     result for the state itself, so that an asynchronous save needs to stage no more than this.
     """
     tree = parse(state_dict)
+    pieces = own_pieces(tree, rank_info)
+    state: STATE_DICT = rebuild(tree, lambda leaf: pieces.get(leaf.name, leaf.data), marked=True)
+    return state
+
+
+def own_pieces(tree: Node, rank_info: RankInfo) -> dict[str, Piece]:
+    """Return by name what this rank writes of the tensors that are marked `Alike`."""
     coded = {leaf.name for leaf in _coded(tree)}  # a codec must be given whole tensors
     alike = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "alike"}
     divided = parts(sizes_of(alike.values()), rank_info.global_world_size)
     mine = {part.name: part for part in divided[rank_info.global_rank]}
-    pieces = {
-        name: _piece(leaf, mine.get(name)) for name, leaf in alike.items() if name not in coded
-    }
-    state: STATE_DICT = rebuild(tree, lambda leaf: pieces.get(leaf.name, leaf.data), marked=True)
-    return state
+    return {name: _piece(leaf, mine.get(name)) for name, leaf in alike.items() if name not in coded}
 
 
 def _piece(leaf: TensorLeaf, part: Part | None) -> Piece:

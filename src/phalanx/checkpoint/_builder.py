@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from ._async_checkpointer import AsyncCheckpointer
+from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
-from ._checkpoint_writer import CheckpointWriter, WriterHook
+from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from ._checkpointer import SyncCheckpointer
 from ._config import CheckpointerConfig
+from ._staging import DefaultStager
 from ._types import BarrierLike, RankInfo
 
-__all__ = ["default_rank_info", "make_sync_checkpointer"]
+__all__ = [
+    "default_rank_info",
+    "default_subprocess_init_fn",
+    "default_writer_init_fn",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+]
+
+
+def default_subprocess_init_fn(*_: Any) -> None:
+    """Do nothing when the checkpoint process starts."""
+
+
+def default_writer_init_fn(
+    rank_info: RankInfo,
+    writer_config: CheckpointWriterConfig | None = None,
+    barrier_config: Any = None,
+) -> CheckpointWriter:
+    """Make the writer of the checkpoint process."""
+    config = CheckpointWriterConfig() if writer_config is None else writer_config
+    return CheckpointWriter(config, rank_info, _barrier(barrier_config))
 
 
 def make_sync_checkpointer(
@@ -32,6 +56,38 @@ def make_sync_checkpointer(
         config.writer_config, rank_info, _barrier(config.barrier_config), commit_hook
     )
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
+
+
+def make_async_checkpointer(
+    config: CheckpointerConfig | None = None,
+    rank_info: RankInfo | None = None,
+    subprocess_init_fn: Callable[..., None] = default_subprocess_init_fn,
+    subprocess_init_args: tuple[Any, ...] = (),
+    checkpoint_writer_init_fn: Callable[..., CheckpointWriter] = default_writer_init_fn,
+    checkpoint_writer_init_args: dict[str, Any] | None = None,
+) -> AsyncCheckpointer:
+    """Make a checkpointer whose saves are written by a process beside the caller's.
+
+    The functions are called in that process: one for whatever is to be set up there, the other to
+    make the writer, with ``rank_info`` and the given arguments. They must be functions of a module.
+    By default the writer and its barrier are as `config` says.
+    """
+    config = CheckpointerConfig() if config is None else config
+    rank_info = default_rank_info() if rank_info is None else rank_info
+    arguments = dict(checkpoint_writer_init_args or {})
+    if checkpoint_writer_init_fn is default_writer_init_fn:
+        said = {"writer_config": config.writer_config, "barrier_config": config.barrier_config}
+        arguments = {**said, **arguments}
+    process = CheckpointProcess(
+        rank_info,
+        config.process_config,
+        subprocess_init_fn,
+        subprocess_init_args,
+        checkpoint_writer_init_fn,
+        arguments,
+    )
+    stager = DefaultStager(config.staging_config, rank_info=rank_info)
+    return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
 
 
 def default_rank_info() -> RankInfo:

@@ -23,6 +23,7 @@ import msgspec
 
 from .. import _faultpoints
 from ..errors import SaveFailed, StateMismatch
+from . import _progress
 from ._alike import Part, elements, parts, sizes_of
 from ._digests import find_differences, marked_apart
 from ._dtypes import name_of_dtype
@@ -83,6 +84,7 @@ class _Save:
         if self._company.size == 1:
             self._apart = dict.fromkeys(marked_apart(self._tree), (0,))
             return
+        _progress.enter("comparing state")
         try:
             self._apart = find_differences(
                 self._tree, lambda said: self._company.together("comparing state", lambda: said)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from ._checkpoint_process import CheckpointProcessConfig
 from ._checkpoint_writer import CheckpointWriterConfig
+from ._staging import CheckpointStagerConfig
 
 __all__ = ["CheckpointerConfig"]
 
@@ -17,3 +19,7 @@ class CheckpointerConfig:
     writer_config: CheckpointWriterConfig = field(default_factory=CheckpointWriterConfig)
     barrier_config: Any = None
     """A `BarrierConfig`; without one, ranks meet by notes in the folder that they save to."""
+    staging_config: CheckpointStagerConfig = field(default_factory=CheckpointStagerConfig)
+    """How an asynchronous checkpointer copies states."""
+    process_config: CheckpointProcessConfig = field(default_factory=CheckpointProcessConfig)
+    """How it deals with the process that writes them."""

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
+from . import _progress
 from ._locks import Lock
 from ._manifest import LARGEST, MANIFEST, Manifest
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
@@ -95,6 +96,7 @@ class LocalStorage(Storage):
         try:
             yield sink
             _reach("flush")
+            _progress.enter("flushing")
             sink.flush()
         except BaseException:
             sink.remove()  # at once: on a full disk, there must be room to tell the others

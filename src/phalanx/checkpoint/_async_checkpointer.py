@@ -59,7 +59,7 @@ class AsyncCheckpointer(Checkpointer):
             staged = self._checkpoint_stager.stage(state_dict, **kwargs)
             write = self._checkpoint_process.write(staged, path, **kwargs)
         except BaseException as error:
-            self._checkpoint_process.refuse(path, error)
+            self._checkpoint_process.refuse(path, error, **kwargs)
             raise
         staging = wrap_future(staged)
         failed = self._failures()
@@ -71,14 +71,15 @@ class AsyncCheckpointer(Checkpointer):
         _raise_first(failed, f"the state of this call is being saved to {path} nevertheless")
         return staging, write
 
-    def prepare(self, state_dict: STATE_DICT | int) -> None:
+    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Make room in the background for states like this one, or of so many bytes.
 
         The first save is then as fast as those that follow. Bytes are those of this rank's part.
+        The future that is returned need not be waited for.
         """
-        prepare = getattr(self._checkpoint_stager, "prepare", None)
-        if prepare is not None:
-            prepare(state_dict)
+        prepare = getattr(self._checkpoint_stager, "prepare", wrap_future)
+        room: Future[None] = prepare(state_dict)
+        return room
 
     def progress(self) -> SaveProgress | None:
         """Tell how far this rank is with the save that is under way, if one is."""

@@ -94,10 +94,10 @@ class CheckpointProcess:
         """
         return self._submit(path, state_dict, _in_words(kwargs))
 
-    def refuse(self, path: str, error: BaseException) -> None:
+    def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
         """Tell the other ranks, which may be about to save, that this one cannot."""
         if self._rank_info.global_world_size > 1 and not self._is_closed:
-            self._submit(path, error, _in_words({}))
+            self._submit(path, error, _in_words(kwargs))
 
     def _submit(
         self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: BranchNote

@@ -130,8 +130,7 @@ class _Server:
 
     def _write(self, request: Write, fds: list[int]) -> None:
         state = state_of(read(request.state, self._buffer(request, fds)))
-        kwargs = state_of(read(request.kwargs, torch.empty(0)))
-        pending = self._writer.write(request.path, state, **kwargs)
+        pending = self._writer.write(request.path, state, **_kwargs(request))
         if pending is not None:
             pending.result()
 
@@ -149,8 +148,14 @@ class _Server:
     def _refuse(self, request: Refuse) -> None:
         """Come to the meeting with nothing but the reason, so that nobody waits in vain."""
         if isinstance(self._writer, CheckpointWriter):
-            self._writer.write(request.path, {"state": _Unstaged(request.why)})
+            state = {"state": _Unstaged(request.why)}
+            self._writer.write(request.path, state, **_kwargs(request))
         raise SaveFailed(request.why)
+
+
+def _kwargs(request: Write | Refuse) -> dict[str, Any]:
+    kwargs: dict[str, Any] = state_of(read(request.kwargs, torch.empty(0)))
+    return kwargs
 
 
 class _Unstaged:

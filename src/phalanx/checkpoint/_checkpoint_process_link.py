@@ -47,6 +47,7 @@ class Refuse(msgspec.Struct, tag="refuse"):
 
     path: str
     why: str
+    kwargs: BranchNote
 
 
 class Exit(msgspec.Struct, tag="exit"):

@@ -162,8 +162,9 @@ class Scribe:
     def _tell_others(self, job: Job, error: BaseException) -> None:
         """Let the other ranks know that this one has no state, so that they do not wait for it."""
         if self._rank_info.global_world_size > 1:
+            why = f"{type(error).__name__}: {error}"
             with suppress(SaveFailed):  # as it must
-                self._living_child().ask(Refuse(job.path, f"{type(error).__name__}: {error}"))
+                self._living_child().ask(Refuse(job.path, why, job.kwargs))
 
     def _living_child(self) -> Child:
         child = self.child

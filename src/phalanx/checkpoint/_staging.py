@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import InvalidState
 from ._alike import own_pieces
+from ._futures import wrap_future
 from ._staging_copy import Copy, Plan
 from ._staging_layout import Note, state_of
 from ._staging_memory import Buffer, BufferPool
@@ -93,15 +94,16 @@ class DefaultStager(CheckpointStager):
             self._thread = ThreadPoolExecutor(1, "phalanx-staging")
         return self._thread.submit(self._copy, plan)
 
-    def prepare(self, state_dict: STATE_DICT | int) -> None:
+    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Make room in the background for states like this one, or of so many bytes.
 
         The first save of a training is then as fast as those that follow. Bytes are those of this
-        rank's own part.
+        rank's own part. The future that is returned need not be waited for.
         """
         size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).size
         if self._config.use_shared_memory:
-            self._pool.prepare(size)
+            return self._pool.prepare(size)
+        return wrap_future(None)
 
     def _plan(self, state_dict: STATE_DICT) -> Plan:
         if self._is_closed:

@@ -62,7 +62,7 @@ class Plan:
 
     def _offset(self, leaf: TensorLeaf) -> int:
         slot = self.slots.get(leaf.name)
-        return 0 if slot is None else slot.offset
+        return -1 if slot is None else slot.offset
 
     def tree_in(self, buffer: Buffer) -> Node:
         """Return the tree of the copy in a buffer."""

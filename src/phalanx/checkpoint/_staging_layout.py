@@ -32,6 +32,7 @@ class TensorNote(msgspec.Struct, tag="t", array_like=True, frozen=True):
     device: str
     mark: Mark
     offset: int
+    """Where in the buffer it begins; -1 if this rank has none of it."""
     piece: tuple[int, int, str] | None
     """If only some bytes of it are there: which ones, and the fingerprint of the whole."""
 
@@ -89,7 +90,8 @@ def _read_tensor(note: TensorNote, buffer: Tensor) -> TensorLeaf:
         data = _view(buffer, note.offset, size, dtype).view(note.shape)
     else:
         start, stop, fingerprint = note.piece
-        part = _view(buffer, note.offset, stop - start, dtype) if stop > start else None
+        is_here = note.offset >= 0
+        part = _view(buffer, note.offset, stop - start, dtype) if is_here else None
         about = (note.name, dtype, note.shape, note.device)
         data = Piece(*about, start, stop, fingerprint, part)
     return TensorLeaf(note.name, dtype, note.shape, note.device, data, note.mark)

@@ -14,6 +14,7 @@ import itertools
 import mmap
 import os
 import threading
+from concurrent.futures import Future
 
 import torch
 from torch import Tensor
@@ -123,19 +124,26 @@ class BufferPool:
             self._free.append(buffer)
             self._free.sort(key=lambda each: each.capacity)
 
-    def prepare(self, size: int) -> None:
+    def prepare(self, size: int) -> Future[None]:
         """Make the pages of a buffer of that size in the background, and keep it for a save."""
         buffer = self.take(size)
         self.give_back(buffer)
-        self.populate(buffer)
+        return self.populate(buffer)
 
-    def populate(self, buffer: Buffer) -> None:
+    def populate(self, buffer: Buffer) -> Future[None]:
         """Make and map pages of a buffer that lacks some, until somebody copies to it."""
         buffer.let_go()
+        done: Future[None] = Future()
+
+        def populate() -> None:
+            buffer.populate()
+            done.set_result(None)
+
         if buffer.lacks_pages:
-            threading.Thread(
-                target=buffer.populate, name="phalanx-staging-memory", daemon=True
-            ).start()
+            threading.Thread(target=populate, name="phalanx-staging-memory", daemon=True).start()
+        else:
+            done.set_result(None)
+        return done
 
     def close(self) -> None:
         """Free the buffers that are not in use; those that are go with their last user."""

@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from phalanx import _faultpoints
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
+from phalanx.checkpoint._board import FileBoard
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint._notes import ByNotes
-from phalanx.errors import CheckpointNotFound, FolderInUse, SaveFailed, SaveTimeout
+from phalanx.checkpoint._upkeep import remove_leftovers, verify
+from phalanx.errors import (
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    FolderInUse,
+    SaveFailed,
+    SaveTimeout,
+)
 
 from .states import (
     ThreadBarrier,
@@ -255,6 +263,37 @@ def test_leftovers_of_the_dead_are_removed_and_nothing_else(tmp_path):
     assert (path / "notes.txt").read_text() == "mine"
 
 
+def test_leftovers_are_removed_without_a_save_too(tmp_path):
+    for name in ("dead", "alive"):
+        (tmp_path / f".{name}.saving" / ("1" * 16)).mkdir(parents=True)
+    saved(tmp_path / "dead", [{"a": torch.ones(2)}])
+    (tmp_path / ".dead.saving" / ("1" * 16)).mkdir(parents=True)
+    storage = LocalStorage(str(tmp_path / "alive"))
+    held = storage.begin("a job that is alive")
+    assert remove_leftovers(tmp_path) == ["dead"]
+    assert sorted(os.listdir(tmp_path)) == [".alive.saving", "dead"]
+    assert (tmp_path / ".alive.saving" / held).is_dir()
+    storage.end(held)
+    assert same(load(tmp_path / "dead")[0], {"a": torch.ones(2)})
+
+
+def test_every_byte_can_be_verified(tmp_path):
+    path = tmp_path / "c"
+    weight = torch.randn(50)
+    saved(path, [{**mixed(rank), "a": weight, "tied": weight} for rank in range(2)])
+    assert verify(path).ranks == 2
+    for file in path.glob("rank*"):
+        data = bytearray(file.read_bytes())
+        for place in range(0, len(data), 301):
+            data[place] ^= 4
+            file.write_bytes(data)
+            with pytest.raises(DamagedCheckpoint, match=f"{file.name} cannot be used"):
+                verify(path)
+            data[place] ^= 4
+        file.write_bytes(data)
+    verify(path)
+
+
 def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
     path = tmp_path / "c"
     saved(path, [{"a": torch.ones(3)}])
@@ -375,6 +414,26 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         assert load(folder / "c")[0] == {"a": 1}
     finally:
         subprocess.run(undo, check=True)
+
+
+def test_the_cause_is_told_even_if_nothing_can_be_written_any_more(tmp_path, monkeypatch):
+    """As on a disk that breaks: notes to the others, and the farewell, fail as well."""
+
+    def broken(board, name, text):
+        raise OSError(errno.EIO, "broken", name)
+
+    class Breaking(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it breaks whatever comes
+            monkeypatch.setattr(FileBoard, "put", broken)
+            raise ValueError("this came first")
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    errors = save(tmp_path / "c", [{"a": 1}] * 2, meet=None, hook=lambda _: Breaking(), timeout=1)
+    for error in errors:
+        assert isinstance(error, SaveFailed)
+        assert "this came first" in str(error)
 
 
 def test_the_target_is_a_file(tmp_path):

@@ -15,15 +15,17 @@ from phalanx.checkpoint import (
     RNGState,
     make_sync_checkpointer,
 )
+from phalanx.checkpoint._loading import OpenCheckpoint
 from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.errors import (
     CheckpointNotFound,
     DamagedCheckpoint,
     MissingKeys,
+    SaveFailed,
     StateMismatch,
 )
 
-from .states import load, mixed, plain, same, saved, trained
+from .states import ThreadExchange, load, mixed, plain, same, save, saved, trained
 
 
 @pytest.fixture
@@ -172,6 +174,15 @@ def test_objects_are_loaded_by_their_own_protocol(tmp_path):
     assert torch.equal(torch.rand(3), drawn)
 
 
+def test_an_optimizer_comes_back_with_the_keys_and_types_it_had(tmp_path):
+    _, optimizer = trained()
+    saved(tmp_path / "c", [{"optimizer": optimizer}])
+    loaded = load(tmp_path / "c")[0]["optimizer"]
+    assert same(optimizer.state_dict(), loaded)
+    assert set(loaded["state"]) == {0, 1, 2, 3}
+    assert isinstance(loaded["param_groups"][0]["betas"], tuple)
+
+
 def test_a_model_trains_on_as_if_it_had_not_been_stopped(tmp_path):
     def steps(model, optimizer, count):
         for _ in range(count):
@@ -226,6 +237,13 @@ def test_map_location_means_what_it_does_to_torch(path, map_location):
     assert load(path, map_location=map_location)[0]["model"]["bias"].device.type == "cpu"
 
 
+def test_other_arguments_are_those_of_torch_load_or_refused(path):
+    reader = CheckpointReader(RankInfo(0, 2))
+    reader.read(path, weights_only=True)
+    with pytest.raises(ValueError, match="takes no rnak"):
+        reader.read(path, rnak=1)
+
+
 def test_map_location_moves(path):
     for where in ("meta", {"cpu": "meta"}):
         assert load(path, map_location=where)[0]["model"]["bias"].is_meta
@@ -277,8 +295,8 @@ def test_the_folder_itself_may_be_a_link(path, tmp_path):
 @pytest.mark.parametrize("scheme", ["memory://{name}/c", "file://{folder}/c"])
 def test_what_fsspec_can_reach(tmp_path, scheme):
     url = scheme.format(name=tmp_path.name, folder=tmp_path)
-    for step in (1, 2):
-        saved(url, [mixed(rank, step) for rank in range(2)])
+    for step, meet in ((1, ThreadExchange), (2, None)):
+        saved(url, [mixed(rank, step) for rank in range(2)], meet=meet)
         for rank in range(2):
             assert same(plain(mixed(rank, step)), load(url, rank, 2)[0])
     state = zeros()
@@ -288,6 +306,32 @@ def test_what_fsspec_can_reach(tmp_path, scheme):
         assert len(os.listdir(tmp_path / "c")) == 3, "the files of the first save are gone"
     with pytest.raises(CheckpointNotFound):
         load(url + "/nowhere")
+    before = load(url, 1, 2)[0]
+    errors = save(url, [{"w": torch.ones(3)}, {"w": 1j}])
+    assert all(isinstance(error, SaveFailed) for error in errors)
+    assert same(before, load(url, 1, 2)[0])
+
+
+def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):
+    """On an object store a file may go at any time between the manifest and the last read."""
+    url = f"memory://{tmp_path.name}/c"
+    saved(url, [{"step": 1, "w": torch.full((3,), 1.0)}])
+    original = OpenCheckpoint.open_files
+
+    def open_files(checkpoint, tensors):
+        original(checkpoint, tensors)
+        if checkpoint.manifest.save not in replaced:
+            replaced.append(checkpoint.manifest.save)
+            monkeypatch.undo()
+            saved(url, [{"step": 2, "w": torch.full((3,), 2.0)}])
+
+    replaced = []
+    for state in (None, {"step": 0, "w": torch.zeros(3)}):
+        monkeypatch.setattr(OpenCheckpoint, "open_files", open_files)
+        loaded, _ = load(url, state=state)
+        assert loaded["step"] == 2
+        assert loaded["w"].tolist() == [2.0] * 3
+    assert len(replaced) == 2
 
 
 def test_names_are_those_of_upstream():

@@ -19,7 +19,7 @@ from phalanx.checkpoint._paths import display, name_of
 from phalanx.checkpoint._structure import Branch, TensorLeaf, leaves, parse, rebuild
 from phalanx.errors import InvalidArgument, UnsupportedState
 
-from .states import same, trained
+from .states import same
 
 SCALARS = (
     st.none()
@@ -79,11 +79,9 @@ def test_what_json_has_is_written_as_it_is():
     assert encode(parse(state), str) == state
 
 
-def test_an_optimizer_comes_back_with_the_keys_it_had():
-    _, optimizer = trained()
-    state = optimizer.state_dict()
+def test_keys_that_are_numbers_stay_numbers():
+    state = {"state": {0: {"step": 1}, 1: {"step": 2}}, "by flag": {True: 1, None: 2, 0.5: 3}}
     assert same(state, there_and_back(state))
-    assert set(there_and_back(state)["state"]) == {0, 1, 2, 3}
 
 
 def test_a_dict_whose_keys_look_like_ours_is_a_dict():
@@ -167,9 +165,8 @@ def test_marks_reach_all_the_way_down_and_do_not_contradict():
 
 
 def test_what_has_a_state_dict_stands_for_it():
-    model, optimizer = trained()
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7))
     assert same({"m": model.state_dict()}, there_and_back({"m": model}))
-    assert same({"o": optimizer.state_dict()}, there_and_back({"o": optimizer}))
 
 
 class Money:

@@ -1,6 +1,7 @@
 """Tensor files: every kind of tensor, bit for bit, in files that other tools can open."""
 
 import re
+import weakref
 
 import pytest
 import safetensors.torch
@@ -143,3 +144,14 @@ def test_memory_is_not_a_copy():
     memory(tensor)[1] = 0x3F
     assert tensor[0] != 0
     assert len(memory(torch.empty(0))) == 0
+
+
+def test_memory_keeps_its_tensor_alive():
+    tensor = torch.ones(1000)
+    alive = weakref.ref(tensor)
+    view = memory(tensor)[8:]
+    del tensor
+    assert alive() is not None
+    view.release()
+    del view
+    assert alive() is None

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpoint import (
     Alike,
@@ -19,7 +20,8 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
 )
 from phalanx.checkpoint._builder import default_rank_info
-from phalanx.errors import SaveFailed, UnsupportedState
+from phalanx.checkpoint._files import LocalStorage
+from phalanx.errors import FolderInUse, SaveFailed, UnsupportedState
 
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved
 
@@ -137,8 +139,7 @@ def test_a_checkpointer_out_of_the_box(tmp_path):
 
 def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
     assert default_rank_info() == RankInfo(0, 1)
-    store = dist.HashStore()
-    dist.init_process_group("fake", rank=2, world_size=3, store=store)
+    dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
     try:
         assert default_rank_info() == RankInfo(2, 3)
     finally:
@@ -153,6 +154,23 @@ def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):
     saved(tmp_path / "c", [{"a": 1}] * 2, meet=None)
     saved(tmp_path / "c", [{"a": 2}] * 2, meet=None)
     assert load(tmp_path / "c")[0] == {"a": 2}
+
+
+def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
+    """As a sharded optimizer does: here ranks would wait for each other for ever."""
+    barrier = ThreadBarrier(2)
+
+    class Collective:
+        def state_dict(self):
+            barrier.execute_barrier()
+            return {"a": 1}
+
+    storage = LocalStorage(str(tmp_path / "c"))
+    held = storage.begin("another job")
+    for error in save(tmp_path / "c", [{"c": Collective()}] * 2):
+        assert isinstance(error, FolderInUse)
+    storage.end(held)
+    saved(tmp_path / "c", [{"c": Collective()}] * 2)
 
 
 def test_an_interrupt_stays_one_and_the_others_hear_of_it(tmp_path):

@@ -35,7 +35,12 @@ def nothing():
 def make_process(rank=0, size=1, writer=any_size, arguments=None, **config):
     config = {"subprocess_init_timeout_secs": 60, **config}
     return CheckpointProcess(
-        RankInfo(rank, size), CheckpointProcessConfig(**config), nothing, (), writer, arguments or {}
+        RankInfo(rank, size),
+        CheckpointProcessConfig(**config),
+        nothing,
+        (),
+        writer,
+        arguments or {},
     )
 
 

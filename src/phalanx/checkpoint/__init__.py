@@ -13,9 +13,10 @@ The names are those of `torch.distributed.checkpoint._experimental`. The parts, 
     _async_checkpointer         save while training goes on: _staging copies, and
     _checkpoint_process         another process writes; _progress: how far it is
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
-    _commit                     the protocol; _meeting, _notes: how ranks hear of each other
+    _upkeep                     verify, and remove what dead saves have left
+    _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
-    _storage, _files, _remote   where it goes
+    _storage, _files, _remote   where it goes; _locks: whose turn it is
     _manifest, _tensors         what is in the files
     _structure, _encoding       a state as a tree, and the tree as JSON
 """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import MissingKeys
+from ..errors import InvalidArgument, MissingKeys
 from ._fitting import Fitting
 from ._loading import OpenCheckpoint, reading
 from ._meeting import names_of
@@ -19,6 +19,9 @@ from ._structure import Absent, Branch, Node, TensorLeaf, leaves, rebuild
 from ._types import STATE_DICT, RankInfo
 
 __all__ = ["CheckpointReader"]
+
+_MEANINGLESS = {"mmap", "weights_only"}
+"""What upstream hands to `torch.load`; here, only values are ever loaded."""
 
 
 class CheckpointReader:
@@ -34,7 +37,7 @@ class CheckpointReader:
         *,
         map_location: Any = None,
         rank: int | None = None,
-        **kwargs: Any,  # noqa: ARG002 - upstream hands them to torch.load
+        **kwargs: Any,
     ) -> tuple[STATE_DICT, list[str]]:
         """Return the state at `path`, and the keys that are missing.
 
@@ -43,6 +46,9 @@ class CheckpointReader:
         it was found to fit and verified. Where ranks differ, each gets its own of a checkpoint of
         as many ranks, or what rank `rank` has saved.
         """
+        unknown = set(kwargs) - _MEANINGLESS
+        if unknown:
+            raise InvalidArgument(f"reading a checkpoint takes no {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
         locate = _Locator(map_location)
 

@@ -72,9 +72,10 @@ class _Save:
 
         def get_ready() -> str | None:
             _reach("begin")
+            # On all ranks, before anything may fail on one: a state_dict may be a collective.
+            self._tree = parse(state_dict)
             if self._leads:
                 self._id = self._storage.begin(_who(self._company.size))
-            self._tree = parse(state_dict)
             return self._id
 
         self._id = self._company.together("getting ready", get_ready)[0]

@@ -30,8 +30,8 @@ Exchange = Callable[[Any], list[Any]]
 """Tell all ranks something that JSON can say, and return what each has told, by rank."""
 _Facts = list[str]
 
-_SAMPLES = 32
-_SAMPLE = 2048  # bytes
+_SAMPLES = 16
+_SAMPLE = 1024  # bytes
 
 
 def digest(tensor: Tensor) -> str:
@@ -50,10 +50,10 @@ def fingerprint(tensor: Tensor) -> str:
         return digest(tensor)
     hashed = _begin(tensor)
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    last = size - _SAMPLE
-    starts = [last * i // (_SAMPLES - 1) for i in range(_SAMPLES)]
-    samples = torch.cat([data[start : start + _SAMPLE] for start in starts]).cpu()
-    hashed.update(memory(samples))
+    # In one view and one copy: this is in the way of the training loop.
+    samples = data.as_strided((_SAMPLES, _SAMPLE), (size // _SAMPLES, 1))
+    hashed.update(memory(samples.contiguous().cpu()))
+    hashed.update(memory(data[-_SAMPLE:].cpu()))
     return hashed.hexdigest()
 
 

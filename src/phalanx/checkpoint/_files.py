@@ -26,6 +26,7 @@ from pathlib import Path
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
 from . import _progress
+from ._board import FileBoard
 from ._locks import Lock
 from ._manifest import LARGEST, MANIFEST, Manifest
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
@@ -57,13 +58,22 @@ class LocalStorage(Storage):
         (self.workspace / save).mkdir()
         return save
 
+    def tidy(self, owner: str) -> None:
+        """Remove what dead jobs have left; raises `FolderInUse` if one is alive."""
+        self._lock = Lock.take(self.workspace, owner, purpose=self.path)
+        try:
+            self._remove_leftovers()
+        finally:
+            self.end(None)
+
     def _remove_leftovers(self) -> None:
         """Clean up after saves that were killed: whoever holds the lock knows that they are."""
         for entry in os.scandir(self.workspace):
             if _TEMPORARY.fullmatch(entry.name):
                 shutil.rmtree(entry.path)
             elif entry.name.lstrip(".").startswith(NOTE):
-                os.unlink(entry.path)  # whoever has left it just now will say it again
+                with suppress(FileNotFoundError):  # or is just about to put it up
+                    os.unlink(entry.path)  # whoever has left it just now will say it again
         self._remove_strays(self._named_files())
 
     def _named_files(self) -> set[str] | None:
@@ -140,8 +150,9 @@ class LocalStorage(Storage):
         if save is not None:
             shutil.rmtree(self.workspace / save, ignore_errors=True)
         if self._lock is not None:
-            if not self._is_published:
-                self._remove_strays(self._named_files())
+            with suppress(OSError):  # the next save will try again
+                if not self._is_published:
+                    self._remove_strays(self._named_files())
             self._lock.release()
             self._lock = None
 
@@ -186,45 +197,6 @@ class _Sink:
             yield
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
-
-
-class FileBoard:
-    """Notes as small files."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def put(self, name: str, text: str) -> None:
-        """Leave a note under a name that appears at once."""
-        draft = self._folder / f".{name}.draft"
-        for attempt in range(100):  # the folder may be removed right after it was made
-            with suppress(FileExistsError):
-                self._folder.mkdir(parents=True)
-            with suppress(FileNotFoundError):
-                draft.write_text(text)
-                os.rename(draft, self._folder / name)
-                return
-            assert attempt < 99, "somebody removes the folder again and again"
-
-    def names(self) -> set[str]:
-        """List the folder."""
-        try:
-            return set(os.listdir(self._folder))
-        except FileNotFoundError:
-            return set()
-
-    def get(self, name: str) -> str | None:
-        """Read a note."""
-        try:
-            return (self._folder / name).read_text()
-        except FileNotFoundError:
-            return None
-
-    def remove(self, name: str) -> None:
-        """Remove a note."""
-        (self._folder / name).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._folder.rmdir()  # the last one closes the door
 
 
 class LocalSnapshot(Snapshot):

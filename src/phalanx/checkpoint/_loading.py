@@ -45,8 +45,10 @@ class OpenCheckpoint:
 
     def open_files(self, tensors: Iterable[TensorLeaf]) -> None:
         """Open the files that hold these tensors, and check their lengths and headers."""
-        wanted = {piece.file for leaf in tensors for piece in leaf.data.pieces}
-        for name in sorted(wanted - set(self._sources)):
+        self._open({piece.file for leaf in tensors for piece in leaf.data.pieces})
+
+    def _open(self, names: set[str]) -> None:
+        for name in sorted(names - set(self._sources)):
             with self._blaming(f"{self.path}/{name}"):
                 self._sources[name] = self._snapshot.open(name)
                 self._check_file(name)
@@ -78,6 +80,16 @@ class OpenCheckpoint:
         """Read a tensor, to nowhere, and verify it."""
         for piece in leaf.data.pieces:
             self._read_piece(piece, None)
+
+    def verify_all(self) -> None:
+        """Read every tensor of every rank, and verify it."""
+        self._open(set(self.manifest.files))
+        done: set[tuple[str, tuple[int, int]]] = set()
+        for entry in self.manifest.tensors():
+            for piece in entry.pieces:
+                if (piece.file, piece.at) not in done:
+                    done.add((piece.file, piece.at))
+                    self._read_piece(piece, None)
 
     def _read_piece(self, piece: PieceEntry, data: memoryview | None) -> None:
         source, digest = self._sources[piece.file], xxhash.xxh3_128()

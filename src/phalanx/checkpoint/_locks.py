@@ -10,10 +10,33 @@ from pathlib import Path
 
 from ..errors import FolderInUse
 
-__all__ = ["Lock"]
+__all__ = ["Lock", "is_free", "lock_file"]
 
 _NAME = "lock"
 _ATTEMPTS = 100
+
+
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+def lock_file(fd: int) -> bool:
+    """Lock a file of one's own, and tell whether the file system can do that."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return False
+    return True
+
+
+def is_free(fd: int) -> bool:
+    """Tell whether nobody holds the lock of a file; whoever asks next gets the same answer."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class Lock:
@@ -54,7 +77,7 @@ class Lock:
             if error.errno == errno.EWOULDBLOCK:
                 who = holder or "somebody who has not said who it is"
                 raise FolderInUse(f"{purpose} is being saved to by {who}") from None
-            if error.errno in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS) and not holder:
+            if error.errno in _NO_LOCKS and not holder:
                 return  # a file system without locks, and nobody has been here
             raise FolderInUse(
                 f"{purpose} may be being saved to by {holder}; its file system has no locks to "

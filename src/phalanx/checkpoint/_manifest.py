@@ -116,6 +116,18 @@ class Manifest(Struct, forbid_unknown_fields=True):
         # A rank that was there and has saved nothing under a key has lost nothing.
         return without_absent(tree) if rank is not None and rank < self.ranks else tree
 
+    def tensors(self) -> list[TensorEntry]:
+        """Return what is said of all tensors of all ranks."""
+        found: list[TensorEntry] = []
+
+        def note(body: Any, path: Path) -> TensorLeaf:
+            leaf = self._leaf(body, path)
+            found.append(leaf.data)
+            return leaf
+
+        decode(self.state, tensor=note, rank=None)
+        return found
+
     def _leaf(self, body: Any, path: Path) -> TensorLeaf:
         """Check what is said of one tensor."""
         where = display(path)
@@ -150,7 +162,7 @@ class Manifest(Struct, forbid_unknown_fields=True):
     def _check_ranges(self) -> None:
         """Let the tensors cover every file without gap or overlap, so that no byte is unchecked."""
         ranges: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
-        for leaf in _all_tensors(self):
+        for leaf in self.tensors():
             for piece in leaf.pieces:
                 known = ranges[piece.file].setdefault(piece.at, piece.xxh3_128)
                 if known != piece.xxh3_128:
@@ -174,18 +186,6 @@ def _check_shape(entry: TensorEntry, dtype: torch.dtype, where: str) -> None:
         raise Malformed(f"{where} has the shape {entry.shape}, which nobody can hold")
     if len(entry.shape) > 64 or total != nbytes(dtype, entry.shape):
         raise Malformed(f"{where} is {entry.dtype}{entry.shape}, but its pieces have {total} bytes")
-
-
-def _all_tensors(manifest: Manifest) -> list[TensorEntry]:
-    found: list[TensorEntry] = []
-
-    def note(body: Any, path: Path) -> TensorLeaf:
-        leaf = manifest._leaf(body, path)
-        found.append(leaf.data)
-        return leaf
-
-    decode(manifest.state, tensor=note, rank=None)
-    return found
 
 
 def _parse(data: bytes) -> Any:

@@ -15,6 +15,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from ..errors import SaveFailed, SaveTimeout
@@ -44,6 +45,8 @@ class ByNotes(Company):
         self._hail = f"{NOTE}{job_name()}"
         self._nonce = secrets.token_hex(8)
         self._session = ""
+        self._standing: int | None = None
+        """The lock by which others know that this rank lives."""
         self._meetings = 0
         self._is_whole = False
         """Whether all ranks were there when they last met."""
@@ -54,6 +57,7 @@ class ByNotes(Company):
         try:
             if not self._session:
                 self._session = self._form() if self.rank == 0 else self._enter()
+                self._standing = self._board.stand(self._note("here", self.rank))
             self._meetings += 1
             self._board.put(self._note(self._meetings, self.rank), text)
             if self._barrier is not None:
@@ -61,7 +65,8 @@ class ByNotes(Company):
             texts = self._poll(self._collect, self._complain_of_absence)
         except BaseException as error:
             if self._session:
-                self._board.put(self._note("gone", self.rank), f"rank {self.rank}: {error}")
+                with suppress(OSError):  # the cause is what counts
+                    self._board.put(self._note("gone", self.rank), f"rank {self.rank}: {error}")
             raise
         self._is_whole = True
         return texts
@@ -136,8 +141,17 @@ class ByNotes(Company):
                 raise SaveFailed(self._board.get(self._note("gone", rank)) or f"rank {rank} left")
         wanted = [self._note(self._meetings, rank) for rank in range(self.size)]
         if not names.issuperset(wanted):
+            self._check_lives([rank for rank, note in enumerate(wanted) if note not in names])
             return None
         return [self._board.get(name) or "" for name in wanted]
+
+    def _check_lives(self, missing: list[int]) -> None:
+        """Do not wait for the dead."""
+        for rank in missing:
+            if self._board.is_deserted(self._note("here", rank)):
+                last = self._note(self._meetings, rank)
+                if self._board.get(last) is None:  # it may have come, and gone in peace
+                    raise SaveFailed(f"rank {rank} is dead")
 
     def _complain_of_absence(self) -> SaveFailed:
         names = self._board.names()
@@ -154,6 +168,15 @@ class ByNotes(Company):
 
     def close(self) -> None:
         """Part, and have rank 0 take away the notes when everybody has read them."""
+        try:
+            with suppress(OSError):  # the save has succeeded or failed by now
+                self._part()
+        finally:
+            if self._standing is not None:
+                os.close(self._standing)
+                self._standing = None
+
+    def _part(self) -> None:
         if not self._session:
             return
         if self.rank != 0:

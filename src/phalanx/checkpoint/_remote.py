@@ -150,6 +150,15 @@ class RemoteBoard:
         with suppress(OSError):
             self._fs.rmdir(self._folder)
 
+    def stand(self, name: str) -> int | None:
+        """Leave a note; an object store cannot know whether anybody is alive."""
+        self.put(name, "")
+        return None
+
+    def is_deserted(self, name: str) -> bool:  # noqa: ARG002 - of no note
+        """Be certain of nothing."""
+        return False
+
 
 class RemoteSnapshot(Snapshot):
     """A folder as it is now; a save that replaces it may remove its files at any time."""

@@ -60,6 +60,15 @@ class Board(Protocol):
     def remove(self, name: str) -> None:
         """Take a note away, if it is there."""
 
+    def stand(self, name: str) -> int | None:
+        """Leave a note that others can see to be deserted when this process dies.
+
+        Returns a file to be closed by who is done, or None where there is no such thing.
+        """
+
+    def is_deserted(self, name: str) -> bool:
+        """Tell whether it is certain that nobody stands by a note any more."""
+
 
 class Source(ABC):
     """A file of tensors that is open for reading."""

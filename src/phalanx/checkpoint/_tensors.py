@@ -108,7 +108,9 @@ def memory(tensor: Tensor) -> memoryview:
     if size == 0:
         return memoryview(b"")
     # By address: numpy, which could do it too, lacks half of the types.
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined] # which lives as long as any view of it
+    return memoryview(array).cast("B")
 
 
 def chunks(data: memoryview) -> Iterator[memoryview]:
@@ -150,9 +152,7 @@ def _header(shares: Sequence[Share]) -> bytes:
 
 def _write_share(sink: Sink, share: Share) -> str:
     digest = xxhash.xxh3_128()
-    # The tensor must live as long as the view of its memory.
-    tensor = share.data.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    data = memory(tensor)
+    data = memory(share.data.detach().resolve_conj().resolve_neg().cpu().contiguous())
     assert len(data) == share.stop - share.start
     for chunk in chunks(data):
         digest.update(chunk)

@@ -120,6 +120,7 @@ class LocalStorage(Storage):
         folder = self.workspace / save
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
+        _progress.enter("committing")
         _reach("publish")
         try:
             os.rename(folder, self._target)

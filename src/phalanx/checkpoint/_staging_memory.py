@@ -14,11 +14,13 @@ import itertools
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor
 
+from .. import native
 from ._tensors import memory
 
 __all__ = ["ALIGNMENT", "Buffer", "BufferPool", "map_shared"]
@@ -32,6 +34,12 @@ _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 _libc = ctypes.CDLL(None, use_errno=True)  # unlike the mmap module, it lets other threads run
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _numbers = itertools.count()
+
+_CACHE = 32 << 20  # bytes; what is larger does not stay in a cache until somebody reads it
+_copy_past_cache: Callable[[int, int, int], object] = (
+    ctypes.memmove if native.engine is None else native.engine.stream_bytes
+)
+"""A quarter faster, for it does not fetch what it is about to overwrite."""
 
 
 def map_shared(fd: int, size: int) -> Tensor:
@@ -51,6 +59,7 @@ class Buffer:
         self._bytes = torch.empty(0, dtype=torch.uint8)
         self._populated = 0
         self._is_in_use = False
+        self._copy: Callable[[int, int, int], object] = ctypes.memmove
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
@@ -63,6 +72,7 @@ class Buffer:
             self._bytes = map_shared(self.fd, size)
             _libc.madvise(self._bytes.data_ptr(), size, _MADV_DONTFORK)
             self.capacity, self._populated = size, 0
+            self._copy = _copy_past_cache if size > _CACHE else ctypes.memmove
 
     def tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...], size: int) -> Tensor:
         """Return a place in the buffer as a tensor."""
@@ -73,7 +83,7 @@ class Buffer:
         data = memory(tensor)
         size = len(data)
         if offset + size <= self._populated:
-            ctypes.memmove(self._bytes.data_ptr() + offset, tensor.data_ptr(), size)
+            self._copy(self._bytes.data_ptr() + offset, tensor.data_ptr(), size)
             return
         while data:
             count = os.pwrite(self.fd, data, offset)

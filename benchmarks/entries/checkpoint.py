@@ -1,7 +1,7 @@
 """Saving 1 GiB of state that two ranks hold alike, while training goes on.
 
 A stall is the time from the call of ``save`` until tensors may be changed; a write, that until the
-checkpoint is there. Everything is made afresh for every measurement, and has the time to start:
+checkpoint is there. A saver is made afresh for every round, and has the time to start, for
 training does not begin with a save. ``phalanx, unprepared`` was not told what to make room for.
 
 The peers are given what is best for them here: memory that they keep, shared where a process
@@ -12,6 +12,7 @@ every rank writes all of the state.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,9 +37,6 @@ from phalanx.checkpoint import Alike, RankInfo, make_async_checkpointer
 from phalanx.testing import RankContext
 
 TENSORS, TENSOR = 64, 4 << 20  # of float32: 1 GiB
-LATER = 2
-"""How many later saves make one measurement."""
-
 PEERS = ("async_save", "async_save, process", "experimental")
 
 Futures = tuple["Future[Any] | None", "Future[Any]"]
@@ -136,26 +135,25 @@ def _without_flush() -> None:
     os.fsync = lambda _: None
 
 
-def first_stall(saver: Saver, path: str) -> float:
-    """Time the first save."""
-    stall, _ = timed(saver, path)
-    return stall
+@dataclass(frozen=True)
+class Life:
+    """What was measured of a saver, from its first save to its end."""
 
+    first_stall: float
+    later_stall: float
+    write: float
+    """How long the last save took until the checkpoint was there."""
 
-def later_stall(saver: Saver, path: str) -> float:
-    """Time saves after the first."""
-    timed(saver, f"{path}-first")
-    return sum(timed(saver, f"{path}-{i}")[0] for i in range(LATER)) / LATER
-
-
-def whole(saver: Saver, path: str) -> float:
-    """Time a save that is not the first until the checkpoint is there."""
-    timed(saver, f"{path}-first")
-    return timed(saver, path)[1]
+    @classmethod
+    def of(cls, saver: Saver, path: str) -> Life:
+        """Save as often as it takes."""
+        first, later, last = (timed(saver, f"{path}-{i}") for i in range(3))
+        return cls(first[0], (later[0] + last[0]) / 2, last[1])
 
 
 def timed(saver: Saver, path: str) -> tuple[float, float]:
     """Save, and return how long tensors had to stay as they were, and how long it all took."""
+    dist.barrier()
     began = time.perf_counter()
     copied, written = saver.save(path)
     if copied is not None:
@@ -165,13 +163,17 @@ def timed(saver: Saver, path: str) -> tuple[float, float]:
     return stall, time.perf_counter() - began
 
 
-MEASURES: dict[str, tuple[Callable[[Saver, str], float], bool]] = {
-    "first stall": (first_stall, False),
-    "later stall": (later_stall, False),
-    "write": (whole, False),
-    "write, flushed": (whole, True),
+MEASURES: dict[str, tuple[str, bool]] = {
+    "first stall": ("first_stall", False),
+    "later stall": ("later_stall", False),
+    "write": ("write", False),
+    "write, flushed": ("write", True),
 }
-"""How each is measured, and whether data is flushed to disk."""
+"""What is measured of a life, and whether data is flushed to disk in it."""
+
+_lives: dict[tuple[str, bool], list[Life]] = {}
+"""By competitor: to start a process takes longer than all that is measured, so that one life of a
+saver serves several cases."""
 
 
 def better_than_all(of: str, at_most: float, competitor: str = "phalanx") -> list[Aim]:
@@ -191,7 +193,6 @@ def better_than_all(of: str, at_most: float, competitor: str = "phalanx") -> lis
         *better_than_all("write", 1),
     ],
     repeats=6,
-    process_sets=1,
 )
 def checkpoint(ctx: RankContext, of: str) -> Iterator[Competitors]:
     torch.set_num_threads(1)
@@ -206,34 +207,40 @@ def checkpoint(ctx: RankContext, of: str) -> Iterator[Competitors]:
         "experimental": lambda: Experimental(state, ctx),
         "phalanx": lambda: Ours(state, ctx, flush=flush, prepared=True),
     }
-    if measure is first_stall:
+    if measure == "first_stall":
         made["phalanx, unprepared"] = lambda: Ours(state, ctx, flush=flush, prepared=False)
-    competitors: dict[str, Any] = {
-        name: SelfTimed(_run(make, measure, ctx.rank), calls=1) for name, make in made.items()
-    }
+
+    def timer(name: str) -> Callable[[int], float]:
+        lives = _lives.setdefault((name, flush), [])
+        numbers = itertools.count()
+
+        def run(calls: int) -> float:
+            del calls
+            number = next(numbers)
+            if number == len(lives):
+                lives.append(_live(made[name], ctx.rank))
+            took: float = getattr(lives[number], measure)
+            return took
+
+        return run
+
+    competitors: dict[str, Any] = {name: SelfTimed(timer(name), calls=1) for name in made}
     competitors["memcpy of a part"] = SelfTimed(lambda _: _copy_time(part), calls=1)
     yield competitors
     dist.destroy_process_group()
 
 
-def _run(
-    make: Callable[[], Saver], measure: Callable[[Saver, str], float], rank: int
-) -> Callable[[int], float]:
-    def run(calls: int) -> float:
-        del calls
-        folder = [tempfile.mkdtemp(prefix="phalanx-benchmark-") if rank == 0 else None]
-        dist.broadcast_object_list(folder)
-        saver = make()
+def _live(make: Callable[[], Saver], rank: int) -> Life:
+    folder = [tempfile.mkdtemp(prefix="phalanx-benchmark-") if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    saver = make()
+    try:
+        return Life.of(saver, f"{folder[0]}/checkpoint")
+    finally:
+        saver.close()
         dist.barrier()
-        try:
-            return measure(saver, f"{folder[0]}/checkpoint")
-        finally:
-            saver.close()
-            dist.barrier()
-            if rank == 0:
-                shutil.rmtree(str(folder[0]))
-
-    return run
+        if rank == 0:
+            shutil.rmtree(str(folder[0]))
 
 
 def _copy_time(part: torch.Tensor) -> float:

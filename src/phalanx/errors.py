@@ -11,6 +11,8 @@
     │   └── GroupAborted                     somebody called abort or shutdown
     ├── RendezvousError (RuntimeError)       ranks could not meet to form a group
     │   └── RendezvousTimeout (TimeoutError) some never came; says who
+    ├── BarrierError (RuntimeError)          ranks could not meet at a barrier
+    │   └── BarrierTimeout (TimeoutError)    some did not come in time; says how far each got
     ├── MisuseError                          the caller's mistake; says what to do instead
     │   ├── InvalidArgument (ValueError)
     │   ├── InvalidType (TypeError)
@@ -47,6 +49,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
+    "BarrierError",
+    "BarrierTimeout",
     "CheckpointError",
     "CheckpointNotFound",
     "CollectiveTimeout",
@@ -201,6 +205,44 @@ class RendezvousError(PhalanxError, RuntimeError):
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
     """Some ranks, or the store, did not appear before the deadline."""
+
+
+class BarrierError(PhalanxError, RuntimeError):
+    """Ranks could not meet at a barrier; the barrier itself can be used again."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        barrier: str = "",
+        use: int | None = None,
+        progress: Mapping[int, int] | None = None,
+    ) -> None:
+        self.barrier = barrier
+        """The barrier's prefix."""
+        self.use = use
+        """Which use of the barrier failed; the first is 1."""
+        self.progress = dict(progress or {})
+        """The last use that each missing rank came to; 0 if it never came."""
+        lines = [message, *(self._how_far(rank) for rank in sorted(self.progress))]
+        super().__init__("\n".join(lines))
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks that did not come."""
+        return tuple(sorted(self.progress))
+
+    def _how_far(self, rank: int) -> str:
+        last = self.progress[rank]
+        if last == 0:
+            return f"  rank {rank} never arrived"
+        where = f"  rank {rank} arrived at use {last} of {self.barrier!r}"
+        behind = 0 if self.use is None else self.use - last
+        return f"{where}, {behind} use{'s' if behind > 1 else ''} behind" if behind > 0 else where
+
+
+class BarrierTimeout(BarrierError, TimeoutError):
+    """A barrier's deadline passed before every rank came."""
 
 
 class MisuseError(PhalanxError):

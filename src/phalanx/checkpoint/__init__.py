@@ -12,6 +12,7 @@ The names are those of `torch.distributed.checkpoint._experimental`. The parts, 
     _checkpointer               save and load
     _async_checkpointer         save while training goes on: _staging copies, and
     _checkpoint_process         another process writes; _progress: how far it is
+    barriers                    where ranks wait for each other (_barrier_*)
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
     _upkeep                     verify, and remove what dead saves have left
     _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
@@ -35,11 +36,24 @@ from ._progress import SaveProgress, SaveReport
 from ._rng import RNGState
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo
+from .barriers import (
+    BARRIER_REGISTRY,
+    Barrier,
+    BarrierConfig,
+    DistBarrier,
+    GroupBarrier,
+    TCPStoreBarrier,
+    create_barrier_from_config,
+    register_barrier,
+)
 
 __all__ = [
+    "BARRIER_REGISTRY",
     "STATE_DICT",
     "Alike",
     "AsyncCheckpointer",
+    "Barrier",
+    "BarrierConfig",
     "CheckpointProcess",
     "CheckpointProcessConfig",
     "CheckpointReader",
@@ -50,16 +64,21 @@ __all__ = [
     "Checkpointer",
     "CheckpointerConfig",
     "DefaultStager",
+    "DistBarrier",
+    "GroupBarrier",
     "PerRank",
     "RNGState",
     "RankInfo",
     "SaveProgress",
     "SaveReport",
     "SyncCheckpointer",
+    "TCPStoreBarrier",
     "WriteFuture",
     "WriterHook",
+    "create_barrier_from_config",
     "make_async_checkpointer",
     "make_sync_checkpointer",
+    "register_barrier",
     "register_codec",
     "wrap_future",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import InvalidArgument
 from ._async_checkpointer import AsyncCheckpointer
 from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
@@ -15,7 +15,8 @@ from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, Writer
 from ._checkpointer import SyncCheckpointer
 from ._config import CheckpointerConfig
 from ._staging import DefaultStager
-from ._types import BarrierLike, RankInfo
+from ._types import RankInfo
+from .barriers import BarrierConfig, create_barrier_from_config
 
 __all__ = [
     "default_rank_info",
@@ -33,11 +34,12 @@ def default_subprocess_init_fn(*_: Any) -> None:
 def default_writer_init_fn(
     rank_info: RankInfo,
     writer_config: CheckpointWriterConfig | None = None,
-    barrier_config: Any = None,
+    barrier_config: BarrierConfig | None = None,
 ) -> CheckpointWriter:
     """Make the writer of the checkpoint process."""
     config = CheckpointWriterConfig() if writer_config is None else writer_config
-    return CheckpointWriter(config, rank_info, _barrier(barrier_config))
+    barrier = create_barrier_from_config(barrier_config or BarrierConfig())
+    return CheckpointWriter(config, rank_info, barrier)
 
 
 def make_sync_checkpointer(
@@ -53,7 +55,10 @@ def make_sync_checkpointer(
     config = CheckpointerConfig() if config is None else config
     rank_info = default_rank_info() if rank_info is None else rank_info
     writer = CheckpointWriter(
-        config.writer_config, rank_info, _barrier(config.barrier_config), commit_hook
+        config.writer_config,
+        rank_info,
+        create_barrier_from_config(config.barrier_config),
+        commit_hook,
     )
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
 
@@ -76,6 +81,7 @@ def make_async_checkpointer(
     rank_info = default_rank_info() if rank_info is None else rank_info
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is default_writer_init_fn:
+        _check_barrier(config.barrier_config)
         said = {"writer_config": config.writer_config, "barrier_config": config.barrier_config}
         arguments = {**said, **arguments}
     process = CheckpointProcess(
@@ -90,16 +96,17 @@ def make_async_checkpointer(
     return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
 
 
+def _check_barrier(config: BarrierConfig) -> None:
+    if config.barrier_type in ("dist_barrier", "group"):
+        raise InvalidArgument(
+            f"a {config.barrier_type!r} needs a group, and the process that writes checkpoints "
+            "belongs to none: take 'tcp_store', or no barrier at all, and ranks meet by notes in "
+            "the folder that they save to"
+        )
+
+
 def default_rank_info() -> RankInfo:
     """Return this process's place in the default group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         return RankInfo(dist.get_rank(), dist.get_world_size())
     return RankInfo(0, 1)
-
-
-def _barrier(config: Any) -> BarrierLike | None:
-    if config is None or config.barrier_type is None:
-        return None
-    barriers = importlib.import_module(f"{__package__}.barriers")
-    barrier: BarrierLike = barriers.create_barrier_from_config(config)
-    return barrier

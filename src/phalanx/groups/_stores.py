@@ -17,7 +17,7 @@ from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTimeout
 from ._words import first_line
 
-__all__ = ["Meeting", "check_place", "meet", "own_connection"]
+__all__ = ["Meeting", "await_listener", "check_place", "meet", "own_connection"]
 
 
 _hosted: dict[tuple[int, int], Store] = {}
@@ -104,7 +104,7 @@ def _from_environment(rank: int | None, size: int | None, timeout: timedelta) ->
 
 def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
     if not hosts:
-        _await_listener(host, port, timeout)
+        await_listener(host, port, timeout)
     key = (os.getpid(), port)
     if hosts and key in _hosted:
         return own_connection(_hosted[key])
@@ -125,7 +125,7 @@ def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
     return store
 
 
-def _await_listener(host: str, port: int, timeout: timedelta) -> None:
+def await_listener(host: str, port: int, timeout: timedelta) -> None:
     """Wait until somebody listens, quietly: torch would log a stack trace for every retry."""
     until = time.monotonic() + timeout.total_seconds()
     pause = 0.005

@@ -1,0 +1,212 @@
+"""A connection to a store that is cut when its deadline has long passed.
+
+torch's client waits for an answer as long as it takes. A server whose process is stopped, or whose
+machine is out of reach, would make every deadline void. Asking on another thread costs more than a
+barrier does; so the caller asks by itself, and one thread of this process looks from time to time
+whether somebody has waited too long. It shuts the socket down, which makes the call raise.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from types import TracebackType
+from weakref import WeakSet
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
+
+from ..errors import RendezvousTimeout
+from ..groups._background import in_background
+from ..groups._stores import await_listener
+
+__all__ = ["Address", "Connection", "address_of"]
+
+Address = tuple[str, int]
+
+TICK = 0.25  # seconds between two looks
+IDLE_TICKS = 40  # after so many looks at nothing, the thread ends
+LINGER = 0.1  # seconds in which those who were let go last can read why, before the server ends
+DESCRIPTORS = "/dev/fd"
+
+_opening = threading.Lock()  # so that a socket that appears meanwhile is the one being opened
+
+
+class Connection:
+    """A store of one's own, with a deadline for a ``with`` block of calls to it.
+
+    `address` is that of a server which may not be there yet; where this process is to host it
+    itself, there is none to wait for.
+    """
+
+    def __init__(
+        self, connect: Callable[[], Store], address: Address | None, *, patience: float
+    ) -> None:
+        self._sockets: list[socket.socket] = []
+        self.was_cut = False
+        self.deadline = time.monotonic() + patience
+        if address is not None:  # before others are kept from connecting, this process's host too
+            await_listener(*address, timedelta(seconds=patience))
+        if not _opening.acquire(timeout=patience):
+            raise RendezvousTimeout("the store does not answer")
+        try:
+            before = _sockets()
+            # A server that is stopped is connected to, and says nothing.
+            self.store = in_background(connect, self._look_at_the_clock)
+            opened = [each for each, _ in _sockets() - before]
+        finally:
+            _opening.release()
+        found = address_of(self.store)
+        self._sockets = _leading_to(found[1], opened) if found else []
+
+    def _look_at_the_clock(self) -> None:
+        if time.monotonic() > self.deadline:
+            raise RendezvousTimeout("the store does not answer")
+
+    def until(self, deadline: float) -> Connection:
+        """Name the moment, by the monotonic clock, at which the block's calls are to be cut off."""
+        self.deadline = deadline
+        return self
+
+    def cut(self) -> None:
+        """Make the call that is under way raise, and every later one."""
+        self.was_cut = True
+        for each in self._sockets:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:  # closed by the other side meanwhile
+                continue
+
+    def be_heard_at_exit(self) -> None:
+        """Do not end before the server, which may be a thread of this process, has read all."""
+        if not _last_words:
+            atexit.register(_say_last_words)
+        _last_words.add(self)
+
+    def close(self) -> None:
+        """Let go of the sockets; the store closes its own."""
+        for each in self._sockets:
+            each.close()
+        self._sockets = []
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __enter__(self) -> Store:
+        _watch.add(self)
+        return self.store
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _watch.pending.pop(self, None)
+
+
+class _Watch:
+    """The thread that looks after all connections of this process."""
+
+    def __init__(self) -> None:
+        # Added to and taken from without a lock, as a dictionary allows: this is on the way of
+        # every call.
+        self.pending: dict[Connection, None] = {}
+        self._lock = threading.Lock()  # over `_pid` and the end of the thread
+        self._pid = 0  # of the process that the thread runs in; a fork takes none along
+
+    def add(self, connection: Connection) -> None:
+        self.pending[connection] = None
+        if self._pid != os.getpid():
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._pid == os.getpid():
+                return
+            self._pid = os.getpid()
+            threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
+
+    def _run(self) -> None:
+        idle = 0
+        while True:
+            time.sleep(TICK)
+            idle = 0 if self.pending else idle + 1
+            now = time.monotonic()
+            for connection in list(self.pending):
+                if now > connection.deadline and not connection.was_cut:
+                    connection.cut()
+            if idle >= IDLE_TICKS and self._end():
+                return
+
+    def _end(self) -> bool:
+        with self._lock:
+            self._pid = 0
+            if not self.pending:
+                return True
+            self._pid = os.getpid()  # somebody came just now, and may have seen the thread running
+            return False
+
+
+_watch = _Watch()
+
+
+_last_words: WeakSet[Connection] = WeakSet()
+
+
+def _say_last_words() -> None:
+    for connection in list(_last_words):
+        with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
+            store.check(["anything"])  # is answered after all that was sent before
+    time.sleep(LINGER)
+
+
+def _sockets() -> set[tuple[int, int]]:
+    """List this process's sockets, each by its descriptor and what tells it from later ones."""
+    found = set()
+    for name in os.listdir(DESCRIPTORS):
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # the one that lists the folder
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found.add((int(name), status.st_ino))
+    return found
+
+
+def address_of(store: Store) -> Address | None:
+    """Tell the host and port that a store is served at, if it is."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def _leading_to(port: int, descriptors: list[int]) -> list[socket.socket]:
+    """Hold on to the sockets that lead to a port, so that their numbers cannot become others'.
+
+    Where this process hosts the store, the server's ends appear too, other ranks' among them.
+    """
+    found = []
+    for each in descriptors:
+        with suppress(OSError):  # closed by now
+            mine = socket.socket(fileno=os.dup(each))
+            if _peer_port(mine) == port:
+                found.append(mine)
+            else:
+                mine.close()
+    return found
+
+
+def _peer_port(mine: socket.socket) -> int:
+    """Tell the port at the other end, or 0 if there is none."""
+    with suppress(OSError):  # it listens
+        if mine.family in (socket.AF_INET, socket.AF_INET6):
+            return int(mine.getpeername()[1])
+    return 0

@@ -1,0 +1,71 @@
+"""What a barrier keeps in its store.
+
+================  =============================================================================
+``record``        what the ranks have agreed on: see `_barrier_record`
+``word/E``        `OPEN`, and the arrivals in epoch E: what `step_of` tells for each
+``at/R``          the last use that rank R came to, and what it said there
+``use/N``         there once use N is over: what everybody said, `PASSED` or `FAILED`
+``instances/R``   how many barriers rank R has made
+================  =============================================================================
+"""
+
+from __future__ import annotations
+
+import json
+
+from torch._C._distributed_c10d import Store
+
+__all__ = ["FAILED", "OPEN", "PASSED", "Keys", "arrivals", "read_all", "read_texts", "step_of"]
+
+OPEN = 1 << 62
+PASSED, FAILED = "passed", "failed"
+
+_SPOKEN = 1 << 31  # arrivals with a text are counted above this bit, and all below it
+
+
+def step_of(text: str | None) -> int:
+    """Tell what a rank adds to the word when it comes, with or without something to say."""
+    return 1 if text is None else _SPOKEN + 1
+
+
+def arrivals(word: int) -> int:
+    """Count the arrivals in a word, or in a part of one."""
+    return word & (_SPOKEN - 1)
+
+
+def read_all(store: Store, keys: list[str], *, default: str) -> list[bytes]:
+    """Read keys, some of which may not be there; those are then set to the default."""
+    if store.check(keys):
+        return store.multi_get(keys)
+    return [store.compare_set(key, "", default) for key in keys]
+
+
+def read_texts(told: bytes) -> list[str]:
+    """Read what everybody said from the key of a use."""
+    texts: list[str] = json.loads(told)
+    return texts
+
+
+class Keys:
+    """The keys of one barrier."""
+
+    def __init__(self, prefix: str) -> None:
+        # The length keeps one prefix's keys from being those of another that it is the start of.
+        self.root = f"barrier:{len(prefix)}:{prefix}:"
+        self.record = f"{self.root}record"
+
+    def word(self, epoch: int) -> str:
+        """Name the counter of an epoch."""
+        return f"{self.root}word/{epoch}"
+
+    def at(self, rank: int) -> str:
+        """Name a rank's progress."""
+        return f"{self.root}at/{rank}"
+
+    def use(self, number: int) -> str:
+        """Name the end of a use."""
+        return f"{self.root}use/{number}"
+
+    def instances(self, rank: int) -> str:
+        """Name the number of barriers that a rank has made."""
+        return f"{self.root}instances/{rank}"

@@ -1,0 +1,184 @@
+"""Barriers whose ranks, or hosts, die or stop: everybody else is told, in time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch.distributed as dist
+
+from phalanx import native
+from phalanx.checkpoint import DistBarrier, GroupBarrier, TCPStoreBarrier
+from phalanx.errors import BarrierError, BarrierTimeout
+from ports import free_port
+
+LONG = 25.0  # seconds
+SOON = 8.0
+
+
+def tcp(ctx, port, prefix="save", timeout_secs=LONG):
+    return TCPStoreBarrier(ctx.rank, ctx.size, prefix, 20, True, port, "127.0.0.1", timeout_secs)
+
+
+def pid_of(ctx, rank):
+    return int(ctx.store.get(f"pid/{rank}"))
+
+
+def host_dies(ctx, port):
+    barrier = tcp(ctx, port)
+    barrier.execute_barrier()
+    if ctx.rank == 0:
+        ctx.store.wait(["waits/1", "waits/2"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    ctx.store.set(f"waits/{ctx.rank}", "")
+    with pytest.raises(BarrierError, match="which rank 0 hosts, is gone") as error:
+        barrier.execute_barrier()
+    assert error.value.use == 2
+    assert not isinstance(error.value, TimeoutError)
+    return time.monotonic() - began
+
+
+def test_whoever_waits_learns_at_once_that_the_host_is_dead(ranks):
+    _, *times = ranks.run(host_dies, 3, args=(free_port(),), expect_dead=[0])
+    assert max(times) < SOON
+
+
+HOST = """
+import sys
+from phalanx.checkpoint import TCPStoreBarrier
+barrier = TCPStoreBarrier(0, 2, "last", 20, True, int(sys.argv[1]), "127.0.0.1", 20)
+sys.stdin.readline()  # the other waits
+barrier.execute_barrier()
+"""
+
+
+def test_a_host_whose_program_ends_has_let_everybody_go():
+    """It comes last, so that it has to say so, and ends at once."""
+    port = free_port()
+    command = [sys.executable, "-c", HOST, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
+        barrier = TCPStoreBarrier(1, 2, "last", 20, True, port, "127.0.0.1", LONG)
+        keys = barrier._line._keys
+
+        def tell_the_host():
+            watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
+            watcher.wait([keys.at(1)])  # which is set by a rank that waits
+            host.communicate("go")
+
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(tell_the_host)
+            barrier.execute_barrier()
+            told.result()
+    assert host.returncode == 0
+
+
+def host_stops(ctx, port):
+    """A host that is stopped answers nobody: the deadline holds, and later all meet again.
+
+    Whether the others' arrivals have reached it, they cannot know: when it goes on, its own call
+    may find everybody there.
+    """
+    barrier = tcp(ctx, port, timeout_secs=0.5)
+    barrier.execute_barrier()
+    ctx.store.set(f"pid/{ctx.rank}", str(os.getpid()))
+    if ctx.rank == 0:
+        ctx.store.wait(["told/1", "told/2"])
+        with suppress(BarrierTimeout):
+            barrier.exchange("")
+        with pytest.raises(BarrierTimeout):
+            barrier.exchange("")
+    else:
+        stop_the_host(ctx)
+        for use, told in ((2, "did not answer within 0.5 s"), (3, "did not answer")):
+            began = time.monotonic()
+            with pytest.raises(BarrierTimeout, match=told) as error:
+                barrier.exchange("")
+            assert error.value.use == use
+            assert time.monotonic() - began < SOON
+        ctx.store.set(f"raised/{ctx.rank}", "")
+        ctx.store.wait(["raised/1", "raised/2"])
+        if ctx.rank == 1:
+            os.kill(pid_of(ctx, 0), signal.SIGCONT)
+        ctx.store.set(f"told/{ctx.rank}", "")
+    ctx.store.set(f"over/{ctx.rank}", "")
+    ctx.store.wait([f"over/{rank}" for rank in range(ctx.size)])
+    barrier._timeout = LONG
+    return barrier.exchange(str(ctx.rank))
+
+
+def stop_the_host(ctx):
+    if ctx.rank == 1:
+        os.kill(pid_of(ctx, 0), signal.SIGSTOP)
+        ctx.store.set("stopped", "")
+    ctx.store.wait(["stopped"])
+
+
+def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
+    assert ranks.run(host_stops, 3, args=(free_port(),)) == [["0", "1", "2"]] * 3
+
+
+def rank_dies(ctx, port):
+    barrier = tcp(ctx, port, timeout_secs=0.7)
+    for _ in range(3):
+        barrier.execute_barrier()
+    if ctx.rank == 2:  # which may have come to the third last, and says so to nobody
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(BarrierTimeout) as error:
+        barrier.execute_barrier()
+    return error.value.use, error.value.progress
+
+
+def test_a_rank_that_dies_is_named(ranks):
+    *told, _ = ranks.run(rank_dies, 3, args=(free_port(),), expect_dead=[2])
+    assert told == [(4, {2: 3})] * 2
+
+
+def rank_dies_in_a_group(ctx):
+    group = ctx.group("shm")
+    barrier = GroupBarrier(group, timeout_secs=LONG)
+    barrier.execute_barrier()
+    if ctx.rank == 2:
+        ctx.store.wait(["waits/0", "waits/1"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    ctx.store.set(f"waits/{ctx.rank}", "")
+    with pytest.raises(BarrierError, match="rank 2.* is dead") as error:
+        barrier.execute_barrier()
+    return error.value.progress, time.monotonic() - began
+
+
+@pytest.mark.skipif(native.engine is None, reason=native.why_missing)
+def test_a_death_in_a_group_is_told_at_once(ranks):
+    *told, _ = ranks.run(rank_dies_in_a_group, 3, expect_dead=[2])
+    assert [progress for progress, _ in told] == [{2: 1}] * 2
+    assert max(took for _, took in told) < SOON
+
+
+def meet_in_the_default_group(ctx, port):
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=ctx.rank, world_size=ctx.size
+    )
+    try:
+        one, other = DistBarrier(timeout_secs=LONG), DistBarrier(timeout_secs=0.2)
+        for _ in range(5):
+            one.execute_barrier()
+        assert other.exchange(str(ctx.rank)) == [str(rank) for rank in range(ctx.size)]
+        if ctx.rank == 0:
+            ctx.store.wait(["failed"])
+        with pytest.raises(BarrierTimeout) as error:
+            other.execute_barrier()
+        ctx.store.set("failed", "")
+        assert error.value.use == 7
+        one.execute_barrier()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_default_groups_barrier_fails_without_harm_to_the_group(ranks):
+    ranks.run(meet_in_the_default_group, 2, args=(free_port(),))

@@ -1,0 +1,43 @@
+"""The programs of the page on barriers run."""
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from phalanx import checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs/checkpoint_barriers.md"
+
+
+def programs():
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+
+
+def run_as_a_rank(ctx, source, folder):
+    os.environ |= {
+        "RANK": str(ctx.rank),
+        "WORLD_SIZE": str(ctx.size),
+        "MASTER_PORT": "0",
+    }
+    tempfile.tempdir = folder
+    known = dict(checkpoint.BARRIER_REGISTRY)
+    try:
+        exec(source, {"__name__": "program"})  # noqa: S102 - our own document
+        assert "folder" in checkpoint.BARRIER_REGISTRY
+    finally:
+        tempfile.tempdir = None
+        checkpoint.BARRIER_REGISTRY.clear()
+        checkpoint.BARRIER_REGISTRY.update(known)
+
+
+def test_the_barrier_of_ones_own_runs_and_is_short(ranks, tmp_path):
+    _, source = programs()
+    assert len(source.splitlines()) <= 30
+    ranks.run(run_as_a_rank, 2, args=(source, str(tmp_path)))
+    assert len(list((tmp_path / "barrier-0").iterdir())) == 2
+
+
+def test_the_configuration_makes_a_barrier():
+    source, _ = programs()
+    exec(source, {})  # noqa: S102 - our own document

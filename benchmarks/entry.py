@@ -36,6 +36,8 @@ class SelfTimed:
 
     run: Callable[[int], float]
     """Makes so many calls and returns the seconds that they took together."""
+    calls: int | None = None
+    """How many calls to make in a round, if that need not be found out first."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,10 @@ def measure(ctx: RankContext, module: str, case: Case, plan: Plan) -> RankSample
     ranks = _Ranks(ctx)
     with contextlib.contextmanager(load(module).setup)(ctx, **case.params) as competitors:
         turns = _turns(competitors)
-        calls = {name: _calibrate(turn, ranks, plan.seconds) for name, turn in turns.items()}
+        calls = {
+            name: _declared(competitors[name]) or _calibrate(turn, ranks, plan.seconds)
+            for name, turn in turns.items()
+        }
         sent = _count(competitors, ranks)
         seconds: dict[str, list[float]] = {name: [] for name in turns}
         draw = random.Random(0)
@@ -109,6 +112,10 @@ def _timed(call: Callable[[], object]) -> Turn:
         return time.perf_counter() - start
 
     return turn
+
+
+def _declared(made: object) -> int | None:
+    return made.calls if isinstance(made, SelfTimed) else None
 
 
 def _calibrate(turn: Turn, ranks: _Ranks, seconds: float) -> int:

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "copy.hpp"
 #include "engine.hpp"
 #include "extent.hpp"
 #include "shortcut.hpp"
@@ -84,6 +85,9 @@ NB_MODULE(_engine, module) {
   // A group that was not shut down lives as long as the interpreter, which is nobody's bug.
   nb::set_leak_warnings(false);
   module.attr("MAX_RANKS") = kMaxRanks;
+  module.def("stream_bytes", [](Address into, Address from, std::size_t bytes) {
+    unlocked([&] { stream_bytes(pointer(into), pointer(from), bytes); });
+  });
   module.def("instruction_set", &instruction_set);
   module.def("supports", [](int type, int op) {
     return supports(static_cast<DType>(type), static_cast<ReduceOp>(op));

@@ -26,7 +26,8 @@
     ├── CheckpointError (RuntimeError)       a checkpoint cannot be saved or loaded
     │   ├── SaveFailed                       on every rank alike; names the first cause
     │   │   ├── SaveTimeout (TimeoutError)   a rank did not come; says who
-    │   │   └── FolderInUse                  another job is saving there; says who
+    │   │   ├── FolderInUse                  another job is saving there; says who
+    │   │   └── WriterLost                   the process that writes has died; says how
     │   ├── DamagedCheckpoint (ValueError)   what is on disk is not what was written
     │   ├── CheckpointNotFound (FileNotFoundError)
     │   ├── MissingKeys                      what was asked for is not in the checkpoint
@@ -83,6 +84,7 @@ __all__ = [
     "UnknownOption",
     "Unprepared",
     "UnsupportedState",
+    "WriterLost",
 ]
 
 
@@ -299,6 +301,10 @@ class SaveTimeout(SaveFailed, TimeoutError):
 
 class FolderInUse(SaveFailed):
     """A save did not happen because another job is saving at the same place."""
+
+
+class WriterLost(SaveFailed):
+    """The process that writes checkpoints in the background has died."""
 
 
 class DamagedCheckpoint(CheckpointError, ValueError):

@@ -12,10 +12,12 @@ the top::
     _folder, _stopping          what a training loop uses; _retention: what is kept
     _builder, _config           make checkpointers
     _checkpointer               save and load
+    _async_checkpointer         save while training goes on: _staging copies, and
+    _checkpoint_process         another process writes; _progress: how far it is
     _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
     _verify, _upkeep            read all of it again; remove what dead saves have left
     _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
-    barriers                    how they wait for each other
+    barriers                    how they wait for each other (_barrier_*)
     _alike, _digests            what ranks hold alike, and who writes which bytes of it
     _storage, _files, _remote   where it goes; _locks: whose turn it is; _shelf: where many go
     _manifest, _tensors         what is in the files

@@ -20,7 +20,7 @@ from ._structure import Branch, Node, TensorLeaf, leaves, parse, rebuild
 from ._tensors import nbytes
 from ._types import STATE_DICT, RankInfo
 
-__all__ = ["Part", "elements", "own_parts", "parts", "sizes_of"]
+__all__ = ["Part", "elements", "own_parts", "own_pieces", "own_share", "parts", "sizes_of"]
 
 GRAIN = 1 << 20
 """Bytes of a tensor that is never cut."""
@@ -73,6 +73,19 @@ def _snap(border: int, begins: list[int], grain: int, cut: int) -> int:
     return begin + (border - begin) // cut * cut
 
 
+def own_share(alike: Iterable[TensorLeaf], ranks: int, rank: int) -> list[Part]:
+    """Return what one of the ranks writes of tensors that are alike.
+
+    Those that are marked so are divided by themselves: their division must be known before it is
+    known what else is alike.
+    """
+    by_mark: dict[bool, list[TensorLeaf]] = {True: [], False: []}
+    for leaf in alike:
+        by_mark[leaf.mark == "alike"].append(leaf)
+    divided = (parts(sizes_of(tensors), ranks)[rank] for tensors in by_mark.values())
+    return [part for share in divided for part in share]
+
+
 def sizes_of(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
     """Return the sizes in bytes that `parts` divides."""
     return {leaf.name: nbytes(leaf.dtype, leaf.shape) for leaf in tensors}
@@ -93,15 +106,18 @@ def own_parts(state_dict: STATE_DICT, rank_info: RankInfo) -> STATE_DICT:
     result for the state itself, so that an asynchronous save needs to stage no more than this.
     """
     tree = parse(state_dict)
-    coded = {leaf.name for leaf in _coded(tree)}  # a codec must be given whole tensors
-    alike = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "alike"}
-    divided = parts(sizes_of(alike.values()), rank_info.global_world_size)
-    mine = {part.name: part for part in divided[rank_info.global_rank]}
-    pieces = {
-        name: _piece(leaf, mine.get(name)) for name, leaf in alike.items() if name not in coded
-    }
+    pieces = own_pieces(tree, rank_info)
     state: STATE_DICT = rebuild(tree, lambda leaf: pieces.get(leaf.name, leaf.data), marked=True)
     return state
+
+
+def own_pieces(tree: Node, rank_info: RankInfo) -> dict[str, Piece]:
+    """Return by name what this rank writes of the tensors that are marked `Alike`."""
+    coded = {leaf.name for leaf in _coded(tree)}  # a codec must be given whole tensors
+    alike = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "alike"}
+    share = own_share(alike.values(), rank_info.global_world_size, rank_info.global_rank)
+    mine = {part.name: part for part in share}
+    return {name: _piece(leaf, mine.get(name)) for name, leaf in alike.items() if name not in coded}
 
 
 def _piece(leaf: TensorLeaf, part: Part | None) -> Piece:

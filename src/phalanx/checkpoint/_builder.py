@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
-import importlib
+from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
+from ..errors import InvalidArgument
+from ._async_checkpointer import AsyncCheckpointer
+from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
-from ._checkpoint_writer import CheckpointWriter, WriterHook
+from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from ._checkpointer import SyncCheckpointer
+from ._company import default_group
 from ._config import CheckpointerConfig
-from ._types import BarrierLike, RankInfo
+from ._staging import DefaultStager
+from ._types import RankInfo
+from .barriers import BarrierConfig, create_barrier_from_config
 
-__all__ = ["default_rank_info", "make_sync_checkpointer"]
+__all__ = [
+    "default_rank_info",
+    "default_subprocess_init_fn",
+    "default_writer_init_fn",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+]
+
+
+def default_subprocess_init_fn(*_: Any) -> None:
+    """Do nothing when the checkpoint process starts."""
+
+
+def default_writer_init_fn(
+    rank_info: RankInfo,
+    writer_config: CheckpointWriterConfig | None = None,
+    barrier_config: BarrierConfig | None = None,
+) -> CheckpointWriter:
+    """Make the writer of the checkpoint process."""
+    config = CheckpointWriterConfig() if writer_config is None else writer_config
+    barrier = create_barrier_from_config(barrier_config or BarrierConfig())
+    return CheckpointWriter(config, rank_info, barrier)
 
 
 def make_sync_checkpointer(
@@ -23,27 +48,63 @@ def make_sync_checkpointer(
 ) -> SyncCheckpointer:
     """Make a checkpointer that saves while the caller waits.
 
-    Which rank this is, and of how many, is asked of `torch.distributed` if it is initialised;
-    otherwise there is one rank.
+    Which rank this is, and of how many, is asked of the current group, or else of torch's default
+    group; if there is none, there is one rank.
     """
     config = CheckpointerConfig() if config is None else config
     rank_info = default_rank_info() if rank_info is None else rank_info
     writer = CheckpointWriter(
-        config.writer_config, rank_info, _barrier(config.barrier_config), commit_hook
+        config.writer_config,
+        rank_info,
+        create_barrier_from_config(config.barrier_config),
+        commit_hook,
     )
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
 
 
+def make_async_checkpointer(
+    config: CheckpointerConfig | None = None,
+    rank_info: RankInfo | None = None,
+    subprocess_init_fn: Callable[..., None] = default_subprocess_init_fn,
+    subprocess_init_args: tuple[Any, ...] = (),
+    checkpoint_writer_init_fn: Callable[..., CheckpointWriter] = default_writer_init_fn,
+    checkpoint_writer_init_args: dict[str, Any] | None = None,
+) -> AsyncCheckpointer:
+    """Make a checkpointer whose saves are written by a process beside the caller's.
+
+    The functions are called in that process: one for whatever is to be set up there, the other to
+    make the writer, with ``rank_info`` and the given arguments. They must be functions of a module.
+    By default the writer and its barrier are as `config` says.
+    """
+    config = CheckpointerConfig() if config is None else config
+    rank_info = default_rank_info() if rank_info is None else rank_info
+    arguments = dict(checkpoint_writer_init_args or {})
+    if checkpoint_writer_init_fn is default_writer_init_fn:
+        _check_barrier(config.barrier_config)
+        said = {"writer_config": config.writer_config, "barrier_config": config.barrier_config}
+        arguments = {**said, **arguments}
+    process = CheckpointProcess(
+        rank_info,
+        config.process_config,
+        subprocess_init_fn,
+        subprocess_init_args,
+        checkpoint_writer_init_fn,
+        arguments,
+    )
+    stager = DefaultStager(config.staging_config, rank_info=rank_info)
+    return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
+
+
+def _check_barrier(config: BarrierConfig) -> None:
+    if config.barrier_type in ("dist_barrier", "group"):
+        raise InvalidArgument(
+            f"a {config.barrier_type!r} needs a group, and the process that writes checkpoints "
+            "belongs to none: take 'tcp_store', or no barrier at all, and ranks meet by notes in "
+            "the folder that they save to"
+        )
+
+
 def default_rank_info() -> RankInfo:
-    """Return this process's place in the default group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
-        return RankInfo(dist.get_rank(), dist.get_world_size())
-    return RankInfo(0, 1)
-
-
-def _barrier(config: Any) -> BarrierLike | None:
-    if config is None or config.barrier_type is None:
-        return None
-    barriers = importlib.import_module(f"{__package__}.barriers")
-    barrier: BarrierLike = barriers.create_barrier_from_config(config)
-    return barrier
+    """Return this process's place in the group that is in use, if one is."""
+    group = default_group()
+    return RankInfo(0, 1) if group is None else RankInfo(group.rank(), group.size())

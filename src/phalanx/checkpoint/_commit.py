@@ -23,7 +23,8 @@ import msgspec
 
 from .. import _faultpoints
 from ..errors import SaveFailed, StateMismatch
-from ._alike import Part, elements, parts, sizes_of
+from . import _progress
+from ._alike import Part, elements, own_share, sizes_of
 from ._digests import find_differences, marked_apart
 from ._dtypes import name_of_dtype
 from ._encoding import encode
@@ -84,6 +85,7 @@ class _Save:
         if self._company.size == 1:
             self._apart = dict.fromkeys(marked_apart(self._tree), (0,))
             return
+        _progress.enter("comparing state")
         try:
             self._apart = find_differences(
                 self._tree, lambda said: self._company.together("comparing state", lambda: said)
@@ -104,7 +106,7 @@ class _Save:
 
     def _write_part(self) -> Any:
         alike = _unique(_leaves_outside(self._tree, (), self._apart))
-        mine = parts(sizes_of(alike.values()), self._company.size)[self._company.rank]
+        mine = own_share(alike.values(), self._company.size, self._company.rank)
         own = [_find(self._tree, path) for path in self._apart]
         own_tensors = _unique(leaf for node in own if node is not None for leaf in leaves(node))
         shares = [_share(alike[part.name], part) for part in mine]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+from ._checkpoint_process import CheckpointProcessConfig
 from ._checkpoint_writer import CheckpointWriterConfig
+from ._staging import CheckpointStagerConfig
+from .barriers import BarrierConfig
 
 __all__ = ["CheckpointerConfig"]
 
@@ -15,5 +17,9 @@ class CheckpointerConfig:
     """Say how the parts of a checkpointer shall behave."""
 
     writer_config: CheckpointWriterConfig = field(default_factory=CheckpointWriterConfig)
-    barrier_config: Any = None
-    """A `BarrierConfig`; without one, ranks meet by notes in the folder that they save to."""
+    barrier_config: BarrierConfig = field(default_factory=BarrierConfig)
+    """Without a type, ranks meet by notes in the folder that they save to."""
+    staging_config: CheckpointStagerConfig = field(default_factory=CheckpointStagerConfig)
+    """How an asynchronous checkpointer copies states."""
+    process_config: CheckpointProcessConfig = field(default_factory=CheckpointProcessConfig)
+    """How it deals with the process that writes them."""

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from .. import _faultpoints
 from ..errors import DamagedCheckpoint
+from . import _progress
 from ._board import FileBoard
 from ._bytes import CHUNK
 from ._document import LARGEST, MANIFEST, Document
@@ -105,6 +106,7 @@ class LocalStorage(Storage):
         try:
             yield sink
             _reach("flush")
+            _progress.enter("flushing")
             sink.flush()
         except BaseException:
             sink.remove()  # at once: on a full disk, there must be room to tell the others
@@ -118,6 +120,7 @@ class LocalStorage(Storage):
         folder = self.workspace / save
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
+        _progress.enter("committing")
         _reach("publish")
         try:
             os.rename(folder, self._target)

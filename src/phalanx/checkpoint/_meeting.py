@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ..errors import FolderInUse, SaveFailed, SaveTimeout
+from . import _progress
 from ._types import RankInfo
 
 __all__ = ["Alone", "AtBarrier", "Company", "names_of"]
@@ -41,11 +42,13 @@ class Company(ABC):
         all raise `SaveFailed` with the cause.
         """
         error: BaseException | None = None
+        _progress.enter(phase)
         try:
             said = json.dumps({"did": action()})
         except BaseException as raised:  # noqa: BLE001 - whatever it is, the others must hear of it
             error = raised
             said = json.dumps({"failed": _tell(raised), "kind": _kind(raised)})
+        _progress.enter("waiting for ranks")
         try:
             texts = self.exchange(said)
         except Exception as raised:

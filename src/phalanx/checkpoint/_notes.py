@@ -23,7 +23,7 @@ from ._meeting import Company, names_of
 from ._storage import NOTE, Board
 from ._types import BarrierLike, RankInfo
 
-__all__ = ["ByNotes"]
+__all__ = ["ByNotes", "belong_to", "job_name"]
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ class ByNotes(Company):
         self._board = board
         self._timeout = timeout
         self._barrier = barrier
-        self._hail = f"{NOTE}{_job()}"
+        self._hail = f"{NOTE}{job_name()}"
         self._nonce = secrets.token_hex(8)
         self._session = ""
         self._standing: int | None = None
@@ -215,8 +215,19 @@ class ByNotes(Company):
             pause = min(pause * 1.5, _LONGEST_PAUSE)
 
 
-def _job() -> str:
+_adopted = ""
+
+
+def belong_to(job: str) -> None:
+    """Let this process save as one of a job's: it writes for a rank that it is not itself."""
+    global _adopted  # noqa: PLW0603 - a process belongs to one job
+    _adopted = job
+
+
+def job_name() -> str:
     """Name the job, so that the ranks of two jobs at one folder do not answer each other."""
+    if _adopted:
+        return _adopted
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
     known = [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
     return hashlib.sha256(" ".join(known or [str(os.getppid())]).encode()).hexdigest()[:16]

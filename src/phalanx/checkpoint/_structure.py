@@ -105,6 +105,8 @@ def _parse(value: Any, path: Path, mark: Mark) -> Node:
         _check_tensor(value, path)
         shape, device = tuple(value.shape), value.device.type
         return TensorLeaf(name_of(path), value.dtype, shape, device, value, mark)
+    if isinstance(value, Branch | TensorLeaf):
+        return value  # parsed already, by the process that the state comes from
     if isinstance(value, Piece):
         return TensorLeaf(value.name, value.dtype, value.shape, value.device, value, mark)
     if type(value) in _SCALARS:

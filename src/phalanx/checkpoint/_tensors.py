@@ -18,6 +18,7 @@ import xxhash
 from torch import Tensor
 
 from .. import _faultpoints
+from . import _progress
 from ._bytes import CHUNK, checksum
 from ._dtypes import carrier
 
@@ -118,6 +119,7 @@ def write_tensors(sink: Sink, shares: Sequence[Share]) -> WrittenFile:
     header = _header([shares[i] for i in order])
     sink.write(memoryview(header))
     position = len(header)
+    _progress.expect(sum(share.stop - share.start for share in shares))
     places: dict[int, Place] = {}
     for i in order:
         if _faultpoints.armed:
@@ -149,4 +151,5 @@ def _write_share(sink: Sink, share: Share) -> str:
     for chunk in chunks(data):
         digest.update(chunk)
         sink.write(chunk)
+        _progress.wrote(len(chunk))
     return digest.hexdigest()

@@ -1,0 +1,132 @@
+"""A process beside each rank that writes its checkpoints, so that training need not wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidArgument, InvalidState
+from ._checkpoint_process_child import Setup
+from ._checkpoint_process_scribe import Job, Scribe
+from ._checkpoint_process_start import Recipe
+from ._checkpoint_writer import CheckpointWriter
+from ._futures import WriteFuture
+from ._progress import SaveProgress
+from ._staging_layout import BranchNote, describe
+from ._structure import leaves, parse
+from ._types import STATE_DICT, RankInfo
+
+__all__ = ["CheckpointProcess", "CheckpointProcessConfig"]
+
+
+@dataclass
+class CheckpointProcessConfig:
+    """Say how long to wait for the writer process, and how many saves may wait for it."""
+
+    subprocess_init_timeout_secs: int = 30
+    """How long it may take to start; a save does not wait for it, but its end does."""
+    subprocess_shutdown_timeout_secs: int = 60
+    """How long `close` waits for the writes under way; what is not done then has failed."""
+    max_pending_writes: int = 2
+    """How many saves may be under way; one more waits for the oldest. Each needs a buffer."""
+    pending_timeout_secs: float = 1800
+    """How long a save waits for an older one before it fails."""
+
+
+class CheckpointProcess:
+    """Have states written by another process. It survives writes that fail; if it dies, the write
+    fails at once, and the next one gets a new process.
+
+    The process is started when this is made, in the background. It dies with the calling process.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        config: CheckpointProcessConfig,
+        subprocess_init_fn: Callable[..., None],
+        subprocess_init_args: tuple[Any, ...],
+        checkpoint_writer_init_fn: Callable[..., CheckpointWriter],
+        checkpoint_writer_init_args: dict[str, Any],
+    ) -> None:
+        self.config = config
+        self._rank_info = rank_info
+        setup = Setup(
+            rank_info,
+            subprocess_init_fn,
+            subprocess_init_args,
+            checkpoint_writer_init_fn,
+            checkpoint_writer_init_args,
+        )
+        self._scribe = Scribe(
+            Recipe(setup),
+            rank_info,
+            start_timeout=config.subprocess_init_timeout_secs,
+            end_timeout=config.subprocess_shutdown_timeout_secs,
+        )
+        self._is_closed = False
+        # Forgotten without a close, it ends when all is written.
+        self._forget = weakref.finalize(self, self._scribe.stop)
+        self._forget.atexit = False
+
+    @property
+    def process_creation_future(self) -> Future[None]:
+        """Done when the process has started for the first time."""
+        return self._scribe.created
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The process, if there is one now."""
+        child = self._scribe.child
+        return None if child is None else child.popen
+
+    def write(
+        self, state_dict: STATE_DICT | Future[STATE_DICT], path: str, **kwargs: Any
+    ) -> WriteFuture:
+        """Have a state written once it is staged; further arguments go to the writer.
+
+        They must be values like those that a state may hold.
+        """
+        return self._submit(path, state_dict, _in_words(kwargs))
+
+    def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
+        """Tell the other ranks, which may be about to save, that this one cannot."""
+        if self._rank_info.global_world_size > 1 and not self._is_closed:
+            self._submit(path, error, _in_words(kwargs))
+
+    def _submit(
+        self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: BranchNote
+    ) -> WriteFuture:
+        if self._is_closed:
+            raise InvalidState("the checkpoint process was closed")
+        path = os.fspath(path)
+        future = WriteFuture(path)
+        self._scribe.submit(Job(path, state, kwargs, future))
+        return future
+
+    def progress(self) -> SaveProgress | None:
+        """Tell how far the save is that is under way, if one is."""
+        return self._scribe.progress()
+
+    def close(self) -> None:
+        """Wait for the writes under way as long as the configuration says, and end the process."""
+        self._is_closed = True
+        if self._forget.detach() is not None:
+            self._scribe.close()
+
+
+def _in_words(kwargs: dict[str, Any]) -> BranchNote:
+    tree = parse(kwargs)
+    for leaf in leaves(tree):
+        raise InvalidArgument(
+            f"{leaf.name} is a tensor: arguments for the writer are plain values; "
+            "what is to be saved belongs in the state"
+        )
+    note = describe(tree, lambda _: 0)
+    assert isinstance(note, BranchNote)
+    return note

@@ -1,0 +1,139 @@
+"""Copy a state, so that training may go on changing it while the copy is written.
+
+With a rank and a number of ranks, no more is copied of what is marked `Alike` than this rank
+writes. What is not a tensor is taken at once, in the call; the tensors are copied by the caller or
+by a thread of the stager's, as the configuration says.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidState
+from ._alike import own_pieces
+from ._futures import wrap_future
+from ._staging_copy import Copy, Plan
+from ._staging_layout import Note, state_of
+from ._staging_memory import Buffer, BufferPool
+from ._structure import parse
+from ._types import STATE_DICT, RankInfo
+
+__all__ = ["CheckpointStager", "CheckpointStagerConfig", "DefaultStager", "Staged"]
+
+
+class CheckpointStager(ABC):
+    """Copy states to where a writer can take its time over them."""
+
+    @abstractmethod
+    def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
+        """Copy a state, and return the copy or the future of it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release what the stager holds."""
+
+
+@dataclass
+class CheckpointStagerConfig:
+    """Say how states are copied; what needs an accelerator is left out where there is none."""
+
+    use_pinned_memory: bool = True
+    """Copy from an accelerator into pages that it can reach by itself."""
+    use_shared_memory: bool = True
+    """Copy into memory that the writer process shares; else it is copied there once more."""
+    use_async_staging: bool = True
+    """Return from `stage` before the tensors are copied. They must not be changed until the future
+    is done; if one is, the save fails and says so."""
+    use_non_blocking_copy: bool = True
+    """Have an accelerator copy all tensors before any of them is waited for."""
+
+
+class Staged(dict[str, Any]):
+    """The copy of a state. Its memory is used again once it is released, or nobody has it."""
+
+    def __init__(self, state: STATE_DICT, buffer: Buffer, note: Note, size: int) -> None:
+        super().__init__(state)
+        self.buffer = buffer
+        self.note = note
+        """The state in words, with places in the buffer."""
+        self.size = size
+        """Bytes of tensors that were copied."""
+        self.seconds = 0.0
+        """How long that took."""
+        self.release: Callable[[], object] = lambda: None
+        """Let the memory be used for another state."""
+
+
+class DefaultStager(CheckpointStager):
+    """Copy states into memory that is kept from save to save, and shared with the writer."""
+
+    def __init__(
+        self, config: CheckpointStagerConfig | None = None, *, rank_info: RankInfo | None = None
+    ) -> None:
+        self._config = CheckpointStagerConfig() if config is None else config
+        self._rank_info = RankInfo(0, 1) if rank_info is None else rank_info
+        self._pool = BufferPool()
+        self._copying = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._is_closed = False
+
+    def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
+        """Copy a state; tensors are copied in the background if the configuration says so."""
+        del kwargs  # for writers
+        plan = self._plan(state_dict)
+        if not self._config.use_async_staging:
+            return self._copy(plan)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "phalanx-staging")
+        return self._thread.submit(self._copy, plan)
+
+    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
+        """Make room in the background for states like this one, or of so many bytes.
+
+        The first save of a training is then as fast as those that follow. Bytes are those of this
+        rank's own part. The future that is returned need not be waited for.
+        """
+        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).size
+        if self._config.use_shared_memory:
+            return self._pool.prepare(size)
+        return wrap_future(None)
+
+    def _plan(self, state_dict: STATE_DICT) -> Plan:
+        if self._is_closed:
+            raise InvalidState("the stager was closed")
+        tree = parse(state_dict)
+        pieces = own_pieces(tree, self._rank_info) if self._rank_info.global_world_size > 1 else {}
+        return Plan(tree, pieces)
+
+    def _copy(self, plan: Plan) -> STATE_DICT:
+        with self._copying:
+            began = time.perf_counter()
+            if not self._config.use_shared_memory:
+                private: STATE_DICT = state_of(plan.clone())
+                return private
+            buffer = self._pool.take(plan.size)
+            try:
+                Copy(plan, buffer, self._config).run()
+                tree, note = plan.tree_in(buffer), plan.note()
+            except BaseException:
+                self._pool.give_back(buffer)
+                raise
+            staged = Staged(state_of(tree), buffer, note, plan.size)
+            staged.release = weakref.finalize(staged, self._pool.give_back, buffer)
+            self._pool.populate(buffer)
+            staged.seconds = time.perf_counter() - began
+            return staged
+
+    def close(self) -> None:
+        """Wait for copies under way, and free the memory that nobody uses."""
+        self._is_closed = True
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+        self._pool.close()

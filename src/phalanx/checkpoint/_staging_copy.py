@@ -1,0 +1,170 @@
+"""Plan where the tensors of a state go in a buffer, and copy them there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import SaveFailed
+from ._marks import Piece
+from ._staging_layout import Note, describe
+from ._staging_memory import ALIGNMENT, Buffer
+from ._structure import Branch, Node, TensorLeaf, leaves
+from ._tensors import nbytes
+
+if TYPE_CHECKING:
+    from ._staging import CheckpointStagerConfig
+
+__all__ = ["Copy", "Plan"]
+
+_MOST_THREADS = 4  # that copy; more do not make memory any faster
+_WORTH_A_THREAD = 16 << 20  # bytes
+_LOT = 8 << 20  # bytes that a thread copies before it looks for more
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A tensor that is to be copied, and where to."""
+
+    name: str
+    source: Tensor
+    offset: int
+    size: int
+    version: int | None
+    """Counts the changes of the tensor, if torch does."""
+
+
+class Plan:
+    """A state whose values are known, and whose tensors are about to be copied."""
+
+    def __init__(self, tree: Node, pieces: Mapping[str, Piece]) -> None:
+        self._tree = _with_pieces(tree, pieces) if pieces else tree
+        self.slots: dict[str, _Slot] = {}
+        """By name, so that tensors that are the same memory are copied once."""
+        self.size = 0
+        """Bytes that the copy needs."""
+        for leaf in leaves(self._tree):
+            source = leaf.data.data if isinstance(leaf.data, Piece) else leaf.data
+            if source is not None and leaf.name not in self.slots:
+                size = nbytes(source.dtype, source.shape)
+                slot = _Slot(leaf.name, source.detach(), self.size, size, _version(source))
+                self.slots[leaf.name] = slot
+                self.size += size + -size % ALIGNMENT
+
+    def note(self) -> Note:
+        """Put the state into words."""
+        return describe(self._tree, self._offset)
+
+    def _offset(self, leaf: TensorLeaf) -> int:
+        slot = self.slots.get(leaf.name)
+        return -1 if slot is None else slot.offset
+
+    def tree_in(self, buffer: Buffer) -> Node:
+        """Return the tree of the copy in a buffer."""
+        return _replace_tensors(
+            self._tree,
+            {
+                name: buffer.tensor(slot.offset, slot.source.dtype, slot.source.shape, slot.size)
+                for name, slot in self.slots.items()
+            },
+        )
+
+    def clone(self) -> Node:
+        """Return the tree with copies in memory of this process's own."""
+        copies = {name: slot.source.to("cpu", copy=True) for name, slot in self.slots.items()}
+        self.check_unchanged()
+        return _replace_tensors(self._tree, copies)
+
+    def check_unchanged(self) -> None:
+        """Raise if a tensor was changed between plan and copy: the copy is of no use then."""
+        for slot in self.slots.values():
+            if slot.version is not None and slot.source._version != slot.version:
+                raise SaveFailed(
+                    f"{slot.name} was changed while it was copied: wait for the first of the two "
+                    "futures that save returns before the next step of the optimizer, or have the "
+                    "tensors copied within save (CheckpointStagerConfig(use_async_staging=False))"
+                )
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _with_pieces(node: Node, pieces: Mapping[str, Piece]) -> Node:
+    if isinstance(node, Branch):
+        children = {key: _with_pieces(each, pieces) for key, each in node.children.items()}
+        return Branch(node.kind, children, node.mark)
+    if isinstance(node, TensorLeaf):
+        return replace(node, data=pieces.get(node.name, node.data))
+    return node
+
+
+def _replace_tensors(node: Node, copies: Mapping[str, Tensor]) -> Node:
+    if isinstance(node, Branch):
+        children = {key: _replace_tensors(each, copies) for key, each in node.children.items()}
+        return Branch(node.kind, children, node.mark)
+    if isinstance(node, TensorLeaf):
+        copy = copies.get(node.name)
+        is_piece = isinstance(node.data, Piece)
+        return replace(node, data=replace(node.data, data=copy) if is_piece else copy)
+    return node
+
+
+class Copy:
+    """The copying of one plan into one buffer."""
+
+    def __init__(self, plan: Plan, buffer: Buffer, config: CheckpointStagerConfig) -> None:
+        self._plan = plan
+        self._buffer = buffer
+        self._config = config
+
+    def run(self) -> None:
+        """Copy all tensors, and make sure that nobody has changed one of them meanwhile."""
+        slots = self._plan.slots.values()
+        simple = [slot for slot in slots if _is_simple(slot.source)]
+        others = [slot for slot in slots if not _is_simple(slot.source)]
+        self._copy_by_torch(others)
+        self._copy_bytes(list(_lots(simple)))
+        if others and torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._plan.check_unchanged()
+
+    def _copy_bytes(self, lots: list[tuple[Tensor, int]]) -> None:
+        threads = min(torch.get_num_threads(), _MOST_THREADS, self._plan.size // _WORTH_A_THREAD)
+        if threads < 2:
+            for source, offset in lots:
+                self._buffer.put(offset, source)
+            return
+        with ThreadPoolExecutor(threads, "phalanx-staging-copy") as pool:
+            tasks = [pool.submit(self._buffer.put, offset, source) for source, offset in lots]
+        for task in wait(tasks).done:
+            task.result()
+
+    def _copy_by_torch(self, slots: Iterable[_Slot]) -> None:
+        for slot in slots:
+            source = slot.source
+            place = self._buffer.tensor(slot.offset, source.dtype, source.shape, slot.size)
+            place.copy_(source, non_blocking=self._config.use_non_blocking_copy)
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    """Tell whether a tensor is plain bytes in main memory."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
+
+
+def _lots(slots: Iterable[_Slot]) -> Iterable[tuple[Tensor, int]]:
+    """Cut large tensors, so that threads have even work."""
+    for slot in slots:
+        if slot.size <= _LOT:
+            yield slot.source, slot.offset
+            continue
+        flat = slot.source.view(-1)
+        count = _LOT // flat.dtype.itemsize
+        for start in range(0, len(flat), count):
+            yield flat[start : start + count], slot.offset + start * flat.dtype.itemsize

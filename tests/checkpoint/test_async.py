@@ -1,0 +1,365 @@
+"""Saving while training goes on: what is saved is what was there when it was copied."""
+
+import inspect
+import os
+import signal
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+import torch
+import torch.distributed.checkpoint._experimental.builder as upstream_builder
+import torch.distributed.checkpoint._experimental.checkpoint_process as upstream_process
+import torch.distributed.checkpoint._experimental.checkpointer as upstream_checkpointer
+import torch.distributed.checkpoint._experimental.config as upstream_config
+import torch.distributed.checkpoint._experimental.staging as upstream_staging
+import torch.distributed.checkpoint._experimental.utils as upstream_utils
+
+import phalanx.checkpoint
+from phalanx.checkpoint import (
+    Alike,
+    CheckpointStager,
+    PerRank,
+    SaveProgress,
+    register_codec,
+    wrap_future,
+)
+from phalanx.errors import (
+    InvalidArgument,
+    InvalidState,
+    SaveFailed,
+    SaveTimeout,
+    UnsupportedState,
+    WriterLost,
+)
+
+from .states import load, plain, same, together
+from .writers import checkpointer, make_process
+
+
+@pytest.fixture(scope="module")
+def writers():
+    """Four processes, which start while the first tests run."""
+    made = [make_process(rank, 4) for rank in range(4)]
+    yield made
+    for each in made:
+        each.close()
+
+
+def state(rank=0, step=0):
+    """Something of every kind."""
+    generator = torch.Generator().manual_seed(step)
+    model = {
+        "weight": torch.randn(700, 1001, generator=generator),
+        "small": torch.randn(3, generator=generator).to(torch.bfloat16),
+        "columns": torch.randn(40, 30, generator=generator).t(),
+        "complex": torch.randn(6, dtype=torch.complex64, generator=generator).conj(),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(step),
+    }
+    model["tied"] = model["weight"]
+    return {
+        "model": Alike(model),
+        "unmarked": [torch.randn(300, 400, generator=generator), float("nan"), (1, None, True)],
+        "own": PerRank({"seed": torch.full((5,), rank), "position": rank}),
+        "step": step,
+    }
+
+
+def wreck(value):
+    """Change all tensors of a state in place, as the next step of a training does."""
+    if isinstance(value, torch.Tensor):
+        value.zero_()
+    elif isinstance(value, Alike | PerRank):
+        wreck(value.value)
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            wreck(each)
+
+
+def unmarked(state):
+    return {key: each.value if isinstance(each, Alike) else each for key, each in state.items()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background):
+    path = str(tmp_path / "c")
+
+    def save(rank):
+        with checkpointer(writers[rank], rank, size, in_background=in_background) as made:
+            for step in range(2):  # the second goes into the same memory
+                mine = state(rank, step)
+                staging, writing = made.save(path, mine, size=size)
+                staging.result(10)
+                wreck(mine)
+                writing.result(30)
+            return writing.report
+
+    reports = together(size, save)
+    for rank, report in enumerate(reports):
+        assert same(plain(unmarked(state(rank, 1))), load(path, rank, size)[0])
+        assert report.bytes_written > 700 * 1001 * 4 / size * 0.9
+        if size > 1:  # of what is alike, a rank copies no more than its part
+            assert report.bytes_staged < 700 * 1001 * 4 / size + 300 * 400 * 4 + (1 << 20)
+
+
+def test_tensors_that_change_while_they_are_copied_fail_the_save(writers, tmp_path):
+    weight = torch.ones(5)
+    with checkpointer(writers[0]) as made:
+        with made._checkpoint_stager._copying:  # the copy is late
+            staging, writing = made.save(str(tmp_path / "c"), {"model": {"weight": weight}})
+            assert not staging.done()
+            weight.add_(1)
+        for future in (staging, writing):
+            with pytest.raises(SaveFailed, match=r"model/weight was changed.*wait for the first"):
+                future.result(10)
+        assert not (tmp_path / "c").exists()
+
+
+def test_a_failed_write_is_told_and_survived(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        with pytest.raises(SaveFailed, match="FileExistsError") as raised:
+            writing.result(10)
+        assert "in _make_folders" in str(raised.value.__cause__)
+        pid = writers[0].process.pid
+        _, writing = made.save(str(tmp_path / "c"), {"step": 2})
+        writing.result(10)
+        assert writers[0].process.pid == pid
+        assert made.load(str(tmp_path / "c")) == {"step": 2}
+        assert made.last_report is not None
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        wait_until(writing.done)
+        with pytest.raises(SaveFailed, match="FileExistsError") as raised:
+            made.save(str(tmp_path / "c"), {"step": 2})
+        assert "nevertheless" in raised.value.__notes__[-1]
+        _, writing = made.save(str(tmp_path / "d"), {"step": 3})  # once is enough
+        writing.result(10)
+        assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def test_a_failure_that_somebody_asked_for_is_not(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        assert isinstance(writing.exception(10), SaveFailed)
+        made.save(str(tmp_path / "c"), {"step": 2})[1].result(10)
+
+
+def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
+    def save(rank):
+        with checkpointer(writers[rank], rank, 2) as made:
+            mine = {"step": 1, "odd": object() if rank == 1 else 0}
+            made.save(str(tmp_path / "c"), mine, size=2)[1].result(10)
+
+    first, second = together(2, save)
+    assert isinstance(second, UnsupportedState)
+    assert isinstance(first, SaveFailed)
+    assert "failed on rank 1" in str(first)
+    assert "odd is a object" in str(first)
+    assert not (tmp_path / "c").exists()
+
+
+def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
+    process = writers[0]
+    process.process_creation_future.result(60)
+    with checkpointer(process) as made, stopped(process):
+        futures = [made.save(str(tmp_path / str(i)), {"w": torch.full((9,), i)}) for i in range(2)]
+        assert [staging.result(10) for staging, _ in futures] == [None, None]  # a buffer each
+        process.config.pending_timeout_secs = 0.01
+        with pytest.raises(SaveTimeout, match=r"waited 0.01 s for the one to .*/0: SaveProgress"):
+            made.save(str(tmp_path / "2"), {"w": torch.ones(3)})
+        process.config.pending_timeout_secs = 60
+        threading.Timer(0.05, os.kill, (process.process.pid, signal.SIGCONT)).start()
+        futures.append(made.save(str(tmp_path / "2"), {"w": torch.full((9,), 2)}))
+        for i, (_, writing) in enumerate(futures):
+            writing.result(10)
+            assert load(tmp_path / str(i))[0]["w"].tolist() == [i] * 9
+    assert "waits, for 2 earlier ones are under way" in caplog.text
+
+
+def test_progress_is_told(writers, tmp_path):
+    process = writers[0]
+    with checkpointer(process) as made:
+        assert made.progress() is None
+        with stopped(process):
+            staging, writing = made.save(str(tmp_path / "c"), {"w": torch.ones(1000)})
+            staging.result(10)
+            wait_until(lambda: made.progress().phase == "getting ready")
+            told = made.progress()
+            assert told == SaveProgress(str(tmp_path / "c"), "getting ready", 0, 0, told.seconds, 0)
+        writing.result(10)
+        report = made.last_report
+        assert made.progress() is None
+        assert report.bytes_written == 4000
+        assert {"getting ready", "writing", "flushing", "committing"} <= report.phases.keys()
+        assert report.bytes_per_second > 0
+        assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0
+        meter = process._scribe._recipe.meter
+        assert (meter.written, meter.total) == (4000, 4000)
+
+
+def test_the_process_is_killed(writers, tmp_path):
+    process = writers[0]
+    with checkpointer(process) as made:
+        process.process_creation_future.result(60)
+        pid = process.process.pid
+        with stopped(process):
+            _, writing = made.save(str(tmp_path / "c"), {"step": 1})
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WriterLost, match=f"checkpoint process {pid} was killed by SIGKILL"):
+                writing.result(10)
+        _, writing = made.save(str(tmp_path / "c"), {"step": 2})
+        writing.result(60)
+        assert process.process.pid != pid
+        assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+class Duplicate(CheckpointStager):
+    """A stager as a user might write one."""
+
+    def stage(self, state_dict, **kwargs):
+        del kwargs
+        return {key: each.clone() for key, each in state_dict.items()}
+
+    def close(self):
+        pass
+
+
+def test_a_stager_of_ones_own(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        made._checkpoint_stager = Duplicate()
+        made.prepare({"w": torch.ones(3)}).result(1)  # which it cannot, and need not
+        weight = torch.ones(3)
+        staging, writing = made.save(str(tmp_path / "c"), {"w": weight})
+        staging.result(1)
+        weight.zero_()
+        writing.result(10)
+        assert load(tmp_path / "c")[0]["w"].tolist() == [1, 1, 1]
+
+
+class Celsius:
+    def __init__(self, degrees):
+        self.degrees = degrees
+
+
+def test_a_codec_need_not_be_known_to_the_process(writers, tmp_path):
+    register_codec("celsius", Celsius, encode=lambda c: {"c": c.degrees}, decode=lambda d: d["c"])
+    with checkpointer(writers[0]) as made:
+        made.save(str(tmp_path / "c"), {"t": Alike([Celsius(torch.ones(2))])})[1].result(10)
+        assert load(tmp_path / "c")[0]["t"][0].tolist() == [1, 1]
+
+
+def test_arguments_for_the_writer_are_plain_values(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        with pytest.raises(InvalidArgument, match="extra is a tensor"):
+            made.save(str(tmp_path / "c"), {"step": 1}, extra=torch.ones(2))
+        with pytest.raises(UnsupportedState, match="extra"):
+            made.save(str(tmp_path / "c"), {"step": 1}, extra=object())
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1}, unknown=1)
+        writing.result(10)  # ours takes any for the hook
+
+
+def test_after_close_nothing_is_saved(tmp_path):
+    process = make_process()
+    with checkpointer(process) as made:
+        (tmp_path / "file").touch()
+        good = made.save(str(tmp_path / "c"), {"step": 1})[1]
+        made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        with pytest.raises(SaveFailed, match="FileExistsError"):
+            made.close()  # having waited for both
+        assert good.done()
+        assert load(tmp_path / "c")[0] == {"step": 1}
+        assert process.process.poll() == 0
+        made.close()
+        process.close()
+        with pytest.raises(InvalidState, match="closed"):
+            made.save(str(tmp_path / "c"), {"step": 2})
+        with pytest.raises(InvalidState, match="closed"):
+            process.write({"step": 2}, str(tmp_path / "c"))
+
+
+def no_writer(rank_info, reason):
+    del rank_info
+    raise ValueError(reason)
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path):
+    process = make_process(writer=no_writer, arguments={"reason": "no ink"})
+    with checkpointer(process) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1})
+        with pytest.raises(SaveFailed, match="could not start: ValueError: no ink") as raised:
+            writing.result(60)
+        assert "in no_writer" in str(raised.value.__cause__)
+        assert process.process_creation_future.exception() is not None
+    process.close()
+    with pytest.raises(InvalidArgument, match="must be such as can be pickled"):
+        make_process(writer=lambda rank_info: rank_info)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class stopped:  # noqa: N801 - reads like a function
+    """Keep the process of a `CheckpointProcess` from running for a while."""
+
+    def __init__(self, process):
+        process.process_creation_future.result(60)
+        self._process = process.process
+
+    def __enter__(self):
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def __exit__(self, *_):
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGCONT)
+
+
+def test_wrapped_futures():
+    assert wrap_future(3).result(0) is None
+    original = Future()
+    wrapped = wrap_future(original)
+    assert not wrapped.done()
+    original.set_result(3)
+    assert wrapped.result(0) is None
+    failed = Future()
+    failed.set_exception(KeyError("x"))
+    with pytest.raises(KeyError):
+        wrap_future(failed).result(0)
+
+
+UPSTREAM = [
+    (upstream_staging, ("CheckpointStager", "CheckpointStagerConfig", "DefaultStager")),
+    (upstream_process, ("CheckpointProcess", "CheckpointProcessConfig")),
+    (upstream_checkpointer, ("AsyncCheckpointer",)),
+    (upstream_config, ("CheckpointerConfig",)),
+    (upstream_utils, ("wrap_future",)),
+    (upstream_builder, ("make_async_checkpointer",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "name"), [(module, name) for module, names in UPSTREAM for name in names]
+)
+def test_signatures_are_upstreams(theirs, name):
+    ours, theirs = getattr(phalanx.checkpoint, name), getattr(theirs, name)
+    pairs = [(ours, theirs)]
+    if inspect.isclass(theirs):
+        public = [each for each in vars(theirs) if not each.startswith("_")]
+        methods = [each for each in public if inspect.isfunction(getattr(theirs, each))]
+        pairs += [(getattr(ours, each), getattr(theirs, each)) for each in methods]
+    for mine, its in pairs:
+        wanted = list(inspect.signature(its).parameters)
+        assert list(inspect.signature(mine).parameters)[: len(wanted)] == wanted

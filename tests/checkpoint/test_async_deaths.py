@@ -1,0 +1,141 @@
+"""What an asynchronous save leaves when somebody dies, and when the interpreter just ends.
+
+`kill_at_random` is what the soak calls as well.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from phalanx.checkpoint import (
+    Alike,
+    CheckpointerConfig,
+    CheckpointProcessConfig,
+    CheckpointWriterConfig,
+    RankInfo,
+    make_async_checkpointer,
+)
+from phalanx.errors import CheckpointError
+from phalanx.testing import Died
+
+from .states import load, same
+
+SOAK = "PHALANX_SOAK" in os.environ
+ROUNDS, KILLS = (10, 10) if SOAK else (1, 1)
+"""How often two ranks start anew, and in how many saves of each time somebody is killed."""
+LONGEST = 0.1
+"""Seconds before somebody is; a save takes about as long."""
+
+
+def make(rank, size, timeout=40):
+    config = CheckpointerConfig(
+        writer_config=CheckpointWriterConfig(timeout),
+        process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=60),
+    )
+    return make_async_checkpointer(config, RankInfo(rank, size))
+
+
+def state(step):
+    return {"model": Alike({"weight": torch.full((300, 1000), step)}), "step": step}
+
+
+def die_in_the_middle_of_a_save(ctx, path, note):
+    checkpointer = make(0, 1)
+    checkpointer.save(path, state(1))[1].result(60)
+    process = checkpointer._checkpoint_process.process
+    os.kill(process.pid, signal.SIGSTOP)  # so that it is certain to be in the middle
+    checkpointer.save(path, state(2))[0].result(10)
+    with open(note, "w") as file:
+        file.write(str(process.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_leaves_no_process_and_no_memory(ranks, tmp_path):
+    path, note = str(tmp_path / "c"), tmp_path / "pid"
+    before = set(os.listdir("/dev/shm"))
+    (outcome,) = ranks.run(
+        die_in_the_middle_of_a_save, 1, args=(path, str(note)), timeout=90, expect_dead=[0]
+    )
+    assert isinstance(outcome, Died)
+    deadline = time.monotonic() + 10
+    while is_there(int(note.read_text())):
+        assert time.monotonic() < deadline, "the writer process has outlived its rank"
+        time.sleep(0.01)
+    assert set(os.listdir("/dev/shm")) <= before  # and what has no name went with the processes
+    assert load(path)[0]["step"] == 1
+
+
+def is_there(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+SCRIPT = """
+import sys, torch
+from phalanx.checkpoint import make_async_checkpointer
+
+checkpointer = make_async_checkpointer()
+checkpointer.save(sys.argv[1], {"w": torch.ones(1000)})
+checkpointer.save(sys.argv[2], {"w": torch.ones(1000)})
+"""
+
+
+def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c")]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *paths],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert load(paths[0])[0]["w"].sum() == 1000
+    assert f"rank 0, save to {paths[1]}: the save failed" in done.stderr
+
+
+def save_steps(ctx, folder, first, kills, seed):
+    """Save step after step; writers are killed in the middle of every other one."""
+    checkpointer = make(ctx.rank, ctx.size)
+    done = []
+    draw = random.Random(seed)
+    for step in range(first, first + 2 * kills):
+        victims, instant = draw.choice([{0}, {1}, {0, 1}]), draw.uniform(0, LONGEST)
+        _, writing = checkpointer.save(f"{folder}/c", state(step))
+        if (step - first) % 2 and ctx.rank in victims:
+            time.sleep(instant)
+            os.kill(checkpointer._checkpoint_process.process.pid, signal.SIGKILL)
+        if writing.exception(60) is None:
+            done.append(step)
+        else:
+            assert isinstance(writing.exception(), CheckpointError)
+    checkpointer.close()
+    return done
+
+
+def kill_at_random(ranks, folder, *, rounds, kills, seed):
+    """Kill writers at random instants of saves by two ranks; the newest checkpoint is whole."""
+    for turn in range(rounds):
+        first = 2 * turn * kills
+        told = ranks.run(save_steps, 2, args=(folder, first, kills, seed + turn), timeout=240)
+        undisturbed = set(range(first, first + 2 * kills, 2))
+        assert undisturbed <= set(told[0]), f"seed {seed + turn}"
+        # Once it is in place, a rank may be dead before it says so; no other step can be there.
+        newest = load(f"{folder}/c")[0]
+        assert max(told[0] + told[1]) <= newest["step"] < first + 2 * kills, f"seed {seed + turn}"
+        weight = torch.full((300, 1000), newest["step"])
+        assert same({"model": {"weight": weight}, "step": newest["step"]}, newest)
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+def test_writers_are_killed_at_random_instants(ranks, tmp_path):
+    kill_at_random(ranks, str(tmp_path), rounds=ROUNDS, kills=KILLS, seed=random.randrange(10**6))

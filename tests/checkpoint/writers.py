@@ -1,0 +1,56 @@
+"""Writer processes for tests: one for each of four ranks, which serve any number of ranks."""
+
+from contextlib import contextmanager
+
+from phalanx.checkpoint import (
+    AsyncCheckpointer,
+    CheckpointProcess,
+    CheckpointProcessConfig,
+    CheckpointReader,
+    CheckpointStagerConfig,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    DefaultStager,
+    RankInfo,
+)
+
+
+class AnySize(CheckpointWriter):
+    """A writer that is told with every write of how many ranks it is one."""
+
+    def write(self, path, state_dict, *, size=1, timeout=10, **kwargs):
+        config = CheckpointWriterConfig(timeout)
+        info = RankInfo(self._rank_info.global_rank, size)
+        return CheckpointWriter(config, info).write(path, state_dict, **kwargs)
+
+
+def any_size(rank_info):
+    return AnySize(CheckpointWriterConfig(), rank_info)
+
+
+def nothing():
+    """What a process need not do when it starts."""
+
+
+def make_process(rank=0, size=1, writer=any_size, arguments=None, **config):
+    config = {"subprocess_init_timeout_secs": 60, **config}
+    return CheckpointProcess(
+        RankInfo(rank, size),
+        CheckpointProcessConfig(**config),
+        nothing,
+        (),
+        writer,
+        arguments or {},
+    )
+
+
+@contextmanager
+def checkpointer(process, rank=0, size=1, *, in_background=True):
+    """A checkpointer of its own on a process that others use as well."""
+    config = CheckpointStagerConfig(use_async_staging=in_background)
+    stager = DefaultStager(config, rank_info=RankInfo(rank, size))
+    made = AsyncCheckpointer(stager, process, CheckpointReader(RankInfo(rank, size)))
+    try:
+        yield made
+    finally:
+        stager.close()

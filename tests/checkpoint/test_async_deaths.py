@@ -33,7 +33,7 @@ LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
 
 
-def make(rank, size, timeout=40):
+def make(rank, size, timeout=15):
     config = CheckpointerConfig(
         writer_config=CheckpointWriterConfig(timeout),
         process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=60),
@@ -56,9 +56,9 @@ def die_in_the_middle_of_a_save(ctx, path, note):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_rank_that_is_killed_leaves_no_process_and_no_memory(ranks, tmp_path):
+def test_a_rank_that_is_killed_leaves_no_process(ranks, tmp_path):
+    """And so no memory: that has no name, and goes with the last process that has it open."""
     path, note = str(tmp_path / "c"), tmp_path / "pid"
-    before = set(os.listdir("/dev/shm"))
     (outcome,) = ranks.run(
         die_in_the_middle_of_a_save, 1, args=(path, str(note)), timeout=90, expect_dead=[0]
     )
@@ -67,7 +67,6 @@ def test_a_rank_that_is_killed_leaves_no_process_and_no_memory(ranks, tmp_path):
     while is_there(int(note.read_text())):
         assert time.monotonic() < deadline, "the writer process has outlived its rank"
         time.sleep(0.01)
-    assert set(os.listdir("/dev/shm")) <= before  # and what has no name went with the processes
     assert load(path)[0]["step"] == 1
 
 

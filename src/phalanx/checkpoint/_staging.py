@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidState
+from ..errors import InvalidState, SaveFailed
 from ._alike import own_pieces
 from ._futures import wrap_future
 from ._staging_copy import Copy, Plan
@@ -45,7 +45,7 @@ class CheckpointStagerConfig:
     """Say how states are copied; what needs an accelerator is left out where there is none."""
 
     use_pinned_memory: bool = True
-    """Copy from an accelerator into pages that it can reach by itself."""
+    """Upstream's; it changes nothing, for memory that is shared with a process is not pinned."""
     use_shared_memory: bool = True
     """Copy into memory that the writer process shares; else it is copied there once more."""
     use_async_staging: bool = True
@@ -122,8 +122,12 @@ class DefaultStager(CheckpointStager):
             try:
                 Copy(plan, buffer, self._config).run()
                 tree, note = plan.tree_in(buffer), plan.note()
-            except BaseException:
+            except BaseException as error:
                 self._pool.give_back(buffer)
+                if isinstance(error, OSError):
+                    raise SaveFailed(
+                        f"no memory for a copy of {plan.size} bytes: {error}"
+                    ) from error
                 raise
             staged = Staged(state_of(tree), buffer, note, plan.size)
             staged.release = weakref.finalize(staged, self._pool.give_back, buffer)

@@ -192,6 +192,8 @@ class Scribe:
 
     def close(self) -> None:
         """Wait for what was submitted, within limits; what is not done then has failed."""
+        if self.child is not None and not self.created.done() and not self._unfinished:
+            self.child.popen.kill()  # it has not even started, and nobody wants it to
         self.stop()
         self._thread.join(self._end_timeout)
         if self._thread.is_alive():

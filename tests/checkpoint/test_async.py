@@ -303,6 +303,18 @@ def test_after_close_nothing_is_saved(tmp_path):
             process.write({"step": 2}, str(tmp_path / "c"))
 
 
+def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
+    process = make_process(subprocess_shutdown_timeout_secs=0.01)
+    never = Future()  # of a stager that hangs
+    writing = process.write(never, str(tmp_path / "c"))
+    process.close()
+    with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
+        writing.result(10)
+    never.set_result({"step": 1})  # now it comes, and finds nobody
+    assert not (tmp_path / "c").exists()
+
+
 def no_writer(rank_info, reason):
     del rank_info
     raise ValueError(reason)

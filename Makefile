@@ -22,7 +22,7 @@ native-test: $(READY)
 
 # What is rare is found by trying often: kills at random instants, files with random damage.
 soak: $(READY)
-	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_hostile.py $(ARGS)
+	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -26,6 +26,6 @@ that sets its competitors up on one rank, yields them, and tidies up when it is 
 
 What happens then is told in `measure` (how the clock is kept) and `stats` (what is made of it).
 Modules, from the bottom: `stats`, `entry`, `machine`, `wire` | `measure`, `results` |
-`runner`, `table` | `page`, `style` | `points` | `picture` | `__main__`. For entries to use: `mpi`
-(whose ranks are `mpi_rank`), `limits`, `busy`.
+`runner`, `table` | `page`, `style` | `points`, `rows` | `picture` | `__main__`. For entries to use:
+`mpi` (whose ranks are `mpi_rank`), `limits`, `busy`.
 """

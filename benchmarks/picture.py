@@ -1,4 +1,4 @@
-"""Results as pictures, PNG and SVG: time by size or by ranks, a line for each engine; or points."""
+"""Results as pictures, PNG and SVG: lines of time by size or by ranks; or points, or rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import points
+from . import points, rows
 from .results import EntryResult, Results
 from .stats import Spread
 from .style import BLUE, GREEN, GREY, ORANGE, SKY, Style, round_time
@@ -83,7 +83,7 @@ def draw(results: Results, folder: Path) -> list[Path]:
         return [
             path
             for entry in results.entries
-            if entry.name in CHARTS or _has_points(entry)
+            if entry.name in CHARTS or entry.name in rows.ROWS or _has_points(entry)
             for path in _draw_entry(entry, _small_print(results, entry), folder / entry.name)
         ]
 
@@ -111,11 +111,13 @@ def _draw_entry(entry: EntryResult, small_print: str, stem: Path) -> list[Path]:
     figure = Figure(figsize=(9, 5.4), layout=ConstrainedLayoutEngine(rect=(0, 0, 0.985, 1)))
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    chart = CHARTS.get(entry.name) or points.SCATTERS[entry.name]
+    chart = CHARTS.get(entry.name) or rows.ROWS.get(entry.name) or points.SCATTERS[entry.name]
     axes.set_title(chart.title, loc="left", fontsize=12, fontweight="bold", pad=12)
     figure.supxlabel(small_print, fontsize=7.5, color="#555555", x=0.01, ha="left")
     if isinstance(chart, Chart):
         _plot(figure, axes, chart, _curves(entry, chart))
+    elif isinstance(chart, rows.Rows):
+        rows.plot(axes, entry)
     else:
         points.plot(canvas, axes, entry)
     files = {stem.with_suffix(".png"): {"Software": None}, stem.with_suffix(".svg"): {"Date": None}}

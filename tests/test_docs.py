@@ -1,5 +1,6 @@
 """What the documents show is run: a reader will copy it."""
 
+import os
 import re
 from pathlib import Path
 
@@ -84,6 +85,19 @@ def test_programs_run(tmp_path):
         f"for path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
     )
     launch.run(str(every), ranks=2)
+
+
+def test_the_program_that_saves_while_it_trains(tmp_path):
+    source = code("docs/checkpoint_async.md", containing="make_async_checkpointer()")
+    assert len(source.splitlines()) <= 30
+    script = tmp_path / "train.py"
+    check = "loaded = checkpointer.load('run/step-30')\n"
+    check += (
+        "assert loaded['model']['weight'].equal(model.module.weight), 'that was the last step'\n"
+    )
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{source}{check}")
+    launch.run(str(script), ranks=2)
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)

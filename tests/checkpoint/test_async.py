@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -105,17 +106,32 @@ def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background)
             assert report.bytes_staged < 700 * 1001 * 4 / size + 300 * 400 * 4 + (1 << 20)
 
 
-def test_tensors_that_change_while_they_are_copied_fail_the_save(writers, tmp_path):
-    weight = torch.ones(5)
-    with checkpointer(writers[0]) as made:
-        with made._checkpoint_stager._copying:  # the copy is late
-            staging, writing = made.save(str(tmp_path / "c"), {"model": {"weight": weight}})
-            assert not staging.done()
-            weight.add_(1)
-        for future in (staging, writing):
-            with pytest.raises(SaveFailed, match=r"model/weight was changed.*wait for the first"):
-                future.result(10)
-        assert not (tmp_path / "c").exists()
+def test_large_tensors_that_change_while_they_are_copied_fail_the_save(writers, tmp_path):
+    weight, mean = torch.ones(1 << 17), torch.ones(5)
+    with checkpointer(writers[0]) as made, late(made):
+        staging, writing = made.save(str(tmp_path / "c"), {"model": {"weight": weight}})
+        assert not staging.done()
+        weight.add_(1)
+    for future in (staging, writing):
+        with pytest.raises(SaveFailed, match=r"model/weight was changed.*wait for the first"):
+            future.result(10)
+    assert not (tmp_path / "c").exists()
+    with checkpointer(writers[0]) as made, late(made):
+        _, writing = made.save(str(tmp_path / "c"), {"weight": weight, "mean": mean})
+        mean.add_(1)  # as a norm does in a forward pass
+    writing.result(10)
+    assert load(tmp_path / "c")[0]["mean"].tolist() == [1] * 5
+
+
+@contextmanager
+def late(checkpointer):
+    """Let no copy in the background begin for a while."""
+    event = threading.Event()
+    checkpointer._checkpoint_stager._thread.submit(event.wait)
+    try:
+        yield
+    finally:
+        event.set()
 
 
 def test_a_failed_write_is_told_and_survived(writers, tmp_path):
@@ -285,6 +301,18 @@ def test_after_close_nothing_is_saved(tmp_path):
             made.save(str(tmp_path / "c"), {"step": 2})
         with pytest.raises(InvalidState, match="closed"):
             process.write({"step": 2}, str(tmp_path / "c"))
+
+
+def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
+    process = make_process(subprocess_shutdown_timeout_secs=0.01)
+    never = Future()  # of a stager that hangs
+    writing = process.write(never, str(tmp_path / "c"))
+    process.close()
+    with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
+        writing.result(10)
+    never.set_result({"step": 1})  # now it comes, and finds nobody
+    assert not (tmp_path / "c").exists()
 
 
 def no_writer(rank_info, reason):

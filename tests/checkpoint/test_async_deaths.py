@@ -15,6 +15,7 @@ import torch
 
 from phalanx.checkpoint import (
     Alike,
+    BarrierConfig,
     CheckpointerConfig,
     CheckpointProcessConfig,
     CheckpointWriterConfig,
@@ -23,6 +24,7 @@ from phalanx.checkpoint import (
 )
 from phalanx.errors import CheckpointError
 from phalanx.testing import Died
+from ports import free_port
 
 from .states import load, same
 
@@ -33,9 +35,16 @@ LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
 
 
-def make(rank, size, timeout=15):
+def make(rank, size, port=None):
+    """Make a checkpointer, with a barrier if there is a port for it."""
+    place = {"global_rank": rank, "global_world_size": size}
+    address = {"master_address": "localhost", "tcpstore_port": port, "barrier_prefix": "c"}
+    patience = {"timeout_barrier_init_secs": 40, "timeout_secs": 40}
+    arguments = {**place, **address, **patience, "use_checkpoint_barrier_tcpstore_libuv": True}
+    barrier = BarrierConfig() if port is None else BarrierConfig("tcp_store", arguments)
     config = CheckpointerConfig(
-        writer_config=CheckpointWriterConfig(timeout),
+        writer_config=CheckpointWriterConfig(15),
+        barrier_config=barrier,
         process_config=CheckpointProcessConfig(subprocess_init_timeout_secs=60),
     )
     return make_async_checkpointer(config, RankInfo(rank, size))
@@ -102,9 +111,9 @@ def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
     assert f"rank 0, save to {paths[1]}: the save failed" in done.stderr
 
 
-def save_steps(ctx, folder, first, kills, seed):
+def save_steps(ctx, folder, first, kills, seed, port):
     """Save step after step; writers are killed in the middle of every other one."""
-    checkpointer = make(ctx.rank, ctx.size)
+    checkpointer = make(ctx.rank, ctx.size, port)
     done = []
     draw = random.Random(seed)
     for step in range(first, first + 2 * kills):
@@ -122,10 +131,15 @@ def save_steps(ctx, folder, first, kills, seed):
 
 
 def kill_at_random(ranks, folder, *, rounds, kills, seed):
-    """Kill writers at random instants of saves by two ranks; the newest checkpoint is whole."""
+    """Kill writers at random instants of saves by two ranks; the newest checkpoint is whole.
+
+    Every other time ranks meet at a barrier whose store is in the writer of rank 0.
+    """
     for turn in range(rounds):
         first = 2 * turn * kills
-        told = ranks.run(save_steps, 2, args=(folder, first, kills, seed + turn), timeout=240)
+        port = free_port() if turn % 2 == 0 else None
+        arguments = (folder, first, kills, seed + turn, port)
+        told = ranks.run(save_steps, 2, args=arguments, timeout=240)
         undisturbed = set(range(first, first + 2 * kills, 2))
         assert undisturbed <= set(told[0]), f"seed {seed + turn}"
         # Once it is in place, a rank may be dead before it says so; no other step can be there.

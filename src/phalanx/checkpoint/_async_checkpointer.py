@@ -94,7 +94,7 @@ class AsyncCheckpointer(Checkpointer):
         """Wait while too many saves are under way."""
         config = self._checkpoint_process.config
         under_way = [write for write in self._writes if not write.done()]
-        excess = under_way[: len(under_way) - config.max_pending_writes + 1]
+        excess = under_way[: max(0, len(under_way) - config.max_pending_writes + 1)]
         if not excess or not wait(excess, timeout=_SILENCE).not_done:
             return
         logger.warning(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
+
+from ..env import read_rank_env
 from ..errors import InvalidArgument
+from ..groups import current_process_group
 from ._async_checkpointer import AsyncCheckpointer
 from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 from ._checkpointer import SyncCheckpointer
-from ._company import default_group
 from ._config import CheckpointerConfig
 from ._staging import DefaultStager
 from ._types import RankInfo
@@ -48,8 +52,8 @@ def make_sync_checkpointer(
 ) -> SyncCheckpointer:
     """Make a checkpointer that saves while the caller waits.
 
-    Which rank this is, and of how many, is asked of the current group, or else of torch's default
-    group; if there is none, there is one rank.
+    Which rank this is, and of how many, is asked of `torch.distributed` if it is initialised, of
+    the thread's current group, or of what the launcher says; otherwise there is one rank.
     """
     config = CheckpointerConfig() if config is None else config
     rank_info = default_rank_info() if rank_info is None else rank_info
@@ -105,6 +109,14 @@ def _check_barrier(config: BarrierConfig) -> None:
 
 
 def default_rank_info() -> RankInfo:
-    """Return this process's place in the group that is in use, if one is."""
-    group = default_group()
-    return RankInfo(0, 1) if group is None else RankInfo(group.rank(), group.size())
+    """Return this process's place: in torch's default group, in the current one, or as launched."""
+    if dist.is_available() and dist.is_initialized():
+        return RankInfo(dist.get_rank(), dist.get_world_size())
+    group = current_process_group()
+    if group is not None:
+        return RankInfo(group.rank(), group.size())
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        # Else every rank of a job without a default group would take itself for the only one.
+        launched = read_rank_env()
+        return RankInfo(launched.rank, launched.world_size)
+    return RankInfo(0, 1)

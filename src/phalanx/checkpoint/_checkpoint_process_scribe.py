@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 from collections import deque
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -102,7 +102,6 @@ class Scribe:
             self.created.set_exception(error)
         while (job := self._jobs.get()) is not None:
             self._settle(job)
-            self._unfinished.popleft()
         if self.child is not None:
             self.child.end(self._end_timeout)
         _scribes.discard(self)
@@ -111,8 +110,10 @@ class Scribe:
         try:
             outcome = self._write(job)
         except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
+            self._unfinished.popleft()
             self._fail(job, error)
         else:
+            self._unfinished.popleft()
             job.future.succeed(outcome)
 
     def _fail(self, job: Job, error: BaseException) -> None:
@@ -120,7 +121,8 @@ class Scribe:
             error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
         # Also in words, for its future may never be asked.
         logger.error("rank %d, save to %s: %s", self._rank_info.global_rank, job.path, error)
-        job.future.set_exception(error)
+        with suppress(InvalidStateError):  # it was given up already
+            job.future.set_exception(error)
 
     def _write(self, job: Job) -> Outcome:
         if self._given_up:
@@ -192,6 +194,8 @@ class Scribe:
 
     def close(self) -> None:
         """Wait for what was submitted, within limits; what is not done then has failed."""
+        if self.child is not None and not self.created.done() and not self._unfinished:
+            self.child.popen.kill()  # it has not even started, and nobody wants it to
         self.stop()
         self._thread.join(self._end_timeout)
         if self._thread.is_alive():
@@ -199,6 +203,8 @@ class Scribe:
             if self.child is not None:
                 self.child.popen.kill()
             self._thread.join(_GRACE)
+            for job in list(self._unfinished):  # of a stager that never comes to an end
+                self._fail(job, SaveTimeout())
 
 
 _scribes: set[Scribe] = set()

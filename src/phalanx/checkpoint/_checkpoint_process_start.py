@@ -100,7 +100,8 @@ class Child:
         self.buffers: set[int] = set()
         """The numbers of the buffers that it knows."""
         with theirs:
-            arguments = [str(os.getpid()), json.dumps(sys.path), str(theirs.fileno())]
+            path = json.dumps([*map(str, sys.path)])
+            arguments = [str(os.getpid()), path, str(theirs.fileno())]
             self.popen = subprocess.Popen(
                 [sys.executable, "-c", _COMMAND, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -1,22 +1,21 @@
 """Copy a state, so that training may go on changing it while the copy is written.
 
 With a rank and a number of ranks, no more is copied of what is marked `Alike` than this rank
-writes. What is not a tensor is taken at once, in the call; the tensors are copied by the caller or
-by a thread of the stager's, as the configuration says.
+writes. What is not a tensor, and tensors that are small, are taken at once, in the call; the others
+are copied by the caller or by a thread of the stager's, as the configuration says.
 """
 
 from __future__ import annotations
 
-import threading
-import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidState
+from ..errors import InvalidState, SaveFailed
 from ._alike import own_pieces
 from ._futures import wrap_future
 from ._staging_copy import Copy, Plan
@@ -45,12 +44,12 @@ class CheckpointStagerConfig:
     """Say how states are copied; what needs an accelerator is left out where there is none."""
 
     use_pinned_memory: bool = True
-    """Copy from an accelerator into pages that it can reach by itself."""
+    """Upstream's; it changes nothing, for memory that is shared with a process is not pinned."""
     use_shared_memory: bool = True
     """Copy into memory that the writer process shares; else it is copied there once more."""
     use_async_staging: bool = True
-    """Return from `stage` before the tensors are copied. They must not be changed until the future
-    is done; if one is, the save fails and says so."""
+    """Return from `stage` before large tensors are copied. They must not be changed until the
+    future is done; if one is, the save fails and says so."""
     use_non_blocking_copy: bool = True
     """Have an accelerator copy all tensors before any of them is waited for."""
 
@@ -80,19 +79,23 @@ class DefaultStager(CheckpointStager):
         self._config = CheckpointStagerConfig() if config is None else config
         self._rank_info = RankInfo(0, 1) if rank_info is None else rank_info
         self._pool = BufferPool()
-        self._copying = threading.Lock()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when it is needed
         self._is_closed = False
 
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
-        """Copy a state; tensors are copied in the background if the configuration says so."""
+        """Copy a state; large tensors are copied in the background if the configuration says so."""
         del kwargs  # for writers
         plan = self._plan(state_dict)
-        if not self._config.use_async_staging:
-            return self._copy(plan)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "phalanx-staging")
-        return self._thread.submit(self._copy, plan)
+        if not self._config.use_shared_memory:
+            private: STATE_DICT = state_of(plan.clone())
+            return private
+        copy = Copy(plan, self._pool.take(plan.size), self._config)
+        # At once: a forward pass may change small tensors, such as the statistics of a norm.
+        with self._returning(copy):
+            copy.small()
+        if self._config.use_async_staging:
+            return self._thread.submit(self._finish, copy)
+        return self._finish(copy)
 
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Make room in the background for states like this one, or of so many bytes.
@@ -112,28 +115,30 @@ class DefaultStager(CheckpointStager):
         pieces = own_pieces(tree, self._rank_info) if self._rank_info.global_world_size > 1 else {}
         return Plan(tree, pieces)
 
-    def _copy(self, plan: Plan) -> STATE_DICT:
-        with self._copying:
-            began = time.perf_counter()
-            if not self._config.use_shared_memory:
-                private: STATE_DICT = state_of(plan.clone())
-                return private
-            buffer = self._pool.take(plan.size)
-            try:
-                Copy(plan, buffer, self._config).run()
-                tree, note = plan.tree_in(buffer), plan.note()
-            except BaseException:
-                self._pool.give_back(buffer)
-                raise
-            staged = Staged(state_of(tree), buffer, note, plan.size)
-            staged.release = weakref.finalize(staged, self._pool.give_back, buffer)
-            self._pool.populate(buffer)
-            staged.seconds = time.perf_counter() - began
-            return staged
+    def _finish(self, copy: Copy) -> STATE_DICT:
+        with self._returning(copy):
+            copy.large()
+        plan, buffer = copy.plan, copy.buffer
+        staged = Staged(state_of(plan.tree_in(buffer)), buffer, plan.note(), plan.size)
+        staged.release = weakref.finalize(staged, self._pool.give_back, buffer)
+        self._pool.populate(buffer)
+        staged.seconds = copy.seconds
+        return staged
+
+    @contextmanager
+    def _returning(self, copy: Copy) -> Iterator[None]:
+        """Give the buffer back if it cannot be filled."""
+        try:
+            yield
+        except BaseException as error:
+            self._pool.give_back(copy.buffer)
+            if isinstance(error, OSError):
+                size = copy.plan.size
+                raise SaveFailed(f"no memory for a copy of {size} bytes: {error}") from error
+            raise
 
     def close(self) -> None:
         """Wait for copies under way, and free the memory that nobody uses."""
         self._is_closed = True
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
         self._pool.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ __all__ = ["Copy", "Plan"]
 
 _MOST_THREADS = 4  # that copy; more do not make memory any faster
 _WORTH_A_THREAD = 16 << 20  # bytes
+_SMALL = 256 << 10  # bytes of a tensor that is copied at once
 _LOT = 8 << 20  # bytes that a thread copies before it looks for more
 
 
@@ -77,18 +79,18 @@ class Plan:
     def clone(self) -> Node:
         """Return the tree with copies in memory of this process's own."""
         copies = {name: slot.source.to("cpu", copy=True) for name, slot in self.slots.items()}
-        self.check_unchanged()
         return _replace_tensors(self._tree, copies)
 
-    def check_unchanged(self) -> None:
-        """Raise if a tensor was changed between plan and copy: the copy is of no use then."""
-        for slot in self.slots.values():
-            if slot.version is not None and slot.source._version != slot.version:
-                raise SaveFailed(
-                    f"{slot.name} was changed while it was copied: wait for the first of the two "
-                    "futures that save returns before the next step of the optimizer, or have the "
-                    "tensors copied within save (CheckpointStagerConfig(use_async_staging=False))"
-                )
+
+def _check_unchanged(slots: Iterable[_Slot]) -> None:
+    """Raise if a tensor was changed between plan and copy: the copy is of no use then."""
+    for slot in slots:
+        if slot.version is not None and slot.source._version != slot.version:
+            raise SaveFailed(
+                f"{slot.name} was changed while it was copied: wait for the first of the two "
+                "futures that save returns before the next step of the optimizer, or have the "
+                "tensors copied within save (CheckpointStagerConfig(use_async_staging=False))"
+            )
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -116,39 +118,50 @@ def _replace_tensors(node: Node, copies: Mapping[str, Tensor]) -> Node:
 
 
 class Copy:
-    """The copying of one plan into one buffer."""
+    """The copying of one plan into one buffer, first of its small tensors, then of the others."""
 
     def __init__(self, plan: Plan, buffer: Buffer, config: CheckpointStagerConfig) -> None:
-        self._plan = plan
-        self._buffer = buffer
+        self.plan = plan
+        self.buffer = buffer
+        self.seconds = 0.0
+        """How long it has taken until now."""
         self._config = config
 
-    def run(self) -> None:
-        """Copy all tensors, and make sure that nobody has changed one of them meanwhile."""
-        slots = self._plan.slots.values()
+    def small(self) -> None:
+        """Copy the tensors that are hardly worth a thread."""
+        self._copy([slot for slot in self.plan.slots.values() if slot.size <= _SMALL])
+
+    def large(self) -> None:
+        """Copy the others, and make sure that nobody has changed one of them meanwhile."""
+        slots = [slot for slot in self.plan.slots.values() if slot.size > _SMALL]
+        self._copy(slots)
+        _check_unchanged(slots)
+
+    def _copy(self, slots: Sequence[_Slot]) -> None:
+        began = time.perf_counter()
         simple = [slot for slot in slots if _is_simple(slot.source)]
         others = [slot for slot in slots if not _is_simple(slot.source)]
         self._copy_by_torch(others)
-        self._copy_bytes(list(_lots(simple)))
+        self._copy_bytes(list(_lots(simple)), sum(slot.size for slot in simple))
         if others and torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        self._plan.check_unchanged()
+        self.seconds += time.perf_counter() - began
 
-    def _copy_bytes(self, lots: list[tuple[Tensor, int]]) -> None:
-        threads = min(torch.get_num_threads(), _MOST_THREADS, self._plan.size // _WORTH_A_THREAD)
+    def _copy_bytes(self, lots: list[tuple[Tensor, int]], size: int) -> None:
+        threads = min(torch.get_num_threads(), _MOST_THREADS, size // _WORTH_A_THREAD)
         if threads < 2:
             for source, offset in lots:
-                self._buffer.put(offset, source)
+                self.buffer.put(offset, source)
             return
         with ThreadPoolExecutor(threads, "phalanx-staging-copy") as pool:
-            tasks = [pool.submit(self._buffer.put, offset, source) for source, offset in lots]
+            tasks = [pool.submit(self.buffer.put, offset, source) for source, offset in lots]
         for task in wait(tasks).done:
             task.result()
 
     def _copy_by_torch(self, slots: Iterable[_Slot]) -> None:
         for slot in slots:
             source = slot.source
-            place = self._buffer.tensor(slot.offset, source.dtype, source.shape, slot.size)
+            place = self.buffer.tensor(slot.offset, source.dtype, source.shape, slot.size)
             place.copy_(source, non_blocking=self._config.use_non_blocking_copy)
 
 

@@ -69,6 +69,7 @@ class CheckpointProcess:
             start_timeout=config.subprocess_init_timeout_secs,
             end_timeout=config.subprocess_shutdown_timeout_secs,
         )
+        self._turns = 0
         self._is_closed = False
         # Forgotten without a close, it ends when all is written.
         self._forget = weakref.finalize(self, self._scribe.stop)
@@ -106,7 +107,8 @@ class CheckpointProcess:
             raise InvalidState("the checkpoint process was closed")
         path = os.fspath(path)
         future = WriteFuture(path)
-        self._scribe.submit(Job(path, state, kwargs, future))
+        self._turns += 1
+        self._scribe.submit(Job(self._turns, path, state, kwargs, future))
         return future
 
     def progress(self) -> SaveProgress | None:

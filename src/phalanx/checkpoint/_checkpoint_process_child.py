@@ -27,6 +27,7 @@ from torch import Tensor
 from ..errors import CheckpointError, SaveFailed
 from ._checkpoint_process_link import Done, Exit, Failed, Link, Ready, Refuse, Reply, Request, Write
 from ._checkpoint_writer import CheckpointWriter
+from ._meeting import turn
 from ._notes import belong_to
 from ._progress import Meter, listening
 from ._staging_layout import read, state_of
@@ -119,7 +120,7 @@ class _Server:
 
     def _obey(self, request: Write | Refuse, fds: list[int]) -> Reply:
         try:
-            with listening(self._meter):
+            with listening(self._meter), turn(request.turn):
                 if isinstance(request, Refuse):
                     self._refuse(request)
                 else:

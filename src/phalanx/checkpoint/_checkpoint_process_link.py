@@ -33,6 +33,8 @@ _MOST_FDS = 1
 class Write(msgspec.Struct, tag="write"):
     """Write the state that is in a buffer."""
 
+    turn: int
+    """The number of the save, which a process that died may have been at before."""
     path: str
     buffer: int
     """The number of the buffer; its descriptor comes along if the process lacks it."""
@@ -45,6 +47,7 @@ class Write(msgspec.Struct, tag="write"):
 class Refuse(msgspec.Struct, tag="refuse"):
     """Tell the other ranks that this one has nothing to write, and why."""
 
+    turn: int
     path: str
     why: str
     kwargs: BranchNote

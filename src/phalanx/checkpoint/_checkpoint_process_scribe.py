@@ -39,6 +39,8 @@ State: TypeAlias = STATE_DICT | Future[STATE_DICT]
 class Job:
     """A state that is to be written."""
 
+    turn: int
+    """The number of the save."""
     path: str
     state: State | BaseException
     """The state, or why there is none."""
@@ -156,7 +158,7 @@ class Scribe:
     def _ask_for(self, staged: Staged, job: Job) -> Done:
         job.phase = "starting the writer process"
         child, buffer = self._living_child(), staged.buffer
-        request = Write(job.path, buffer.number, buffer.capacity, staged.note, job.kwargs)
+        request = Write(job.turn, job.path, buffer.number, buffer.capacity, staged.note, job.kwargs)
         is_new = buffer.number not in child.buffers
         child.buffers.add(buffer.number)
         self._recipe.meter.restart()
@@ -168,7 +170,7 @@ class Scribe:
         if self._rank_info.global_world_size > 1:
             why = f"{type(error).__name__}: {error}"
             with suppress(SaveFailed):  # as it must
-                self._living_child().ask(Refuse(job.path, why, job.kwargs))
+                self._living_child().ask(Refuse(job.turn, job.path, why, job.kwargs))
 
     def _living_child(self) -> Child:
         if self._start_error is not None:

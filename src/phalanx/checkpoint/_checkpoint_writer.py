@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from ._commit import commit_together
-from ._meeting import Alone, AtBarrier, Company
+from ._meeting import Alone, AtBarrier, Company, OthersAreBehind, current_turn
 from ._notes import ByNotes
 from ._storage import Storage, storage_at
 from ._types import STATE_DICT, BarrierLike, RankInfo
@@ -51,6 +52,7 @@ class CheckpointWriter:
         self._rank_info = rank_info
         self._barrier = barrier
         self._commit_hook = commit_hook
+        self._writes = 0
 
     def write(
         self, path: str | os.PathLike[str], state_dict: STATE_DICT, **kwargs: Any
@@ -67,11 +69,24 @@ class CheckpointWriter:
             if self._commit_hook is not None:
                 self._commit_hook.pre_commit(path, **kwargs)
 
-        company = self._company(storage)
-        commit_together(storage, state_dict, company=company, before_commit=before_commit)
+        self._writes += 1
+        while not self._commit(storage, state_dict, before_commit):
+            pass
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **kwargs)
         return None
+
+    def _commit(
+        self, storage: Storage, state_dict: STATE_DICT, before_commit: Callable[[], None]
+    ) -> bool:
+        """Save together with all ranks, or find that they are not all there yet."""
+        company = self._company(storage)
+        company.turn = current_turn() or self._writes
+        try:
+            commit_together(storage, state_dict, company=company, before_commit=before_commit)
+        except OthersAreBehind:
+            return False
+        return True
 
     def _company(self, storage: Storage) -> Company:
         if self._rank_info.global_world_size == 1:

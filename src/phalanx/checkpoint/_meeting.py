@@ -2,26 +2,57 @@
 
 A barrier with an `exchange` carries the ranks' words itself. For one that can only wait, and where
 there is none, ranks leave notes for each other in the folder that the save works in.
+
+Whoever loses a peer in the middle of a save may be met by its successor, which is at the next one.
+So every word says in which save it is said, and in which part of it. Ranks that find themselves in
+an older save than others give it up; the others begin theirs anew, and wait for them there.
 """
 
 from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from ..errors import FolderInUse, SaveFailed, SaveTimeout
 from . import _progress
 from ._types import RankInfo
 
-__all__ = ["Alone", "AtBarrier", "Company", "names_of"]
+__all__ = ["Alone", "AtBarrier", "Company", "OthersAreBehind", "current_turn", "names_of", "turn"]
 
 T = TypeVar("T")
 
 
+_turn: ContextVar[int | None] = ContextVar("phalanx_checkpoint_turn", default=None)
+
+
+@contextmanager
+def turn(number: int) -> Iterator[None]:
+    """Number the save that the block does, where the writer has not made all that came before."""
+    token = _turn.set(number)
+    try:
+        yield
+    finally:
+        _turn.reset(token)
+
+
+def current_turn() -> int | None:
+    """Return the number that was given to the save under way."""
+    return _turn.get()
+
+
+class OthersAreBehind(SaveFailed):
+    """Some ranks are at an older save: they give it up, and will come to this one."""
+
+
 class Company(ABC):
     """The ranks that save together."""
+
+    turn = 0
+    """The number of the save: the same on all ranks, and greater than those before."""
 
     def __init__(self, rank_info: RankInfo) -> None:
         self.rank = rank_info.global_rank
@@ -42,12 +73,13 @@ class Company(ABC):
         all raise `SaveFailed` with the cause.
         """
         error: BaseException | None = None
+        at = [self.turn, phase]
         _progress.enter(phase)
         try:
-            said = json.dumps({"did": action()})
+            said = json.dumps({"at": at, "did": action()})
         except BaseException as raised:  # noqa: BLE001 - whatever it is, the others must hear of it
             error = raised
-            said = json.dumps({"failed": _tell(raised), "kind": _kind(raised)})
+            said = json.dumps({"at": at, "failed": _tell(raised), "kind": _kind(raised)})
         _progress.enter("waiting for ranks")
         try:
             texts = self.exchange(said)
@@ -59,12 +91,29 @@ class Company(ABC):
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
         told = [json.loads(text) for text in texts]
+        self._check_turns([each["at"] for each in told], phase)
         failures = {rank: each for rank, each in enumerate(told) if "failed" in each}
         if error is not None:
             failures.setdefault(self.rank, json.loads(said))
         if failures:
             raise _first(failures, phase) from error
         return [each["did"] for each in told]
+
+    def _check_turns(self, places: list[tuple[int, str]], phase: str) -> None:
+        """Raise if others are in another save, or in another part of it."""
+        if all(place == places[0] for place in places):
+            return
+        newest = max(turn for turn, _ in places)
+        ahead = [rank for rank, (turn, _) in enumerate(places) if turn == newest]
+        if len(ahead) == len(places):
+            told = ", ".join(f"rank {rank} while {each}" for rank, (_, each) in enumerate(places))
+            raise SaveFailed(f"ranks have met at different points of a save: {told}")
+        if self.rank in ahead:
+            raise OthersAreBehind(f"only {names_of(ahead)} came to save number {newest}")
+        raise SaveFailed(
+            f"save number {self.turn} was given up while {phase}: {names_of(ahead)} had lost it, "
+            f"and came to number {newest}"
+        )
 
 
 def _first(failures: dict[int, dict[str, str]], phase: str) -> SaveFailed:

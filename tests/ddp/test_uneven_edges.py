@@ -19,7 +19,7 @@ from phalanx.testing import over_groups
 
 from .whole import TINY
 
-pairs = over_groups(backends=("local", "shm", "gloo"), sizes=(2,), timeout=30, reuse=True)
+anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30, reuse=True)
 ROW = torch.ones(1, 2, dtype=torch.float64)
 
 
@@ -42,20 +42,23 @@ def steps(group, ddp, mine, **options):
     return seen
 
 
-EXPECTED = {"all": [1.0, 2.0], "active": [1.0, 3.0], "sum": [2.0, 4.0]}
+def expected(counting, size):
+    """Tell the gradients of a step by all ranks, and of one more by rank 0, which is added."""
+    first = size if counting == "sum" else 1.0
+    return [first, first + 2 / (size if counting == "all" else 1)]
 
 
-@pytest.mark.parametrize("counting", EXPECTED)
-@pairs
+@pytest.mark.parametrize("counting", ["all", "active", "sum"])
+@anywhere
 def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
     ddp = DDP(line(), process_group=group, reduce="sum" if counting == "sum" else "mean")
     options = {"divide_by_initial_world_size": counting != "active"}
-    seen = steps(group, ddp, 2 - group.rank(), **options)
-    assert seen == EXPECTED[counting][: len(seen)]
-    assert first(ddp) == EXPECTED[counting][1]  # on the rank that has left, too
+    seen = steps(group, ddp, 1 if group.rank() else 2, **options)
+    assert seen == expected(counting, group.size())[: len(seen)]
+    assert first(ddp) == expected(counting, group.size())[1]  # on ranks that have left, too
 
 
-@pairs
+@anywhere
 def test_what_only_the_last_rank_has_is_dropped(group):
     ddp = DDP(line(), process_group=group)
     with ddp.no_sync():
@@ -66,21 +69,21 @@ def test_what_only_the_last_rank_has_is_dropped(group):
 
 
 @pytest.mark.parametrize("hook", [None, allreduce_hook], ids=["leaves", "shadows"])
-@pairs
+@anywhere
 def test_halves_by_weight_after_a_rank_was_away(group, hook):
     ddp = DDP(line(torch.float16), process_group=group)
     if hook is not None:
         ddp.register_comm_hook(None, hook)
     ddp.weight = 1.0
-    for lengths in ([2, 0], [2, 2]):
-        for _ in phalanx.uneven(range(lengths[group.rank()]), ddp):
+    for others in (0, 2):
+        for _ in phalanx.uneven(range(others if group.rank() else 2), ddp):
             ddp.zero_grad()
             ddp(ROW.half()).sum().backward()
     assert first(ddp) == 1.0
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pairs
+@anywhere
 def test_layers_that_come_into_use(group, when):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     net[0].requires_grad_(False)
@@ -105,7 +108,7 @@ def normed():
     return nn.Sequential(*parts).double()
 
 
-@pairs
+@anywhere
 def test_modules_that_met_while_a_rank_was_away(group):
     """Who has met others launches nothing early, on all ranks: layers make calls in backward."""
     one, other = (DDP(normed(), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
@@ -117,7 +120,7 @@ def test_modules_that_met_while_a_rank_was_away(group):
     assert one.reducer.has_met_others
 
 
-@pairs
+@anywhere
 def test_optimizers_of_any_shape(group):
     ddp, alone = DDP(line(), process_group=group), line()
     given = torch.optim.Adam([{"params": []}, {"params": list(ddp.parameters())}], lr=0.1)
@@ -144,7 +147,7 @@ def test_an_optimizer_that_falls_behind_is_warned_of(group):
         train()
 
 
-@pairs
+@anywhere
 def test_copies_are_in_no_join(group):
     ddp = DDP(line(), process_group=group)
     with process_group(group):
@@ -155,7 +158,7 @@ def test_copies_are_in_no_join(group):
             ddp(ROW).sum().backward()
 
 
-@pairs
+@anywhere
 def test_blocks_leave_nothing_behind(group):
     ddp = DDP(line(), process_group=group)
     joins = [ddp.join() for _ in range(2)]
@@ -176,7 +179,7 @@ def test_blocks_leave_nothing_behind(group):
     assert ddp.reducer.scaling.divides_by_all is None
 
 
-@pairs
+@anywhere
 def test_an_error_at_the_end_of_a_loop_that_was_left_is_not_lost(group):
     """Python drops what a generator raises when it is closed by ``break``."""
     ddp = DDP(line(), process_group=group)

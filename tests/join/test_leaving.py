@@ -16,7 +16,7 @@ from .counting import Counter, take
 
 everywhere = over_groups(sizes=(2, 4), reuse=True)
 on_pairs = over_groups(sizes=(2,), reuse=True)
-apart = over_groups(sizes=(3,))
+apart = over_groups(sizes=(3, 4))
 """For bodies that leave the group broken."""
 
 

@@ -1,7 +1,9 @@
 """Groups out of groups: ranks that know each other say less, and promise the same."""
 
+import os
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,9 +167,12 @@ def test_a_death_is_noticed_and_the_others_can_split_again(ranks, backend, point
 def lose_the_store(ctx, port):
     place = {"store": f"tcp://127.0.0.1:{port}", "rank": ctx.rank, "world_size": ctx.size}
     group = ctx.closing(new_group("shm", LONG, **place))
-    group.barrier().wait()
+    host = torch.tensor([os.getpid()])
+    group.broadcast(host, root=0).wait()
     if ctx.rank == 0:
         faults.reach("now")  # and with it stops the store, which it hosts
+    while Path(f"/proc/{host.item()}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.001)
     started = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="store does not answer"):
         group.split_group([1, 2], timeout=timedelta(seconds=1))

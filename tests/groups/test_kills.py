@@ -15,7 +15,7 @@ import torch
 from phalanx.errors import PeerLost
 from phalanx.testing import Fault, kill
 
-KILLS = int(os.environ.get("PHALANX_KILLS", "24"))
+KILLS = int(os.environ.get("PHALANX_KILLS", "12"))
 OPERATIONS = {
     "allreduce": lambda group, tensor: group.allreduce(tensor),
     "broadcast": lambda group, tensor: group.broadcast(tensor, root=0),

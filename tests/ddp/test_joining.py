@@ -82,7 +82,17 @@ def compare(ddp, way, lengths):
         assert_close(mine, theirs[1], name)
 
 
-WAYS = ["plain", "active", "weighted", "hooked", "accumulated", "unused", "sum", "in backward"]
+WAYS = [
+    "plain",
+    "active",
+    "weighted",
+    "hooked",
+    "accumulated",
+    "unused",
+    "sum",
+    "in backward",
+    "static",
+]
 
 
 @anywhere
@@ -90,7 +100,10 @@ WAYS = ["plain", "active", "weighted", "hooked", "accumulated", "unused", "sum",
 def test_ranks_run_out_of_data(group, way):
     for lengths in LENGTHS[group.size()]:
         reduce = "sum" if way == "sum" else "mean"
-        ddp = DDP(make(), process_group=group, bucket_cap_mb=TINY, reduce=reduce)
+        is_static = way == "static"
+        ddp = DDP(
+            make(), process_group=group, bucket_cap_mb=TINY, reduce=reduce, static_graph=is_static
+        )
         if way == "hooked":
             ddp.register_comm_hook(None, allreduce_hook)
         if way == "in backward":

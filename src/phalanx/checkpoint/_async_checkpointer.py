@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import InvalidState, SaveTimeout
 from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
-from ._checkpointer import Checkpointer, load_with
+from ._checkpointer import ReadingCheckpointer
 from ._futures import WriteFuture, wrap_future
 from ._progress import SaveProgress, SaveReport
 from ._staging import CheckpointStager
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _SILENCE = 1.0  # seconds that a save waits for an older one before it says so
 
 
-class AsyncCheckpointer(Checkpointer):
+class AsyncCheckpointer(ReadingCheckpointer):
     """Copy a state, and have a process write the copy while training goes on."""
 
     def __init__(
@@ -114,25 +114,6 @@ class AsyncCheckpointer(Checkpointer):
         failed = [write.failure() for write in self._writes if not write.was_asked]
         self._writes = deque(write for write in self._writes if not write.done())
         return [error for error in failed if error is not None]
-
-    def load(
-        self,
-        path: str,
-        state_dict: STATE_DICT | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
-    ) -> STATE_DICT:
-        """Load a state, or what a given one asks for, while the caller waits."""
-        return load_with(
-            self._reader,
-            path,
-            state_dict,
-            map_location=default_map_location,
-            strict=strict,
-            **kwargs,
-        )
 
     def close(self) -> None:
         """Wait for the writes under way, end the process, and free memory.

@@ -11,7 +11,7 @@ from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter
 from ._types import STATE_DICT
 
-__all__ = ["Checkpointer", "SyncCheckpointer", "load_with"]
+__all__ = ["Checkpointer", "ReadingCheckpointer", "SyncCheckpointer"]
 
 
 class Checkpointer(ABC):
@@ -40,16 +40,10 @@ class Checkpointer(ABC):
         """Release what the checkpointer holds."""
 
 
-class SyncCheckpointer(Checkpointer):
-    """Save and load while the caller waits."""
+class ReadingCheckpointer(Checkpointer):
+    """Loads by a reader, while the caller waits; how it saves is left open."""
 
-    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
-        self._writer = writer
-        self._reader = reader
-
-    def save(self, path: str, state_dict: STATE_DICT, **kwargs: Any) -> None:
-        """Save a state, and return when it is durable; further arguments go to the writer."""
-        self._writer.write(path, state_dict, **kwargs)
+    _reader: CheckpointReader
 
     def load(
         self,
@@ -61,31 +55,25 @@ class SyncCheckpointer(Checkpointer):
         **kwargs: Any,
     ) -> STATE_DICT:
         """Load a state, or what a given one asks for; strict, it must all be there."""
-        return load_with(
-            self._reader,
-            path,
-            state_dict,
-            map_location=default_map_location,
-            strict=strict,
-            **kwargs,
+        loaded, missing = self._reader.read(
+            path, state_dict, map_location=default_map_location, **kwargs
         )
+        if strict and missing:
+            raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
+        return loaded
+
+
+class SyncCheckpointer(ReadingCheckpointer):
+    """Save and load while the caller waits."""
+
+    def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
+        self._writer = writer
+        self._reader = reader
+
+    def save(self, path: str, state_dict: STATE_DICT, **kwargs: Any) -> None:
+        """Save a state, and return when it is durable; further arguments go to the writer."""
+        self._writer.write(path, state_dict, **kwargs)
 
     def close(self) -> None:
         """Close the writer."""
         self._writer.close()
-
-
-def load_with(
-    reader: CheckpointReader,
-    path: str,
-    state_dict: STATE_DICT | None,
-    *,
-    map_location: Any,
-    strict: bool,
-    **kwargs: Any,
-) -> STATE_DICT:
-    """Load by a reader, and raise `MissingKeys` if something is missing that must not be."""
-    loaded, missing = reader.read(path, state_dict, map_location=map_location, **kwargs)
-    if strict and missing:
-        raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
-    return loaded

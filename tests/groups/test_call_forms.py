@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 from phalanx.groups import Work
 from phalanx.testing import over_groups
 
-over_two = over_groups(sizes=(2,))
+over_two = over_groups(sizes=(2,), reuse=True)
 SOON = timedelta(seconds=20)
 MAX, AVG = ReduceOp.MAX, ReduceOp.AVG
 

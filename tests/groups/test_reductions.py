@@ -23,7 +23,7 @@ COMPLEX = [torch.complex64, torch.complex128]
 NOT_ON_GLOO = [torch.int16]
 
 SIZE = 3
-over_three = over_groups(sizes=(SIZE,))
+over_three = over_groups(sizes=(SIZE,), reuse=True)
 
 
 # -- what ranks bring, and what comes out of it, in plain numbers ---------------------------
@@ -144,7 +144,7 @@ def test_operations_on_complex_numbers(group, dtype):
             assert torch.allclose(got, torch.tensor(expected, dtype=dtype)), (how, op)
 
 
-@over_groups(sizes=(1, 2, 4))
+@over_groups(sizes=(1, 2, 4), reuse=True)
 def test_a_mean_of_integers_loses_its_fraction_towards_zero(group):
     total = 7 * group.size() - 1  # the mean is 7 less a bit
     mine = total if group.rank() == 0 else 0
@@ -160,7 +160,7 @@ def test_a_sum_of_integers_wraps_around(group):
     assert tensor.tolist() == [300 % 256]
 
 
-@over_groups(backends=("local",), sizes=(SIZE,))
+@over_groups(backends=("local",), sizes=(SIZE,), reuse=True)
 def test_the_reference_adds_up_half_precision_in_single(group):
     """The sum of 65504, the largest number of float16, would be infinite."""
     tensor = torch.full((5,), 65504.0, dtype=torch.float16)
@@ -264,7 +264,7 @@ def test_parameters_and_parts_of_other_tensors_can_be_reduced(group):
     assert torch.equal(outside, torch.full((4, 4), float(group.rank())))
 
 
-@over_groups(sizes=(SIZE,))
+@over_groups(sizes=(SIZE,), reuse=True)
 def test_sparse_tensors_can_be_summed(group):
     rank = group.rank()
     dense = torch.zeros(4, 2)

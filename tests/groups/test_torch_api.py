@@ -15,8 +15,8 @@ from phalanx.errors import CollectiveTimeout
 from phalanx.groups import current_process_group, process_group
 from phalanx.testing import over_groups
 
-over_two = over_groups(sizes=(2,))
-over_split = over_groups(sizes=(2,), split=True)
+over_two = over_groups(sizes=(2,), reuse=True)
+over_split = over_groups(sizes=(2,), split=True, reuse=True)
 
 
 def pair(group):
@@ -204,7 +204,7 @@ def test_gradients_flow_through_functional_collectives(group):
     assert mine.grad.tolist() == expected
 
 
-@over_two
+@over_groups(sizes=(2,))
 def test_a_functional_collective_fails_with_our_error(group, ctx):
     if group.rank() == 1:
         ctx.store.wait(["failed"])

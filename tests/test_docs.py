@@ -1,6 +1,5 @@
 """What the documents show is run: a reader will copy it."""
 
-import os
 import re
 from pathlib import Path
 
@@ -35,7 +34,7 @@ def test_the_documented_backend_of_ones_own_works(ranks):
     ranks.run(use_the_documented_backend, 2, args=(source,))
 
 
-WITH_PROGRAMS = {"checkpoints", "uneven"} | {
+WITH_PROGRAMS = {"checkpoint_async", "checkpoints", "uneven"} | {
     f"ddp_{name}"
     for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
 }
@@ -58,11 +57,20 @@ def the_documented_torch_script():
     return f"{body}\n{check}{last}\n"
 
 
+CHECKS = {
+    "checkpoint_async": """
+assert sorted(os.listdir("run")) == ["step-10", "step-20", "step-30"]
+loaded = checkpointer.load("run/step-30")
+assert loaded["model"]["weight"].equal(model.module.weight), "that was the last step"
+"""
+}
+"""What shall hold at the end of a page's program."""
+
+
 def programs():
     """Find the programs in the pages on extension points: what makes a group is a whole one."""
-    for page in sorted(
-        [*ROOT.glob("docs/ddp_*.md"), ROOT / "docs/uneven.md", ROOT / "docs/checkpoints.md"]
-    ):
+    others = (ROOT / f"docs/{name}.md" for name in ("checkpoint_async", "checkpoints", "uneven"))
+    for page in sorted([*ROOT.glob("docs/ddp_*.md"), *others]):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 
@@ -76,28 +84,16 @@ def test_programs_run(tmp_path):
     found.insert(0, ("readme", the_readmes_training_loop()))
     if native.engine is not None:
         found.insert(0, ("groups", the_documented_torch_script()))
-    paths = [tmp_path / f"{page}_{number}.py" for number, (page, _) in enumerate(found)]
-    for path, (_, source) in zip(paths, found, strict=True):
-        path.write_text(source)
+    parts = ["import os, runpy"]
+    for number, (page, source) in enumerate(found):
+        folder = tmp_path / f"{page}_{number}"
+        folder.mkdir()
+        program = folder / "program.py"
+        program.write_text(f"import os\n{source}{CHECKS.get(page, '')}")
+        parts += [f"os.chdir({str(folder)!r})", f"runpy.run_path({str(program)!r})"]
     every = tmp_path / "every.py"
-    every.write_text(
-        f"import os, runpy\nos.chdir({str(tmp_path)!r})\n"
-        f"for path in {[str(p) for p in paths]}:\n    runpy.run_path(path)\n"
-    )
+    every.write_text("\n".join(parts))
     launch.run(str(every), ranks=2)
-
-
-def test_the_program_that_saves_while_it_trains(tmp_path):
-    source = code("docs/checkpoint_async.md", containing="make_async_checkpointer()")
-    assert len(source.splitlines()) <= 30
-    script = tmp_path / "train.py"
-    check = "loaded = checkpointer.load('run/step-30')\n"
-    check += (
-        "assert loaded['model']['weight'].equal(model.module.weight), 'that was the last step'\n"
-    )
-    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{source}{check}")
-    launch.run(str(script), ranks=2)
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)

@@ -1,17 +1,15 @@
 """The example that `make demo` runs: under both launchers, and when its ranks drift apart."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from example_scripts import ROOT, load
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "digits.py"
 LAUNCHERS = {
     "phalanx": ["phalanx", "run", "-n", "2"],
@@ -64,10 +62,7 @@ def test_it_runs_unchanged_under_torchrun():
 
 def run_main(ctx, *, drift):
     """Run the example's `main` for one epoch; returns its exit code and what it printed."""
-    spec = importlib.util.spec_from_file_location("digits", SCRIPT)
-    digits = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(digits)
-    digits.new_group = ctx.group
+    digits = load("digits", ctx)
     if drift:
         digits.DDP = lambda module, **_: module
     printed = io.StringIO()

@@ -1,25 +1,24 @@
 """The example of uneven data."""
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ("examples/uneven.py", "--epochs", "6")
+from example_scripts import load
 
 
-def test_ranks_with_different_amounts_of_data_learn_to_read():
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", "run", "-n", "3", "--no-prefix", *SCRIPT],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    steps = re.findall(r"^rank \d: (\d+) steps", done.stdout, re.MULTILINE)
-    assert steps == ["8", "15", "23"]
-    assert "idle: 33.3% of steps" in done.stdout
-    accuracy = re.search(r"test accuracy: ([\d.]+)% of 360 images", done.stdout)
+def run_main(ctx):
+    """Run the example's `main` and return what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        load("uneven", ctx, backend="shm").main(epochs=6)
+    return printed.getvalue()
+
+
+def test_ranks_with_different_amounts_of_data_learn_to_read(ranks):
+    output, *others = ranks.run(run_main, 3, timeout=60)
+    assert others == ["", ""], "rank 0 alone prints"
+    assert re.findall(r"^rank \d: (\d+) steps", output, re.MULTILINE) == ["8", "15", "23"]
+    assert "idle: 33.3% of steps" in output
+    accuracy = re.search(r"test accuracy: ([\d.]+)% of 360 images", output)
     assert float(accuracy[1]) > 93

@@ -107,13 +107,13 @@ def train_on(mesh, group):
     assert ddp.device_mesh is mesh
 
 
-@over_groups(backends=("local", "shm"), sizes=(1, 2, 4))
+@over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
 def test_a_mesh_of_ours(group):
     with groups.process_group(group):
         train_on(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",)), group)
 
 
-@over_groups(backends=("shm",), sizes=(4,))
+@over_groups(backends=("shm",), sizes=(4,), reuse=True)
 def test_an_axis_of_a_mesh_of_ours_and_not_two(group):
     with groups.process_group(group):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

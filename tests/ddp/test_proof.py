@@ -10,7 +10,7 @@ from phalanx.testing import over_groups
 from .test_kinds import Mixed
 from .whole import TINY, batch, everywhere, mlp, share, squares, wrapped
 
-several = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+several = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20, reuse=True)
 
 
 def spoil(module, rank):
@@ -92,7 +92,7 @@ def test_what_steps_cost(group):
         assert step.forwards[group.rank()] == pytest.approx(step.forward, rel=1e-3)
 
 
-@over_groups(backends=("local", "shm"), sizes=(2,))
+@over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
 def test_the_slow_rank_is_seen(group):
     import time
 
@@ -115,7 +115,7 @@ def test_the_slow_rank_is_seen(group):
     assert last.arrivals[1][-1] > last.arrivals[0][-1] + 0.1
 
 
-@over_groups(backends=("local",), sizes=(1,))
+@over_groups(backends=("local",), sizes=(1,), reuse=True)
 def test_only_the_last_steps_are_kept(group):
     ddp, _ = wrapped(mlp, group)
     for _ in range(140):

@@ -17,7 +17,7 @@ from .whole import (
 )
 
 
-@over_groups(backends=("local", "gloo", "shm"), sizes=(1, 2, 3, 4), split=True)
+@over_groups(backends=("local", "gloo", "shm"), sizes=(1, 2, 3, 4), split=True, reuse=True)
 def test_gradients_are_those_of_the_whole_batch(group):
     ddp, whole = wrapped(mlp, group)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (ddp, whole)]

@@ -144,6 +144,17 @@ def test_a_rank_that_never_comes_is_named(threads):
     threads.run(wait_for_absent, 3)
 
 
+def test_waiting_says_nothing(capfd):
+    """torch does, on the screen, every time that a store's own wait ends with nothing."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(RendezvousTimeout):
+        groups.new_group("gloo", SECOND / 4, store=store, rank=0, world_size=2)
+    assert "waitForInput" not in capfd.readouterr().err
+    with pytest.raises(dist.DistStoreError):
+        store.wait(["nothing"], SECOND / 100)
+    assert "waitForInput" in capfd.readouterr().err
+
+
 def disagree_on_size(ctx):
     with pytest.raises(RankMismatch, match="of 2 on local.* of 3 on local"):
         ctx.group("local", timeout=SECONDS, world_size=2 + ctx.rank)

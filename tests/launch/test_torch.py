@@ -32,20 +32,3 @@ def test_ranks_meet(script):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "sum [3.0, 3.0, 3.0]\n" * 2
-
-
-LATE = """
-import os, time
-from phalanx.groups import new_group
-if os.environ["RANK"] == "1":
-    time.sleep(0.3)
-new_group().shutdown()
-"""
-
-
-def test_waiting_for_a_late_rank_says_nothing(phalanx, script):
-    """torch would, every time that a store's own wait ends with nothing."""
-    done = phalanx("run", "-n", 2, script(LATE))
-    assert done.returncode == 0, done.stderr
-    assert "timed out" not in done.stderr
-    assert "waitForInput" not in done.stderr

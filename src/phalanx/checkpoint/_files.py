@@ -32,7 +32,7 @@ from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "make_folders"]
 
 _TEMPORARY = re.compile("[0-9a-f]{16}")
 
@@ -50,7 +50,7 @@ class LocalStorage(Storage):
 
     def begin(self, owner: str) -> str:
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
-        _make_folders(self._target.parent)
+        make_folders(self._target.parent)
         self._lock = Lock.take(self.workspace, owner, purpose=self.path)
         _reach("locked")
         self._remove_leftovers()
@@ -260,7 +260,7 @@ class _FileSource(Source):
         os.close(self._fd)
 
 
-def _make_folders(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """Make a folder and those above it, durably."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)

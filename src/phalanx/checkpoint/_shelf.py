@@ -22,8 +22,9 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from .. import _faultpoints
-from ..errors import CheckpointNotFound, DamagedCheckpoint
+from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from ._document import MANIFEST, Document
+from ._files import make_folders
 from ._locks import Lock
 from ._storage import OUR_FILES, Snapshot, storage_at
 from ._upkeep import remove_leftovers
@@ -202,7 +203,7 @@ class LocalShelf(Shelf):
     def take(self, owner: str) -> None:
         """Hold a lock in the folder until it is released, or this process ends."""
         if self._lock is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._folder)
             self._lock = Lock.take(self._folder / _LOCK, owner, purpose=self.path)
 
     def release(self) -> None:
@@ -222,6 +223,8 @@ class LocalShelf(Shelf):
 def shelf_at(path: str | os.PathLike[str]) -> Shelf:
     """Return the shelf at a path: on the file system, or by fsspec for what has a ``://``."""
     path = os.fspath(path)
+    if not isinstance(path, str) or not path:
+        raise InvalidArgument(f"a folder of checkpoints cannot be at {path!r}")
     if "://" in path:
         from ._remote_shelf import RemoteShelf
 
@@ -244,7 +247,8 @@ def _remove_files(folder: Path) -> None:
 @contextmanager
 def _locked(folder: Path, kind: int) -> Iterator[bool]:
     """Try to lock a folder; tells whether it is, and still under its name."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Not through a link: what is there is not ours to rename, let alone to remove.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield _flock(fd, kind) and _is_at(fd, str(folder))
     finally:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointReader, Folder, RankInfo
+from phalanx.checkpoint._document import Document, files_of
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._retention import Keep, prune
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step, step_of_name
@@ -20,6 +21,7 @@ from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import (
     CheckpointError,
     CheckpointNotFound,
+    DamagedCheckpoint,
     FolderInUse,
     InvalidArgument,
     InvalidType,
@@ -109,6 +111,22 @@ def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_pat
     assert folder.steps() == [2]
     folder.save(3, state_of(3))
     assert folder.latest() == 3
+
+
+def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
+    filled(tmp_path, [1])
+    manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
+    assert files_of(manifest, "it") == Document.load(manifest, "it").files != {}
+    for place in range(0, len(manifest), 17):
+        flipped = bytearray(manifest)
+        flipped[place] ^= 1
+        for damaged in (manifest[:place], bytes(flipped)):
+            with pytest.raises(DamagedCheckpoint, match="it cannot be used"):
+                files_of(damaged, "it")
+    document = Document.load(manifest, "it")
+    document.version = 2
+    with pytest.raises(DamagedCheckpoint, match="version 2"):
+        files_of(document.dump(), "it")
 
 
 @pytest.mark.parametrize("what", ["a link", "notes.txt"])

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from .. import _faultpoints
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
-from ._document import MANIFEST, Document
+from ._document import MANIFEST, Document, FileEntry, files_of
 from ._files import make_folders
 from ._locks import Lock
 from ._storage import OUR_FILES, Snapshot, storage_at
@@ -59,17 +59,23 @@ def step_of_name(name: str) -> int | None:
 
 def read_document(path: str) -> Document:
     """Read the manifest of the checkpoint at a path, and check that its files are all there."""
-    try:
-        with closing(storage_at(path).snapshot()) as snapshot:
-            document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
-            _check_files(path, document, snapshot)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+    with _opened(path) as snapshot:
+        document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
+        _check_files(path, document.files, snapshot)
     return document
 
 
-def _check_files(path: str, document: Document, snapshot: Snapshot) -> None:
-    for name, entry in document.files.items():
+@contextmanager
+def _opened(path: str) -> Iterator[Snapshot]:
+    try:
+        with closing(storage_at(path).snapshot()) as snapshot:
+            yield snapshot
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+
+
+def _check_files(path: str, files: dict[str, FileEntry], snapshot: Snapshot) -> None:
+    for name, entry in files.items():
         try:
             with closing(snapshot.open(name)) as source:
                 length = source.length
@@ -119,9 +125,12 @@ class Shelf(ABC):
         return f"{self.path.rstrip('/')}/{name_of_step(step)}"
 
     def damage(self, step: int) -> str | None:
-        """Say why a checkpoint cannot be whole; its data is not read."""
+        """Say why a checkpoint cannot be whole; neither its state nor its data is read."""
+        path = self.place(step)
         try:
-            read_document(self.place(step))
+            with _opened(path) as snapshot:
+                files = files_of(snapshot.manifest(), f"{path}/{MANIFEST}")
+                _check_files(path, files, snapshot)
         except (DamagedCheckpoint, CheckpointNotFound, OSError) as error:
             return str(error)
         return None

@@ -109,8 +109,11 @@ def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
 
 def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
     steps = LocalShelf.steps
-    monkeypatch.setattr(LocalShelf, "steps", lambda self: [5, *steps(self)])
+    listings = iter([[5], [5, *steps(LocalShelf("run"))]])
+    monkeypatch.setattr(LocalShelf, "steps", lambda _: next(listings))
     assert call("ls", "run").splitlines()[-1] == "4 checkpoints, 33.7 KiB"
+    monkeypatch.undo()
+    monkeypatch.chdir(run.parent)
     hold = views.hold_folder
 
     def remove_first(path):

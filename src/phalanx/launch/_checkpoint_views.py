@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _WIDEST = 60  # letters of a value that are shown
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -92,24 +93,25 @@ def find(path: str) -> list[Found]:
     with suppress(CheckpointNotFound):
         return [_look(path)]
     shelf = shelf_at(path)
-    found = []
-    for step in shelf.steps():
-        with suppress(CheckpointNotFound):  # it was removed just now
-            found.append(_look_in(shelf, step))
-    if found:
-        return found
+    for _ in range(_ATTEMPTS):
+        steps = shelf.steps()
+        found = [each for step in steps if (each := _look_in(shelf, step)) is not None]
+        if found:
+            return found
+        if not steps:
+            break  # and otherwise, all of them were removed just now: there are newer ones
     if "://" not in path and not os.path.exists(path):
         raise CheckpointNotFound(f"there is nothing at {path}")
     raise CheckpointNotFound(f"{path} is neither a checkpoint nor a folder of checkpoints")
 
 
-def _look_in(shelf: Shelf, step: int) -> Found:
-    """Read one of many, which may be as strange as can be without hiding the others."""
+def _look_in(shelf: Shelf, step: int) -> Found | None:
+    """Read one of many, if it is still there; as strange as it may be, it hides no others."""
     place = shelf.place(step)
     try:
         return _look(place)
     except CheckpointNotFound:
-        raise
+        return None
     except (OSError, EOFError) as error:
         return Found(place, None, f"{place}: {error}")
 

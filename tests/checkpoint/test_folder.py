@@ -325,6 +325,28 @@ def test_a_new_folder_is_durable_with_those_above_it(tmp_path, monkeypatch):
     assert {str(tmp_path), str(tmp_path / "new")} <= {*flushed}
 
 
+def test_a_power_cut_brings_no_half_of_an_old_one_back(tmp_path, monkeypatch):
+    folder = filled(tmp_path, [1], keep_last=1)
+    order = []
+
+    def note(name, of_what):
+        function = getattr(os, name)
+
+        def wrapper(*args, **kwargs):
+            order.append((name, os.path.basename(of_what(*args))))
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, wrapper)
+
+    note("rename", lambda source, _: source)
+    note("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    note("unlink", lambda path, **_: path)
+    folder.save(2, state_of(2))
+    renamed = order.index(("rename", "step-00000001"))
+    assert order[renamed + 1] == ("fsync", tmp_path.name)
+    assert [name for name, _ in order[renamed + 2 :]] == ["unlink"] * 2
+
+
 def test_a_path_means_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name).mkdir()

@@ -24,7 +24,7 @@ from pathlib import Path
 from .. import _faultpoints
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from ._document import MANIFEST, Document, FileEntry, files_of
-from ._files import make_folders
+from ._files import flush_folder, make_folders
 from ._locks import Lock
 from ._storage import OUR_FILES, Snapshot, storage_at
 from ._upkeep import remove_leftovers
@@ -202,6 +202,8 @@ class LocalShelf(Shelf):
             return True  # somebody else has removed it
         _reach("renamed")
         if held:
+            # Else a power cut could bring its name back, and not its files.
+            flush_folder(self._folder)
             _remove_files(away)
         return held
 

@@ -263,23 +263,23 @@ class Folder:
         for _ in range(_ATTEMPTS if step is None else 1):
             chosen = self._choose(step)
             with ExitStack() as holds:
-
-                def hold(step: int, holds: ExitStack) -> bool:
-                    held = self._shelf.hold(step)
-                    return held is not None and bool(holds.enter_context(closing(held)))
-
-                doing = f"loading step {chosen}"
-                if all(self._together(doing, partial(hold, chosen, holds))):
+                hold = partial(self._hold, chosen, holds)
+                if all(self._together(f"loading step {chosen}", hold)):
                     yield chosen
                     return
         there = ", ".join(map(str, self.steps())) or "none"
         raise CheckpointNotFound(f"{self._shelf.path} has no step {chosen}; there are: {there}")
 
+    def _hold(self, step: int, holds: ExitStack) -> bool:
+        held = self._shelf.hold(step)
+        return held is not None and bool(holds.enter_context(closing(held)))
+
     def _choose(self, step: int | None) -> int:
         """Return the step that all ranks shall load: the given one, or what rank 0 finds."""
         wanted = self._together("loading", lambda: [step, self._newest_here()])
         if any(each[0] != step for each in wanted):
-            raise InvalidArgument(f"ranks load different steps: {_by_rank(x for x, _ in wanted)}")
+            steps = _by_rank(each[0] for each in wanted)
+            raise InvalidArgument(f"ranks load different steps: {steps}")
         chosen = wanted[0][1] if step is None else step
         if chosen is None:
             raise CheckpointNotFound(f"there is no checkpoint in {self._shelf.path}")
@@ -300,7 +300,7 @@ class Folder:
             raise
         told = [json.loads(text) for text in self._company.exchange(json.dumps(said))]
         if any(each["at"] != said["at"] for each in told):
-            places = _by_rank(f"is {each['at'][1]}" for each in told)
+            places = _by_rank(each["at"][1] for each in told)
             raise CheckpointError(f"ranks have met in different calls: {places}")
         for rank, each in enumerate(told):
             if "failed" in each:
@@ -322,12 +322,12 @@ class Folder:
                 self._checkpointer.close()
         finally:
             self._shelf.release()
+        self._writes = []
         for written in news:
             written.result()
 
     def _wait(self) -> None:
         wait([tidied for _, tidied in self._writes])
-        self._writes = []
 
     def __enter__(self) -> Self:
         return self
@@ -360,7 +360,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
 
 
 def _by_rank(values: Iterable[Any]) -> str:
-    return ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 def _kind(name: str) -> type[CheckpointError]:
@@ -379,4 +379,7 @@ def _failure(written: Future[None]) -> BaseException | None:
 
 def _is_news(written: Future[None]) -> bool:
     """Tell whether a write is under way, or has failed and is known to have told nobody."""
-    return not written.done() or not getattr(written, "was_asked", True)
+    if not written.done():
+        return True
+    was_asked = getattr(written, "was_asked", True)
+    return not was_asked and not written.cancelled() and _failure(written) is not None

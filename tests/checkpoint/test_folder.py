@@ -384,8 +384,12 @@ def test_mistakes_are_explained(tmp_path):
         Folder(tmp_path, keep_every=-1)
     with pytest.raises(InvalidArgument, match="-1"):
         Folder(tmp_path).save(-1, {})
-    with pytest.raises(InvalidType, match="1.5"):
+    with pytest.raises(InvalidType, match="not a float"):
         Folder(tmp_path).save(1.5, {})
+    with pytest.raises(InvalidType, match=r"not a dict: .* load\(state=state\)"):
+        Folder(tmp_path).load({"weight": torch.zeros(3)})
+    with filled(tmp_path, [1]) as folder, pytest.raises(InvalidArgument, match="itself"):
+        Folder(folder.path(1)).latest()
 
 
 def test_it_lives_wherever_fsspec_reaches():

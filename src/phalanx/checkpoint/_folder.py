@@ -345,7 +345,12 @@ def _checked(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise errors.InvalidType(f"a step is an integer, not {step!r}") from None
+        # Not its value: it may be a state, which a reader expects to come first.
+        kind = type(step).__name__
+        raise errors.InvalidType(
+            f"a step is an integer, not a {kind}: save(step, state), load(step, state) or "
+            "load(state=state)"
+        ) from None
     if not 0 <= number < 10**18:
         raise InvalidArgument(f"a step cannot be {step}")
     return number

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -33,6 +33,7 @@ __all__ = [
     "Hold",
     "LocalShelf",
     "Shelf",
+    "check_names",
     "hold_folder",
     "name_of_step",
     "read_document",
@@ -55,6 +56,12 @@ def step_of_name(name: str) -> int | None:
     found = _STEP.fullmatch(name)
     step = None if found is None else int(found[1])
     return step if step is not None and name == name_of_step(step) else None
+
+
+def check_names(path: str, names: Collection[str]) -> None:
+    """Refuse what is a checkpoint: whoever took it for a folder of them would begin anew in it."""
+    if MANIFEST in names:
+        raise InvalidArgument(f"{path} is a checkpoint itself, not a folder of checkpoints")
 
 
 def read_document(path: str) -> Document:
@@ -176,6 +183,7 @@ class LocalShelf(Shelf):
             names = os.listdir(self._folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        check_names(self.path, names)
         steps = {name: step for name in names if (step := step_of_name(name)) is not None}
         return sorted(step for name, step in steps.items() if self._is_committed(name))
 

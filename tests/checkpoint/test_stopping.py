@@ -150,6 +150,17 @@ def test_a_child_that_was_forked_off_ends_as_ever():
     assert in_child(interrupt) == signal.SIGINT
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, 4096])
+def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(InvalidArgument, match="cannot be heard"):
+        StopRequest(signals=[signal.SIGTERM, number]).__enter__()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with StopRequest(signals=[signal.SIGTERM, signal.SIGTERM]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before, "also if it was named twice"
+
+
 def test_nobody_enters_twice():
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest() as stop, pytest.raises(InvalidState, match="entered already"), stop:

@@ -68,7 +68,7 @@ class StopRequest:
         self._group = None if group is None or group.size() == 1 else group
         self._leads = group is None or group.rank() == 0
         self._every = every
-        self._signals = tuple(signals)
+        self._signals = tuple(dict.fromkeys(signals))
         self._before: dict[int, Any] = {}
         self._process = 0
         self._interrupted_at: float | None = None
@@ -93,9 +93,13 @@ class StopRequest:
             raise InvalidState("this StopRequest was entered already, and not left")
         self._process = os.getpid()
         for each in self._signals:
-            # What is ignored stays ignored: that is how nohup asks for it.
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                self._before[each] = signal.signal(each, self._hear)
+            try:
+                # What is ignored stays ignored: that is how nohup asks for it.
+                if signal.getsignal(each) is not signal.SIG_IGN:
+                    self._before[each] = signal.signal(each, self._hear)
+            except (OSError, ValueError) as error:
+                self._restore()
+                raise InvalidArgument(f"{signal_name(each)} cannot be heard: {error}") from None
         return self
 
     def __exit__(
@@ -104,9 +108,12 @@ class StopRequest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before.clear()  # not sooner: until then, a signal may still be for others
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if self._is_for_others(number):

@@ -1,6 +1,7 @@
 """States to save, ranks that are threads to save them, and what it means to be the same."""
 
 import math
+import os
 import threading
 from collections import OrderedDict
 
@@ -166,3 +167,18 @@ def mixed(rank, step=0):
 def plain(state):
     """The state without its marks, as it is loaded."""
     return {key: each.value if isinstance(each, PerRank) else each for key, each in state.items()}
+
+
+def state_of(step):
+    """A small state that tells its step."""
+    return {"weight": torch.full((50,), float(step)), "step": step}
+
+
+def damage(path):
+    """Flip a bit of a checkpoint's data: its length stays as it was."""
+    (file,) = [each for each in os.listdir(path) if each.startswith("rank0")]
+    with open(os.path.join(path, file), "r+b") as data:
+        data.seek(-1, os.SEEK_END)
+        last = data.read(1)[0]
+        data.seek(-1, os.SEEK_END)
+        data.write(bytes([last ^ 1]))

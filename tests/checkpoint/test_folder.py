@@ -3,49 +3,39 @@
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from phalanx.checkpoint import (
-    Checkpointer,
-    CheckpointReader,
-    Folder,
-    PerRank,
-    RankInfo,
-    make_sync_checkpointer,
-)
+from phalanx.checkpoint import CheckpointReader, Folder, RankInfo
+from phalanx.checkpoint._document import Document, files_of
 from phalanx.checkpoint._locks import Lock
+from phalanx.checkpoint._retention import Keep, prune
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step, step_of_name
 from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import (
     CheckpointError,
     CheckpointNotFound,
+    DamagedCheckpoint,
     FolderInUse,
     InvalidArgument,
     InvalidType,
     MissingKeys,
     SaveFailed,
-    StateMismatch,
 )
 
-from .states import saved
-
-
-def state(step):
-    return {"weight": torch.full((50,), float(step)), "step": step}
+from .states import damage, saved, state_of
 
 
 def filled(path, steps, **options):
     folder = Folder(path, **options)
     for step in steps:
-        folder.save(step, state(step))
+        folder.save(step, state_of(step))
     return folder
 
 
@@ -116,11 +106,51 @@ def test_names_are_in_the_order_of_steps_and_no_others_count(tmp_path):
 def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_path):
     folder = filled(tmp_path, [1, 2, 3, 4])
     with pytest.raises(SaveFailed, match=r"has step 4, which is after 3.*rewind\(3\)"):
-        folder.save(3, state(3))
+        folder.save(3, state_of(3))
     folder.rewind(2)
     assert folder.steps() == [2]
-    folder.save(3, state(3))
+    folder.save(3, state_of(3))
     assert folder.latest() == 3
+
+
+def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
+    filled(tmp_path, [1])
+    manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
+    assert files_of(manifest, "it") == Document.load(manifest, "it").files != {}
+    for place in range(0, len(manifest), 17):
+        flipped = bytearray(manifest)
+        flipped[place] ^= 1
+        for damaged in (manifest[:place], bytes(flipped)):
+            with pytest.raises(DamagedCheckpoint, match="it cannot be used"):
+                files_of(damaged, "it")
+    document = Document.load(manifest, "it")
+    document.version = 2
+    with pytest.raises(DamagedCheckpoint, match="version 2"):
+        files_of(document.dump(), "it")
+
+
+@pytest.mark.parametrize("what", ["a link", "notes.txt"])
+def test_a_rewind_removes_nothing_if_something_is_somebody_elses(tmp_path, what):
+    folder = filled(tmp_path / "run", [1, 2, 3])
+    if what == "a link":
+        os.rename(folder.path(2), tmp_path / "elsewhere")
+        os.symlink(tmp_path / "elsewhere", folder.path(2))
+    else:
+        open(os.path.join(folder.path(2), what), "w").close()
+    before = sorted(os.listdir(folder.path(2)))
+    with pytest.raises(CheckpointError, match=f"step-00000002 is not removed: .*{what}"):
+        folder.rewind(1)
+    assert folder.steps() == [1, 2, 3]
+    assert sorted(os.listdir(folder.path(2))) == before
+
+
+def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
+    folder = filled(tmp_path / "run", [1])
+    folder.close()
+    os.symlink(folder.path(1), folder.path(2))
+    with pytest.raises(OSError, match="step-00000002"):
+        LocalShelf(str(tmp_path / "run")).remove(2)
+    assert folder.load(1)["step"] == 1
 
 
 def test_the_same_step_is_replaced(tmp_path):
@@ -140,6 +170,19 @@ def test_what_is_damaged_is_not_one_of_the_last_and_stays(tmp_path):
     assert folder.steps() == [2, 3, 4, 5]
 
 
+def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path):
+    """Also when only their data can tell, which is not read when a step was written just now."""
+    folder = filled(tmp_path, [1, 2, 3], keep_last=5)
+    damage(folder.path(3))
+    shelf = LocalShelf(str(tmp_path))
+    for dry_run in (True, False):
+        verdicts = prune(shelf, Keep(last=1), dry_run=dry_run)
+        assert [each.kept for each in verdicts] == [None, "the last one", "damaged"]
+    assert folder.steps() == [2, 3]
+    damage(folder.path(2))
+    assert [each.kept for each in prune(shelf, Keep(last=1))] == ["damaged", "damaged"]
+
+
 def test_what_is_not_ours_is_left_alone(tmp_path):
     folder = filled(tmp_path / "run", [1, 2, 3], keep_last=5)
     os.rename(folder.path(2), tmp_path / "elsewhere")
@@ -157,10 +200,10 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
 def test_what_is_being_read_stays_until_it_is_not(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
     hold = LocalShelf(str(tmp_path)).hold(1)
-    folder.save(2, state(2))
+    folder.save(2, state_of(2))
     assert folder.steps() == [1, 2]
     hold.close()
-    folder.save(3, state(3))
+    folder.save(3, state_of(3))
     assert folder.steps() == [3]
 
 
@@ -169,7 +212,7 @@ def test_a_reader_that_has_no_lock_can_finish_all_the_same(tmp_path):
     with closing(storage_at(folder.path(1)).snapshot()) as snapshot:
         (name,) = [each for each in os.listdir(folder.path(1)) if each.startswith("rank")]
         with closing(snapshot.open(name)) as source:
-            folder.save(2, state(2))
+            folder.save(2, state_of(2))
             assert folder.steps() == [2]
             data = bytearray(source.length)
             source.read_into(memoryview(data), 0)
@@ -196,7 +239,7 @@ def test_readers_never_notice_that_old_ones_go(tmp_path):
     for thread in threads:
         thread.start()
     for step in range(1, 20):
-        folder.save(step, state(step))
+        folder.save(step, state_of(step))
     done.set()
     for thread in threads:
         thread.join()
@@ -220,10 +263,10 @@ def test_two_jobs_are_refused_with_who_it_is_that_holds_it(tmp_path):
     folder = filled(tmp_path, [1])
     other = Folder(tmp_path)
     with pytest.raises(FolderInUse, match=f"process {os.getpid()} on"):
-        other.save(2, state(2))
+        other.save(2, state_of(2))
     assert other.load()["step"] == 1, "but it may read"
     folder.close()
-    other.save(2, state(2))
+    other.save(2, state_of(2))
     del other
     gc.collect()  # an error's traceback has a cycle
     filled(tmp_path, [3])  # whoever is forgotten holds nothing
@@ -244,60 +287,109 @@ def test_a_job_that_was_killed_holds_nothing(tmp_path):
     assert filled(tmp_path, [1]).steps() == [1]
 
 
-class InBackground(Checkpointer):
-    """One of the user's own that writes in a thread, when it is let."""
-
-    def __init__(self):
-        self._inner = make_sync_checkpointer()
-        self._threads = ThreadPoolExecutor(1)
-        self.may_write = threading.Event()
-
-    def save(self, path, state_dict, **kwargs):
-        staged = Future()
-        staged.set_result(None)
-
-        def write():
-            self.may_write.wait()
-            if state_dict["step"] == 3:
-                raise OSError("the disk is full")
-            self._inner.save(path, state_dict, **kwargs)
-
-        return staged, self._threads.submit(write)
-
-    def load(self, path, state_dict=None, **kwargs):
-        return self._inner.load(path, state_dict, **kwargs)
-
-    def close(self):
-        self._threads.shutdown()
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_off_holds_nothing_and_takes_nothing_away(tmp_path):
+    """A data loader's, say, which may live on for a while when its parent was killed."""
+    folder = filled(tmp_path, [1])
+    ours, its = socket.socketpair()
+    child = os.fork()
+    if child == 0:
+        try:
+            ours.close()
+            folder.close()
+            its.send(b"closed")
+            its.recv(1)  # until the parent's end is closed
+        finally:
+            os._exit(0)
+    its.close()
+    assert ours.recv(6) == b"closed"
+    with pytest.raises(FolderInUse):
+        filled(tmp_path, [2])
+    os.close(folder._shelf._lock._fd)  # as the kernel does it when a process dies
+    folder._shelf._lock = None
+    filled(tmp_path, [2]).close()
+    ours.close()
+    os.waitpid(child, 0)
 
 
-def test_with_an_asynchronous_checkpointer_old_ones_go_when_the_new_one_is_written(tmp_path):
-    with closing(InBackground()) as checkpointer:
-        folder = Folder(tmp_path, keep_last=1, checkpointer=checkpointer)
-        checkpointer.may_write.set()
-        folder.save(1, state(1))[1].result()
-        checkpointer.may_write.clear()
-        _, written = folder.save(2, state(2))
-        assert folder.latest() == 1
-        with pytest.raises(SaveFailed, match="has step 2, which is after 1"):
-            folder.save(1, state(1))
-        checkpointer.may_write.set()
-        written.result()
-        _, written = folder.save(3, state(3))
-        assert isinstance(written.exception(), OSError)
-    assert folder.steps() == [2], "one that failed removes nothing"
-    assert folder.load()["step"] == 2
+def test_a_new_folder_is_durable_with_those_above_it(tmp_path, monkeypatch):
+    flushed = []
+    flush = os.fsync
+
+    def note(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        flush(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    filled(tmp_path / "new" / "run", [1])
+    assert {str(tmp_path), str(tmp_path / "new")} <= {*flushed}
+
+
+def test_a_power_cut_brings_no_half_of_an_old_one_back(tmp_path, monkeypatch):
+    folder = filled(tmp_path, [1], keep_last=1)
+    order = []
+
+    def note(name, of_what):
+        function = getattr(os, name)
+
+        def wrapper(*args, **kwargs):
+            order.append((name, os.path.basename(of_what(*args))))
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(os, name, wrapper)
+
+    note("rename", lambda source, _: source)
+    note("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
+    note("unlink", lambda path, **_: path)
+    folder.save(2, state_of(2))
+    renamed = order.index(("rename", "step-00000001"))
+    assert order[renamed + 1] == ("fsync", tmp_path.name)
+    assert [name for name, _ in order[renamed + 2 :]] == ["unlink"] * 2
+
+
+def test_a_path_means_the_same_wherever_the_process_goes(tmp_path, monkeypatch):
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Folder("r\u00fcn 1") as folder, Folder("~/there/run") as other:
+        folder.save(1, state_of(1))
+        monkeypatch.chdir("../there")
+        folder.save(2, state_of(2))
+        other.save(1, state_of(1))
+    assert names(tmp_path / "here" / "r\u00fcn 1") == ["step-00000001", "step-00000002"]
+    assert os.listdir() == ["run"]
+
+
+def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypatch, caplog):
+    def refuse(self):
+        raise PermissionError("somebody else's")
+
+    monkeypatch.setattr(LocalShelf, "clean", refuse)
+    assert filled(tmp_path, [1]).steps() == [1]
+    assert "somebody else's" in caplog.text
 
 
 def test_mistakes_are_explained(tmp_path):
+    with pytest.raises(InvalidType, match="keep_last is a whole number, not 2.5"):
+        Folder(tmp_path, keep_last=2.5)
+    with pytest.raises(InvalidType, match="keep_every is a whole number, not '1000'"):
+        Folder(tmp_path, keep_every="1000")
+    for path in ("", b"run"):
+        with pytest.raises(InvalidArgument, match="cannot be at b?'"):
+            Folder(path)
     with pytest.raises(InvalidArgument, match="at least the last one"):
         Folder(tmp_path, keep_last=0)
     with pytest.raises(InvalidArgument, match="keep_every"):
         Folder(tmp_path, keep_every=-1)
     with pytest.raises(InvalidArgument, match="-1"):
         Folder(tmp_path).save(-1, {})
-    with pytest.raises(InvalidType, match="1.5"):
+    with pytest.raises(InvalidType, match="not a float"):
         Folder(tmp_path).save(1.5, {})
+    with pytest.raises(InvalidType, match=r"not a dict: .* load\(state=state\)"):
+        Folder(tmp_path).load({"weight": torch.zeros(3)})
+    with filled(tmp_path, [1]) as folder, pytest.raises(InvalidArgument, match="itself"):
+        Folder(folder.path(1)).latest()
 
 
 def test_it_lives_wherever_fsspec_reaches():
@@ -307,41 +399,6 @@ def test_it_lives_wherever_fsspec_reaches():
         assert folder.load()["step"] == 4
         folder.rewind(3)
         assert folder.latest() == 3
-
-
-def use_a_folder(ctx, path, *, default_group):
-    if default_group:
-        dist.init_process_group("gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size)
-    group = None if default_group else ctx.group()
-    try:
-        with Folder(path, keep_last=1, group=group) as folder:
-            assert folder.latest() is None
-            for step in (1, 2):
-                folder.save(step, {"alike": torch.full((9,), step), "own": PerRank(ctx.rank)})
-            loaded = folder.load()
-            assert (loaded["alike"].tolist(), loaded["own"]) == ([2] * 9, ctx.rank)
-            errors = [_error(lambda: folder.save(1, {})), _error(lambda: folder.load(1))]
-            wanted = torch.zeros(9 + (ctx.rank == 1), dtype=torch.int64)
-            return [*errors, _error(lambda: folder.load(state={"alike": wanted}))]
-    finally:
-        if default_group:
-            dist.destroy_process_group()
-
-
-def _error(call):
-    with pytest.raises(CheckpointError) as caught:
-        call()
-    return type(caught.value), str(caught.value)
-
-
-@pytest.mark.parametrize("default_group", [False, True])
-def test_ranks_agree_and_fail_together(ranks, tmp_path, default_group):
-    kwargs = {"default_group": default_group}
-    one, two = ranks.run(use_a_folder, 2, args=(str(tmp_path),), kwargs=kwargs, timeout=40)
-    assert [kind for kind, _ in one] == [SaveFailed, CheckpointNotFound, StateMismatch]
-    assert [kind for kind, _ in two] == [SaveFailed, CheckpointNotFound, StateMismatch]
-    assert one[:2] == two[:2]
-    assert one[2][1].startswith("rank 1 could not load step 2: StateMismatch: alike is")
 
 
 def test_an_object_is_not_given_half_of_its_state_where_there_are_more_ranks(tmp_path):
@@ -360,16 +417,3 @@ def test_an_object_is_not_given_half_of_its_state_where_there_are_more_ranks(tmp
     assert not given
     reader.read(path, {"rng": Loader()}, rank=0)
     assert given[0]["words"].tolist() == [0, 0, 0]
-
-
-def refused(ctx, path):
-    return _error(lambda: Folder(path, group=ctx.group()).save(1, {}))
-
-
-def test_a_refusal_reaches_all_ranks(ranks, tmp_path):
-    shelf = LocalShelf(str(tmp_path))
-    shelf.take("the other job")
-    for kind, message in ranks.run(refused, 3, args=(str(tmp_path),), timeout=40):
-        assert kind is FolderInUse
-        assert "is being saved to by the other job" in message
-    shelf.release()

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from phalanx.checkpoint import STOPPED, StopRequest
+from phalanx.checkpoint import STOPPED, StopRequest, _stopping
 from phalanx.errors import InvalidArgument, InvalidState
 
 STEPS = 12
@@ -80,12 +80,113 @@ def test_one_process_needs_no_group():
         assert stop.requested()
 
 
-def test_a_second_interrupt_interrupts():
+@pytest.fixture
+def no_echo(monkeypatch):
+    """Take every signal for a new one, however soon it comes."""
+    monkeypatch.setattr(_stopping, "_ECHO", 0.0)
+
+
+@pytest.mark.usefixtures("no_echo")
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_a_second_interrupt_interrupts(first):
     with StopRequest() as stop:
+        if first is not None:
+            signal.raise_signal(first)
         signal.raise_signal(signal.SIGINT)
         assert stop.requested()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one():
+    """A terminal sends it to the launcher and to the ranks, and the launcher to the ranks, too."""
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested()
+
+
+@pytest.mark.usefixtures("no_echo")
+def test_a_second_interrupt_is_for_the_handler_that_was_there():
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with StopRequest():
+            signal.raise_signal(signal.SIGINT)
+            assert not heard
+            signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert len(heard) == 2, "which is back"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_child(body):
+    """Run something in a child that is forked off, and return the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.usefixtures("no_echo")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_off_ends_as_ever():
+    with StopRequest() as stop:
+        assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == signal.SIGTERM
+        assert in_child(lambda: signal.raise_signal(signal.SIGINT)) == 0, "its parent decides"
+        assert not stop.requested()
+
+    def interrupt():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with StopRequest():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    assert in_child(interrupt) == signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 4096])
+def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(InvalidArgument, match="cannot be heard"):
+        StopRequest(signals=[signal.SIGTERM, number]).__enter__()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with StopRequest(signals=[signal.SIGTERM, signal.SIGTERM]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before, "also if it was named twice"
+
+
+def test_nobody_enters_twice():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop, pytest.raises(InvalidState, match="entered already"), stop:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop:
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.requested()
+
+
+def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    with pytest.raises(SystemExit) as end:
+        StopRequest().leave(3)
+    assert end.value.code == STOPPED
+
+
+def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    StopRequest()
+    assert "rank 0 of 2 takes itself for the only one" in caplog.text
 
 
 def test_other_signals_can_be_meant():

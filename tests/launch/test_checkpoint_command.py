@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,9 @@ from click.testing import CliRunner
 
 from checkpoint.states import saved
 from phalanx.checkpoint import Folder, PerRank
+from phalanx.checkpoint._document import Document
+from phalanx.checkpoint._shelf import LocalShelf
+from phalanx.launch import _checkpoint_views as views
 from phalanx.launch._tables import age, size
 from phalanx.launch.cli import main
 
@@ -75,6 +79,71 @@ def test_ls_names_what_is_damaged_and_goes_on(run):
     assert "checksum is wrong" in json.loads(call("ls", "--json", "run"))[1]["damaged"]
 
 
+def test_ls_goes_on_past_what_is_stranger_still(run):
+    manifest = run / "step-00000020" / "manifest.json"
+    manifest.unlink()
+    manifest.symlink_to("/etc/passwd")
+    change_state(run / "step-00000030", lambda _: {"$per_rank": {"one": 1}})
+    lines = call("ls", "run").splitlines()
+    assert ["damaged" in line for line in lines[1:5]] == [False, True, True, False]
+    assert "has no rank 'one'" in json.loads(call("ls", "--json", "run"))[2]["damaged"]
+
+
+def change_state(checkpoint, change):
+    """Write another state into a manifest, and seal it."""
+    manifest = checkpoint / "manifest.json"
+    document = Document.load(manifest.read_bytes(), "it")
+    document.state = change(document.state)
+    manifest.write_bytes(document.dump())
+
+
+def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
+    def lead_out(state):
+        pieces = [{"file": "../../secret", "at": [0, 8], "xxh3_128": "0" * 32}]
+        return {**state, "more": {"$tensor": {"dtype": "int64", "shape": [1], "pieces": pieces}}}
+
+    saved("other", [{"more": torch.zeros(1, dtype=torch.int64)}])
+    change_state(run / "step-00000040", lead_out)
+    assert "'../../secret'" in call("diff", "run", "other", code=1)
+
+
+def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
+    steps = LocalShelf.steps
+    listings = iter([[5], [5, *steps(LocalShelf("run"))]])
+    monkeypatch.setattr(LocalShelf, "steps", lambda _: next(listings))
+    assert call("ls", "run").splitlines()[-1] == "4 checkpoints, 33.7 KiB"
+    monkeypatch.undo()
+    monkeypatch.chdir(run.parent)
+    hold = views.hold_folder
+
+    def remove_first(path):
+        shutil.rmtree(run / "step-00000010", ignore_errors=True)
+        return hold(path)
+
+    monkeypatch.setattr(views, "hold_folder", remove_first)
+    lines = call("verify", "run").splitlines()
+    assert lines[0] == "removed meanwhile: run/step-00000010"
+    assert len(lines) == 4
+
+
+def test_a_terminal_obeys_nothing_that_was_saved(run):
+    saved("odd", [{"\x1b[31m\nred": "\x9b31m", "plain": "\u00e9"}])
+    lines = call("show", "odd").splitlines()
+    assert lines[3].split() == ["\\x1b[31m\\nred", '"\\x9b31m"', "all"]
+    assert lines[4].split() == ["plain", '"\u00e9"', "all"]
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(run):
+    ours, theirs = os.pipe()
+    os.close(ours)
+    command = [sys.executable, "-m", "phalanx", "checkpoint", "show", "run"]
+    done = subprocess.run(
+        command, env=clean_env(), stdout=theirs, stderr=subprocess.PIPE, check=False
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_show(run):
     lines = [line.split() for line in call("show", "run").splitlines()]
     assert lines[0][:6] == ["run/step-00000040:", "step", "40,", "8.43", "KiB,", "4"]
@@ -132,6 +201,12 @@ def test_diff(run):
     }
 
 
+def test_diff_tells_names_apart_that_look_the_same(run):
+    for name, value in (("one", 1), ("two", 7)):
+        saved(name, [{"a.b": value, "a": {"b": 2}}])
+    assert "1 differ, 1 are the same" in call("diff", "one", "two", code=1)
+
+
 def test_diff_sees_that_the_same_was_cut_by_other_ranks(run):
     big = {"weight": torch.arange(3_000_000)}
     saved("two", [big, big])
@@ -161,6 +236,13 @@ def test_prune(run):
     ]
 
 
+def test_prune_keeps_the_last_one_whose_data_is_good(run):
+    damage(data_file(run / "step-00000040"))
+    call("prune", "run", "--keep-last", 1)
+    assert Folder("run").steps() == [30, 40]
+    assert call("verify", "run", code=1).startswith("good: run/step-00000030")
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
@@ -168,7 +250,9 @@ def test_prune(run):
         (["ls", "."], ["neither a checkpoint nor a folder"]),
         (["show", "file.txt"], ["neither a checkpoint nor a folder"]),
         (["verify", "empty"], ["neither a checkpoint nor a folder"]),
-        (["prune", "empty"], ["has no checkpoints in it"]),
+        (["ls", ""], ["cannot be at ''"]),
+        (["prune", "empty"], ["neither a checkpoint nor a folder"]),
+        (["prune", "nowhere"], ["there is nothing at nowhere"]),
         (["prune", "run/step-00000010"], ["is a checkpoint itself"]),
         (["prune", "run", "--keep-last", "0"], ["at least the last one is kept"]),
         (["diff", "run/step-00000010"], ["name another to compare"]),

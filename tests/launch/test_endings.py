@@ -115,10 +115,39 @@ def test_a_second_signal_kills(script, launcher, pids):
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGINT)
     eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+
+    def are_killed():
+        return all_gone(ranks) or process.send_signal(signal.SIGINT)
+
+    eventually(are_killed, what="the end of the ranks")
+    process.communicate()
+    assert process.returncode == 130
+
+
+def test_another_signal_kills_at_once(script, launcher, pids):
+    process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(STUBBORN)))
+    ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGINT)
+    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+    process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 130
     assert all_gone(ranks)
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_path):
+    """`timeout` sends it to a process and then to its group."""
+    setup = "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path('go').exists() and sys.exit(75))"
+    process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(setup)))
+    ranks = pids("pid0", "pid1")
+    process.send_signal(signal.SIGTERM)
+    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+    process.send_signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    for rank in ranks:
+        os.kill(rank, signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 75, err
 
 
 def test_a_signal_that_is_ignored_stays_ignored(script, launcher, pids):

@@ -39,3 +39,7 @@ def __getattr__(name: str) -> Any:
         if hasattr(public, name):
             return getattr(public, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *import_module(f"{__name__}._public").__all__]

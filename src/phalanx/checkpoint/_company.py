@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from typing import Any
 
 import torch.distributed as dist
 
+from ..env import read_rank_env
 from ..errors import InvalidType
 from ..groups import ProcessGroup, current_process_group
 from ._types import RankInfo
 from .barriers import DistBarrier, GroupBarrier
 
 __all__ = ["default_group", "meet_in"]
+
+_log = logging.getLogger(__name__)
 
 
 def meet_in(group: dist.ProcessGroup | None, *, timeout_secs: float) -> tuple[RankInfo, Any]:
@@ -30,6 +35,15 @@ def default_group() -> dist.ProcessGroup | None:
     group = current_process_group()
     if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
+    if group is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        launched = read_rank_env()
+        if launched.world_size > 1:
+            _log.warning(
+                "rank %d of %d takes itself for the only one, as it was given no group; pass "
+                "group=..., or the ranks will not agree",
+                launched.rank,
+                launched.world_size,
+            )
     return group
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "PieceEntry",
     "TensorEntry",
     "check_ranges",
+    "files_of",
     "refuse",
 ]
 
@@ -145,12 +146,42 @@ def refuse(file: str, complaint: str) -> NoReturn:
     raise DamagedCheckpoint(f"{file} cannot be used: {complaint}") from None
 
 
-def _parse(data: bytes) -> Any:
+class _Outline(Struct):
+    version: int
+    files: dict[str, FileEntry]
+
+
+def files_of(data: bytes, file: str) -> dict[str, FileEntry]:
+    """Read from a manifest which files there are, some twenty times faster than all of it.
+
+    Its seal is checked, and so it is what was written; the state is skipped.
+    """
+    try:
+        _check_seal(data)
+        outline = msgspec.json.decode(data, type=_Outline)
+        _check_version(outline.version)
+    except (Malformed, msgspec.DecodeError) as error:
+        refuse(file, str(error))
+    except RecursionError:
+        refuse(file, "it is nested too deep")
+    return outline.files
+
+
+def _check_seal(data: bytes) -> None:
     seal = _SEAL.match(data)
     if seal is None:
         raise Malformed("it does not begin like a manifest")
     if checksum(data[seal.end() :]) != seal[1].decode():
         raise Malformed("its checksum is wrong; it was damaged, or changed by hand")
+
+
+def _check_version(version: int) -> None:
+    if version != VERSION:
+        raise Malformed(f"it is of version {version}, and this phalanx reads version {VERSION}")
+
+
+def _parse(data: bytes) -> Any:
+    _check_seal(data)
     try:
         fields = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant)
     except Malformed:
@@ -159,8 +190,8 @@ def _parse(data: bytes) -> Any:
         raise Malformed(f"it is not JSON: {error}") from None
     del fields["xxh3_128"]
     version = fields.get("version")
-    if type(version) is int and version != VERSION:
-        raise Malformed(f"it is of version {version}, and this phalanx reads version {VERSION}")
+    if type(version) is int:
+        _check_version(version)
     return fields
 
 

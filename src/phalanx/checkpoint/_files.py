@@ -32,7 +32,7 @@ from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "flush_folder", "make_folders"]
 
 _TEMPORARY = re.compile("[0-9a-f]{16}")
 
@@ -50,7 +50,7 @@ class LocalStorage(Storage):
 
     def begin(self, owner: str) -> str:
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
-        _make_folders(self._target.parent)
+        make_folders(self._target.parent)
         self._lock = Lock.take(self.workspace, owner, purpose=self.path)
         _reach("locked")
         self._remove_leftovers()
@@ -113,7 +113,7 @@ class LocalStorage(Storage):
             raise
         finally:
             sink.close()
-        _flush_folder(folder)
+        flush_folder(folder)
 
     def commit(self, save: str, manifest: bytes) -> None:
         """Write the manifest and put the folder, or else its files, where readers look."""
@@ -130,8 +130,8 @@ class LocalStorage(Storage):
             self._replace(folder)
         self._is_published = True
         _reach("published")
-        _flush_folder(self.workspace)
-        _flush_folder(self._target.parent)
+        flush_folder(self.workspace)
+        flush_folder(self._target.parent)
 
     def _replace(self, folder: Path) -> None:
         files = [name for name in os.listdir(folder) if OUR_FILES.fullmatch(name)]
@@ -139,10 +139,10 @@ class LocalStorage(Storage):
             os.rename(folder / name, self._target / name)
             _reach("moved")
         # The manifest must not become durable before the files that it names.
-        _flush_folder(self._target)
+        flush_folder(self._target)
         _reach("replace")
         os.rename(folder / MANIFEST, self._target / MANIFEST)
-        _flush_folder(self._target)
+        flush_folder(self._target)
         _reach("replaced")
         self._remove_strays(set(files))
 
@@ -260,15 +260,16 @@ class _FileSource(Source):
         os.close(self._fd)
 
 
-def _make_folders(folder: Path) -> None:
+def make_folders(folder: Path) -> None:
     """Make a folder and those above it, durably."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for each in missing:
-        _flush_folder(each.parent)
+        flush_folder(each.parent)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """Wait until the disk knows the names in a folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

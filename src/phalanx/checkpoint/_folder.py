@@ -7,17 +7,23 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import closing, contextmanager
-from functools import cached_property
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 
 from .. import errors
-from ..errors import CheckpointError, CheckpointNotFound, InvalidArgument
+from ..errors import (
+    CheckpointError,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    InvalidArgument,
+    SaveFailed,
+)
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
 from ._checkpointer import Checkpointer, SyncCheckpointer
@@ -29,6 +35,8 @@ from ._shelf import shelf_at
 from ._types import STATE_DICT, RankInfo
 
 __all__ = ["Folder"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 10
@@ -63,36 +71,46 @@ class Folder:
         checkpointer: Checkpointer | None = None,
         timeout_secs: int = 600,
     ) -> None:
-        self._shelf = shelf_at(path)
+        self._shelf = shelf_at(_absolute(path))
         self._keep = Keep(keep_last, keep_every)
         self._group = group
         self._timeout = timeout_secs
-        self._given = checkpointer
+        self._place: tuple[RankInfo, Any] | None = None
+        self._checkpointer = checkpointer
+        self._is_given = checkpointer is not None
         self._is_tidy = False
         self._newest = -1
         """The last step that was given to `save`; it may be under way."""
-        self._written: Future[None] | None = None
+        self._writes: list[tuple[Future[None], Future[None]]] = []
+        """Writes that were under way when last seen, each with the end of tidying up after it."""
         # Whoever forgets a folder, because of an error perhaps, may open it again.
         weakref.finalize(self, self._shelf.release)
 
-    @cached_property
+    @property
     def _seat(self) -> tuple[RankInfo, Any]:
-        # On first use, for ranks meet for it; whoever only lists the folder needs nobody.
-        return meet_in(self._group, timeout_secs=self._timeout)
+        # On first use, for ranks meet for it; whoever only lists the folder needs nobody. By hand,
+        # as a cached_property of Python 3.11 has one lock for the folders of all threads, at
+        # which ranks that are threads would wait for each other.
+        if self._place is None:
+            self._place = meet_in(self._group, timeout_secs=self._timeout)
+        return self._place
 
-    @cached_property
+    @property
     def _company(self) -> Company:
         rank_info, barrier = self._seat
         return Alone(rank_info) if barrier is None else AtBarrier(rank_info, barrier)
 
-    @cached_property
-    def _checkpointer(self) -> Checkpointer:
-        if self._given is not None:
-            return self._given
-        rank_info, barrier = self._seat
-        config = CheckpointWriterConfig(write_barrier_timeout_secs=self._timeout)
-        writer = CheckpointWriter(config, rank_info, barrier)
-        return SyncCheckpointer(writer, CheckpointReader(rank_info))
+    @property
+    def _leads(self) -> bool:
+        return self._company.rank == 0
+
+    def _own_checkpointer(self) -> Checkpointer:
+        if self._checkpointer is None:
+            rank_info, barrier = self._seat
+            config = CheckpointWriterConfig(write_barrier_timeout_secs=self._timeout)
+            writer = CheckpointWriter(config, rank_info, barrier)
+            self._checkpointer = SyncCheckpointer(writer, CheckpointReader(rank_info))
+        return self._checkpointer
 
     def path(self, step: int) -> str:
         """Return where the checkpoint of a step is, or would be."""
@@ -104,8 +122,10 @@ class Folder:
 
     def latest(self) -> int | None:
         """Return the newest step that is there, or None; the same on all ranks, which all ask."""
-        newest: int | None = self._first_says(self.steps()[-1:] or [None])[0]
-        return newest
+        return self._together("asking for the latest step", self._newest_here)[0]
+
+    def _newest_here(self) -> int | None:
+        return next(reversed(self.steps()), None) if self._leads else None
 
     def save(
         self, step: int, state: STATE_DICT, **kwargs: Any
@@ -116,56 +136,88 @@ class Folder:
         refused: nobody would find it again. Further arguments go to the checkpointer.
         """
         step = _checked(step)
-        self._company.together("getting ready", lambda: self._get_ready(step))
-        futures = self._checkpointer.save(self.path(step), state, **kwargs)
+        steps = self._company.together("getting ready", lambda: self._get_ready(step))
+        if len({*steps}) > 1:
+            raise SaveFailed(f"ranks would save different steps: {_by_rank(steps)}")
+        try:
+            futures = self._own_checkpointer().save(self.path(step), state, **kwargs)
+        except Exception:
+            # An asynchronous one tells of earlier failures so, too; they are no news any more.
+            self._writes = [each for each in self._writes if not each[0].done()]
+            raise
         self._newest = step
         if futures is None:
-            self._tidy()
+            self._tidy(step)
         else:
-            self._written = futures[1]
-            self._written.add_done_callback(self._tidy_after)
+            self._tidy_after(futures[1], step)
         return futures
 
-    def _get_ready(self, step: int) -> None:
-        if self._company.rank != 0:
-            return
-        self._shelf.take(who(self._company.size))
-        if not self._is_tidy:
+    def _get_ready(self, step: int) -> int:
+        if self._leads:
+            self._shelf.take(who(self._company.size))
+            if not self._is_tidy:
+                self._clean()
+            newest = max([self._newest, *self.steps()])
+            if step < newest:
+                raise InvalidArgument(
+                    f"{self._shelf.path} has step {newest}, which is after {step}: a load would "
+                    f"not find {step}. Call rewind({step}) first, which removes later ones, or "
+                    "use another folder"
+                )
+        return step
+
+    def _clean(self) -> None:
+        try:
             self._shelf.clean()
-            self._is_tidy = True
-        newest = max([self._newest, *self.steps()])
-        if step < newest:
-            raise InvalidArgument(
-                f"{self._shelf.path} has step {newest}, which is after {step}: a load would not "
-                f"find {step}. Call rewind({step}) first, which removes later ones, or "
-                "use another folder"
-            )
+        except OSError as error:  # somebody else's perhaps; it is in nobody's way
+            _log.warning("what dead jobs have left in %s stays: %s", self._shelf.path, error)
+        self._is_tidy = True
 
-    def _tidy_after(self, written: Future[None]) -> None:
-        if not written.cancelled() and written.exception() is None:
-            self._tidy()
+    def _tidy_after(self, written: Future[None], step: int) -> None:
+        tidied: Future[None] = Future()
 
-    def _tidy(self) -> None:
-        """Have rank 0 remove what need not be kept; the save has succeeded whatever happens."""
-        if self._company.rank == 0:
+        def tidy(_: Future[None]) -> None:
             try:
-                prune(self._shelf, self._keep)
-            except OSError as error:
-                _log.warning("old checkpoints in %s stay: %s", self._shelf.path, error)
+                if not written.cancelled() and _failure(written) is None:
+                    self._tidy(step)
+            finally:
+                tidied.set_result(None)
+
+        self._writes = [each for each in self._writes if not each[1].done() or _is_news(each[0])]
+        self._writes.append((written, tidied))
+        written.add_done_callback(tidy)
+
+    def _tidy(self, step: int) -> None:
+        """Have rank 0 remove what need not be kept, as a step is written, whatever happens here."""
+        if self._leads:
+            try:
+                prune(self._shelf, self._keep, written=step)
+            except Exception as error:  # noqa: BLE001 - an object store has errors of its own
+                is_known = isinstance(error, OSError)
+                about = (self._shelf.path, error)
+                _log.warning("old checkpoints in %s stay: %s", *about, exc_info=not is_known)
 
     def rewind(self, step: int) -> None:
-        """Remove all checkpoints after a step, to go on from there; all ranks call this."""
+        """Remove all checkpoints after a step, to go on from there; all ranks call this.
+
+        Nothing is removed if one of them is a link, or has files in it that are not ours.
+        """
         step = _checked(step)
-
-        def remove() -> None:
-            if self._company.rank == 0:
-                self._shelf.take(who(self._company.size))
-                for each in self.steps():
-                    if each > step and not self._shelf.remove(each):
-                        raise CheckpointError(f"{self._shelf.place(each)} is being read")
-
-        self._company.together("removing later steps", remove)
+        self._wait()
+        self._together("removing later steps", lambda: self._remove_after(step))
         self._newest = -1
+
+    def _remove_after(self, step: int) -> None:
+        if not self._leads:
+            return
+        self._shelf.take(who(self._company.size))
+        later = [each for each in self.steps() if each > step]
+        for each in later:
+            if (obstacle := self._shelf.obstacle(each)) is not None:
+                raise CheckpointError(f"{self._shelf.place(each)} is not removed: {obstacle}")
+        for each in reversed(later):  # so that those that are left have no gap, whatever happens
+            if not self._shelf.remove(each):
+                raise CheckpointError(f"{self._shelf.place(each)} is being read")
 
     def load(
         self,
@@ -178,74 +230,104 @@ class Folder:
     ) -> STATE_DICT:
         """Load the newest step, or a given one, into a state or as a new one.
 
-        All ranks call this and load the same step, or all raise. With `strict`, all that the state
-        asks for must be there. Further arguments go to the checkpointer.
+        All ranks call this and load the same step, or all raise: also if the newest one is
+        damaged, for an older one is for you to choose. With `strict`, all that the state asks for
+        must be there. Further arguments go to the checkpointer.
         """
+        loaded: list[STATE_DICT] = []
         with self._held(None if step is None else _checked(step)) as chosen:
-            error: Exception | None = None
+
+            def load() -> None:
+                path, options = self.path(chosen), {"default_map_location": map_location, **kwargs}
+                loaded.append(self._own_checkpointer().load(path, state, strict=strict, **options))
+
             try:
-                loaded = self._checkpointer.load(
-                    self.path(chosen),
-                    state,
-                    default_map_location=map_location,
-                    strict=strict,
-                    **kwargs,
-                )
-            except Exception as raised:  # noqa: BLE001 - all ranks shall hear of it
-                error = raised
-            self._settle(chosen, error)
-            return loaded
+                self._together(f"loading step {chosen}", load)
+            except DamagedCheckpoint as error:
+                error.add_note(self._way_out(chosen))
+                raise
+        return loaded[0]
+
+    def _way_out(self, step: int) -> str:
+        older = [each for each in self.steps() if each < step]
+        if not older:
+            return f"{self._shelf.path} has no older checkpoint"
+        return (
+            f"to go on from the one before it: load({older[-1]}, ...), then rewind({older[-1]}), "
+            f"which removes step {step}"
+        )
 
     @contextmanager
     def _held(self, step: int | None) -> Iterator[int]:
         """Choose a checkpoint with all ranks, and keep it from being removed meanwhile."""
-        for _ in range(_ATTEMPTS):
-            wanted = self.steps()[-1:] if step is None else [step]
-            chosen = next(iter(self._first_says(wanted)), None)
-            if chosen is None:
-                raise CheckpointNotFound(f"there is no checkpoint in {self._shelf.path}")
-            hold = self._shelf.hold(chosen)
-            if all(self._all_say(hold is not None)):
-                assert hold is not None
-                with closing(hold):
+        for _ in range(_ATTEMPTS if step is None else 1):
+            chosen = self._choose(step)
+            with ExitStack() as holds:
+                hold = partial(self._hold, chosen, holds)
+                if all(self._together(f"loading step {chosen}", hold)):
                     yield chosen
-                return
-            if hold is not None:
-                hold.close()
-            if step is not None:
-                break
+                    return
         there = ", ".join(map(str, self.steps())) or "none"
         raise CheckpointNotFound(f"{self._shelf.path} has no step {chosen}; there are: {there}")
 
-    def _settle(self, step: int, error: Exception | None) -> None:
-        """Raise on every rank if one could not load."""
-        said = None if error is None else [type(error).__name__, str(error)]
-        failed = {rank: each for rank, each in enumerate(self._all_say(said)) if each}
-        if error is not None:
-            raise error
-        if failed:
-            rank, (kind, message) = next(iter(failed.items()))
-            known = getattr(errors, kind, CheckpointError)
-            raised = known if issubclass(known, CheckpointError) else CheckpointError
-            raise raised(f"rank {rank} could not load step {step}: {kind}: {message}")
+    def _hold(self, step: int, holds: ExitStack) -> bool:
+        held = self._shelf.hold(step)
+        return held is not None and bool(holds.enter_context(closing(held)))
 
-    def _first_says(self, value: Any) -> Any:
-        """Return what rank 0 says."""
-        return self._all_say(value)[0]
+    def _choose(self, step: int | None) -> int:
+        """Return the step that all ranks shall load: the given one, or what rank 0 finds."""
+        wanted = self._together("loading", lambda: [step, self._newest_here()])
+        if any(each[0] != step for each in wanted):
+            steps = _by_rank(each[0] for each in wanted)
+            raise InvalidArgument(f"ranks load different steps: {steps}")
+        chosen = wanted[0][1] if step is None else step
+        if chosen is None:
+            raise CheckpointNotFound(f"there is no checkpoint in {self._shelf.path}")
+        return chosen
 
-    def _all_say(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._company.exchange(json.dumps(value))]
+    def _together(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """Do something on every rank and return what came of it, by rank, or raise on every rank.
+
+        What `action` returns must be something that JSON can say.
+        """
+        said: dict[str, Any] = {"at": [0, doing]}  # as in a save, which another rank may be at
+        try:
+            said["did"] = action()
+        except BaseException as error:
+            said |= {"failed": str(error), "kind": type(error).__name__}
+            with suppress(Exception):  # whoever cannot be told will miss us soon
+                self._company.exchange(json.dumps(said))
+            raise
+        told = [json.loads(text) for text in self._company.exchange(json.dumps(said))]
+        if any(each["at"] != said["at"] for each in told):
+            places = _by_rank(each["at"][1] for each in told)
+            raise CheckpointError(f"ranks have met in different calls: {places}")
+        for rank, each in enumerate(told):
+            if "failed" in each:
+                raise _kind(each["kind"])(
+                    f"rank {rank} failed while {doing}: {each['kind']}: {each['failed']}"
+                )
+        return [each["did"] for each in told]
 
     def close(self) -> None:
         """Wait for what is under way, and let others save here.
 
-        A checkpointer that was given is its owner's to close.
+        Raises the error of a write that nobody has been told about. A checkpointer that was given
+        is its owner's to close.
         """
-        if self._written is not None:
-            wait([self._written])
-        if self._given is None and "_checkpointer" in self.__dict__:
-            self._checkpointer.close()
-        self._shelf.release()
+        news = [written for written, _ in self._writes if _is_news(written)]
+        try:
+            self._wait()
+            if self._checkpointer is not None and not self._is_given:
+                self._checkpointer.close()
+        finally:
+            self._shelf.release()
+        self._writes = []
+        for written in news:
+            written.result()
+
+    def _wait(self) -> None:
+        wait([tidied for _, tidied in self._writes])
 
     def __enter__(self) -> Self:
         return self
@@ -263,7 +345,46 @@ def _checked(step: int) -> int:
     try:
         number = operator.index(step)
     except TypeError:
-        raise errors.InvalidType(f"a step is an integer, not {step!r}") from None
+        # Not its value: it may be a state, which a reader expects to come first.
+        kind = type(step).__name__
+        raise errors.InvalidType(
+            f"a step is an integer, not a {kind}: save(step, state), load(step, state) or "
+            "load(state=state)"
+        ) from None
     if not 0 <= number < 10**18:
         raise InvalidArgument(f"a step cannot be {step}")
     return number
+
+
+def _absolute(path: str | os.PathLike[str]) -> str:
+    """Return a path that means the same wherever the process goes; a URL as it is."""
+    path = os.fspath(path)
+    if not isinstance(path, str) or not path or "://" in path:
+        return path  # the shelf knows what to say
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _by_rank(values: Iterable[Any]) -> str:
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def _kind(name: str) -> type[CheckpointError]:
+    """Return the error of a name, if it is one of checkpoints."""
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, CheckpointError):
+        return kind
+    return CheckpointError
+
+
+def _failure(written: Future[None]) -> BaseException | None:
+    # By the method of the base, for to ask a write by its own one is to be told: then its
+    # checkpointer would never raise what went wrong.
+    return Future.exception(written)
+
+
+def _is_news(written: Future[None]) -> bool:
+    """Tell whether a write is under way, or has failed and is known to have told nobody."""
+    if not written.done():
+        return True
+    was_asked = getattr(written, "was_asked", True)
+    return not was_asked and not written.cancelled() and _failure(written) is not None

@@ -7,6 +7,7 @@ import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
+from weakref import WeakSet
 
 from ..errors import FolderInUse
 
@@ -62,6 +63,7 @@ class Lock:
                 if lock._is_current():
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, owner.encode(), 0)
+                    _held.add(lock)
                     return lock
             except BaseException:
                 os.close(fd)
@@ -92,8 +94,29 @@ class Lock:
         return os.path.samestat(named, os.fstat(self._fd))
 
     def release(self) -> None:
-        """Remove the file and the folder, then let go."""
+        """Remove the file and the folder, then let go; once only."""
+        if self._fd < 0:
+            return
         with suppress(OSError):
             (self._folder / _NAME).unlink()
             self._folder.rmdir()  # stays while ranks still have notes in it
-        os.close(self._fd)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the file, and leave the rest to whoever else has it open."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+_held: WeakSet[Lock] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for lock in _held:
+        lock.forget()
+
+
+# A forked child (a data loader's, say) would hold the lock when its parent is long dead, and would
+# remove its file at its own end.
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ..errors import InvalidArgument
 from ._document import MANIFEST
-from ._shelf import Hold, Shelf, name_of_step, step_of_name
+from ._shelf import Hold, Shelf, check_names, name_of_step, step_of_name
 from ._storage import OUR_FILES
 
 __all__ = ["RemoteShelf"]
@@ -26,7 +26,9 @@ class RemoteShelf(Shelf):
 
     def steps(self) -> list[int]:
         """List the folder, past any cache."""
-        steps = {step_of_name(name) for name in self._names(self._folder)} - {None}
+        names = self._names(self._folder)
+        check_names(self.path, names)
+        steps = {step_of_name(name) for name in names} - {None}
         return sorted(step for step in steps if step is not None and self._is_committed(step))
 
     def _names(self, folder: str) -> list[str]:

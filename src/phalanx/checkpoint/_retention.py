@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 
-from ..errors import InvalidArgument
+from ..errors import CheckpointNotFound, InvalidArgument, InvalidType
 from ._shelf import Shelf
+from ._verify import verify
 
 __all__ = ["Keep", "Verdict", "prune"]
 
@@ -18,14 +20,21 @@ class Keep:
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.last < 1:
+        if _whole("keep_last", self.last) < 1:
             raise InvalidArgument(f"keep_last is {self.last}: at least the last one is kept")
-        if self.every is not None and self.every < 0:
+        if self.every is not None and _whole("keep_every", self.every) < 0:
             raise InvalidArgument(f"keep_every is {self.every}; it cannot be negative")
 
     def marks(self, step: int) -> bool:
         """Tell whether a step is kept for its number."""
         return bool(self.every and step % self.every == 0)
+
+
+def _whole(name: str, number: object) -> int:
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidType(f"{name} is a whole number, not {number!r}") from None
 
 
 @dataclass(frozen=True)
@@ -37,17 +46,20 @@ class Verdict:
     """Why it is kept; None if it goes."""
 
 
-def prune(shelf: Shelf, keep: Keep, *, dry_run: bool = False) -> list[Verdict]:
+def prune(
+    shelf: Shelf, keep: Keep, *, written: int | None = None, dry_run: bool = False
+) -> list[Verdict]:
     """Remove what need not be kept, and say what became of every checkpoint.
 
-    What is damaged does not count as one of the last, and somebody may want to rescue it.
+    What is damaged does not count as one of the last, and somebody may want to rescue it. The
+    newest one that counts is known to be good: it was `written` just now, or all of it is read.
     """
     verdicts: list[Verdict] = []
     good = 0
     for step in reversed(shelf.steps()):
         if good == keep.last and keep.marks(step):
             why: str | None = f"every {keep.every}"
-        elif shelf.damage(step) is not None:
+        elif _is_damaged(shelf, step, is_trusted=good > 0 or _is_since(step, written)):
             why = "damaged"
         elif good < keep.last:
             good += 1
@@ -56,6 +68,20 @@ def prune(shelf: Shelf, keep: Keep, *, dry_run: bool = False) -> list[Verdict]:
             why = _dismiss(shelf, step, dry_run=dry_run)
         verdicts.append(Verdict(step, why))
     return verdicts[::-1]
+
+
+def _is_since(step: int, written: int | None) -> bool:
+    return written is not None and step >= written
+
+
+def _is_damaged(shelf: Shelf, step: int, *, is_trusted: bool) -> bool:
+    """Tell whether a checkpoint cannot be whole; of one that is trusted, no data is read."""
+    if shelf.damage(step) is not None:
+        return True
+    try:
+        return not is_trusted and bool(verify(shelf.place(step)))
+    except (CheckpointNotFound, OSError):
+        return True
 
 
 def _dismiss(shelf: Shelf, step: int, *, dry_run: bool) -> str | None:

@@ -17,13 +17,14 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from .. import _faultpoints
-from ..errors import CheckpointNotFound, DamagedCheckpoint
-from ._document import MANIFEST, Document
+from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
+from ._document import MANIFEST, Document, FileEntry, files_of
+from ._files import flush_folder, make_folders
 from ._locks import Lock
 from ._storage import OUR_FILES, Snapshot, storage_at
 from ._upkeep import remove_leftovers
@@ -32,6 +33,7 @@ __all__ = [
     "Hold",
     "LocalShelf",
     "Shelf",
+    "check_names",
     "hold_folder",
     "name_of_step",
     "read_document",
@@ -56,19 +58,31 @@ def step_of_name(name: str) -> int | None:
     return step if step is not None and name == name_of_step(step) else None
 
 
+def check_names(path: str, names: Collection[str]) -> None:
+    """Refuse what is a checkpoint: whoever took it for a folder of them would begin anew in it."""
+    if MANIFEST in names:
+        raise InvalidArgument(f"{path} is a checkpoint itself, not a folder of checkpoints")
+
+
 def read_document(path: str) -> Document:
     """Read the manifest of the checkpoint at a path, and check that its files are all there."""
-    try:
-        with closing(storage_at(path).snapshot()) as snapshot:
-            document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
-            _check_files(path, document, snapshot)
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+    with _opened(path) as snapshot:
+        document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
+        _check_files(path, document.files, snapshot)
     return document
 
 
-def _check_files(path: str, document: Document, snapshot: Snapshot) -> None:
-    for name, entry in document.files.items():
+@contextmanager
+def _opened(path: str) -> Iterator[Snapshot]:
+    try:
+        with closing(storage_at(path).snapshot()) as snapshot:
+            yield snapshot
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+
+
+def _check_files(path: str, files: dict[str, FileEntry], snapshot: Snapshot) -> None:
+    for name, entry in files.items():
         try:
             with closing(snapshot.open(name)) as source:
                 length = source.length
@@ -118,9 +132,12 @@ class Shelf(ABC):
         return f"{self.path.rstrip('/')}/{name_of_step(step)}"
 
     def damage(self, step: int) -> str | None:
-        """Say why a checkpoint cannot be whole; its data is not read."""
+        """Say why a checkpoint cannot be whole; neither its state nor its data is read."""
+        path = self.place(step)
         try:
-            read_document(self.place(step))
+            with _opened(path) as snapshot:
+                files = files_of(snapshot.manifest(), f"{path}/{MANIFEST}")
+                _check_files(path, files, snapshot)
         except (DamagedCheckpoint, CheckpointNotFound, OSError) as error:
             return str(error)
         return None
@@ -166,6 +183,7 @@ class LocalShelf(Shelf):
             names = os.listdir(self._folder)
         except (FileNotFoundError, NotADirectoryError):
             return []
+        check_names(self.path, names)
         steps = {name: step for name in names if (step := step_of_name(name)) is not None}
         return sorted(step for name, step in steps.items() if self._is_committed(name))
 
@@ -192,6 +210,8 @@ class LocalShelf(Shelf):
             return True  # somebody else has removed it
         _reach("renamed")
         if held:
+            # Else a power cut could bring its name back, and not its files.
+            flush_folder(self._folder)
             _remove_files(away)
         return held
 
@@ -202,7 +222,7 @@ class LocalShelf(Shelf):
     def take(self, owner: str) -> None:
         """Hold a lock in the folder until it is released, or this process ends."""
         if self._lock is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._folder)
             self._lock = Lock.take(self._folder / _LOCK, owner, purpose=self.path)
 
     def release(self) -> None:
@@ -222,6 +242,8 @@ class LocalShelf(Shelf):
 def shelf_at(path: str | os.PathLike[str]) -> Shelf:
     """Return the shelf at a path: on the file system, or by fsspec for what has a ``://``."""
     path = os.fspath(path)
+    if not isinstance(path, str) or not path:
+        raise InvalidArgument(f"a folder of checkpoints cannot be at {path!r}")
     if "://" in path:
         from ._remote_shelf import RemoteShelf
 
@@ -244,7 +266,8 @@ def _remove_files(folder: Path) -> None:
 @contextmanager
 def _locked(folder: Path, kind: int) -> Iterator[bool]:
     """Try to lock a folder; tells whether it is, and still under its name."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    # Not through a link: what is there is not ours to rename, let alone to remove.
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield _flock(fd, kind) and _is_at(fd, str(folder))
     finally:

@@ -8,10 +8,13 @@ collective call on every rank, hence the same answer after the same step.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, NoReturn, Self
 
@@ -26,6 +29,9 @@ from ._company import default_group
 __all__ = ["STOPPED", "StopRequest"]
 
 _BY_PROGRAM = 1 << 16  # beyond all signals
+_ECHO = 0.5
+"""Seconds within which the same signal is the same request: a terminal sends it to all processes,
+and their launcher once more."""
 
 
 class StopRequest:
@@ -43,7 +49,10 @@ class StopRequest:
     All ranks of `group` call `requested` equally often. It is one collective of a few numbers, some
     microseconds in shared memory; where that costs a round trip over a network, `every` so many
     calls is enough. The ranks are those of `group`, or of the current group, or of torch's default
-    group, or this process alone. A second SIGINT interrupts as ever.
+    group, or this process alone.
+
+    Handlers of your own are set aside meanwhile. A second SIGINT is theirs, and interrupts as ever;
+    so is a SIGTERM to a process that was forked off this one.
     """
 
     def __init__(
@@ -59,8 +68,10 @@ class StopRequest:
         self._group = None if group is None or group.size() == 1 else group
         self._leads = group is None or group.rank() == 0
         self._every = every
-        self._signals = tuple(signals)
+        self._signals = tuple(dict.fromkeys(signals))
         self._before: dict[int, Any] = {}
+        self._process = 0
+        self._interrupted_at: float | None = None
         self._heard = 0
         """The signal that this rank was sent; 0 for none."""
         self._decided = 0
@@ -78,10 +89,17 @@ class StopRequest:
                 "only the main thread hears signals: enter there, or pass signals=() and call "
                 "request"
             )
+        if self._before:
+            raise InvalidState("this StopRequest was entered already, and not left")
+        self._process = os.getpid()
         for each in self._signals:
-            # What is ignored stays ignored: that is how nohup asks for it.
-            if signal.getsignal(each) is not signal.SIG_IGN:
-                self._before[each] = signal.signal(each, self._hear)
+            try:
+                # What is ignored stays ignored: that is how nohup asks for it.
+                if signal.getsignal(each) is not signal.SIG_IGN:
+                    self._before[each] = signal.signal(each, self._hear)
+            except (OSError, ValueError) as error:
+                self._restore()
+                raise InvalidArgument(f"{signal_name(each)} cannot be heard: {error}") from None
         return self
 
     def __exit__(
@@ -90,15 +108,33 @@ class StopRequest:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        while self._before:
-            number, handler = self._before.popitem()
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before.clear()  # not sooner: until then, a signal may still be for others
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        again = self._heard == number == signal.SIGINT
+        if self._is_for_others(number):
+            before = self._before[number]
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, before)
+                signal.raise_signal(number)
         self._heard = self._heard or number
-        if again and callable(self._before[number]):
-            self._before[number](number, frame)
+
+    def _is_for_others(self, number: int) -> bool:
+        """Tell whether a signal is for whoever heard them before this."""
+        if number != signal.SIGINT:
+            # A child that was forked off does not know of steps; how else would it be ended?
+            return os.getpid() != self._process
+        now = time.monotonic()
+        if self._interrupted_at is None:
+            self._interrupted_at = now
+            return False
+        return now >= self._interrupted_at + _ECHO
 
     def request(self) -> None:
         """Ask for a stop from here: a time limit is near, say. One rank is enough."""
@@ -130,7 +166,8 @@ class StopRequest:
         if self._leads:
             cause = "" if self._decided in (0, _BY_PROGRAM) else f" ({signal_name(self._decided)})"
             saved = "" if step is None else f" after saving step {step}"
-            print(f"{STOP_WORDS}{saved}{cause}", file=sys.stderr, flush=True)
+            with suppress(OSError):  # nobody may be left to read it
+                print(f"{STOP_WORDS}{saved}{cause}", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED)
 
 

@@ -43,14 +43,21 @@ def _explaining() -> Iterator[Any]:
 
     try:
         yield _checkpoint_views
-    except (CheckpointError, OSError) as error:
+    except BrokenPipeError:
+        raise  # whoever reads has seen enough; click leaves quietly
+    except (CheckpointError, OSError, EOFError) as error:
         raise click.ClickException(str(error)) from error
     except MisuseError as error:
         raise click.UsageError(str(error)) from error
 
 
 def _write(about: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
-    click.echo(json.dumps(about(), indent=2) if as_json else "\n".join(lines()))
+    click.echo(json.dumps(about(), indent=2) if as_json else "\n".join(map(_printable, lines())))
+
+
+def _printable(line: str) -> str:
+    """Escape what a terminal would obey: names and values are whatever somebody has saved."""
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 @checkpoint.command()
@@ -122,22 +129,37 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
 
 
 @checkpoint.command()
-@click.option("--keep-last", type=int, default=3, show_default=True, metavar="N")
-@click.option("--keep-every", type=int, default=1000, show_default=True, metavar="N")
+@click.option(
+    "--keep-last",
+    type=int,
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Keep the N greatest steps.",
+)
+@click.option(
+    "--keep-every",
+    type=int,
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Keep multiples of N, too; 0: none.",
+)
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @_json
 @_path
 def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
     """Remove checkpoints from the folder at PATH, except the last ones and every so many steps.
 
-    What is damaged, being read, or has files that are not ours is never removed.
+    What is damaged, being read, or has files that are not ours is never removed. The newest one is
+    read and verified first, so that a good one is among those that stay.
     """
     with _explaining() as views:
         from ..checkpoint._retention import Keep
         from ..checkpoint._retention import prune as prune_folder
 
-        shelf = views.folder(path)
-        before = {each.step: each for each in views.find(path)}
+        shelf, found = views.folder(path)
+        before = {each.step: each for each in found}
         verdicts = prune_folder(shelf, Keep(keep_last, keep_every or None), dry_run=dry_run)
         _write(
             lambda: [{"step": each.step, "kept": each.kept} for each in verdicts],

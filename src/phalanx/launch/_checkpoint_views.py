@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ..checkpoint._contents import Entry, contents
-from ..checkpoint._document import MANIFEST, Document, Malformed, TensorEntry
+from ..checkpoint._document import MANIFEST, Document, Malformed, TensorEntry, check_ranges
 from ..checkpoint._retention import Verdict
 from ..checkpoint._shelf import Hold, Shelf, hold_folder, read_document, shelf_at, step_of_name
 from ..checkpoint._verify import digest, verify
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _WIDEST = 60  # letters of a value that are shown
+_ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Found:
     document: Document | None
     """Its manifest; None if it is damaged."""
     damage: str | None = None
+    state: tuple[Entry, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -64,14 +67,11 @@ class Found:
         except OSError:
             return None
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> tuple[Entry, ...]:
         """Return what it holds; raises `DamagedCheckpoint`."""
         if self.document is None:
             raise DamagedCheckpoint(self.damage)
-        try:
-            return contents(self.document)
-        except Malformed as error:
-            raise DamagedCheckpoint(f"{self.path}/{MANIFEST} cannot be used: {error}") from None
+        return self.state
 
     def about(self) -> dict[str, Any]:
         """Tell a program what is known of it."""
@@ -90,18 +90,47 @@ class Found:
 
 def find(path: str) -> list[Found]:
     """Return the checkpoint at a path, or those in it; raises `CheckpointNotFound` if none is."""
-    try:
-        return [Found(path, read_document(path))]
-    except DamagedCheckpoint as error:
-        return [Found(path, None, str(error))]
-    except CheckpointNotFound:
-        shelf = shelf_at(path)
-    places = [shelf.place(step) for step in shelf.steps()]
-    if places:
-        return [each for place in places for each in find(place)]
+    with suppress(CheckpointNotFound):
+        return [_look(path)]
+    shelf = shelf_at(path)
+    for _ in range(_ATTEMPTS):
+        steps = shelf.steps()
+        found = [each for step in steps if (each := _look_in(shelf, step)) is not None]
+        if found:
+            return found
+        if not steps:
+            break  # and otherwise, all of them were removed just now: there are newer ones
     if "://" not in path and not os.path.exists(path):
         raise CheckpointNotFound(f"there is nothing at {path}")
     raise CheckpointNotFound(f"{path} is neither a checkpoint nor a folder of checkpoints")
+
+
+def _look_in(shelf: Shelf, step: int) -> Found | None:
+    """Read one of many, if it is still there; as strange as it may be, it hides no others."""
+    place = shelf.place(step)
+    try:
+        return _look(place)
+    except CheckpointNotFound:
+        return None
+    except (OSError, EOFError) as error:
+        return Found(place, None, f"{place}: {error}")
+
+
+def _look(path: str) -> Found:
+    try:
+        document = read_document(path)
+        state = contents(document)
+        tensors = [entry.tensor for entry in state if entry.tensor is not None]
+        check_ranges(document.files, tensors)
+        # Before any of it is compared: a name could lead out of the folder.
+        for piece in (piece for tensor in tensors for piece in tensor.pieces):
+            if piece.file not in document.files:
+                raise Malformed(f"it does not list {piece.file!r}")
+    except DamagedCheckpoint as error:
+        return Found(path, None, str(error))
+    except Malformed as error:
+        return Found(path, None, f"{path}/{MANIFEST} cannot be used: {error}")
+    return Found(path, document, None, tuple(state))
 
 
 def newest(path: str) -> Found:
@@ -179,10 +208,9 @@ def _tell(entry: Entry) -> dict[str, Any]:
 
 def differences(one: Found, two: Found) -> list[dict[str, Any]]:
     """Compare two states: what was added, removed, or changed, and how."""
-    before = {(entry.name, entry.rank): entry for entry in one.entries()}
-    after = {(entry.name, entry.rank): entry for entry in two.entries()}
+    before, after = _by_name(one), _by_name(two)
 
-    def is_same(key: tuple[str, int | None]) -> bool:
+    def is_same(key: _Key) -> bool:
         return _have_same_bytes(one.path, before[key].tensor, two.path, after[key].tensor)
 
     found = []
@@ -194,6 +222,20 @@ def differences(one: Found, two: Found) -> list[dict[str, Any]]:
             kind, text = how
             found.append({"name": key[0], "rank": key[1], "change": kind, "how": text})
     return found
+
+
+_Key = tuple[str, int | None, int]
+
+
+def _by_name(found: Found) -> dict[_Key, Entry]:
+    """Return what it holds by name and rank; names are for people, and two may look the same."""
+    seen: Counter[tuple[str, int | None]] = Counter()
+    entries = {}
+    for entry in found.entries():
+        key = entry.name, entry.rank
+        entries[*key, seen[key]] = entry
+        seen[key] += 1
+    return entries
 
 
 def _compare(one: Entry | None, two: Entry | None) -> tuple[str, str] | None:
@@ -255,14 +297,13 @@ def changes(one: Found, two: Found, found: list[dict[str, Any]]) -> list[str]:
 
 
 def verify_all(found: list[Found], progress: Callable[[int], None]) -> dict[str, list[str]]:
-    """Read checkpoints again, and return what is wrong with each, by its path."""
+    """Read checkpoints again, and return what is wrong with each that is still there, by path."""
     problems = {}
     for each in found:
         hold = Hold() if "://" in each.path else hold_folder(each.path)
-        if hold is None:
-            raise CheckpointNotFound(f"{each.path} was removed just now")
-        with closing(hold):
-            problems[each.path] = verify(each.path, progress)
+        if hold is not None:
+            with closing(hold), suppress(CheckpointNotFound):
+                problems[each.path] = verify(each.path, progress)
     return problems
 
 
@@ -270,30 +311,23 @@ def verdict(found: list[Found], problems: dict[str, list[str]]) -> list[str]:
     """Say what was verified, and what is damaged."""
     lines = []
     for each in found:
-        bad = problems[each.path]
-        lines += [f"damaged: {problem}" for problem in bad]
-        if not bad:
+        bad = problems.get(each.path)
+        lines += [f"damaged: {problem}" for problem in bad or ()]
+        if bad is None:
+            lines.append(f"removed meanwhile: {each.path}")
+        elif not bad:
             lines.append(f"good: {each.path}, {size(each.bytes)}")
     return lines
 
 
-def folder(path: str) -> Shelf:
-    """Return the folder at a path; raises `CheckpointNotFound` if it has no checkpoints."""
-    shelf = shelf_at(path)
-    if not shelf.steps():
-        where = "is a checkpoint itself" if _is_checkpoint(path) else "has no checkpoints in it"
-        raise CheckpointNotFound(f"{path} {where}: prune works on a folder of checkpoints")
-    return shelf
-
-
-def _is_checkpoint(path: str) -> bool:
-    try:
-        read_document(path)
-    except CheckpointNotFound:
-        return False
-    except DamagedCheckpoint:
-        return True
-    return True
+def folder(path: str) -> tuple[Shelf, list[Found]]:
+    """Return the folder at a path, and what is in it; raises `CheckpointNotFound` if it is none."""
+    found = find(path)
+    if found[0].path == path:
+        raise CheckpointNotFound(
+            f"{path} is a checkpoint itself: prune works on a folder of checkpoints"
+        )
+    return shelf_at(path), found
 
 
 def pruned(verdicts: list[Verdict], before: dict[int | None, Found], *, dry_run: bool) -> list[str]:

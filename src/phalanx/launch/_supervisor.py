@@ -5,7 +5,8 @@ for it), or the launcher was sent a signal. The supervisor takes one event after
 deadline when there is one:
 
 - a rank fails: the others get `linger` seconds to say what it did to them, then they are stopped;
-- a signal comes: the ranks get it too, and `grace` seconds; a second signal ends the patience;
+- a signal comes: the ranks get it too, and `grace` seconds; a second signal ends the patience, but
+  not its echo;
 - a rank leaves on request: the others agreed to, and have as many seconds to do the same;
 - stopping: SIGTERM to each rank, then to whatever it left behind, and SIGKILL after `grace`
   seconds.
@@ -32,7 +33,10 @@ from ._screen import Screen
 __all__ = ["supervise"]
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds, all three. The first is between two looks for what ranks have left behind: the kernel
+# Seconds, all four. Within the first, the same signal is the same request: `timeout` and some
+# schedulers send it to a process and then to its group, too.
+_ECHO = 0.5
+# The second is between two looks for what ranks have left behind: the kernel
 # reports only a process's own children.
 _POLL = 0.02
 # What SIGKILL has not ended by then is held by the kernel, and is given up.
@@ -86,6 +90,7 @@ class _Attempt:
         self._began = time.monotonic()
         self._deadline: float | None = None
         self._signal: int | None = None
+        self._signal_at = 0.0
         self._told_at: float | None = None
         """When the ranks were first told to end; what they do from then on is not their failure."""
         self._is_killing = False
@@ -147,11 +152,14 @@ class _Attempt:
 
     def _on_signal(self, number: int) -> None:
         now = time.monotonic()
+        if number == self._signal and now < self._signal_at + _ECHO:
+            return
         if self._told_at is not None:
             # Asked again: no more patience. Those that are being killed are only waited for.
             self._deadline = self._deadline if self._is_killing else now
             return
-        self._signal, self._told_at, self._deadline = number, now, now + self._job.grace
+        self._signal, self._signal_at = number, now
+        self._told_at, self._deadline = now, now + self._job.grace
         self._crew.send(number)
         self._pump.say(f"{signal_name(number)}: passed on to the ranks; once more kills them")
 

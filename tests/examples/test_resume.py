@@ -1,7 +1,6 @@
 """The example that is stopped and goes on: it ends with the weights of one that never was."""
 
 import contextlib
-import importlib.util
 import io
 import os
 import re
@@ -9,24 +8,21 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from example_scripts import ROOT, load
 
 from phalanx.checkpoint import STOPPED, Folder
 from phalanx.testing import RankFailures
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "resume.py"
+SCRIPT = ROOT / "examples" / "resume.py"
 OPTIONS = {"epochs": 4, "every": 20}
 LAST = 4 * 29  # steps of four epochs at two ranks
 
 
 def run_main(ctx, path, signals=()):
     """Run the example's `main` and return what it printed; rank 1 sends itself signals at steps."""
-    spec = importlib.util.spec_from_file_location("resume", SCRIPT)
-    resume = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(resume)
-    resume.new_group = ctx.group
+    resume = load("resume", ctx)
 
     class Signalled(resume.Batches):
         def __iter__(self):

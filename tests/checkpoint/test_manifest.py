@@ -76,8 +76,12 @@ CHANGES = {
     "absurd shape": (lambda f: tensor_of(f).update(shape=[2**40, 2**40]), "nobody can hold"),
     "absurd empty shape": (lambda f: tensor_of(f).update(shape=[0, 2**61, 2**61]), "nobody"),
     "many dimensions": (lambda f: tensor_of(f).update(shape=[1] * 65 + [64, 33]), "pieces"),
-    "unknown type": (lambda f: tensor_of(f).update(dtype="float31"), "which torch lacks"),
-    "no type": (lambda f: tensor_of(f).update(dtype="Tensor"), "which torch lacks"),
+    "unknown type": (lambda f: tensor_of(f).update(dtype="float31"), "which no tensor here has"),
+    "no type": (lambda f: tensor_of(f).update(dtype="Tensor"), "which no tensor here has"),
+    **{
+        f"quantized {name}": (lambda f, name=name: tensor_of(f).update(dtype=name), "no tensor")
+        for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+    },
     "unknown device": (lambda f: tensor_of(f).update(device="toaster"), "no device"),
     "unknown file": (
         lambda f: tensor_of(f)["pieces"][0].update(file="../../etc/passwd"),

@@ -137,11 +137,18 @@ def test_a_state_that_holds_itself_is_refused():
         parse(state)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 def test_tensors_without_plain_memory_are_refused():
+    given_back = torch.ones(3)
+    given_back.untyped_storage().resize_(0)
     for tensor, why in [
         (torch.eye(3).to_sparse(), "layout"),
         (torch.empty(3, device="meta"), "meta device"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
+        (given_back, "memory was given back"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized .*int_repr"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested .*unbind"),
     ]:
         with pytest.raises(UnsupportedState, match=f"^w is .*{why}"):
             parse({"w": tensor})

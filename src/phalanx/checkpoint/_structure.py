@@ -30,6 +30,7 @@ __all__ = [
     "Scalar",
     "TensorLeaf",
     "absences",
+    "complaint_about",
     "leaves",
     "parse",
     "rebuild",
@@ -175,18 +176,31 @@ def _check_text(text: str, path: Path) -> None:
 
 
 def _check_tensor(tensor: Tensor, path: Path) -> None:
-    where = display(path)
+    complaint = complaint_about(tensor)
+    if complaint:
+        raise UnsupportedState(f"{display(path)} is {complaint}")
+
+
+def complaint_about(tensor: Tensor) -> str:
+    """Say why the values of a tensor are not simply bytes in memory, and what to do; or nothing."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         advice = (
             "store its own part (to_local) or the whole (full_tensor)"
             if hasattr(tensor, "full_tensor")
             else "store a plain tensor"
         )
-        raise UnsupportedState(f"{where} is a {_class_name(tensor)}; {advice}")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedState(f"{where} is a tensor of layout {tensor.layout}; store a dense one")
+        return f"a {_class_name(tensor)}; {advice}"
+    if tensor.is_nested:
+        return "a nested tensor; store the tensors that it is made of (unbind)"
+    if tensor.is_quantized:
+        return "a quantized tensor; store its integers (int_repr) and its scale"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}; store a dense one"
     if tensor.is_meta:
-        raise UnsupportedState(f"{where} is a tensor on the meta device, which has no values")
+        return "a tensor on the meta device, which has no values"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "a tensor whose memory was given back, as that of a sharded one; gather it first"
+    return ""
 
 
 def _class_name(value: object) -> str:

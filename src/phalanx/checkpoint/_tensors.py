@@ -99,6 +99,8 @@ def memory(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
     size = nbytes(tensor.dtype, tensor.shape)
+    end = tensor.storage_offset() * tensor.dtype.itemsize + size
+    assert end <= tensor.untyped_storage().nbytes(), "beyond is somebody else's memory"
     if size == 0:
         return memoryview(b"")
     # By address: numpy, which could do it too, lacks half of the types.

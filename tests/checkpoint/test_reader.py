@@ -14,6 +14,7 @@ from phalanx.checkpoint import (
     RankInfo,
     RNGState,
     make_sync_checkpointer,
+    register_codec,
 )
 from phalanx.checkpoint._loading import OpenCheckpoint
 from phalanx.checkpoint._manifest import MANIFEST
@@ -66,6 +67,12 @@ def test_strict_raises_for_what_is_missing(path):
     with pytest.raises(RuntimeError):
         checkpointer.load(path, {"new": 1}, strict=True)
     assert checkpointer.load(path, {"new": 1}) == {"new": 1}
+    state = {**zeros(), "step": 0, "new": 1}
+    with pytest.raises(MissingKeys):
+        checkpointer.load(path, state, strict=True)
+    assert same(state, {**zeros(), "step": 0, "new": 1}), "nothing is touched"
+    with pytest.raises(MissingKeys, match=r"\['own', 'position'\]"):
+        load(path, 7, 8, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +97,68 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(path, wrong, message)
         load(path, 0, 2, state)
     assert state["step"] == 0
     assert not weight.any()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def given_back():
+    tensor = torch.zeros(64, 33)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.zeros(64, 33, device="meta"), "meta device"),
+        (lambda: torch.zeros(33).expand(64, 33), "an expanded tensor"),
+        (lambda: torch.zeros(64, 33).to_sparse(), "of layout torch.sparse_coo"),
+        (lambda: torch.zeros(64, 33).as_subclass(Subclass), "Subclass"),
+        (given_back, "memory was given back"),
+    ],
+)
+def test_a_tensor_that_cannot_take_it_is_named_and_nothing_is_touched(path, make, why):
+    bias = torch.zeros(7)
+    with pytest.raises(StateMismatch, match=rf"model\.weight cannot be loaded in place: .*{why}"):
+        load(path, 0, 2, {"model": {"bias": bias, "weight": make()}})
+    assert not bias.any()
+
+
+def test_tensors_of_inference_are_loaded_wherever_they_are(tmp_path):
+    for url in (tmp_path / "c", f"memory://{tmp_path.name}/c"):
+        saved(url, [{"a": torch.ones(2, 3), "b": torch.ones(2)}])
+        with torch.inference_mode():
+            state = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(2)}
+        load(url, state=state)
+        assert same(state, {"a": torch.ones(2, 3), "b": torch.ones(2)})
+
+
+class Picky:
+    """Something that a checkpoint of a stranger may be no good for."""
+
+    def __init__(self, value=1):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        raise LookupError("not this one")
+
+
+def test_what_cannot_be_decoded_or_taken_leaves_the_rest_untouched(tmp_path):
+    def decode(value):
+        raise FileNotFoundError(f"no {value} here")
+
+    register_codec("test.picky", Picky, encode=lambda picky: picky.value, decode=decode)
+    saved(tmp_path / "c", [{"w": torch.ones(2), "coded": Picky(7), "object": {"value": 3}}])
+    for asked, error in (({"coded": None}, FileNotFoundError), ({"object": Picky()}, LookupError)):
+        state = {"w": torch.zeros(2), **asked}
+        with pytest.raises(error, match="no 7 here|not this one"):
+            load(tmp_path / "c", state=state)
+        assert not state["w"].any()
 
 
 def test_damage_anywhere_leaves_the_whole_state_untouched(path):

@@ -21,6 +21,10 @@ __all__ = ["OpenCheckpoint", "reading"]
 T = TypeVar("T")
 
 
+class _Gone(FileNotFoundError):
+    """A file of the checkpoint is not there, or no longer."""
+
+
 class OpenCheckpoint:
     """A checkpoint that is being read: its manifest, and those of its files that are needed."""
 
@@ -101,8 +105,8 @@ class OpenCheckpoint:
         """Say which file it is that is damaged; one that is gone may just have been replaced."""
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise _Gone(str(error)) from error
         except (OSError, EOFError) as error:
             raise DamagedCheckpoint(f"{file} cannot be used: {error}") from error
 
@@ -125,7 +129,7 @@ def reading(storage: Storage, prepare: Callable[[OpenCheckpoint], T]) -> Iterato
         with _opened(storage) as checkpoint:
             try:
                 prepared = prepare(checkpoint)
-            except FileNotFoundError as error:
+            except _Gone as error:
                 if checkpoint.manifest.save in tried:
                     raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
                 tried.add(checkpoint.manifest.save)

@@ -128,6 +128,17 @@ def test_what_is_not_alike_is_named_on_every_rank(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_a_rank_that_cannot_compare_its_state_says_so(tmp_path, meet):
+    """Here it has not the memory to lay out a tensor that is larger than it looks."""
+    states = [{"w": torch.ones(2)}, {"w": torch.ones(1).expand(1 << 45)}]
+    for error in save(tmp_path / "c", states, meet=meet):
+        assert isinstance(error, SaveFailed)
+        assert "failed on rank 1 while comparing state: RuntimeError: " in str(error)
+        assert "memory" in str(error)
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_checkpointer_out_of_the_box(tmp_path):
     checkpointer = make_sync_checkpointer()
     assert isinstance(checkpointer, SyncCheckpointer)

@@ -17,13 +17,13 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from .. import _faultpoints
 from ..errors import SaveFailed, StateMismatch
-from . import _progress
 from ._alike import Part, elements, own_share, sizes_of
 from ._digests import find_differences, marked_apart
 from ._dtypes import name_of_dtype
@@ -85,10 +85,9 @@ class _Save:
         if self._company.size == 1:
             self._apart = dict.fromkeys(marked_apart(self._tree), (0,))
             return
-        _progress.enter("comparing state")
         try:
             self._apart = find_differences(
-                self._tree, lambda said: self._company.together("comparing state", lambda: said)
+                self._tree, partial(self._company.together, "comparing state")
             )
         except StateMismatch as error:  # all ranks come to the same conclusion
             raise SaveFailed(f"the save failed: {error}") from error

@@ -2,29 +2,20 @@
 
 import errno
 import os
+import shutil
 import threading
 
 import pytest
 import torch
 
 from phalanx import _faultpoints
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._storage import data_file_name, share_of_removal
 from phalanx.checkpoint._verify import verify
-from phalanx.errors import (
-    CheckpointNotFound,
-    SaveFailed,
-)
+from phalanx.errors import CheckpointNotFound, SaveFailed
 
-from .states import (
-    ThreadExchange,
-    load,
-    mixed,
-    plain,
-    same,
-    saved,
-    together,
-)
+from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
 POINTS = [
     "begin",
@@ -42,7 +33,8 @@ POINTS = [
 """All points of a save over another one, in their order."""
 FOR_ALL = ("begin", "tensor", "flush", "written")
 """Those that other ranks than the first reach too."""
-VISIBLE = {"replaced", "published", "committed"}
+VISIBLE = {"replaced", "published", "committed", "discard"}
+"""Those at which the new checkpoint is in place; at the last one, ranks have left the save."""
 
 
 class Failing:
@@ -105,6 +97,101 @@ def together_saving(path, step, meet):
         writer.write(path, mixed(rank, step))
 
     return together(2, write)
+
+
+def test_ranks_leave_before_old_files_are_removed(tmp_path):
+    """That takes a disk some 200 ms for a gigabyte."""
+    path = tmp_path / "c"
+    saved(path, [mixed(0, 1), mixed(1, 1)])
+    old = {name for name in os.listdir(path) if name != MANIFEST}
+    may_go, removers = threading.Event(), set()
+
+    def hold(point):
+        if point == "checkpoint:discard":
+            assert may_go.wait(30)
+            removers.add(threading.current_thread())
+
+    barrier = ThreadExchange(2)
+    writers = [
+        CheckpointWriter(CheckpointWriterConfig(), RankInfo(rank, 2), barrier.at(rank))
+        for rank in range(2)
+    ]
+    _faultpoints.arm(hold)
+    try:
+        assert together(2, lambda rank: writers[rank].write(path, mixed(rank, 2))) == [None, None]
+        assert old < set(os.listdir(path))
+        assert same(plain(mixed(1, 2)), load(path, 1, 2)[0])
+        assert os.listdir(tmp_path) == ["c"], "another job could save here"
+        may_go.set()
+        for writer in writers:
+            writer.close()
+    finally:
+        _faultpoints.disarm(hold)
+    assert len(removers) == 2, "each rank removes what it has written"
+    assert len(os.listdir(path)) == 3
+    assert not old & set(os.listdir(path))
+
+
+def test_each_old_file_is_removed_by_one_rank():
+    names = [data_file_name("0" * 16, rank) for rank in range(5)]
+    shares = [share_of_removal([*names, "notes.txt"], 2, rank) for rank in range(2)]
+    assert shares == [names[::2], names[1::2]]
+
+
+def test_old_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path):
+    path = tmp_path / "c"
+    saved(path, [mixed(0, 1)])
+    with Failing("discard", None) as failing:
+        saved(path, [mixed(0, 2)])
+    assert failing.struck
+    assert len(os.listdir(path)) == 3, "it is still there"
+    assert same(plain(mixed(0, 2)), load(path)[0])
+    saved(path, [mixed(0, 3)])
+    assert len(os.listdir(path)) == 2
+
+
+def test_a_manifest_is_on_disk_before_files_that_it_does_not_name_are_removed(
+    tmp_path, monkeypatch
+):
+    """As when a job was killed right after its commit, and power fails in the next save."""
+    path, log = tmp_path / "c", []
+    saved(path, [{"a": torch.ones(3)}])
+    (path / data_file_name("0" * 16, 0)).touch()
+    fsync = os.fsync
+
+    def note(fd):
+        log.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def reached(point):
+        log.append(point)
+
+    monkeypatch.setattr(os, "fsync", note)
+    _faultpoints.arm(reached)
+    try:
+        saved(path, [{"a": torch.ones(3)}])
+    finally:
+        _faultpoints.disarm(reached)
+    assert log[log.index("checkpoint:discard") - 1] == str(path)
+
+
+def test_an_interrupt_while_cleaning_up_lets_others_have_the_path(tmp_path, monkeypatch):
+    class Interrupting(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it fails whatever comes
+            monkeypatch.setattr(shutil, "rmtree", interrupt)
+            raise ValueError
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    def interrupt(*_, **__):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    (error,) = save(tmp_path / "c", [{"a": torch.ones(3)}], hook=lambda _: Interrupting())
+    assert isinstance(error, KeyboardInterrupt)
+    saved(tmp_path / "c", [{"a": torch.ones(3)}])
+    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_before_the_commit_nothing_is_visible(tmp_path):

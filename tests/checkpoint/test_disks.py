@@ -10,18 +10,9 @@ import torch
 
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._board import FileBoard
-from phalanx.errors import (
-    SaveFailed,
-)
+from phalanx.errors import SaveFailed
 
-from .states import (
-    ThreadExchange,
-    load,
-    same,
-    save,
-    saved,
-    together,
-)
+from .states import ThreadExchange, load, same, save, saved, together
 
 
 @pytest.fixture

@@ -2,25 +2,17 @@
 
 import os
 
+import pytest
 import torch
 
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._storage import data_file_name
 from phalanx.checkpoint._upkeep import remove_leftovers
-from phalanx.errors import (
-    FolderInUse,
-)
+from phalanx.errors import FolderInUse, SaveFailed
 
-from .states import (
-    ThreadBarrier,
-    ThreadExchange,
-    load,
-    same,
-    save,
-    saved,
-    together,
-)
+from .states import ThreadBarrier, ThreadExchange, load, same, save, saved, together
 
 
 def test_two_jobs_at_one_folder(tmp_path):
@@ -98,3 +90,39 @@ def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
     saved(path, [{"a": torch.ones(4)}])
     assert not old.exists()
     assert same(load(path)[0], {"a": torch.ones(4)})
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "c"
+    path.mkdir()
+    os.mkfifo(path / MANIFEST)
+    saved(path, [{"a": 1}])
+    assert load(path)[0] == {"a": 1}
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
+    """Who may write in this folder could otherwise have us write over any file of ours."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / ".c.saving").mkdir()
+    (tmp_path / ".c.saving" / "lock").symlink_to(precious)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".d.saving").symlink_to(tmp_path / "elsewhere")
+    for name in ("c", "d"):
+        (error,) = save(tmp_path / name, [{"a": 1}])
+        assert isinstance(error, SaveFailed)
+        assert f"{tmp_path}/.{name}.saving" in str(error)
+    assert precious.read_text() == "mine"
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/", path)])
+def test_what_is_not_a_leftover_is_in_nobodys_way(tmp_path, make):
+    path = tmp_path / "c"
+    saved(path, [{"a": torch.ones(2)}])
+    make(path / data_file_name("1" * 16, 0))
+    (tmp_path / ".c.saving").mkdir()
+    make(tmp_path / ".c.saving" / ("1" * 16))
+    make(tmp_path / ".c.saving" / "note.x")
+    saved(path, [{"a": torch.zeros(2)}])
+    assert same(load(path)[0], {"a": torch.zeros(2)})

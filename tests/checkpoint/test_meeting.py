@@ -9,20 +9,9 @@ import pytest
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._notes import ByNotes
-from phalanx.checkpoint._storage import storage_at
-from phalanx.errors import (
-    CheckpointNotFound,
-    SaveFailed,
-    SaveTimeout,
-)
+from phalanx.errors import CheckpointNotFound, SaveFailed, SaveTimeout
 
-from .states import (
-    ThreadBarrier,
-    ThreadExchange,
-    load,
-    saved,
-    together,
-)
+from .states import ThreadBarrier, ThreadExchange, load, saved, together
 
 
 @pytest.mark.parametrize("meet", [ThreadExchange, ThreadBarrier, None])
@@ -81,14 +70,3 @@ def test_two_processes_that_say_they_are_one_rank(tmp_path):
     errors = together(3, write)
     for error in errors:
         assert "two processes say that they are rank 1" in str(error)
-
-
-def test_notes_by_fsspec_bear_that_others_remove_the_folder(tmp_path):
-    board = storage_at(f"file://{tmp_path}/c").board()
-
-    def come_and_go(rank):
-        for _ in range(100):
-            board.put(f"note.{rank}", "here")
-            board.remove(f"note.{rank}")
-
-    assert together(4, come_and_go) == [None] * 4

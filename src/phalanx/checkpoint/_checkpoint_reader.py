@@ -64,7 +64,7 @@ class CheckpointReader:
                 raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
             return lambda: (state if state_dict is None else fitting.apply(), missing)
 
-        with reading(storage_at(os.fspath(path)), prepare) as finish:
+        with reading(storage_at(os.fsdecode(path)), prepare) as finish:
             return finish()
 
 

@@ -32,7 +32,7 @@ from ._manifest import FileEntry, HeaderEntry, Manifest
 from ._marks import Piece
 from ._meeting import Company
 from ._paths import Path
-from ._storage import Storage, data_file_name
+from ._storage import Storage, data_file_name, share_of_removal
 from ._structure import Branch, Node, TensorLeaf, leaves, parse
 from ._tensors import Place, Share, WrittenFile, write_tensors
 from ._types import STATE_DICT
@@ -41,25 +41,30 @@ __all__ = ["commit_together", "who"]
 
 
 def commit_together(
-    storage: Storage,
+    open_storage: Callable[[], Storage],
     state_dict: STATE_DICT,
     *,
     company: Company,
     before_commit: Callable[[], None],
-) -> None:
-    """Save a state with all ranks of a company; each calls `before_commit` when it has written."""
-    with closing(_Save(storage, company)) as save:
+) -> Callable[[], None] | None:
+    """Save a state with all ranks of a company; each calls `before_commit` when it has written.
+
+    Returns what this rank has to do when there is time: to remove its share of the old files.
+    """
+    with closing(_Save(open_storage, company)) as save:
         save.begin(state_dict)
         save.compare()
         reports = save.write(before_commit)
-        save.commit(reports)
+        return save.commit(reports)
 
 
 class _Save:
     """One save, seen from one rank."""
 
-    def __init__(self, storage: Storage, company: Company) -> None:
-        self._storage = storage
+    _storage: Storage
+
+    def __init__(self, open_storage: Callable[[], Storage], company: Company) -> None:
+        self._open_storage = open_storage
         self._company = company
         self._leads = company.rank == 0
         self._id: str | None = None
@@ -74,6 +79,7 @@ class _Save:
             _reach("begin")
             # On all ranks, before anything may fail on one: a state_dict may be a collective.
             self._tree = parse(state_dict)
+            self._storage = self._open_storage()
             if self._leads:
                 self._id = self._storage.begin(who(self._company.size))
             return self._id
@@ -125,23 +131,27 @@ class _Save:
             "own": [_encode_own(node, name, own_places) for node in own],
         }
 
-    def commit(self, reports: list[Any]) -> None:
-        """Let rank 0 make the checkpoint visible."""
+    def commit(self, reports: list[Any]) -> Callable[[], None] | None:
+        """Let rank 0 make the checkpoint visible, and find out what this rank may remove then."""
 
-        def publish() -> None:
-            if self._leads:
-                manifest = _merge(self._tree, self._apart, str(self._id), reports)
-                self._storage.commit(str(self._id), manifest.dump())
-                _reach("committed")
+        def publish() -> list[str]:
+            if not self._leads:
+                return []
+            manifest = _merge(self._tree, self._apart, str(self._id), reports)
+            replaced = self._storage.commit(str(self._id), manifest.dump())
+            _reach("committed")
+            return replaced
 
-        self._company.together("committing", publish)
+        replaced = self._company.together("committing", publish)[0]
+        mine = share_of_removal(replaced, self._company.size, self._company.rank)
+        return partial(self._storage.discard, mine) if mine else None
 
     def close(self) -> None:
         """Part from the others, and remove what was not committed."""
         try:
             self._company.close()
         finally:
-            if self._leads:
+            if self._leads and self._id is not None:
                 self._storage.end(self._id)
 
 

@@ -20,7 +20,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from .. import _faultpoints
@@ -52,10 +52,14 @@ class LocalStorage(Storage):
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
         _make_folders(self._target.parent)
         self._lock = Lock.take(self.workspace, owner, purpose=self.path)
-        _reach("locked")
-        self._remove_leftovers()
         save = new_save()
-        (self.workspace / save).mkdir()
+        try:
+            _reach("locked")
+            self._remove_leftovers()
+            (self.workspace / save).mkdir()
+        except BaseException:
+            self.end(save)
+            raise
         return save
 
     def tidy(self, owner: str) -> None:
@@ -69,31 +73,38 @@ class LocalStorage(Storage):
     def _remove_leftovers(self) -> None:
         """Clean up after saves that were killed: whoever holds the lock knows that they are."""
         for entry in os.scandir(self.workspace):
-            if _TEMPORARY.fullmatch(entry.name):
-                shutil.rmtree(entry.path)
+            if _TEMPORARY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name.lstrip(".").startswith(NOTE):
-                with suppress(FileNotFoundError):  # or is just about to put it up
+                with suppress(OSError):  # it may just be about to be put up
                     os.unlink(entry.path)  # whoever has left it just now will say it again
-        self._remove_strays(self._named_files())
+        self._remove_strays()
+
+    def _remove_strays(self) -> None:
+        """Remove files that no manifest names: a commit did not come, or nobody lived to do it."""
+        with suppress(OSError):  # the next save will try again
+            strays = self._strays(self._named_files())
+            if strays:
+                # The manifest may be newer than they are, and must not be lost when they are gone.
+                _flush_folder(self._target)
+                self.discard(strays)
 
     def _named_files(self) -> set[str] | None:
         """Return the files that belong to the checkpoint, or None if it cannot be known."""
-        file = self._target / MANIFEST
         try:
-            return set(Document.load(file.read_bytes(), str(file)).files)
+            with closing(LocalSnapshot(str(self._target))) as snapshot:
+                return set(Document.load(snapshot.manifest(), self.path).files)
         except FileNotFoundError:
             return set()
         except (OSError, DamagedCheckpoint):
             return None  # somebody may want to rescue them
 
-    def _remove_strays(self, named: set[str] | None) -> None:
-        """Remove files that were moved in for a commit that did not come."""
+    def _strays(self, named: set[str] | None) -> list[str]:
+        """List files of saves that are not among those named."""
         if named is None:
-            return
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for name in os.listdir(self._target):
-                if OUR_FILES.fullmatch(name) and name not in named:
-                    (self._target / name).unlink(missing_ok=True)
+            return []
+        names = os.listdir(self._target)
+        return [name for name in names if OUR_FILES.fullmatch(name) and name not in named]
 
     @contextmanager
     def create(self, save: str, name: str) -> Iterator[_Sink]:
@@ -115,9 +126,10 @@ class LocalStorage(Storage):
             sink.close()
         _flush_folder(folder)
 
-    def commit(self, save: str, manifest: bytes) -> None:
+    def commit(self, save: str, manifest: bytes) -> list[str]:
         """Write the manifest and put the folder, or else its files, where readers look."""
         folder = self.workspace / save
+        replaced: list[str] = []
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
         _progress.enter("committing")
@@ -127,13 +139,14 @@ class LocalStorage(Storage):
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            self._replace(folder)
+            replaced = self._replace(folder)
         self._is_published = True
         _reach("published")
         _flush_folder(self.workspace)
         _flush_folder(self._target.parent)
+        return replaced
 
-    def _replace(self, folder: Path) -> None:
+    def _replace(self, folder: Path) -> list[str]:
         files = [name for name in os.listdir(folder) if OUR_FILES.fullmatch(name)]
         for name in files:
             os.rename(folder / name, self._target / name)
@@ -144,18 +157,26 @@ class LocalStorage(Storage):
         os.rename(folder / MANIFEST, self._target / MANIFEST)
         _flush_folder(self._target)
         _reach("replaced")
-        self._remove_strays(set(files))
+        return self._strays(set(files))
 
     def end(self, save: str | None) -> None:
         """Remove the temporary folder, and unlock the path."""
-        if save is not None:
-            shutil.rmtree(self.workspace / save, ignore_errors=True)
-        if self._lock is not None:
+        try:
+            if save is not None:
+                shutil.rmtree(self.workspace / save, ignore_errors=True)
+            if self._lock is not None and not self._is_published:
+                self._remove_strays()
+        finally:  # whatever happens: nobody could save here as long as this process lives
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def discard(self, names: list[str]) -> None:
+        """Remove files from the folder."""
+        for name in names:
             with suppress(OSError):  # the next save will try again
-                if not self._is_published:
-                    self._remove_strays(self._named_files())
-            self._lock.release()
-            self._lock = None
+                _reach("discard")
+                (self._target / name).unlink()
 
     def board(self) -> FileBoard:
         """Leave notes in the folder that saves work in."""

@@ -19,6 +19,7 @@ from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
 __all__ = ["RemoteStorage"]
 
 _ATTEMPTS = 100
+_END = b"\0"  # of a note: on what is no object store, some of it may be seen before the rest
 
 
 class RemoteStorage(Storage):
@@ -54,15 +55,13 @@ class RemoteStorage(Storage):
         _reach("flush")
         file.close()
 
-    def commit(self, save: str, manifest: bytes) -> None:
-        """Put the manifest, then remove the files of the one that it has replaced."""
+    def commit(self, save: str, manifest: bytes) -> list[str]:
+        """Put the manifest, and return the files of the one that it has replaced."""
         old = self._named_files()
         _reach("publish")
         self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
         _reach("published")
-        for name in old:
-            if OUR_FILES.fullmatch(name) and save not in name:
-                self._remove(name)
+        return [name for name in old if OUR_FILES.fullmatch(name) and save not in name]
 
     def _named_files(self) -> list[str]:
         try:
@@ -71,22 +70,22 @@ class RemoteStorage(Storage):
         except (FileNotFoundError, DamagedCheckpoint):
             return []
 
-    def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._folder}/{name}")
-
     def end(self, save: str | None) -> None:
         """Remove the files of a save that did not happen."""
-        if save is None or save in self._current_save():
+        if save is None:
             return
-        with suppress(FileNotFoundError):
-            for each in self._fs.ls(self._folder, detail=False, refresh=True):
-                name = each.rpartition("/")[2]
-                if OUR_FILES.fullmatch(name) and save in name:
-                    self._remove(name)
+        with suppress(Exception):  # of any kind, as stores have their own
+            named = self._named_files()
+            found = self._fs.ls(self._folder, detail=False, refresh=True)
+            names = {each.rpartition("/")[2] for each in found} - set(named)
+            self.discard([name for name in names if OUR_FILES.fullmatch(name) and save in name])
 
-    def _current_save(self) -> str:
-        return " ".join(self._named_files())
+    def discard(self, names: list[str]) -> None:
+        """Remove objects."""
+        for name in names:
+            with suppress(Exception):
+                _reach("discard")
+                self._fs.rm_file(f"{self._folder}/{name}")
 
     def board(self) -> RemoteBoard:
         """Leave notes in a folder below."""
@@ -130,7 +129,7 @@ class RemoteBoard:
             with suppress(FileExistsError):
                 self._fs.makedirs(self._folder, exist_ok=True)
             with suppress(FileNotFoundError):
-                self._fs.pipe_file(f"{self._folder}/{name}", text.encode())
+                self._fs.pipe_file(f"{self._folder}/{name}", text.encode() + _END)
                 return
         raise FileNotFoundError(f"somebody removes {self._folder} again and again")
 
@@ -143,12 +142,12 @@ class RemoteBoard:
         return {each.rpartition("/")[2] for each in found}
 
     def get(self, name: str) -> str | None:
-        """Get an object."""
+        """Get an object, if all of it has arrived."""
         try:
-            text: str = self._fs.cat_file(f"{self._folder}/{name}").decode()
+            data: bytes = self._fs.cat_file(f"{self._folder}/{name}")
         except FileNotFoundError:
             return None
-        return text
+        return data.removesuffix(_END).decode() if data.endswith(_END) else None
 
     def remove(self, name: str) -> None:
         """Remove an object."""

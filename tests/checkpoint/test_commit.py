@@ -11,7 +11,7 @@ import torch
 from phalanx import _faultpoints
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._storage import data_file_name, share_of_removal
+from phalanx.checkpoint._storage import data_file_name, share_of_removal, storage_at
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, SaveFailed
 
@@ -251,6 +251,23 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
         ("fsync", ".c.saving"),
         ("fsync", tmp_path.name),
     ]
+
+
+def test_folders_that_another_rank_has_made_are_flushed_too(tmp_path, monkeypatch):
+    """A rank that speaks first makes the folder for its note, and all above it."""
+    path, flushed, fsync = tmp_path / "one" / "two" / "c", [], os.fsync
+
+    def note(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage_at(str(path)).board().put("note.1", "hello")
+    saved(path, [{"a": 1}])
+    assert {str(tmp_path), str(tmp_path / "one")} <= set(flushed)
+    flushed.clear()
+    saved(path.with_name("d"), [{"a": 1}])
+    assert str(tmp_path) not in flushed, "once is enough"
 
 
 def test_readers_during_commits_have_the_old_or_the_new(tmp_path):

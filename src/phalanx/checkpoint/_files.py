@@ -35,6 +35,8 @@ from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
 __all__ = ["LocalStorage"]
 
 _TEMPORARY = re.compile("[0-9a-f]{16}")
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Why a folder may not be flushed in which we cannot have made anything either."""
 
 
 class LocalStorage(Storage):
@@ -281,12 +283,26 @@ class _FileSource(Source):
         os.close(self._fd)
 
 
+_durable: set[tuple[int, int]] = set()
+"""Folders (device and number) whose names are known to be on disk, which costs a flush to know."""
+
+
 def _make_folders(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Make a folder and those above it, durably.
+
+    Those that are there too: another rank may just have made them, to leave a note, or a save that
+    was killed before it came to flush them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        _flush_folder(each.parent)
+    for each in (folder, *folder.parents[:-1]):
+        status = os.stat(each)
+        if (status.st_dev, status.st_ino) not in _durable:
+            try:
+                _flush_folder(each.parent)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+            _durable.add((status.st_dev, status.st_ino))
 
 
 def _flush_folder(folder: Path) -> None:

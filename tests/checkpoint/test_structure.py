@@ -13,10 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import Alike, PerRank, RNGState, register_codec
+from phalanx.checkpoint import Alike, PerRank, RNGState, make_sync_checkpointer, register_codec
 from phalanx.checkpoint._encoding import Malformed, decode, encode
 from phalanx.checkpoint._paths import display, name_of
-from phalanx.checkpoint._structure import Branch, TensorLeaf, leaves, parse, rebuild
+from phalanx.checkpoint._structure import MAX_DEPTH, Branch, TensorLeaf, leaves, parse, rebuild
+from phalanx.checkpoint._verify import verify
 from phalanx.errors import InvalidArgument, UnsupportedState
 
 from .states import same
@@ -125,9 +126,37 @@ def test_a_key_that_cannot_be_kept_is_refused(key):
         parse({"a": {key: 1}})
 
 
+def test_an_integer_that_nobody_could_read_is_refused():
+    for value in (10**5000, {10**5000: 1}):
+        with pytest.raises(UnsupportedState, match="^a has an integer of 16610 bits"):
+            parse({"a": value})
+
+
 def test_text_that_is_not_unicode_is_refused():
     with pytest.raises(UnsupportedState, match="^a has text"):
         parse({"a": "\ud800"})
+
+
+def deeper(call, levels=200):
+    """Call from far down, as a training framework might."""
+    return call() if not levels else deeper(call, levels - 1)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: {"a": v}, lambda v: {0: v}, lambda v: [v], lambda v: (v,)]
+)
+def test_what_is_not_too_deep_to_be_saved_can_be_loaded(tmp_path, wrap):
+    state = torch.ones(1)
+    for _ in range(MAX_DEPTH):
+        state = wrap(state)
+    path = tmp_path / "c"
+    make_sync_checkpointer().save(path, state)
+    loaded = deeper(lambda: make_sync_checkpointer().load(path))
+    assert same(state, loaded)
+    deeper(lambda: make_sync_checkpointer().save(path, loaded))
+    assert deeper(lambda: verify(str(path))) == []
+    with pytest.raises(UnsupportedState, match="nested deeper"):
+        parse(wrap(state))
 
 
 def test_a_state_that_holds_itself_is_refused():

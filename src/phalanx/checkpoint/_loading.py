@@ -14,7 +14,7 @@ from ..errors import CheckpointNotFound, DamagedCheckpoint
 from ._manifest import MANIFEST, Manifest, PieceEntry
 from ._storage import Snapshot, Source, Storage
 from ._structure import Node, TensorLeaf
-from ._tensors import checksum, memory
+from ._tensors import memory
 
 __all__ = ["OpenCheckpoint", "reading"]
 
@@ -59,9 +59,7 @@ class OpenCheckpoint:
         entry, source = self.manifest.files[name], self._sources[name]
         if source.length != entry.bytes:
             raise EOFError(f"it has {source.length} bytes and should have {entry.bytes}")
-        header = bytearray(entry.header.bytes)
-        source.read_into(memoryview(header), 0)
-        if checksum(memoryview(header)) != entry.header.xxh3_128:
+        if self._read(source, 0, entry.header.bytes, None) != entry.header.xxh3_128:
             raise EOFError("the checksum of its header is wrong")
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
@@ -84,16 +82,20 @@ class OpenCheckpoint:
             self._read_piece(piece, None)
 
     def _read_piece(self, piece: PieceEntry, data: memoryview | None) -> None:
-        source, digest = self._sources[piece.file], xxhash.xxh3_128()
         begin, end = piece.at
         with self._blaming(f"{self.path}/{piece.file}"):
-            for position in range(begin, end, source.chunk):
-                size = min(source.chunk, end - position)
-                chunk = self._scratch(size) if data is None else data[position - begin :][:size]
-                source.read_into(chunk, position)
-                digest.update(chunk)
-            if digest.hexdigest() != piece.xxh3_128:
+            if self._read(self._sources[piece.file], begin, end, data) != piece.xxh3_128:
                 raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
+
+    def _read(self, source: Source, begin: int, end: int, data: memoryview | None) -> str:
+        """Read some bytes of a file, to memory or to nowhere, and return their checksum."""
+        digest = xxhash.xxh3_128()
+        for position in range(begin, end, source.chunk):
+            size = min(source.chunk, end - position)
+            chunk = self._scratch(size) if data is None else data[position - begin :][:size]
+            source.read_into(chunk, position)
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._spare) < size:

@@ -37,8 +37,12 @@ __all__ = [
     "without_absent",
 ]
 
-MAX_DEPTH = 200
-"""How deep a state may be nested: a cycle is deeper, and so is an attack."""
+MAX_DEPTH = 100
+"""How deep a state may be nested: a cycle is deeper, and so is an attack.
+
+Its JSON may be three times as deep, and functions that call themselves must get to its end from
+whatever depth they were called at.
+"""
 
 Mark: TypeAlias = Literal["", "alike", "per rank"]
 _MARKS: dict[type, Mark] = {Alike: "alike", PerRank: "per rank"}
@@ -150,9 +154,9 @@ _MOST_DIGITS = sys.int_info.default_max_str_digits
 
 
 def _check_scalar(value: Any, path: Path) -> Any:
-    if type(value) is int and value.bit_length() > 3 * _MOST_DIGITS:
-        raise UnsupportedState(f"{display(path)} is an integer of {value.bit_length()} bits")
-    if type(value) is str:
+    if type(value) is int:
+        _check_int(value, path)
+    elif type(value) is str:
         _check_text(value, path)
     return value
 
@@ -160,12 +164,19 @@ def _check_scalar(value: Any, path: Path) -> Any:
 def _check_key(key: Any, path: Path) -> Key:
     if type(key) is str:
         _check_text(key, path)
-    elif type(key) not in (int, bool, type(None)) and not (type(key) is float and key - key == 0.0):
+    elif type(key) is int:
+        _check_int(key, path)
+    elif type(key) not in (bool, type(None)) and not (type(key) is float and key - key == 0.0):
         raise UnsupportedState(
             f"{display(path)} has the key {key!r}, a {_class_name(key)}; "
             "keys are strings, numbers, booleans or None"
         )
     return key  # type: ignore[no-any-return]
+
+
+def _check_int(value: int, path: Path) -> None:
+    if value.bit_length() > 3 * _MOST_DIGITS:
+        raise UnsupportedState(f"{display(path)} has an integer of {value.bit_length()} bits")
 
 
 def _check_text(text: str, path: Path) -> None:

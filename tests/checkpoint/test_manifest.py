@@ -142,6 +142,7 @@ def test_a_file_is_in_the_folder_or_nowhere(honest, name):
         (seal(b'"state": ' + b"9" * 10_000 + b"}"), "JSON"),
         (seal(b'"state": "\\ud800"} x'), "JSON"),
         (seal(b"\x00}"), "JSON"),
+        (seal(b'"state": ["\\uD800"]}'), "Unicode"),
     ],
 )
 def test_what_is_no_manifest_is_refused(data, message):

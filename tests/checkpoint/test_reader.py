@@ -289,6 +289,12 @@ def test_state_of_another_rank_is_loaded_by_its_number(path):
         load(path, 7, 8, {"position": None})
 
 
+@pytest.mark.parametrize("rank", [-1, "1", 1.0])
+def test_a_rank_that_is_none_is_refused(path, rank):
+    with pytest.raises(ValueError, match="not the number of a rank"):
+        CheckpointReader(RankInfo(0, 2)).read(path, rank=rank)
+
+
 def test_nothing_but_state_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}

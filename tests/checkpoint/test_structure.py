@@ -279,3 +279,13 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     draw()
     RNGState().load_state_dict(state)
     assert draw() == first
+
+
+def test_random_numbers_are_set_all_or_not_at_all():
+    state = RNGState().state_dict()
+    random.random()
+    before = RNGState().state_dict()
+    for part in ("torch", "numpy", "python"):
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the generator says
+            RNGState().load_state_dict({**state, part: torch.zeros(3)})
+        assert same(RNGState().state_dict(), before)

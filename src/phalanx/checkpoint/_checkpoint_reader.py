@@ -51,6 +51,8 @@ class CheckpointReader:
         if unknown:
             raise InvalidArgument(f"reading a checkpoint takes no {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
+        if type(own) is not int or own < 0:
+            raise InvalidArgument(f"rank={rank!r} is not the number of a rank")
         locate = _Locator(map_location)
 
         def prepare(checkpoint: OpenCheckpoint) -> Callable[[], tuple[Any, list[str]]]:

@@ -176,6 +176,8 @@ def _parse(data: bytes) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is not JSON: {error}") from None
+    if b"\\ud" in data.lower():  # half of a character, maybe, which nobody could print
+        _check_text(fields)
     del fields["xxh3_128"]
     version = fields.get("version")
     if type(version) is int and version != VERSION:
@@ -188,6 +190,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         raise Malformed("it has an object with a key twice")
     return fields
+
+
+def _check_text(fields: Any) -> None:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("it has text that is not valid Unicode") from None
 
 
 def _no_constant(text: str) -> NoReturn:

@@ -30,7 +30,7 @@ class WriterHook(ABC):
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> None:
-        """Act when the checkpoint is in place."""
+        """Act when the checkpoint is in place; files of the one it replaces may be there yet."""
 
 
 @dataclass

@@ -8,7 +8,8 @@
     commit      rank 0 writes the manifest and makes all of it visible in one instant
 
 Ranks meet after each of these and say how it went. If it went wrong anywhere, all of them raise the
-first cause; before the last step nothing has been visible, and after it everything is.
+first cause; before the last step nothing has been visible, and after it everything is. What was
+there before is removed when they have left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from typing import Any
 
 import msgspec
 
-from .. import _faultpoints
 from ..errors import SaveFailed, StateMismatch
 from ._alike import Part, elements, own_share, sizes_of
 from ._digests import find_differences, marked_apart
@@ -32,6 +32,7 @@ from ._manifest import FileEntry, HeaderEntry, Manifest
 from ._marks import Piece
 from ._meeting import Company
 from ._paths import Path
+from ._points import reach
 from ._storage import Storage, data_file_name, share_of_removal
 from ._structure import Branch, Node, TensorLeaf, leaves, parse
 from ._tensors import Place, Share, WrittenFile, write_tensors
@@ -76,7 +77,7 @@ class _Save:
         """Take the place, and find out whether the state can be stored."""
 
         def get_ready() -> str | None:
-            _reach("begin")
+            reach("begin")
             # On all ranks, before anything may fail on one: a state_dict may be a collective.
             self._tree = parse(state_dict)
             self._storage = self._open_storage()
@@ -103,7 +104,7 @@ class _Save:
 
         def write_part() -> Any:
             report = self._write_part()
-            _reach("written")
+            reach("written")
             before_commit()
             return report
 
@@ -139,7 +140,7 @@ class _Save:
                 return []
             manifest = _merge(self._tree, self._apart, str(self._id), reports)
             replaced = self._storage.commit(str(self._id), manifest.dump())
-            _reach("committed")
+            reach("committed")
             return replaced
 
         replaced = self._company.together("committing", publish)[0]
@@ -243,8 +244,3 @@ def _find(node: Node | None, path: Path) -> Node | None:
 def who(ranks: int) -> str:
     """Say who this job is, for those who find the place taken."""
     return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

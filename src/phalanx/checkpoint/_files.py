@@ -8,8 +8,9 @@ Beside the target ``run/step-7`` a save works in ``run/.step-7.saving``::
 
 If nothing is at the target, the folder ``3f2a…`` is renamed to it. If there is a checkpoint, the
 new files are moved in beside the old ones and the new manifest over the old one, which is the
-instant of the commit; then the old files go. Both need nothing but the renames of POSIX, so they
-are as atomic on a network file system as on a disk, and the folder itself is never missing.
+instant of the commit. Both need nothing but the renames of POSIX, so they are as atomic on a
+network file system as on a disk, and the folder itself is never missing. The old files go when the
+ranks have left, each removing its own.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from .. import _faultpoints
 from ..errors import DamagedCheckpoint
 from . import _progress
 from ._board import FileBoard
 from ._bytes import CHUNK
 from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
+from ._points import reach
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["LocalStorage"]
@@ -56,7 +57,7 @@ class LocalStorage(Storage):
         self._lock = Lock.take(self.workspace, owner, purpose=self.path)
         save = new_save()
         try:
-            _reach("locked")
+            reach("locked")
             self._remove_leftovers()
             (self.workspace / save).mkdir()
         except BaseException:
@@ -118,7 +119,7 @@ class LocalStorage(Storage):
         sink = _Sink(folder / name)
         try:
             yield sink
-            _reach("flush")
+            reach("flush")
             _progress.enter("flushing")
             sink.flush()
         except BaseException:
@@ -135,7 +136,7 @@ class LocalStorage(Storage):
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
         _progress.enter("committing")
-        _reach("publish")
+        reach("publish")
         try:
             os.rename(folder, self._target)
         except OSError as error:
@@ -143,7 +144,7 @@ class LocalStorage(Storage):
                 raise
             replaced = self._replace(folder)
         self._is_published = True
-        _reach("published")
+        reach("published")
         _flush_folder(self.workspace)
         _flush_folder(self._target.parent)
         return replaced
@@ -152,13 +153,13 @@ class LocalStorage(Storage):
         files = [name for name in os.listdir(folder) if OUR_FILES.fullmatch(name)]
         for name in files:
             os.rename(folder / name, self._target / name)
-            _reach("moved")
+            reach("moved")
         # The manifest must not become durable before the files that it names.
         _flush_folder(self._target)
-        _reach("replace")
+        reach("replace")
         os.rename(folder / MANIFEST, self._target / MANIFEST)
         _flush_folder(self._target)
-        _reach("replaced")
+        reach("replaced")
         return self._strays(set(files))
 
     def end(self, save: str | None) -> None:
@@ -177,7 +178,7 @@ class LocalStorage(Storage):
         """Remove files from the folder."""
         for name in names:
             with suppress(OSError):  # the next save will try again
-                _reach("discard")
+                reach("discard")
                 (self._target / name).unlink()
 
     def board(self) -> FileBoard:
@@ -314,8 +315,3 @@ def _flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from .. import _faultpoints
 from ..errors import DamagedCheckpoint, InvalidArgument
 from ._document import LARGEST, MANIFEST, Document
+from ._points import reach
 from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["RemoteStorage"]
@@ -52,15 +52,15 @@ class RemoteStorage(Storage):
         except BaseException:
             _discard(file)
             raise
-        _reach("flush")
+        reach("flush")
         file.close()
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
         """Put the manifest, and return the files of the one that it has replaced."""
         old = self._named_files()
-        _reach("publish")
+        reach("publish")
         self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
-        _reach("published")
+        reach("published")
         return [name for name in old if OUR_FILES.fullmatch(name) and save not in name]
 
     def _named_files(self) -> list[str]:
@@ -84,7 +84,7 @@ class RemoteStorage(Storage):
         """Remove objects."""
         for name in names:
             with suppress(Exception):
-                _reach("discard")
+                reach("discard")
                 self._fs.rm_file(f"{self._folder}/{name}")
 
     def board(self) -> RemoteBoard:
@@ -211,8 +211,3 @@ class _RemoteSource(Source):
 
     def close(self) -> None:
         pass
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

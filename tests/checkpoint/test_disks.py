@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import shutil
 import subprocess
 
@@ -106,3 +107,22 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
     for error in together(2, write):
         assert "on rank 1 while writing" in str(error)
         assert "do ranks share the file system?" in str(error)
+
+
+def load_with_few_files(ctx, path, names):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (80, hard))
+    try:
+        state = {name: torch.zeros(3) for name in names}
+        load(path, state=state)
+        return same(state, load(path)[0]), sum(float(each.sum()) for each in state.values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_checkpoint_of_more_ranks_than_files_may_be_open(ranks, tmp_path):
+    state = {f"w{i:02}": torch.full((3,), float(i)) for i in range(90)}
+    saved(tmp_path / "c", [state] * 90)
+    assert len(os.listdir(tmp_path / "c")) == 91
+    loaded = ranks.run(load_with_few_files, 1, args=(str(tmp_path / "c"), list(state)))
+    assert loaded == [(True, 3 * sum(range(90)))]

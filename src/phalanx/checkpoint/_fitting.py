@@ -63,10 +63,12 @@ class Fitting:
     def _prepare(self) -> None:
         """Have all that is wanted verified; new values are made, tensors that exist wait."""
         new = [leaf for node in self._new for leaf in leaves(node)]
-        self._checkpoint.open_files([*new, *(leaf for leaf, _ in self._in_place)])
+        in_place = [leaf for leaf, _ in self._in_place]
+        self._checkpoint.open_files([*new, *in_place])
         self._built = [rebuild(node, self._fresh) for node in self._new]
-        for place, (leaf, _) in enumerate(self._in_place):
-            if self._checkpoint.stays:
+        stays = self._checkpoint.stays([*new, *in_place])
+        for place, leaf in enumerate(in_place):
+            if stays:
                 self._checkpoint.verify(leaf)
             else:
                 self._held[place] = self._checkpoint.fetch(leaf)

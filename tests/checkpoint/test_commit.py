@@ -304,6 +304,19 @@ def test_readers_during_commits_have_the_old_or_the_new(tmp_path):
     assert min(counts) > 0
 
 
+def test_what_is_replaced_while_it_is_verified_is_not_damaged(tmp_path):
+    path, counted = tmp_path / "c", []
+    saved(path, [mixed(0, 1), mixed(1, 1)])
+
+    def replace(count):
+        if not counted:
+            saved(path, [mixed(0, 2), mixed(1, 2)])
+        counted.append(count)
+
+    assert verify(str(path), replace) == []
+    assert sum(counted) > sum(file.stat().st_size for file in path.glob("rank*"))
+
+
 def test_every_byte_can_be_verified(tmp_path):
     path = tmp_path / "c"
     weight = torch.randn(50)

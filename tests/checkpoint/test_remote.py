@@ -34,6 +34,10 @@ class Shelf(LocalFileSystem):
         self._fail("cat_file")
         return super().cat_file(path, start, end, **kwargs)
 
+    def pipe_file(self, path, value, **kwargs):
+        super().pipe_file(path, value, **kwargs)
+        self._fail("pipe_file")
+
     def _fail(self, what):
         if what in self.broken:
             raise OSError("the network is down")
@@ -98,6 +102,31 @@ def test_a_store_that_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypa
     monkeypatch.setattr(Shelf, "broken", {"rm_file"})
     saved(url, [{"w": torch.zeros(3)}])
     assert same(load(url)[0], {"w": torch.zeros(3)})
+
+
+def test_an_upload_that_arrives_although_it_seems_to_fail(tmp_path, monkeypatch):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}])
+    monkeypatch.setattr(Shelf, "broken", {"pipe_file"})
+    (error,) = save(url, [{"w": torch.zeros(3)}])
+    assert isinstance(error, SaveFailed)
+    assert same(load(url)[0], {"w": torch.zeros(3)}), "its files were not taken for leftovers"
+
+
+def test_files_of_a_failed_save_do_not_stay(tmp_path):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}] * 2)
+
+    class No(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - whatever comes
+            raise ValueError
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    before = sorted(os.listdir(tmp_path / "c"))
+    assert all(save(url, [{"w": torch.zeros(3)}] * 2, hook=lambda _: No()))
+    assert sorted(os.listdir(tmp_path / "c")) == before
 
 
 def test_a_store_that_fails_while_cleaning_up_does_not_hide_the_cause(tmp_path, monkeypatch):

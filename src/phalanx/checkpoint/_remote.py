@@ -33,6 +33,7 @@ class RemoteStorage(Storage):
         self.path = path
         self._fs, folder = fsspec.core.url_to_fs(path)
         self._folder = folder.rstrip("/")
+        self._is_published = False
 
     def begin(self, owner: str) -> str:  # noqa: ARG002 - there is nowhere to lock
         """Make the folder, where folders exist, and take old notes away."""
@@ -60,24 +61,29 @@ class RemoteStorage(Storage):
         old = self._named_files()
         reach("publish")
         self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
+        self._is_published = True
         reach("published")
-        return [name for name in old if OUR_FILES.fullmatch(name) and save not in name]
+        return [name for name in old or () if OUR_FILES.fullmatch(name) and save not in name]
 
-    def _named_files(self) -> list[str]:
+    def _named_files(self) -> list[str] | None:
+        """Return the files that belong to the checkpoint, or None if it cannot be known."""
         try:
             data = self._fs.cat_file(f"{self._folder}/{MANIFEST}")
             return list(Document.load(data, self.path).files)
-        except (FileNotFoundError, DamagedCheckpoint):
+        except FileNotFoundError:
             return []
+        except DamagedCheckpoint:
+            return None
 
     def end(self, save: str | None) -> None:
         """Remove the files of a save that did not happen."""
-        if save is None:
+        if save is None or self._is_published:
             return
         with suppress(Exception):  # of any kind, as stores have their own
-            named = self._named_files()
+            named = self._named_files()  # an upload may have arrived although it seemed to fail
             found = self._fs.ls(self._folder, detail=False, refresh=True)
-            names = {each.rpartition("/")[2] for each in found} - set(named)
+            names = {each.rpartition("/")[2] for each in found if named is not None}
+            names -= set(named or ())
             self.discard([name for name in names if OUR_FILES.fullmatch(name) and save in name])
 
     def discard(self, names: list[str]) -> None:

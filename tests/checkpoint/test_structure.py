@@ -4,7 +4,7 @@ import json
 import math
 import random
 import string
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 
 import numpy as np
@@ -18,7 +18,7 @@ from phalanx.checkpoint._encoding import Malformed, decode, encode
 from phalanx.checkpoint._paths import display, name_of
 from phalanx.checkpoint._structure import MAX_DEPTH, Branch, TensorLeaf, leaves, parse, rebuild
 from phalanx.checkpoint._verify import verify
-from phalanx.errors import InvalidArgument, UnsupportedState
+from phalanx.errors import DamagedCheckpoint, InvalidArgument, UnsupportedState
 
 from .states import same
 
@@ -223,6 +223,30 @@ def test_a_codec_stores_what_is_refused_otherwise():
         register_codec("test.money", Foo, encode=vars, decode=dict)
     with pytest.raises(InvalidArgument, match="not a name"):
         register_codec("a b", Foo, encode=vars, decode=dict)
+
+
+def test_the_schedulers_of_torch_are_stored():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    kinds = torch.optim.lr_scheduler
+    for scheduler in (
+        kinds.MultiStepLR(optimizer, [2, 5]),
+        kinds.OneCycleLR(optimizer, 0.1, total_steps=5),
+        kinds.ReduceLROnPlateau(optimizer),
+        kinds.CosineAnnealingLR(optimizer, 5),
+    ):
+        state = there_and_back({"s": scheduler})["s"]
+        assert same(scheduler.state_dict(), state)
+        scheduler.load_state_dict(state)
+
+
+def test_a_counter_is_made_of_nothing_but_counts():
+    for body in (3, [1, 1], {"$dict": [[1, 2]]}):
+        tree = decode({"$codec": ["collections.Counter", body]}, tensor=lambda *_: None, rank=0)
+        if isinstance(body, dict):
+            assert rebuild(tree, lambda leaf: leaf) == Counter({1: 2})
+        else:
+            with pytest.raises(DamagedCheckpoint, match="a Counter was stored as"):
+                rebuild(tree, lambda leaf: leaf)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from phalanx.checkpoint import WriterHook
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._loading import OpenCheckpoint
 from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import CheckpointNotFound, SaveFailed
+from phalanx.testing import Fault, kill
 
 from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
@@ -64,6 +65,23 @@ def test_what_fsspec_can_reach(tmp_path, scheme):
     errors = save(url, [{"w": torch.ones(3)}, {"w": 1j}])
     assert all(isinstance(error, SaveFailed) for error in errors)
     assert same(before, load(url, 1, 2)[0])
+
+
+def save_there(ctx, url, step):
+    CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1)).write(url, mixed(0, step))
+
+
+@pytest.mark.parametrize(
+    ("point", "step"),
+    [("tensor", 1), ("flush", 1), ("publish", 1), ("published", 2), ("discard", 2)],
+)
+def test_who_is_killed_leaves_the_old_or_the_new(ranks, tmp_path, point, step):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [mixed(0, 1)])
+    ranks.run(save_there, 1, args=(url, 2), faults=[Fault(f"checkpoint:{point}", kill(), rank=0)])
+    assert same(plain(mixed(0, step)), load(url)[0])
+    saved(url, [mixed(0, 3)])
+    assert same(plain(mixed(0, 3)), load(url)[0])
 
 
 def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):

@@ -59,8 +59,8 @@ def compare(states):
     said = []
 
     def run(rank):
-        def exchange(value):
-            said.append(json.dumps(value))
+        def exchange(find):
+            said.append(json.dumps(find()))
             return [json.loads(text) for text in barrier.exchange(rank, said[-1])]
 
         return find_differences(parse(states[rank]), exchange)

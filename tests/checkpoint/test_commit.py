@@ -1,43 +1,21 @@
-"""The commit: all or nothing, whatever goes wrong, and one job at a time."""
+"""The commit: all or nothing, whatever goes wrong."""
 
 import errno
 import os
 import shutil
-import subprocess
 import threading
-import time
 
 import pytest
 import torch
 
 from phalanx import _faultpoints
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
-from phalanx.checkpoint._board import FileBoard
-from phalanx.checkpoint._files import LocalStorage
-from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._notes import ByNotes
-from phalanx.checkpoint._storage import storage_at
-from phalanx.checkpoint._upkeep import remove_leftovers
+from phalanx.checkpoint._storage import data_file_name, share_of_removal, storage_at
 from phalanx.checkpoint._verify import verify
-from phalanx.errors import (
-    CheckpointNotFound,
-    FolderInUse,
-    SaveFailed,
-    SaveTimeout,
-)
+from phalanx.errors import CheckpointNotFound, SaveFailed
 
-from .states import (
-    ThreadBarrier,
-    ThreadExchange,
-    load,
-    mixed,
-    plain,
-    same,
-    save,
-    saved,
-    together,
-)
+from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
 POINTS = [
     "begin",
@@ -55,7 +33,8 @@ POINTS = [
 """All points of a save over another one, in their order."""
 FOR_ALL = ("begin", "tensor", "flush", "written")
 """Those that other ranks than the first reach too."""
-VISIBLE = {"replaced", "published", "committed"}
+VISIBLE = {"replaced", "published", "committed", "discard"}
+"""Those at which the new checkpoint is in place; at the last one, ranks have left the save."""
 
 
 class Failing:
@@ -120,6 +99,101 @@ def together_saving(path, step, meet):
     return together(2, write)
 
 
+def test_ranks_leave_before_old_files_are_removed(tmp_path):
+    """That takes a disk some 200 ms for a gigabyte."""
+    path = tmp_path / "c"
+    saved(path, [mixed(0, 1), mixed(1, 1)])
+    old = {name for name in os.listdir(path) if name != MANIFEST}
+    may_go, removers = threading.Event(), set()
+
+    def hold(point):
+        if point == "checkpoint:discard":
+            assert may_go.wait(30)
+            removers.add(threading.current_thread())
+
+    barrier = ThreadExchange(2)
+    writers = [
+        CheckpointWriter(CheckpointWriterConfig(), RankInfo(rank, 2), barrier.at(rank))
+        for rank in range(2)
+    ]
+    _faultpoints.arm(hold)
+    try:
+        assert together(2, lambda rank: writers[rank].write(path, mixed(rank, 2))) == [None, None]
+        assert old < set(os.listdir(path))
+        assert same(plain(mixed(1, 2)), load(path, 1, 2)[0])
+        assert os.listdir(tmp_path) == ["c"], "another job could save here"
+        may_go.set()
+        for writer in writers:
+            writer.close()
+    finally:
+        _faultpoints.disarm(hold)
+    assert len(removers) == 2, "each rank removes what it has written"
+    assert len(os.listdir(path)) == 3
+    assert not old & set(os.listdir(path))
+
+
+def test_each_old_file_is_removed_by_one_rank():
+    names = [data_file_name("0" * 16, rank) for rank in range(5)]
+    shares = [share_of_removal([*names, "notes.txt"], 2, rank) for rank in range(2)]
+    assert shares == [names[::2], names[1::2]]
+
+
+def test_old_files_that_cannot_be_removed_do_not_fail_a_save(tmp_path):
+    path = tmp_path / "c"
+    saved(path, [mixed(0, 1)])
+    with Failing("discard", None) as failing:
+        saved(path, [mixed(0, 2)])
+    assert failing.struck
+    assert len(os.listdir(path)) == 3, "it is still there"
+    assert same(plain(mixed(0, 2)), load(path)[0])
+    saved(path, [mixed(0, 3)])
+    assert len(os.listdir(path)) == 2
+
+
+def test_a_manifest_is_on_disk_before_files_that_it_does_not_name_are_removed(
+    tmp_path, monkeypatch
+):
+    """As when a job was killed right after its commit, and power fails in the next save."""
+    path, log = tmp_path / "c", []
+    saved(path, [{"a": torch.ones(3)}])
+    (path / data_file_name("0" * 16, 0)).touch()
+    fsync = os.fsync
+
+    def note(fd):
+        log.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    def reached(point):
+        log.append(point)
+
+    monkeypatch.setattr(os, "fsync", note)
+    _faultpoints.arm(reached)
+    try:
+        saved(path, [{"a": torch.ones(3)}])
+    finally:
+        _faultpoints.disarm(reached)
+    assert log[log.index("checkpoint:discard") - 1] == str(path)
+
+
+def test_an_interrupt_while_cleaning_up_lets_others_have_the_path(tmp_path, monkeypatch):
+    class Interrupting(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it fails whatever comes
+            monkeypatch.setattr(shutil, "rmtree", interrupt)
+            raise ValueError
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    def interrupt(*_, **__):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    (error,) = save(tmp_path / "c", [{"a": torch.ones(3)}], hook=lambda _: Interrupting())
+    assert isinstance(error, KeyboardInterrupt)
+    saved(tmp_path / "c", [{"a": torch.ones(3)}])
+    assert os.listdir(tmp_path) == ["c"]
+
+
 def test_before_the_commit_nothing_is_visible(tmp_path):
     seen = []
 
@@ -179,6 +253,23 @@ def test_everything_is_flushed_before_it_is_named(tmp_path, monkeypatch):
     ]
 
 
+def test_folders_that_another_rank_has_made_are_flushed_too(tmp_path, monkeypatch):
+    """A rank that speaks first makes the folder for its note, and all above it."""
+    path, flushed, fsync = tmp_path / "one" / "two" / "c", [], os.fsync
+
+    def note(fd):
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage_at(str(path)).board().put("note.1", "hello")
+    saved(path, [{"a": 1}])
+    assert {str(tmp_path), str(tmp_path / "one")} <= set(flushed)
+    flushed.clear()
+    saved(path.with_name("d"), [{"a": 1}])
+    assert str(tmp_path) not in flushed, "once is enough"
+
+
 def test_readers_during_commits_have_the_old_or_the_new(tmp_path):
     path = tmp_path / "c"
     saved(path, [mixed(0, 0), mixed(1, 0)])
@@ -213,69 +304,17 @@ def test_readers_during_commits_have_the_old_or_the_new(tmp_path):
     assert min(counts) > 0
 
 
-def test_two_jobs_at_one_folder(tmp_path):
-    path = tmp_path / "c"
-    storage = LocalStorage(str(path))
-    held = storage.begin("process 7 on elsewhere (a job of 2 ranks)")
-    for meet in (ThreadExchange, ThreadBarrier):
-        for error in save(path, [{"a": 1}] * 2, meet=meet):
-            assert isinstance(error, FolderInUse)
-            assert "is being saved to by process 7 on elsewhere (a job of 2 ranks)" in str(error)
-    with storage.create(held, f"rank0-{held}.safetensors") as sink:
-        sink.write(memoryview(b"still here"))
-    storage.end(held)
-    saved(path, [{"a": 1}] * 2)
-    assert os.listdir(tmp_path) == ["c"]
+def test_what_is_replaced_while_it_is_verified_is_not_damaged(tmp_path):
+    path, counted = tmp_path / "c", []
+    saved(path, [mixed(0, 1), mixed(1, 1)])
 
+    def replace(count):
+        if not counted:
+            saved(path, [mixed(0, 2), mixed(1, 2)])
+        counted.append(count)
 
-def test_a_lock_is_taken_by_one_of_many(tmp_path):
-    holding, most = [], []
-
-    def take(rank):
-        for _ in range(50):
-            try:
-                lock = Lock.take(tmp_path / "l", f"thread {rank}", purpose="here")
-            except FolderInUse:
-                continue
-            holding.append(rank)
-            most.append(len(holding))
-            holding.remove(rank)
-            lock.release()
-
-    assert together(4, take) == [None] * 4
-    assert set(most) == {1}
-    assert os.listdir(tmp_path) == []
-
-
-def test_leftovers_of_the_dead_are_removed_and_nothing_else(tmp_path):
-    path = tmp_path / "c"
-    saved(path, [{"a": torch.ones(3)}])
-    (path / "notes.txt").write_text("mine")
-    (path / f"rank3-{'0' * 16}.safetensors").write_text("moved in, never committed")
-    workspace = tmp_path / ".c.saving"
-    (workspace / ("1" * 16)).mkdir(parents=True)
-    (workspace / ("1" * 16) / "rank0.safetensors").touch()
-    (workspace / "lock").write_text("process 1 on a machine that is gone")
-    (workspace / "note.1234.1.0").touch()
-    (tmp_path / ".other.saving").mkdir()
-    saved(path, [{"a": torch.ones(4)}])
-    assert sorted(os.listdir(tmp_path)) == [".other.saving", "c"]
-    assert len(os.listdir(path)) == 3
-    assert (path / "notes.txt").read_text() == "mine"
-
-
-def test_leftovers_are_removed_without_a_save_too(tmp_path):
-    for name in ("dead", "alive"):
-        (tmp_path / f".{name}.saving" / ("1" * 16)).mkdir(parents=True)
-    saved(tmp_path / "dead", [{"a": torch.ones(2)}])
-    (tmp_path / ".dead.saving" / ("1" * 16)).mkdir(parents=True)
-    storage = LocalStorage(str(tmp_path / "alive"))
-    held = storage.begin("a job that is alive")
-    assert remove_leftovers(tmp_path) == ["dead"]
-    assert sorted(os.listdir(tmp_path)) == [".alive.saving", "dead"]
-    assert (tmp_path / ".alive.saving" / held).is_dir()
-    storage.end(held)
-    assert same(load(tmp_path / "dead")[0], {"a": torch.ones(2)})
+    assert verify(str(path), replace) == []
+    assert sum(counted) > sum(file.stat().st_size for file in path.glob("rank*"))
 
 
 def test_every_byte_can_be_verified(tmp_path):
@@ -293,177 +332,3 @@ def test_every_byte_can_be_verified(tmp_path):
             data[place] ^= 4
         file.write_bytes(data)
     assert verify(str(path)) == []
-
-
-def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
-    path = tmp_path / "c"
-    saved(path, [{"a": torch.ones(3)}])
-    (path / MANIFEST).write_text("{")
-    (old,) = path.glob("rank*")
-    save(path, [{"a": 1j}])
-    assert old.exists(), "somebody may want to rescue it"
-    saved(path, [{"a": torch.ones(4)}])
-    assert not old.exists()
-    assert same(load(path)[0], {"a": torch.ones(4)})
-
-
-@pytest.mark.parametrize("meet", [ThreadExchange, ThreadBarrier, None])
-def test_a_rank_that_never_comes_is_named(tmp_path, meet):
-    barrier = meet(3, timeout=0.5) if meet is not None else None
-
-    def write(rank):
-        config = CheckpointWriterConfig(write_barrier_timeout_secs=0.5)
-        seat = None if barrier is None else barrier.at(rank)
-        CheckpointWriter(config, RankInfo(rank, 3), seat).write(tmp_path / "c", {"a": 1})
-
-    begun = time.monotonic()
-    errors = together(2, write)
-    assert time.monotonic() - begun < 10
-    for error in errors:
-        assert isinstance(error, SaveFailed)
-        assert isinstance(errors[0], SaveTimeout)
-    if meet is None:
-        assert "rank 2 did not come within 0.5 s" in str(errors[0])
-        assert "rank 2 did not come within 0.5 s" in str(errors[1])
-    with pytest.raises(CheckpointNotFound):
-        load(tmp_path / "c")
-    saved(tmp_path / "c", [{"a": 1}] * 3, meet=None)
-    assert os.listdir(tmp_path) == ["c"]
-
-
-def test_a_rank_that_leaves_in_the_middle_is_named(tmp_path):
-    """Here rank 1 takes part in the first meeting, and is then heard of no more."""
-
-    def write(rank):
-        board = LocalStorage(str(tmp_path / "c")).board()
-        company = ByNotes(RankInfo(rank, 2), board, timeout=0.5, barrier=None)
-        assert company.together("starting", lambda: rank) == [0, 1]
-        if rank == 0:
-            company.together("working", lambda: None)
-
-    errors = together(2, write)
-    assert errors[1] is None
-    assert isinstance(errors[0], SaveTimeout)
-    assert "while working: rank 1 (it was at 1 of 2 meetings) did not come" in str(errors[0])
-
-
-def test_two_processes_that_say_they_are_one_rank(tmp_path):
-    hellos = threading.Barrier(2)
-
-    def write(thread):
-        board = LocalStorage(str(tmp_path / "c")).board()
-        company = ByNotes(RankInfo(min(thread, 1), 2), board, timeout=5, barrier=None)
-        if thread == 0:
-            while len(board.names()) < 2:  # let both of them speak first
-                time.sleep(0.001)
-        else:
-            hellos.wait()
-        company.exchange("")
-
-    errors = together(3, write)
-    for error in errors:
-        assert "two processes say that they are rank 1" in str(error)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of one megabyte, where we may mount one."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mounted = shutil.which("mount") and subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if not mounted or mounted.returncode:
-        pytest.skip("we may not mount a file system here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("meet", [ThreadExchange, None])
-def test_a_full_disk(small_disk, meet):
-    saved(small_disk / "c", [{"w": torch.ones(10_000)}] * 2)
-    errors = save(
-        small_disk / "c", [{"w": torch.full((200_000,), rank)} for rank in range(2)], meet=meet
-    )
-    for error in errors:
-        assert isinstance(error, SaveFailed)
-        assert "[Errno 28] No space left on device: '" in str(error)
-    assert same(load(small_disk / "c")[0], {"w": torch.ones(10_000)})
-    assert os.listdir(small_disk) == ["c"]
-    saved(small_disk / "c", [{"w": torch.ones(20_000)}] * 2)
-
-
-def test_a_folder_that_may_not_be_written(tmp_path):
-    folder = tmp_path / "locked"
-    folder.mkdir()
-    saved(folder / "c", [{"a": 1}])
-    if os.geteuid() == 0:
-        if subprocess.run(["chattr", "+i", str(folder)], capture_output=True).returncode:  # noqa: PLW1510
-            pytest.skip("root may write anywhere here")
-        undo = ["chattr", "-i", str(folder)]
-    else:
-        folder.chmod(0o500)
-        undo = ["chmod", "700", str(folder)]
-    try:
-        for meet in (ThreadExchange, None):
-            for path in (folder / "c", folder / "d"):
-                errors = save(path, [{"a": 2}] * 2, meet=meet, timeout=0.3)
-                assert all(isinstance(error, SaveFailed) for error in errors)
-                assert "Permission denied" in str(errors[0]) or "not permitted" in str(errors[0])
-        assert load(folder / "c")[0] == {"a": 1}
-    finally:
-        subprocess.run(undo, check=True)
-
-
-def test_the_cause_is_told_even_if_nothing_can_be_written_any_more(tmp_path, monkeypatch):
-    """As on a disk that breaks: notes to the others, and the farewell, fail as well."""
-
-    def broken(board, name, text):
-        raise OSError(errno.EIO, "broken", name)
-
-    class Breaking(WriterHook):
-        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it breaks whatever comes
-            monkeypatch.setattr(FileBoard, "put", broken)
-            raise ValueError("this came first")
-
-        def post_commit(self, path, **kwargs):
-            pass
-
-    errors = save(tmp_path / "c", [{"a": 1}] * 2, meet=None, hook=lambda _: Breaking(), timeout=1)
-    for error in errors:
-        assert isinstance(error, SaveFailed)
-        assert "this came first" in str(error)
-
-
-def test_the_target_is_a_file(tmp_path):
-    (tmp_path / "c").write_text("mine")
-    (error,) = save(tmp_path / "c", [{"a": 1}])
-    assert isinstance(error, SaveFailed)
-    assert "Not a directory" in str(error)
-    assert (tmp_path / "c").read_text() == "mine"
-    assert os.listdir(tmp_path) == ["c"]
-
-
-def test_ranks_that_do_not_share_a_file_system(tmp_path):
-    barrier = ThreadExchange(2)
-
-    def write(rank):
-        writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(rank, 2), barrier.at(rank))
-        writer.write(tmp_path / f"machine {rank}" / "c", {"w": torch.full((3,), rank)})
-
-    for error in together(2, write):
-        assert "on rank 1 while writing" in str(error)
-        assert "do ranks share the file system?" in str(error)
-
-
-def test_notes_by_fsspec_bear_that_others_remove_the_folder(tmp_path):
-    board = storage_at(f"file://{tmp_path}/c").board()
-
-    def come_and_go(rank):
-        for _ in range(100):
-            board.put(f"note.{rank}", "here")
-            board.remove(f"note.{rank}")
-
-    assert together(4, come_and_go) == [None] * 4

@@ -14,6 +14,7 @@ import torch
 
 from phalanx.checkpoint import CheckpointReader, Folder, RankInfo
 from phalanx.checkpoint._document import Document, files_of
+from phalanx.checkpoint._files import LocalSnapshot
 from phalanx.checkpoint._locks import Lock
 from phalanx.checkpoint._retention import Keep, prune
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step, step_of_name
@@ -390,6 +391,28 @@ def test_mistakes_are_explained(tmp_path):
         Folder(tmp_path).load({"weight": torch.zeros(3)})
     with filled(tmp_path, [1]) as folder, pytest.raises(InvalidArgument, match="itself"):
         Folder(folder.path(1)).latest()
+
+
+def test_a_url_of_the_file_system_is_a_path(tmp_path):
+    with filled(f"file://{tmp_path}", [1]) as folder, Folder(tmp_path) as other:
+        assert other.latest() == 1
+        with pytest.raises(FolderInUse):
+            other.save(2, state_of(2))
+        assert folder.path(1) == f"{tmp_path}/step-00000001"
+
+
+def test_what_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path, monkeypatch):
+    folder = filled(tmp_path, [1])
+    manifest = LocalSnapshot.manifest
+
+    def read(snapshot):
+        monkeypatch.undo()
+        data = manifest(snapshot)
+        folder.save(1, state_of(7))
+        return data
+
+    monkeypatch.setattr(LocalSnapshot, "manifest", read)
+    assert LocalShelf(str(tmp_path)).damage(1) is None
 
 
 def test_it_lives_wherever_fsspec_reaches():

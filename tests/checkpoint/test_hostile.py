@@ -14,6 +14,7 @@ import torch
 
 from phalanx.checkpoint import PerRank
 from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
 from .states import load, same, saved
@@ -145,6 +146,8 @@ def test_no_damage_gets_through(original, tmp_path, share):
         state = wanted()
         if try_to_load(folder, state, number) is None:
             assert same(wanted(), state), f"input {number} was loaded in part"
+        is_good = try_to_verify(folder, number) == []
+        assert not is_good or files[MANIFEST] != original[MANIFEST], f"input {number} is not good"
         if whole is not None:
             survived += 1
             if files[MANIFEST] == original[MANIFEST]:
@@ -160,6 +163,15 @@ def try_to_load(folder, state, number):
         return load(folder, 1, 2, state)[0]
     except (DamagedCheckpoint, CheckpointNotFound, StateMismatch, MissingKeys):
         return None
+    except BaseException as error:
+        raise AssertionError(f"input {number} is not handled: {error!r}") from error
+
+
+def try_to_verify(folder, number):
+    try:
+        return verify(str(folder))
+    except CheckpointNotFound as error:
+        return [str(error)]
     except BaseException as error:
         raise AssertionError(f"input {number} is not handled: {error!r}") from error
 

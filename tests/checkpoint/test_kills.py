@@ -40,7 +40,7 @@ def save_once(ctx, path, step, timeout=30):
         return str(error)
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", [*POINTS, "discard"])
 def test_rank_0_is_killed_at_every_point(ranks, tmp_path, point):
     path = str(tmp_path / "c")
     saved(path, [mixed(0, 1)])

@@ -8,9 +8,10 @@ import torch
 
 from phalanx.checkpoint._manifest import MANIFEST, Manifest
 from phalanx.checkpoint._tensors import checksum
+from phalanx.checkpoint._verify import verify
 from phalanx.errors import DamagedCheckpoint
 
-from .states import load, mixed, saved
+from .states import load, mixed, save, saved
 
 EMPTY = checksum(b"")
 
@@ -69,15 +70,23 @@ CHANGES = {
     "bad checksum": (lambda f: tensor_of(f)["pieces"][0].update(xxh3_128="zz"), "xxh3_128"),
     "other checksum": (
         lambda f: f["state"].update(again={"$tensor": _other_checksum(tensor_of(f))}),
-        "two checksums",
+        "different tensors at",
+    ),
+    "other shape for the same bytes": (
+        lambda f: f["state"].update(again={"$tensor": {**tensor_of(f), "shape": [33, 64]}}),
+        "different tensors at",
     ),
     "negative shape": (lambda f: tensor_of(f).update(shape=[-1]), "shape"),
     "wrong shape": (lambda f: tensor_of(f).update(shape=[64, 34]), "its pieces have 8448 bytes"),
     "absurd shape": (lambda f: tensor_of(f).update(shape=[2**40, 2**40]), "nobody can hold"),
     "absurd empty shape": (lambda f: tensor_of(f).update(shape=[0, 2**61, 2**61]), "nobody"),
     "many dimensions": (lambda f: tensor_of(f).update(shape=[1] * 65 + [64, 33]), "pieces"),
-    "unknown type": (lambda f: tensor_of(f).update(dtype="float31"), "which torch lacks"),
-    "no type": (lambda f: tensor_of(f).update(dtype="Tensor"), "which torch lacks"),
+    "unknown type": (lambda f: tensor_of(f).update(dtype="float31"), "which no tensor here has"),
+    "no type": (lambda f: tensor_of(f).update(dtype="Tensor"), "which no tensor here has"),
+    **{
+        f"quantized {name}": (lambda f, name=name: tensor_of(f).update(dtype=name), "no tensor")
+        for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4")
+    },
     "unknown device": (lambda f: tensor_of(f).update(device="toaster"), "no device"),
     "unknown file": (
         lambda f: tensor_of(f)["pieces"][0].update(file="../../etc/passwd"),
@@ -133,6 +142,7 @@ def test_a_file_is_in_the_folder_or_nowhere(honest, name):
         (seal(b'"state": ' + b"9" * 10_000 + b"}"), "JSON"),
         (seal(b'"state": "\\ud800"} x'), "JSON"),
         (seal(b"\x00}"), "JSON"),
+        (seal(b'"state": ["\\uD800"]}'), "Unicode"),
     ],
 )
 def test_what_is_no_manifest_is_refused(data, message):
@@ -147,6 +157,48 @@ def test_a_state_that_is_nested_too_deep_is_refused(honest):
 
     with pytest.raises(DamagedCheckpoint, match="nested"):
         with_change(honest, change)
+
+
+def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.checkpoint._document.LARGEST", 1000)
+    saved(tmp_path / "c", [{"a": [1.5] * 100}])
+    (error,) = save(tmp_path / "c", [{"a": [1.5] * 1000}])
+    assert "UnsupportedState: the manifest would have " in str(error)
+    assert load(tmp_path / "c")[0] == {"a": [1.5] * 100}
+
+
+def backwards(fields):
+    name = next(iter(fields["files"]))
+    fields["files"] = {name: {"bytes": 50, "header": {"bytes": 100, "xxh3_128": EMPTY}}}
+    piece = {"file": name, "at": [100, 50], "xxh3_128": EMPTY}
+    fields["state"] = {"$tensor": {"dtype": "uint8", "shape": [0], "pieces": [piece]}}
+
+
+def deep(wrap):
+    def change(fields):
+        fields["files"], fields["state"] = {}, 1
+        for _ in range(350):
+            fields["state"] = wrap(fields["state"])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (backwards, "run backwards, 100 to 50"),
+        (deep(lambda inner: {"$tuple": [inner]}), "nested too deep"),
+        (deep(lambda inner: {"$per_rank": {"0": inner}}), "nested too deep"),
+        (lambda f: f.update(files={}, state={"$per_rank": {"9" * 5000: 1}}), "has no rank '999"),
+    ],
+)
+def test_a_lie_is_found_without_torch_too(honest, tmp_path, change, message):
+    fields = json.loads(json.dumps(honest[1]))
+    change(fields)
+    (tmp_path / MANIFEST).write_bytes(seal(fields))
+    (problem,) = verify(str(tmp_path))
+    assert problem.startswith(f"{tmp_path / MANIFEST} cannot be used: ")
+    assert message in problem
 
 
 def test_every_single_bit_of_a_manifest_counts(honest, tmp_path):

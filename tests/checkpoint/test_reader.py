@@ -14,18 +14,17 @@ from phalanx.checkpoint import (
     RankInfo,
     RNGState,
     make_sync_checkpointer,
+    register_codec,
 )
-from phalanx.checkpoint._loading import OpenCheckpoint
 from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.errors import (
     CheckpointNotFound,
     DamagedCheckpoint,
     MissingKeys,
-    SaveFailed,
     StateMismatch,
 )
 
-from .states import ThreadExchange, load, mixed, plain, same, save, saved, trained
+from .states import load, mixed, same, saved, trained
 
 
 @pytest.fixture
@@ -66,6 +65,12 @@ def test_strict_raises_for_what_is_missing(path):
     with pytest.raises(RuntimeError):
         checkpointer.load(path, {"new": 1}, strict=True)
     assert checkpointer.load(path, {"new": 1}) == {"new": 1}
+    state = {**zeros(), "step": 0, "new": 1}
+    with pytest.raises(MissingKeys):
+        checkpointer.load(path, state, strict=True)
+    assert same(state, {**zeros(), "step": 0, "new": 1}), "nothing is touched"
+    with pytest.raises(MissingKeys, match=r"\['own', 'position'\]"):
+        load(path, 7, 8, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +95,68 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(path, wrong, message)
         load(path, 0, 2, state)
     assert state["step"] == 0
     assert not weight.any()
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def given_back():
+    tensor = torch.zeros(64, 33)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: torch.zeros(64, 33, device="meta"), "meta device"),
+        (lambda: torch.zeros(33).expand(64, 33), "an expanded tensor"),
+        (lambda: torch.zeros(64, 33).to_sparse(), "of layout torch.sparse_coo"),
+        (lambda: torch.zeros(64, 33).as_subclass(Subclass), "Subclass"),
+        (given_back, "memory was given back"),
+    ],
+)
+def test_a_tensor_that_cannot_take_it_is_named_and_nothing_is_touched(path, make, why):
+    bias = torch.zeros(7)
+    with pytest.raises(StateMismatch, match=rf"model\.weight cannot be loaded in place: .*{why}"):
+        load(path, 0, 2, {"model": {"bias": bias, "weight": make()}})
+    assert not bias.any()
+
+
+def test_tensors_of_inference_are_loaded_wherever_they_are(tmp_path):
+    for url in (tmp_path / "c", f"memory://{tmp_path.name}/c"):
+        saved(url, [{"a": torch.ones(2, 3), "b": torch.ones(2)}])
+        with torch.inference_mode():
+            state = {"a": torch.zeros(3, 2).t(), "b": torch.zeros(2)}
+        load(url, state=state)
+        assert same(state, {"a": torch.ones(2, 3), "b": torch.ones(2)})
+
+
+class Picky:
+    """Something that a checkpoint of a stranger may be no good for."""
+
+    def __init__(self, value=1):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):  # noqa: ARG002 - whatever it is
+        raise LookupError("not this one")
+
+
+def test_what_cannot_be_decoded_or_taken_leaves_the_rest_untouched(tmp_path):
+    def decode(value):
+        raise FileNotFoundError(f"no {value} here")
+
+    register_codec("test.picky", Picky, encode=lambda picky: picky.value, decode=decode)
+    saved(tmp_path / "c", [{"w": torch.ones(2), "coded": Picky(7), "object": {"value": 3}}])
+    for asked, error in (({"coded": None}, FileNotFoundError), ({"object": Picky()}, LookupError)):
+        state = {"w": torch.zeros(2), **asked}
+        with pytest.raises(error, match="no 7 here|not this one"):
+            load(tmp_path / "c", state=state)
+        assert not state["w"].any()
 
 
 def test_damage_anywhere_leaves_the_whole_state_untouched(path):
@@ -222,6 +289,12 @@ def test_state_of_another_rank_is_loaded_by_its_number(path):
         load(path, 7, 8, {"position": None})
 
 
+@pytest.mark.parametrize("rank", [-1, "1", 1.0])
+def test_a_rank_that_is_none_is_refused(path, rank):
+    with pytest.raises(ValueError, match="not the number of a rank"):
+        CheckpointReader(RankInfo(0, 2)).read(path, rank=rank)
+
+
 def test_nothing_but_state_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
@@ -290,48 +363,6 @@ def test_the_folder_itself_may_be_a_link(path, tmp_path):
     saved(tmp_path / "link", [{"step": 6}])
     assert (tmp_path / "link").is_symlink()
     assert load(path)[0]["step"] == 6
-
-
-@pytest.mark.parametrize("scheme", ["memory://{name}/c", "file://{folder}/c"])
-def test_what_fsspec_can_reach(tmp_path, scheme):
-    url = scheme.format(name=tmp_path.name, folder=tmp_path)
-    for step, meet in ((1, ThreadExchange), (2, None)):
-        saved(url, [mixed(rank, step) for rank in range(2)], meet=meet)
-        for rank in range(2):
-            assert same(plain(mixed(rank, step)), load(url, rank, 2)[0])
-    state = zeros()
-    load(url, 0, 2, state)
-    assert same(state, {"model": mixed(0, 2)["model"]})
-    if "memory" not in url:
-        assert len(os.listdir(tmp_path / "c")) == 3, "the files of the first save are gone"
-    with pytest.raises(CheckpointNotFound):
-        load(url + "/nowhere")
-    before = load(url, 1, 2)[0]
-    errors = save(url, [{"w": torch.ones(3)}, {"w": 1j}])
-    assert all(isinstance(error, SaveFailed) for error in errors)
-    assert same(before, load(url, 1, 2)[0])
-
-
-def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):
-    """On an object store a file may go at any time between the manifest and the last read."""
-    url = f"memory://{tmp_path.name}/c"
-    saved(url, [{"step": 1, "w": torch.full((3,), 1.0)}])
-    original = OpenCheckpoint.open_files
-
-    def open_files(checkpoint, tensors):
-        original(checkpoint, tensors)
-        if checkpoint.manifest.save not in replaced:
-            replaced.append(checkpoint.manifest.save)
-            monkeypatch.undo()
-            saved(url, [{"step": 2, "w": torch.full((3,), 2.0)}])
-
-    replaced = []
-    for state in (None, {"step": 0, "w": torch.zeros(3)}):
-        monkeypatch.setattr(OpenCheckpoint, "open_files", open_files)
-        loaded, _ = load(url, state=state)
-        assert loaded["step"] == 2
-        assert loaded["w"].tolist() == [2.0] * 3
-    assert len(replaced) == 2
 
 
 def test_names_are_those_of_upstream():

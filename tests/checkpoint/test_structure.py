@@ -4,7 +4,7 @@ import json
 import math
 import random
 import string
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from enum import IntEnum
 
 import numpy as np
@@ -13,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import Alike, PerRank, RNGState, register_codec
+from phalanx.checkpoint import Alike, PerRank, RNGState, make_sync_checkpointer, register_codec
 from phalanx.checkpoint._encoding import Malformed, decode, encode
 from phalanx.checkpoint._paths import display, name_of
-from phalanx.checkpoint._structure import Branch, TensorLeaf, leaves, parse, rebuild
-from phalanx.errors import InvalidArgument, UnsupportedState
+from phalanx.checkpoint._structure import MAX_DEPTH, Branch, TensorLeaf, leaves, parse, rebuild
+from phalanx.checkpoint._verify import verify
+from phalanx.errors import DamagedCheckpoint, InvalidArgument, UnsupportedState
 
 from .states import same
 
@@ -125,9 +126,37 @@ def test_a_key_that_cannot_be_kept_is_refused(key):
         parse({"a": {key: 1}})
 
 
+def test_an_integer_that_nobody_could_read_is_refused():
+    for value in (10**5000, {10**5000: 1}):
+        with pytest.raises(UnsupportedState, match="^a has an integer of 16610 bits"):
+            parse({"a": value})
+
+
 def test_text_that_is_not_unicode_is_refused():
     with pytest.raises(UnsupportedState, match="^a has text"):
         parse({"a": "\ud800"})
+
+
+def deeper(call, levels=200):
+    """Call from far down, as a training framework might."""
+    return call() if not levels else deeper(call, levels - 1)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda v: {"a": v}, lambda v: {0: v}, lambda v: [v], lambda v: (v,)]
+)
+def test_what_is_not_too_deep_to_be_saved_can_be_loaded(tmp_path, wrap):
+    state = torch.ones(1)
+    for _ in range(MAX_DEPTH):
+        state = wrap(state)
+    path = tmp_path / "c"
+    make_sync_checkpointer().save(path, state)
+    loaded = deeper(lambda: make_sync_checkpointer().load(path))
+    assert same(state, loaded)
+    deeper(lambda: make_sync_checkpointer().save(path, loaded))
+    assert deeper(lambda: verify(str(path))) == []
+    with pytest.raises(UnsupportedState, match="nested deeper"):
+        parse(wrap(state))
 
 
 def test_a_state_that_holds_itself_is_refused():
@@ -137,11 +166,18 @@ def test_a_state_that_holds_itself_is_refused():
         parse(state)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quantize_per_tensor")
 def test_tensors_without_plain_memory_are_refused():
+    given_back = torch.ones(3)
+    given_back.untyped_storage().resize_(0)
     for tensor, why in [
         (torch.eye(3).to_sparse(), "layout"),
         (torch.empty(3, device="meta"), "meta device"),
         (torch.nn.UninitializedParameter(), "UninitializedParameter"),
+        (given_back, "memory was given back"),
+        (torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "quantized .*int_repr"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested .*unbind"),
     ]:
         with pytest.raises(UnsupportedState, match=f"^w is .*{why}"):
             parse({"w": tensor})
@@ -187,6 +223,30 @@ def test_a_codec_stores_what_is_refused_otherwise():
         register_codec("test.money", Foo, encode=vars, decode=dict)
     with pytest.raises(InvalidArgument, match="not a name"):
         register_codec("a b", Foo, encode=vars, decode=dict)
+
+
+def test_the_schedulers_of_torch_are_stored():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    kinds = torch.optim.lr_scheduler
+    for scheduler in (
+        kinds.MultiStepLR(optimizer, [2, 5]),
+        kinds.OneCycleLR(optimizer, 0.1, total_steps=5),
+        kinds.ReduceLROnPlateau(optimizer),
+        kinds.CosineAnnealingLR(optimizer, 5),
+    ):
+        state = there_and_back({"s": scheduler})["s"]
+        assert same(scheduler.state_dict(), state)
+        scheduler.load_state_dict(state)
+
+
+def test_a_counter_is_made_of_nothing_but_counts():
+    for body in (3, [1, 1], {"$dict": [[1, 2]]}):
+        tree = decode({"$codec": ["collections.Counter", body]}, tensor=lambda *_: None, rank=0)
+        if isinstance(body, dict):
+            assert rebuild(tree, lambda leaf: leaf) == Counter({1: 2})
+        else:
+            with pytest.raises(DamagedCheckpoint, match="a Counter was stored as"):
+                rebuild(tree, lambda leaf: leaf)
 
 
 @pytest.mark.parametrize(
@@ -243,3 +303,13 @@ def test_random_numbers_go_on_as_if_nothing_had_been():
     draw()
     RNGState().load_state_dict(state)
     assert draw() == first
+
+
+def test_random_numbers_are_set_all_or_not_at_all():
+    state = RNGState().state_dict()
+    random.random()
+    before = RNGState().state_dict()
+    for part in ("torch", "numpy", "python"):
+        with pytest.raises(Exception):  # noqa: B017, PT011 - whatever the generator says
+            RNGState().load_state_dict({**state, part: torch.zeros(3)})
+        assert same(RNGState().state_dict(), before)

@@ -46,3 +46,28 @@ def test_writers_count_their_saves(tmp_path):
 
     assert together(2, save) == [None, None]
     assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def test_ranks_that_do_not_agree_on_their_number(tmp_path):
+    barrier = ThreadExchange(2)
+
+    def save(sizes):
+        def write(rank):
+            info = RankInfo(rank, sizes[rank])
+            writer = CheckpointWriter(CheckpointWriterConfig(10), info, barrier.at(rank))
+            writer.write(str(tmp_path / "c"), {"step": 1})
+
+        return together(2, write)
+
+    for error in save([2, 3]):
+        assert isinstance(error, SaveFailed)
+        assert "not agree on how many they are: rank 0 says 2, rank 1 says 3" in str(error)
+    for error in save([3, 3]):
+        assert isinstance(error, SaveFailed)
+        assert "the barrier is of 2 ranks, and the save of 3" in str(error)
+
+
+def test_a_rank_is_one_of_those_there_are():
+    for rank, size in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="ranks are counted from 0"):
+            RankInfo(rank, size)

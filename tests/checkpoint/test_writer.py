@@ -23,7 +23,7 @@ from phalanx.checkpoint._builder import default_rank_info
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.errors import FolderInUse, SaveFailed, UnsupportedState
 
-from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved
+from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
 
 MEETINGS = [ThreadExchange, ThreadBarrier, None]
 
@@ -128,6 +128,42 @@ def test_what_is_not_alike_is_named_on_every_rank(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_a_rank_that_cannot_compare_its_state_says_so(tmp_path, meet):
+    """Here it has not the memory to lay out a tensor that is larger than it looks."""
+    states = [{"w": torch.ones(2)}, {"w": torch.ones(1).expand(1 << 45)}]
+    for error in save(tmp_path / "c", states, meet=meet):
+        assert isinstance(error, SaveFailed)
+        assert "failed on rank 1 while comparing state: RuntimeError: " in str(error)
+        assert "memory" in str(error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_cannot_reach_the_storage_says_so(tmp_path):
+    barrier = ThreadExchange(2)
+
+    def write(rank):
+        writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(rank, 2), barrier.at(rank))
+        writer.write(tmp_path / "c" if rank == 0 else "unheardof://c", {"a": 1})
+
+    for error in together(2, write):
+        assert isinstance(error, SaveFailed)
+        assert "on rank 1 while getting ready: ValueError: Protocol not known" in str(error)
+    assert os.listdir(tmp_path) == []
+
+
+def test_paths_of_any_kind_but_none(tmp_path):
+    checkpointer = make_sync_checkpointer()
+    for path in (os.fsencode(tmp_path / "b"), tmp_path / "p", f"{tmp_path}/s/"):
+        checkpointer.save(path, {"a": 1})
+        assert checkpointer.load(path) == {"a": 1}
+    assert sorted(os.listdir(tmp_path)) == ["b", "p", "s"]
+    with pytest.raises(SaveFailed, match="needs a path"):
+        checkpointer.save("", {"a": 1})
+    with pytest.raises(ValueError, match="needs a path"):
+        checkpointer.load("")
+
+
 def test_a_checkpointer_out_of_the_box(tmp_path):
     checkpointer = make_sync_checkpointer()
     assert isinstance(checkpointer, SyncCheckpointer)
@@ -192,5 +228,5 @@ def test_a_writer_saves_again_and_again(tmp_path):
     for step in range(5):
         writer.write(tmp_path / "c", {"step": step, "w": torch.full((3,), step)})
         assert load(tmp_path / "c")[0]["step"] == step
-    assert len(os.listdir(tmp_path / "c")) == 2
     writer.close()
+    assert len(os.listdir(tmp_path / "c")) == 2

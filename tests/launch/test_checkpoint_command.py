@@ -250,7 +250,7 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
         (["ls", "."], ["neither a checkpoint nor a folder"]),
         (["show", "file.txt"], ["neither a checkpoint nor a folder"]),
         (["verify", "empty"], ["neither a checkpoint nor a folder"]),
-        (["ls", ""], ["cannot be at ''"]),
+        (["ls", ""], ["this one is empty"]),
         (["prune", "empty"], ["neither a checkpoint nor a folder"]),
         (["prune", "nowhere"], ["there is nothing at nowhere"]),
         (["prune", "run/step-00000010"], ["is a checkpoint itself"]),

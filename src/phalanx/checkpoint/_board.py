@@ -56,8 +56,12 @@ class FileBoard:
         draft = f".{name}.draft"
         self.put(draft, "")
         fd = os.open(self._folder / draft, os.O_RDWR | os.O_CLOEXEC)
-        is_locked = lock_file(fd)
-        os.rename(self._folder / draft, self._folder / name)  # the lock goes with it
+        try:
+            is_locked = lock_file(fd)
+            os.rename(self._folder / draft, self._folder / name)  # the lock goes with it
+        except BaseException:
+            os.close(fd)
+            raise
         if is_locked:
             return fd
         os.close(fd)

@@ -37,9 +37,10 @@ class CheckpointReader:
         *,
         map_location: Any = None,
         rank: int | None = None,
+        strict: bool = False,
         **kwargs: Any,
     ) -> tuple[STATE_DICT, list[str]]:
-        """Return the state at `path`, and the keys that are missing.
+        """Return the state at `path`, and the keys that are missing; strict, raise if there are.
 
         Given a state, load only what it has: tensors in place, objects through their
         ``load_state_dict``, for None whatever there is. Nothing of it is touched unless all of
@@ -50,17 +51,22 @@ class CheckpointReader:
         if unknown:
             raise InvalidArgument(f"reading a checkpoint takes no {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
+        if type(own) is not int or own < 0:
+            raise InvalidArgument(f"rank={rank!r} is not the number of a rank")
         locate = _Locator(map_location)
 
         def prepare(checkpoint: OpenCheckpoint) -> Callable[[], tuple[Any, list[str]]]:
             tree = checkpoint.tree(own)
             if state_dict is None:
                 state, missing = _read_all(checkpoint, tree, locate)
-                return lambda: (state, missing)
-            fitting = Fitting(checkpoint, tree, state_dict, locate.fresh(checkpoint))
-            return lambda: (fitting.apply(), fitting.missing)
+            else:
+                fitting = Fitting(checkpoint, tree, state_dict, locate.fresh(checkpoint))
+                missing = fitting.missing
+            if strict and missing:
+                raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
+            return lambda: (state if state_dict is None else fitting.apply(), missing)
 
-        with reading(storage_at(os.fspath(path)), prepare) as finish:
+        with reading(storage_at(os.fsdecode(path)), prepare) as finish:
             return finish()
 
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ._commit import commit_together
 from ._meeting import Alone, AtBarrier, Company, OthersAreBehind, current_turn
 from ._notes import ByNotes
-from ._storage import Storage, storage_at
+from ._storage import storage_at
 from ._types import STATE_DICT, BarrierLike, RankInfo
 
 __all__ = ["CheckpointWriter", "CheckpointWriterConfig", "WriterHook"]
@@ -27,7 +30,7 @@ class WriterHook(ABC):
 
     @abstractmethod
     def post_commit(self, path: str, **kwargs: Any) -> None:
-        """Act when the checkpoint is in place."""
+        """Act when the checkpoint is in place; files of the one it replaces may be there yet."""
 
 
 @dataclass
@@ -53,6 +56,7 @@ class CheckpointWriter:
         self._barrier = barrier
         self._commit_hook = commit_hook
         self._writes = 0
+        self._removal: threading.Thread | None = None
 
     def write(
         self, path: str | os.PathLike[str], state_dict: STATE_DICT, **kwargs: Any
@@ -62,39 +66,61 @@ class CheckpointWriter:
         Every rank calls this with its own state. If it fails anywhere, all ranks raise
         `SaveFailed`, and what was at `path` is as before. Further arguments go to the hook.
         """
-        path = os.fspath(path)
-        storage = storage_at(path)
+        path = os.fsdecode(path)
 
         def before_commit() -> None:
             if self._commit_hook is not None:
                 self._commit_hook.pre_commit(path, **kwargs)
 
+        self._finish_removal()
         self._writes += 1
-        while not self._commit(storage, state_dict, before_commit):
-            pass
+        self._begin_removal(self._commit(path, state_dict, before_commit))
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **kwargs)
         return None
 
     def _commit(
-        self, storage: Storage, state_dict: STATE_DICT, before_commit: Callable[[], None]
-    ) -> bool:
-        """Save together with all ranks, or find that they are not all there yet."""
-        company = self._company(storage)
-        company.turn = current_turn() or self._writes
-        try:
-            commit_together(storage, state_dict, company=company, before_commit=before_commit)
-        except OthersAreBehind:
-            return False
-        return True
+        self, path: str, state_dict: STATE_DICT, before_commit: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Save together with all ranks, as soon as they are all there; return what is left."""
+        while True:
+            company = self._company(path)
+            company.turn = current_turn() or self._writes
+            with suppress(OthersAreBehind):
+                return commit_together(
+                    partial(storage_at, path),
+                    state_dict,
+                    company=company,
+                    before_commit=before_commit,
+                )
 
-    def _company(self, storage: Storage) -> Company:
+    def _begin_removal(self, remove: Callable[[], None] | None) -> None:
+        """Have old files removed: the disk takes a while, for which nobody should have to wait."""
+        if remove is None:
+            return
+        thread = threading.Thread(target=remove, name="phalanx checkpoint removal")
+        try:
+            thread.start()
+        except RuntimeError:  # there are no threads any more when the interpreter ends
+            remove()
+        else:
+            self._removal = thread
+
+    def _finish_removal(self) -> None:
+        """Wait for the files of the last save but one to be gone: the next one needs the room."""
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
+
+    def _company(self, path: str) -> Company:
         if self._rank_info.global_world_size == 1:
             return Alone(self._rank_info)
         if hasattr(self._barrier, "exchange"):
             return AtBarrier(self._rank_info, self._barrier)
         timeout = self._config.write_barrier_timeout_secs
-        return ByNotes(self._rank_info, storage.board(), timeout=timeout, barrier=self._barrier)
+        board = storage_at(path).board()
+        return ByNotes(self._rank_info, board, timeout=timeout, barrier=self._barrier)
 
     def close(self) -> None:
-        """Release what the writer holds, which is nothing between two writes."""
+        """Wait until the files of a checkpoint that was replaced are gone."""
+        self._finish_removal()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from typing import Any
 
-from ..errors import MissingKeys
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter
 from ._types import STATE_DICT
@@ -55,11 +54,9 @@ class ReadingCheckpointer(Checkpointer):
         **kwargs: Any,
     ) -> STATE_DICT:
         """Load a state, or what a given one asks for; strict, it must all be there."""
-        loaded, missing = self._reader.read(
-            path, state_dict, map_location=default_map_location, **kwargs
+        loaded, _ = self._reader.read(
+            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
         )
-        if strict and missing:
-            raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
         return loaded
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..errors import InvalidArgument
+from ..errors import DamagedCheckpoint, InvalidArgument
 
 __all__ = ["Codec", "codec_for", "codec_named", "register_codec"]
 
@@ -53,3 +54,13 @@ def codec_for(value: object) -> Codec | None:
 def codec_named(name: str) -> Codec | None:
     """Return the codec of that name."""
     return _by_name.get(name)
+
+
+def _counter(counts: Any) -> Counter[Any]:
+    if not isinstance(counts, dict):
+        raise DamagedCheckpoint(f"a Counter was stored as what it cannot be: {counts!r:.40}")
+    return Counter(counts)
+
+
+# A scheduler of torch's own has one: MultiStepLR.
+register_codec("collections.Counter", Counter, encode=dict, decode=_counter)

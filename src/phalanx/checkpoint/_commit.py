@@ -8,7 +8,8 @@
     commit      rank 0 writes the manifest and makes all of it visible in one instant
 
 Ranks meet after each of these and say how it went. If it went wrong anywhere, all of them raise the
-first cause; before the last step nothing has been visible, and after it everything is.
+first cause; before the last step nothing has been visible, and after it everything is. What was
+there before is removed when they have left.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from .. import _faultpoints
 from ..errors import SaveFailed, StateMismatch
-from . import _progress
 from ._alike import Part, elements, own_share, sizes_of
 from ._digests import find_differences, marked_apart
 from ._dtypes import name_of_dtype
@@ -32,7 +32,8 @@ from ._manifest import FileEntry, HeaderEntry, Manifest
 from ._marks import Piece
 from ._meeting import Company
 from ._paths import Path
-from ._storage import Storage, data_file_name
+from ._points import reach
+from ._storage import Storage, data_file_name, share_of_removal
 from ._structure import Branch, Node, TensorLeaf, leaves, parse
 from ._tensors import Place, Share, WrittenFile, write_tensors
 from ._types import STATE_DICT
@@ -41,25 +42,30 @@ __all__ = ["commit_together", "who"]
 
 
 def commit_together(
-    storage: Storage,
+    open_storage: Callable[[], Storage],
     state_dict: STATE_DICT,
     *,
     company: Company,
     before_commit: Callable[[], None],
-) -> None:
-    """Save a state with all ranks of a company; each calls `before_commit` when it has written."""
-    with closing(_Save(storage, company)) as save:
+) -> Callable[[], None] | None:
+    """Save a state with all ranks of a company; each calls `before_commit` when it has written.
+
+    Returns what this rank has to do when there is time: to remove its share of the old files.
+    """
+    with closing(_Save(open_storage, company)) as save:
         save.begin(state_dict)
         save.compare()
         reports = save.write(before_commit)
-        save.commit(reports)
+        return save.commit(reports)
 
 
 class _Save:
     """One save, seen from one rank."""
 
-    def __init__(self, storage: Storage, company: Company) -> None:
-        self._storage = storage
+    _storage: Storage
+
+    def __init__(self, open_storage: Callable[[], Storage], company: Company) -> None:
+        self._open_storage = open_storage
         self._company = company
         self._leads = company.rank == 0
         self._id: str | None = None
@@ -71,9 +77,10 @@ class _Save:
         """Take the place, and find out whether the state can be stored."""
 
         def get_ready() -> str | None:
-            _reach("begin")
+            reach("begin")
             # On all ranks, before anything may fail on one: a state_dict may be a collective.
             self._tree = parse(state_dict)
+            self._storage = self._open_storage()
             if self._leads:
                 self._id = self._storage.begin(who(self._company.size))
             return self._id
@@ -85,10 +92,9 @@ class _Save:
         if self._company.size == 1:
             self._apart = dict.fromkeys(marked_apart(self._tree), (0,))
             return
-        _progress.enter("comparing state")
         try:
             self._apart = find_differences(
-                self._tree, lambda said: self._company.together("comparing state", lambda: said)
+                self._tree, partial(self._company.together, "comparing state")
             )
         except StateMismatch as error:  # all ranks come to the same conclusion
             raise SaveFailed(f"the save failed: {error}") from error
@@ -98,7 +104,7 @@ class _Save:
 
         def write_part() -> Any:
             report = self._write_part()
-            _reach("written")
+            reach("written")
             before_commit()
             return report
 
@@ -126,23 +132,27 @@ class _Save:
             "own": [_encode_own(node, name, own_places) for node in own],
         }
 
-    def commit(self, reports: list[Any]) -> None:
-        """Let rank 0 make the checkpoint visible."""
+    def commit(self, reports: list[Any]) -> Callable[[], None] | None:
+        """Let rank 0 make the checkpoint visible, and find out what this rank may remove then."""
 
-        def publish() -> None:
-            if self._leads:
-                manifest = _merge(self._tree, self._apart, str(self._id), reports)
-                self._storage.commit(str(self._id), manifest.dump())
-                _reach("committed")
+        def publish() -> list[str]:
+            if not self._leads:
+                return []
+            manifest = _merge(self._tree, self._apart, str(self._id), reports)
+            replaced = self._storage.commit(str(self._id), manifest.dump())
+            reach("committed")
+            return replaced
 
-        self._company.together("committing", publish)
+        replaced = self._company.together("committing", publish)[0]
+        mine = share_of_removal(replaced, self._company.size, self._company.rank)
+        return partial(self._storage.discard, mine) if mine else None
 
     def close(self) -> None:
         """Part from the others, and remove what was not committed."""
         try:
             self._company.close()
         finally:
-            if self._leads:
+            if self._leads and self._id is not None:
                 self._storage.end(self._id)
 
 
@@ -234,8 +244,3 @@ def _find(node: Node | None, path: Path) -> Node | None:
 def who(ranks: int) -> str:
     """Say who this job is, for those who find the place taken."""
     return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

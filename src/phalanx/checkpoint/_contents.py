@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ._document import Document, Malformed, TensorEntry
+from ._document import Document, Malformed, TensorEntry, is_rank
 from ._paths import Path, display
 
 __all__ = ["Entry", "contents"]
@@ -41,7 +41,10 @@ class Entry:
 
 def contents(document: Document) -> list[Entry]:
     """List the values of a state in their order; raises `Malformed` for what is none."""
-    return list(_walk(document.state, ()))
+    try:
+        return list(_walk(document.state, ()))
+    except RecursionError:
+        raise Malformed("the state is nested too deep") from None
 
 
 def _walk(json: Any, path: Path) -> Iterator[Entry]:
@@ -66,8 +69,8 @@ def _walk_tagged(tag: str, body: Any, path: Path) -> Iterator[Entry]:
                 raise Malformed(f"{display(path)}: {error}") from None
         case "$per_rank", dict():
             for rank, each in body.items():
-                if not rank.isdecimal():
-                    raise Malformed(f"{display(path)} has no rank {rank!r}")
+                if not is_rank(rank):
+                    raise Malformed(f"{display(path)} has no rank {rank!r:.40}")
                 yield from (replace(entry, rank=int(rank)) for entry in _walk(each, path))
         case "$tuple", list():
             yield from _walk(body, path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from ._tensors import checksum, chunks, memory, nbytes
 
 __all__ = ["Exchange", "digest", "find_differences", "fingerprint", "marked_apart"]
 
-Exchange = Callable[[Any], list[Any]]
-"""Tell all ranks something that JSON can say, and return what each has told, by rank."""
+Exchange = Callable[[Callable[[], Any]], list[Any]]
+"""Find out something that JSON can say, tell it to all ranks, and return what each has told."""
 _Facts = list[str]
 
 _SAMPLES = 16
@@ -68,10 +69,10 @@ def find_differences(tree: Node, exchange: Exchange) -> dict[Path, tuple[int, ..
     they differ in what is marked as alike.
     """
     comparison = _Comparison(tree)
-    comparison.judge((), exchange(comparison.facts(())))
+    comparison.judge((), exchange(comparison.begin))
     while comparison.unclear:
         paths, comparison.unclear = comparison.unclear, []
-        told = exchange([comparison.facts_of_children(path) for path in paths])
+        told = exchange(partial(comparison.facts_below, paths))
         for place, path in enumerate(paths):
             by_rank = [dict(each[place]) for each in told]
             for key in dict.fromkeys(key for each in by_rank for key in each):
@@ -94,10 +95,14 @@ class _Comparison:
     def __init__(self, tree: Node) -> None:
         self._tree = tree
         self._digests: dict[Path, str] = {}
-        _digest(tree, (), self._digests)
         self.apart: dict[Path, tuple[int, ...]] = {}
         self.unclear: list[Path] = []
         """Branches that differ: the answer is further down."""
+
+    def begin(self) -> _Facts:
+        """Digest the whole state, and say what there is to compare at its root."""
+        _digest(self._tree, (), self._digests)
+        return self.facts(())
 
     def facts(self, path: Path) -> _Facts:
         """Say what there is to compare at a place: mark, kind, digest."""
@@ -108,11 +113,12 @@ class _Comparison:
             kind = f"branch {node.kind} {length}"
         return [node.mark, kind, self._digests[path]]
 
-    def facts_of_children(self, path: Path) -> list[tuple[Key, _Facts]]:
-        """Say it of all children of a branch."""
-        node = _find(self._tree, path)
-        assert isinstance(node, Branch)
-        return [(key, self.facts((*path, key))) for key in node.children]
+    def facts_below(self, paths: list[Path]) -> list[list[tuple[Key, _Facts]]]:
+        """Say it of all children of each of some branches."""
+        return [
+            [(key, self.facts((*path, key))) for key in _children(_find(self._tree, path))]
+            for path in paths
+        ]
 
     def judge(self, path: Path, told: Sequence[_Facts | None]) -> None:
         """Decide about one place in the state by what each rank says of it."""
@@ -140,9 +146,13 @@ def _complaint(path: Path, told: Sequence[_Facts | None], marks: set[str]) -> st
 
 def _find(node: Node, path: Path) -> Node:
     for key in path:
-        assert isinstance(node, Branch)
-        node = node.children[key]
+        node = _children(node)[key]
     return node
+
+
+def _children(node: Node) -> dict[Key, Node]:
+    assert isinstance(node, Branch)
+    return node.children
 
 
 def _digest(node: Node, path: Path, digests: dict[Path, str]) -> str:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NoReturn, Self
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import DamagedCheckpoint
+from ..errors import DamagedCheckpoint, UnsupportedState
 from ._bytes import checksum
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "TensorEntry",
     "check_ranges",
     "files_of",
+    "is_rank",
     "refuse",
 ]
 
@@ -105,7 +106,13 @@ class Document(Struct, forbid_unknown_fields=True):
             f"  {json.dumps(name)}: {_pretty(each, 1)}" for name, each in fields.items()
         )
         rest = f"{body}\n}}\n".encode()
-        return f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
+        data = f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
+        if len(data) > LARGEST:
+            raise UnsupportedState(
+                f"the manifest would have {len(data)} bytes, and {LARGEST} are allowed: "
+                "keep numbers and text in tensors, where there are very many of them"
+            )
+        return data
 
     @classmethod
     def load(cls, data: bytes, file: str) -> Self:
@@ -124,13 +131,20 @@ class Document(Struct, forbid_unknown_fields=True):
 
 
 def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) -> None:
-    """Let the tensors cover every file without gap or overlap, so that no byte is unchecked."""
-    ranges: dict[str, dict[tuple[int, int], str]] = defaultdict(dict)
+    """Let the tensors cover every file without gap or overlap, so that no byte is unchecked.
+
+    Only tensors that are the same in all may share bytes. So nobody can make a small file fill the
+    memory, as many tensors of different shapes.
+    """
+    ranges: dict[str, dict[tuple[int, int], TensorEntry]] = defaultdict(dict)
     for tensor in tensors:
         for piece in tensor.pieces:
-            known = ranges[piece.file].setdefault(piece.at, piece.xxh3_128)
-            if known != piece.xxh3_128:
-                raise Malformed(f"{piece.file} has two checksums for one range")
+            begin, end = piece.at
+            known = ranges[piece.file].setdefault(piece.at, tensor)
+            if begin > end:
+                raise Malformed(f"{piece.file} has bytes that run backwards, {begin} to {end}")
+            if begin < end and known is not tensor and known != tensor:
+                raise Malformed(f"{piece.file} has different tensors at {begin} to {end}")
     for name, entry in files.items():
         position = entry.header.bytes
         for begin, end in sorted(ranges[name]):
@@ -139,6 +153,11 @@ def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) ->
             position = end
         if position != entry.bytes:
             raise Malformed(f"{name} has {entry.bytes} bytes, but its tensors end at {position}")
+
+
+def is_rank(text: str) -> bool:
+    """Tell whether a key of ``$per_rank`` is the number of a rank."""
+    return text.isascii() and text.isdigit() and len(text) < 9
 
 
 def refuse(file: str, complaint: str) -> NoReturn:
@@ -188,6 +207,8 @@ def _parse(data: bytes) -> Any:
         raise
     except (ValueError, RecursionError) as error:
         raise Malformed(f"it is not JSON: {error}") from None
+    if b"\\ud" in data.lower():  # half of a character, maybe, which nobody could print
+        _check_text(fields)
     del fields["xxh3_128"]
     version = fields.get("version")
     if type(version) is int:
@@ -200,6 +221,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) < len(pairs):
         raise Malformed("it has an object with a key twice")
     return fields
+
+
+def _check_text(fields: Any) -> None:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise Malformed("it has text that is not valid Unicode") from None
 
 
 def _no_constant(text: str) -> NoReturn:

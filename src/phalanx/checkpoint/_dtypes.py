@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["carrier", "dtype_named", "name_of_dtype"]
+__all__ = ["carrier", "dtype_named", "is_quantized", "name_of_dtype"]
 
 _NAMES = {
     name: value
@@ -41,6 +41,11 @@ def name_of_dtype(dtype: torch.dtype) -> str:
 def dtype_named(name: str) -> torch.dtype | None:
     """Return the type of that name, if this torch has it."""
     return _NAMES.get(name)
+
+
+def is_quantized(dtype: torch.dtype) -> bool:
+    """Tell whether a type means nothing without a scale; some have less than a byte per element."""
+    return name_of_dtype(dtype).startswith(("qint", "quint"))
 
 
 def carrier(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ._codecs import codec_named
-from ._document import Malformed
+from ._document import Malformed, is_rank
 from ._dtypes import dtype_named, name_of_dtype
 from ._paths import Key, Path, display
 from ._structure import MAX_DEPTH, Absent, Branch, Node, Scalar, TensorLeaf
@@ -161,7 +161,7 @@ def _choose(body: Json, path: Path, rank: int | None, read: Callable[[Json], Nod
     _need(isinstance(body, dict), path, "has no object under '$per_rank'")
     by_rank: dict[int, Json] = {}
     for text, value in body.items():
-        _need(text.isascii() and text.isdigit() and len(text) < 9, path, f"has no rank {text!r}")
+        _need(is_rank(text), path, f"has no rank {text!r:.40}")
         by_rank[int(text)] = value
     # All of them are read, so that what is wrong with one is known on every rank.
     nodes = {each: read(value) for each, value in by_rank.items()}

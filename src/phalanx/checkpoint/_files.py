@@ -8,8 +8,9 @@ Beside the target ``run/step-7`` a save works in ``run/.step-7.saving``::
 
 If nothing is at the target, the folder ``3f2a…`` is renamed to it. If there is a checkpoint, the
 new files are moved in beside the old ones and the new manifest over the old one, which is the
-instant of the commit; then the old files go. Both need nothing but the renames of POSIX, so they
-are as atomic on a network file system as on a disk, and the folder itself is never missing.
+instant of the commit. Both need nothing but the renames of POSIX, so they are as atomic on a
+network file system as on a disk, and the folder itself is never missing. The old files go when the
+ranks have left, each removing its own.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from .. import _faultpoints
 from ..errors import DamagedCheckpoint
 from . import _progress
 from ._board import FileBoard
 from ._bytes import CHUNK
 from ._document import LARGEST, MANIFEST, Document
 from ._locks import Lock
+from ._points import reach
 from ._storage import NOTE, OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["LocalStorage", "flush_folder", "make_folders"]
 
 _TEMPORARY = re.compile("[0-9a-f]{16}")
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Why a folder may not be flushed in which we cannot have made anything either."""
 
 
 class LocalStorage(Storage):
@@ -52,10 +55,14 @@ class LocalStorage(Storage):
         """Lock the path, remove what dead jobs have left, and make a temporary folder."""
         make_folders(self._target.parent)
         self._lock = Lock.take(self.workspace, owner, purpose=self.path)
-        _reach("locked")
-        self._remove_leftovers()
         save = new_save()
-        (self.workspace / save).mkdir()
+        try:
+            reach("locked")
+            self._remove_leftovers()
+            (self.workspace / save).mkdir()
+        except BaseException:
+            self.end(save)
+            raise
         return save
 
     def tidy(self, owner: str) -> None:
@@ -69,31 +76,38 @@ class LocalStorage(Storage):
     def _remove_leftovers(self) -> None:
         """Clean up after saves that were killed: whoever holds the lock knows that they are."""
         for entry in os.scandir(self.workspace):
-            if _TEMPORARY.fullmatch(entry.name):
-                shutil.rmtree(entry.path)
+            if _TEMPORARY.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name.lstrip(".").startswith(NOTE):
-                with suppress(FileNotFoundError):  # or is just about to put it up
+                with suppress(OSError):  # it may just be about to be put up
                     os.unlink(entry.path)  # whoever has left it just now will say it again
-        self._remove_strays(self._named_files())
+        self._remove_strays()
+
+    def _remove_strays(self) -> None:
+        """Remove files that no manifest names: a commit did not come, or nobody lived to do it."""
+        with suppress(OSError):  # the next save will try again
+            strays = self._strays(self._named_files())
+            if strays:
+                # The manifest may be newer than they are, and must not be lost when they are gone.
+                flush_folder(self._target)
+                self.discard(strays)
 
     def _named_files(self) -> set[str] | None:
         """Return the files that belong to the checkpoint, or None if it cannot be known."""
-        file = self._target / MANIFEST
         try:
-            return set(Document.load(file.read_bytes(), str(file)).files)
+            with closing(LocalSnapshot(str(self._target))) as snapshot:
+                return set(Document.load(snapshot.manifest(), self.path).files)
         except FileNotFoundError:
             return set()
         except (OSError, DamagedCheckpoint):
             return None  # somebody may want to rescue them
 
-    def _remove_strays(self, named: set[str] | None) -> None:
-        """Remove files that were moved in for a commit that did not come."""
+    def _strays(self, named: set[str] | None) -> list[str]:
+        """List files of saves that are not among those named."""
         if named is None:
-            return
-        with suppress(FileNotFoundError, NotADirectoryError):
-            for name in os.listdir(self._target):
-                if OUR_FILES.fullmatch(name) and name not in named:
-                    (self._target / name).unlink(missing_ok=True)
+            return []
+        names = os.listdir(self._target)
+        return [name for name in names if OUR_FILES.fullmatch(name) and name not in named]
 
     @contextmanager
     def create(self, save: str, name: str) -> Iterator[_Sink]:
@@ -105,7 +119,7 @@ class LocalStorage(Storage):
         sink = _Sink(folder / name)
         try:
             yield sink
-            _reach("flush")
+            reach("flush")
             _progress.enter("flushing")
             sink.flush()
         except BaseException:
@@ -115,47 +129,57 @@ class LocalStorage(Storage):
             sink.close()
         flush_folder(folder)
 
-    def commit(self, save: str, manifest: bytes) -> None:
+    def commit(self, save: str, manifest: bytes) -> list[str]:
         """Write the manifest and put the folder, or else its files, where readers look."""
         folder = self.workspace / save
+        replaced: list[str] = []
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
         _progress.enter("committing")
-        _reach("publish")
+        reach("publish")
         try:
             os.rename(folder, self._target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            self._replace(folder)
+            replaced = self._replace(folder)
         self._is_published = True
-        _reach("published")
+        reach("published")
         flush_folder(self.workspace)
         flush_folder(self._target.parent)
+        return replaced
 
-    def _replace(self, folder: Path) -> None:
+    def _replace(self, folder: Path) -> list[str]:
         files = [name for name in os.listdir(folder) if OUR_FILES.fullmatch(name)]
         for name in files:
             os.rename(folder / name, self._target / name)
-            _reach("moved")
+            reach("moved")
         # The manifest must not become durable before the files that it names.
         flush_folder(self._target)
-        _reach("replace")
+        reach("replace")
         os.rename(folder / MANIFEST, self._target / MANIFEST)
         flush_folder(self._target)
-        _reach("replaced")
-        self._remove_strays(set(files))
+        reach("replaced")
+        return self._strays(set(files))
 
     def end(self, save: str | None) -> None:
         """Remove the temporary folder, and unlock the path."""
-        if save is not None:
-            shutil.rmtree(self.workspace / save, ignore_errors=True)
-        if self._lock is not None:
+        try:
+            if save is not None:
+                shutil.rmtree(self.workspace / save, ignore_errors=True)
+            if self._lock is not None and not self._is_published:
+                self._remove_strays()
+        finally:  # whatever happens: nobody could save here as long as this process lives
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def discard(self, names: list[str]) -> None:
+        """Remove files from the folder."""
+        for name in names:
             with suppress(OSError):  # the next save will try again
-                if not self._is_published:
-                    self._remove_strays(self._named_files())
-            self._lock.release()
-            self._lock = None
+                reach("discard")
+                (self._target / name).unlink()
 
     def board(self) -> FileBoard:
         """Leave notes in the folder that saves work in."""
@@ -260,12 +284,26 @@ class _FileSource(Source):
         os.close(self._fd)
 
 
+_durable: set[tuple[int, int]] = set()
+"""Folders (device and number) whose names are known to be on disk, which costs a flush to know."""
+
+
 def make_folders(folder: Path) -> None:
-    """Make a folder and those above it, durably."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    """Make a folder and those above it, durably.
+
+    Those that are there too: another rank may just have made them, to leave a note, or a save that
+    was killed before it came to flush them.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for each in missing:
-        flush_folder(each.parent)
+    for each in (folder, *folder.parents[:-1]):
+        status = os.stat(each)
+        if (status.st_dev, status.st_ino) not in _durable:
+            try:
+                flush_folder(each.parent)
+            except OSError as error:
+                if error.errno not in _NOT_OURS:
+                    raise
+            _durable.add((status.st_dev, status.st_ino))
 
 
 def flush_folder(folder: Path) -> None:
@@ -278,8 +316,3 @@ def flush_folder(folder: Path) -> None:
             raise
     finally:
         os.close(fd)
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

@@ -1,8 +1,8 @@
 """Load into a state that is there already: in place where it can be, and only if all of it fits.
 
 A `Fitting` is made in two steps. First it compares what is wanted with what there is, and has all
-of it read and verified; then `apply` changes the caller's state, with nothing left that the
-checkpoint could do wrong.
+of it read, verified and decoded; then `apply` changes the caller's state, with nothing left that
+the checkpoint could do wrong. Objects come first then: they are all that may still say no.
 """
 
 from __future__ import annotations
@@ -22,7 +22,17 @@ from ._loading import OpenCheckpoint
 from ._marks import Alike, PerRank
 from ._meeting import names_of
 from ._paths import Path, display
-from ._structure import Absent, Branch, Node, Scalar, TensorLeaf, absences, leaves, rebuild
+from ._structure import (
+    Absent,
+    Branch,
+    Node,
+    Scalar,
+    TensorLeaf,
+    absences,
+    complaint_about,
+    leaves,
+    rebuild,
+)
 
 __all__ = ["Fitting", "Fresh"]
 
@@ -42,26 +52,33 @@ class Fitting:
         self._in_place: list[tuple[TensorLeaf, Tensor]] = []
         self._held: dict[int, Tensor] = {}
         """What could not be read later, by place in the list above."""
-        self._new: list[TensorLeaf] = []
+        self._new: list[Node] = []
+        self._built: list[Any] = []
+        """What was made of each of those."""
+        self._loads: list[_Give] = []
+        """What objects do to take their state."""
         self._give = self._fit(state, tree, ())
         self._prepare()
 
     def _prepare(self) -> None:
-        """Have all that is wanted verified; new tensors are made, those that exist wait."""
-        wanted = [*self._new, *(leaf for leaf, _ in self._in_place)]
-        self._checkpoint.open_files(wanted)
-        for leaf in self._new:
-            self._fresh(leaf)
-        for place, (leaf, _) in enumerate(self._in_place):
-            if self._checkpoint.stays:
+        """Have all that is wanted verified; new values are made, tensors that exist wait."""
+        new = [leaf for node in self._new for leaf in leaves(node)]
+        in_place = [leaf for leaf, _ in self._in_place]
+        self._checkpoint.open_files([*new, *in_place])
+        self._built = [rebuild(node, self._fresh) for node in self._new]
+        stays = self._checkpoint.stays([*new, *in_place])
+        for place, leaf in enumerate(in_place):
+            if stays:
                 self._checkpoint.verify(leaf)
             else:
                 self._held[place] = self._checkpoint.fetch(leaf)
 
     def apply(self) -> Any:
         """Change the state, and return it."""
-        with torch.no_grad():
-            for place, (leaf, tensor) in enumerate(self._in_place):
+        for load in self._loads:
+            load()
+        for place, (leaf, tensor) in enumerate(self._in_place):
+            with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
                 if place in self._held:
                     tensor.copy_(self._held.pop(place))
                 else:
@@ -93,8 +110,9 @@ class Fitting:
         if callable(getattr(target, "load_state_dict", None)):
             for place, absent in absences(node, path):
                 raise _missing(place, absent)  # half of an object's state is none
-            load, state = target.load_state_dict, self._build(node)
-            return lambda: (load(state()), target)[1]
+            state = self._build(node)
+            self._loads.append(lambda: target.load_state_dict(state()))
+            return lambda: target
         if target is None or codec_for(target) is not None:
             return self._build(node)
         if not isinstance(node, Scalar):
@@ -102,6 +120,9 @@ class Fitting:
         return self._build(node)
 
     def _fit_tensor(self, target: Tensor, node: Node, path: Path) -> _Give:
+        complaint = complaint_about(target) or _complaint_about_strides(target)
+        if complaint:
+            raise StateMismatch(f"{display(path)} cannot be loaded in place: it is {complaint}")
         shape = tuple(target.shape)
         if not isinstance(node, TensorLeaf) or (node.shape, node.dtype) != (shape, target.dtype):
             raise _mismatch(path, f"{name_of_dtype(target.dtype)}{[*shape]}", node)
@@ -143,8 +164,16 @@ class Fitting:
 
     def _build(self, node: Node) -> _Give:
         """Take over what there is, whatever it is."""
-        self._new += leaves(node)
-        return lambda: rebuild(node, self._fresh)
+        place = len(self._new)
+        self._new.append(node)
+        return lambda: self._built[place]
+
+
+def _complaint_about_strides(tensor: Tensor) -> str:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    if any(length > 1 and stride == 0 for length, stride in sizes):
+        return "an expanded tensor, many elements of which are one; give a copy (contiguous)"
+    return ""
 
 
 def _missing(path: Path, absent: Absent) -> MissingKeys:

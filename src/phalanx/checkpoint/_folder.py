@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import operator
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,6 +23,7 @@ from ..errors import (
     InvalidArgument,
     SaveFailed,
 )
+from ._agreement import agree, by_rank
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig
 from ._checkpointer import Checkpointer, SyncCheckpointer
@@ -32,6 +32,7 @@ from ._company import meet_in
 from ._meeting import Alone, AtBarrier, Company
 from ._retention import Keep, prune
 from ._shelf import shelf_at
+from ._storage import without_scheme
 from ._types import STATE_DICT, RankInfo
 
 __all__ = ["Folder"]
@@ -138,7 +139,7 @@ class Folder:
         step = _checked(step)
         steps = self._company.together("getting ready", lambda: self._get_ready(step))
         if len({*steps}) > 1:
-            raise SaveFailed(f"ranks would save different steps: {_by_rank(steps)}")
+            raise SaveFailed(f"ranks would save different steps: {by_rank(steps)}")
         try:
             futures = self._own_checkpointer().save(self.path(step), state, **kwargs)
         except Exception:
@@ -278,7 +279,7 @@ class Folder:
         """Return the step that all ranks shall load: the given one, or what rank 0 finds."""
         wanted = self._together("loading", lambda: [step, self._newest_here()])
         if any(each[0] != step for each in wanted):
-            steps = _by_rank(each[0] for each in wanted)
+            steps = by_rank(each[0] for each in wanted)
             raise InvalidArgument(f"ranks load different steps: {steps}")
         chosen = wanted[0][1] if step is None else step
         if chosen is None:
@@ -286,28 +287,7 @@ class Folder:
         return chosen
 
     def _together(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank and return what came of it, by rank, or raise on every rank.
-
-        What `action` returns must be something that JSON can say.
-        """
-        said: dict[str, Any] = {"at": [0, doing]}  # as in a save, which another rank may be at
-        try:
-            said["did"] = action()
-        except BaseException as error:
-            said |= {"failed": str(error), "kind": type(error).__name__}
-            with suppress(Exception):  # whoever cannot be told will miss us soon
-                self._company.exchange(json.dumps(said))
-            raise
-        told = [json.loads(text) for text in self._company.exchange(json.dumps(said))]
-        if any(each["at"] != said["at"] for each in told):
-            places = _by_rank(each["at"][1] for each in told)
-            raise CheckpointError(f"ranks have met in different calls: {places}")
-        for rank, each in enumerate(told):
-            if "failed" in each:
-                raise _kind(each["kind"])(
-                    f"rank {rank} failed while {doing}: {each['kind']}: {each['failed']}"
-                )
-        return [each["did"] for each in told]
+        return agree(self._company, doing, action)
 
     def close(self) -> None:
         """Wait for what is under way, and let others save here.
@@ -359,21 +339,9 @@ def _checked(step: int) -> int:
 def _absolute(path: str | os.PathLike[str]) -> str:
     """Return a path that means the same wherever the process goes; a URL as it is."""
     path = os.fspath(path)
-    if not isinstance(path, str) or not path or "://" in path:
+    if not isinstance(path, str) or not path or "://" in (path := without_scheme(path)):
         return path  # the shelf knows what to say
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _by_rank(values: Iterable[Any]) -> str:
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def _kind(name: str) -> type[CheckpointError]:
-    """Return the error of a name, if it is one of checkpoints."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, CheckpointError):
-        return kind
-    return CheckpointError
 
 
 def _failure(written: Future[None]) -> BaseException | None:

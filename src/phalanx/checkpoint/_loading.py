@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import TypeVar
@@ -14,11 +17,28 @@ from ..errors import CheckpointNotFound, DamagedCheckpoint
 from ._manifest import MANIFEST, Manifest, PieceEntry
 from ._storage import Snapshot, Source, Storage
 from ._structure import Node, TensorLeaf
-from ._tensors import checksum, memory
+from ._tensors import memory
 
 __all__ = ["OpenCheckpoint", "reading"]
 
 T = TypeVar("T")
+
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What says something about this process, and nothing about the checkpoint."""
+
+
+def _most_open() -> int:
+    """Return how many files to have open: there is one of each rank, and there may be thousands."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)
+
+
+def _files_of(tensors: Iterable[TensorLeaf]) -> set[str]:
+    return {piece.file for leaf in tensors for piece in leaf.data.pieces}
+
+
+class _Gone(FileNotFoundError):
+    """A file of the checkpoint is not there, or no longer."""
 
 
 class OpenCheckpoint:
@@ -29,15 +49,16 @@ class OpenCheckpoint:
         self._manifest_file = f"{path}/{MANIFEST}"
         self._snapshot = snapshot
         self._sources: dict[str, Source] = {}
+        """Files that are open, those that were opened first in front."""
+        self._most = _most_open()
         self._spare = bytearray()
         with self._blaming(self._manifest_file):
             data = snapshot.manifest()
         self.manifest = Manifest.load(data, self._manifest_file)
 
-    @property
-    def stays(self) -> bool:
-        """Tell whether what is open can be read until it is closed, whatever others do."""
-        return self._snapshot.stays
+    def stays(self, tensors: Iterable[TensorLeaf]) -> bool:
+        """Tell whether these can be read until all is closed, whatever others do to the files."""
+        return self._snapshot.stays and len(_files_of(tensors)) <= self._most
 
     def tree(self, rank: int | None) -> Node:
         """Return the tree of the state, with what `rank` holds where ranks differ."""
@@ -45,19 +66,24 @@ class OpenCheckpoint:
 
     def open_files(self, tensors: Iterable[TensorLeaf]) -> None:
         """Open the files that hold these tensors, and check their lengths and headers."""
-        wanted = {piece.file for leaf in tensors for piece in leaf.data.pieces}
-        for name in sorted(wanted - set(self._sources)):
+        for name in sorted(_files_of(tensors)):
+            self._source(name)
+
+    def _source(self, name: str) -> Source:
+        """Return a file that is open, for which another one may have to be closed."""
+        if name not in self._sources:
+            if len(self._sources) >= self._most:
+                self._sources.pop(next(iter(self._sources))).close()
             with self._blaming(f"{self.path}/{name}"):
                 self._sources[name] = self._snapshot.open(name)
                 self._check_file(name)
+        return self._sources[name]
 
     def _check_file(self, name: str) -> None:
         entry, source = self.manifest.files[name], self._sources[name]
         if source.length != entry.bytes:
             raise EOFError(f"it has {source.length} bytes and should have {entry.bytes}")
-        header = bytearray(entry.header.bytes)
-        source.read_into(memoryview(header), 0)
-        if checksum(memoryview(header)) != entry.header.xxh3_128:
+        if self._read(source, 0, entry.header.bytes, None) != entry.header.xxh3_128:
             raise EOFError("the checksum of its header is wrong")
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
@@ -80,16 +106,21 @@ class OpenCheckpoint:
             self._read_piece(piece, None)
 
     def _read_piece(self, piece: PieceEntry, data: memoryview | None) -> None:
-        source, digest = self._sources[piece.file], xxhash.xxh3_128()
         begin, end = piece.at
+        source = self._source(piece.file)
         with self._blaming(f"{self.path}/{piece.file}"):
-            for position in range(begin, end, source.chunk):
-                size = min(source.chunk, end - position)
-                chunk = self._scratch(size) if data is None else data[position - begin :][:size]
-                source.read_into(chunk, position)
-                digest.update(chunk)
-            if digest.hexdigest() != piece.xxh3_128:
+            if self._read(source, begin, end, data) != piece.xxh3_128:
                 raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
+
+    def _read(self, source: Source, begin: int, end: int, data: memoryview | None) -> str:
+        """Read some bytes of a file, to memory or to nowhere, and return their checksum."""
+        digest = xxhash.xxh3_128()
+        for position in range(begin, end, source.chunk):
+            size = min(source.chunk, end - position)
+            chunk = self._scratch(size) if data is None else data[position - begin :][:size]
+            source.read_into(chunk, position)
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def _scratch(self, size: int) -> memoryview:
         if len(self._spare) < size:
@@ -101,9 +132,11 @@ class OpenCheckpoint:
         """Say which file it is that is damaged; one that is gone may just have been replaced."""
         try:
             yield
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise _Gone(str(error)) from error
         except (OSError, EOFError) as error:
+            if isinstance(error, OSError) and error.errno in _NO_DAMAGE:
+                raise
             raise DamagedCheckpoint(f"{file} cannot be used: {error}") from error
 
     def close(self) -> None:
@@ -125,7 +158,7 @@ def reading(storage: Storage, prepare: Callable[[OpenCheckpoint], T]) -> Iterato
         with _opened(storage) as checkpoint:
             try:
                 prepared = prepare(checkpoint)
-            except FileNotFoundError as error:
+            except _Gone as error:
                 if checkpoint.manifest.save in tried:
                     raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
                 tried.add(checkpoint.manifest.save)

@@ -54,7 +54,7 @@ class Lock:
             with suppress(FileExistsError):
                 os.mkdir(folder)  # not by pathlib, which trips if it is removed at that instant
             try:
-                fd = os.open(folder / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+                fd = _open(folder)
             except FileNotFoundError:
                 continue  # the folder went with its holder just now
             lock = cls(folder, fd)
@@ -107,6 +107,18 @@ class Lock:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _open(folder: Path) -> int:
+    """Open the lock of a folder, of which neither may be a link: who knows to whose file."""
+    flags = os.O_NOFOLLOW | os.O_CLOEXEC
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+    try:
+        return os.open(_NAME, os.O_CREAT | os.O_RDWR | flags, 0o644, dir_fd=inside)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(folder / _NAME)) from None
+    finally:
+        os.close(inside)
 
 
 _held: WeakSet[Lock] = WeakSet()

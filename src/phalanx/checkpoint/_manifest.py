@@ -25,7 +25,7 @@ from ._document import (
     check_ranges,
     refuse,
 )
-from ._dtypes import dtype_named
+from ._dtypes import dtype_named, is_quantized
 from ._encoding import decode
 from ._paths import Path, display, name_of
 from ._structure import Node, TensorLeaf, without_absent
@@ -79,8 +79,8 @@ class Manifest(Document, forbid_unknown_fields=True):
         except msgspec.ValidationError as error:
             raise Malformed(f"{where}: {error}") from None
         dtype = dtype_named(entry.dtype)
-        if dtype is None:
-            raise Malformed(f"{where} has the type {entry.dtype!r:.40}, which torch lacks")
+        if dtype is None or is_quantized(dtype):
+            raise Malformed(f"{where} has the type {entry.dtype!r:.40}, which no tensor here has")
         try:
             device = torch.device(entry.device).type
         except RuntimeError:

@@ -66,6 +66,10 @@ class Company(ABC):
         """Part from each other."""
         return
 
+    def place(self, phase: str) -> list[Any]:
+        """Say where this rank is: in which save, in which part of it, and among how many."""
+        return [self.turn, phase, self.size]
+
     def together(self, phase: str, action: Callable[[], T]) -> list[T]:
         """Do something on every rank and return what came of it, by rank.
 
@@ -73,7 +77,7 @@ class Company(ABC):
         all raise `SaveFailed` with the cause.
         """
         error: BaseException | None = None
-        at = [self.turn, phase]
+        at = self.place(phase)
         _progress.enter(phase)
         try:
             said = json.dumps({"at": at, "did": action()})
@@ -91,22 +95,30 @@ class Company(ABC):
         if error is not None and not isinstance(error, Exception):
             raise error  # an interrupt stays one
         told = [json.loads(text) for text in texts]
-        self._check_turns([each["at"] for each in told], phase)
+        self._check_places([each["at"] for each in told], phase)
         failures = {rank: each for rank, each in enumerate(told) if "failed" in each}
         if error is not None:
             failures.setdefault(self.rank, json.loads(said))
         if failures:
             raise _first(failures, phase) from error
+        if len(told) != self.size:
+            raise SaveFailed(f"the barrier is of {len(told)} ranks, and the save of {self.size}")
         return [each["did"] for each in told]
 
-    def _check_turns(self, places: list[tuple[int, str]], phase: str) -> None:
-        """Raise if others are in another save, or in another part of it."""
+    def _check_places(self, places: list[tuple[int, str, int]], phase: str) -> None:
+        """Raise if others are in another save, in another part of it, or of another number."""
         if all(place == places[0] for place in places):
             return
-        newest = max(turn for turn, _ in places)
-        ahead = [rank for rank, (turn, _) in enumerate(places) if turn == newest]
+        sizes = [size for _, _, size in places]
+        if len({*sizes}) > 1:
+            told = ", ".join(f"rank {rank} says {size}" for rank, size in enumerate(sizes))
+            raise SaveFailed(f"ranks do not agree on how many they are: {told}")
+        newest = max(turn for turn, _, _ in places)
+        ahead = [rank for rank, (turn, _, _) in enumerate(places) if turn == newest]
         if len(ahead) == len(places):
-            told = ", ".join(f"rank {rank} while {each}" for rank, (_, each) in enumerate(places))
+            told = ", ".join(
+                f"rank {rank} while {each}" for rank, (_, each, _) in enumerate(places)
+            )
             raise SaveFailed(f"ranks have met at different points of a save: {told}")
         if self.rank in ahead:
             raise OthersAreBehind(f"only {names_of(ahead)} came to save number {newest}")
@@ -158,5 +170,4 @@ class AtBarrier(Company):
     def exchange(self, text: str) -> list[str]:
         """Leave it to the barrier."""
         texts: list[str] = self._barrier.exchange(text)
-        assert len(texts) == self.size, "a barrier brings the text of every rank"
         return texts

@@ -143,7 +143,8 @@ class ByNotes(Company):
         if not names.issuperset(wanted):
             self._check_lives([rank for rank, note in enumerate(wanted) if note not in names])
             return None
-        return [self._board.get(name) or "" for name in wanted]
+        texts = [text for name in wanted if (text := self._board.get(name)) is not None]
+        return texts if len(texts) == self.size else None
 
     def _check_lives(self, missing: list[int]) -> None:
         """Do not wait for the dead."""

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from .. import _faultpoints
 from ..errors import DamagedCheckpoint, InvalidArgument
 from ._document import LARGEST, MANIFEST, Document
+from ._points import reach
 from ._storage import OUR_FILES, Snapshot, Source, Storage, new_save
 
 __all__ = ["RemoteStorage"]
 
 _ATTEMPTS = 100
+_END = b"\0"  # of a note: on what is no object store, some of it may be seen before the rest
 
 
 class RemoteStorage(Storage):
@@ -32,6 +33,7 @@ class RemoteStorage(Storage):
         self.path = path
         self._fs, folder = fsspec.core.url_to_fs(path)
         self._folder = folder.rstrip("/")
+        self._is_published = False
 
     def begin(self, owner: str) -> str:  # noqa: ARG002 - there is nowhere to lock
         """Make the folder, where folders exist, and take old notes away."""
@@ -51,42 +53,45 @@ class RemoteStorage(Storage):
         except BaseException:
             _discard(file)
             raise
-        _reach("flush")
+        reach("flush")
         file.close()
 
-    def commit(self, save: str, manifest: bytes) -> None:
-        """Put the manifest, then remove the files of the one that it has replaced."""
+    def commit(self, save: str, manifest: bytes) -> list[str]:
+        """Put the manifest, and return the files of the one that it has replaced."""
         old = self._named_files()
-        _reach("publish")
+        reach("publish")
         self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
-        _reach("published")
-        for name in old:
-            if OUR_FILES.fullmatch(name) and save not in name:
-                self._remove(name)
+        self._is_published = True
+        reach("published")
+        return [name for name in old or () if OUR_FILES.fullmatch(name) and save not in name]
 
-    def _named_files(self) -> list[str]:
+    def _named_files(self) -> list[str] | None:
+        """Return the files that belong to the checkpoint, or None if it cannot be known."""
         try:
             data = self._fs.cat_file(f"{self._folder}/{MANIFEST}")
             return list(Document.load(data, self.path).files)
-        except (FileNotFoundError, DamagedCheckpoint):
+        except FileNotFoundError:
             return []
-
-    def _remove(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._folder}/{name}")
+        except DamagedCheckpoint:
+            return None
 
     def end(self, save: str | None) -> None:
         """Remove the files of a save that did not happen."""
-        if save is None or save in self._current_save():
+        if save is None or self._is_published:
             return
-        with suppress(FileNotFoundError):
-            for each in self._fs.ls(self._folder, detail=False, refresh=True):
-                name = each.rpartition("/")[2]
-                if OUR_FILES.fullmatch(name) and save in name:
-                    self._remove(name)
+        with suppress(Exception):  # of any kind, as stores have their own
+            named = self._named_files()  # an upload may have arrived although it seemed to fail
+            found = self._fs.ls(self._folder, detail=False, refresh=True)
+            names = {each.rpartition("/")[2] for each in found if named is not None}
+            names -= set(named or ())
+            self.discard([name for name in names if OUR_FILES.fullmatch(name) and save in name])
 
-    def _current_save(self) -> str:
-        return " ".join(self._named_files())
+    def discard(self, names: list[str]) -> None:
+        """Remove objects."""
+        for name in names:
+            with suppress(Exception):
+                reach("discard")
+                self._fs.rm_file(f"{self._folder}/{name}")
 
     def board(self) -> RemoteBoard:
         """Leave notes in a folder below."""
@@ -130,7 +135,7 @@ class RemoteBoard:
             with suppress(FileExistsError):
                 self._fs.makedirs(self._folder, exist_ok=True)
             with suppress(FileNotFoundError):
-                self._fs.pipe_file(f"{self._folder}/{name}", text.encode())
+                self._fs.pipe_file(f"{self._folder}/{name}", text.encode() + _END)
                 return
         raise FileNotFoundError(f"somebody removes {self._folder} again and again")
 
@@ -143,12 +148,12 @@ class RemoteBoard:
         return {each.rpartition("/")[2] for each in found}
 
     def get(self, name: str) -> str | None:
-        """Get an object."""
+        """Get an object, if all of it has arrived."""
         try:
-            text: str = self._fs.cat_file(f"{self._folder}/{name}").decode()
+            data: bytes = self._fs.cat_file(f"{self._folder}/{name}")
         except FileNotFoundError:
             return None
-        return text
+        return data.removesuffix(_END).decode() if data.endswith(_END) else None
 
     def remove(self, name: str) -> None:
         """Remove an object."""
@@ -212,8 +217,3 @@ class _RemoteSource(Source):
 
     def close(self) -> None:
         pass
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

@@ -36,6 +36,14 @@ class RNGState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the generators; what the state has of devices that are not here is left alone."""
+        before = self.state_dict()
+        try:
+            self._set(state_dict)
+        except BaseException:
+            self._set(before)  # all of them, or none
+            raise
+
+    def _set(self, state_dict: dict[str, Any]) -> None:
         python = state_dict["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         torch.set_rng_state(state_dict["torch"].cpu())

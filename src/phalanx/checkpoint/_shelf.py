@@ -17,16 +17,17 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
-from .. import _faultpoints
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from ._document import MANIFEST, Document, FileEntry, files_of
 from ._files import flush_folder, make_folders
 from ._locks import Lock
-from ._storage import OUR_FILES, Snapshot, storage_at
+from ._points import reach
+from ._storage import OUR_FILES, Snapshot, storage_at, without_scheme
 from ._upkeep import remove_leftovers
 
 __all__ = [
@@ -40,6 +41,8 @@ __all__ = [
     "shelf_at",
     "step_of_name",
 ]
+
+T = TypeVar("T")
 
 _STEP = re.compile(r"step-(\d{8,18})")
 _REMOVED = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
@@ -66,17 +69,25 @@ def check_names(path: str, names: Collection[str]) -> None:
 
 def read_document(path: str) -> Document:
     """Read the manifest of the checkpoint at a path, and check that its files are all there."""
-    with _opened(path) as snapshot:
-        document = Document.load(snapshot.manifest(), f"{path}/{MANIFEST}")
-        _check_files(path, document.files, snapshot)
-    return document
+    return _read_checked(path, Document.load, lambda document: document.files)
 
 
-@contextmanager
-def _opened(path: str) -> Iterator[Snapshot]:
+def _read_checked(
+    path: str, parse: Callable[[bytes, str], T], files: Callable[[T], dict[str, FileEntry]]
+) -> T:
+    """Read a manifest and check that its files are there, unless a save has just replaced them."""
     try:
         with closing(storage_at(path).snapshot()) as snapshot:
-            yield snapshot
+            while True:
+                data = snapshot.manifest()
+                parsed = parse(data, f"{path}/{MANIFEST}")
+                try:
+                    _check_files(path, files(parsed), snapshot)
+                except DamagedCheckpoint:
+                    if snapshot.manifest() == data:
+                        raise
+                else:
+                    return parsed
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
 
@@ -133,11 +144,8 @@ class Shelf(ABC):
 
     def damage(self, step: int) -> str | None:
         """Say why a checkpoint cannot be whole; neither its state nor its data is read."""
-        path = self.place(step)
         try:
-            with _opened(path) as snapshot:
-                files = files_of(snapshot.manifest(), f"{path}/{MANIFEST}")
-                _check_files(path, files, snapshot)
+            _read_checked(self.place(step), files_of, lambda files: files)
         except (DamagedCheckpoint, CheckpointNotFound, OSError) as error:
             return str(error)
         return None
@@ -208,7 +216,7 @@ class LocalShelf(Shelf):
                     os.rename(folder, away)
         except FileNotFoundError:
             return True  # somebody else has removed it
-        _reach("renamed")
+        reach("renamed")
         if held:
             # Else a power cut could bring its name back, and not its files.
             flush_folder(self._folder)
@@ -244,6 +252,7 @@ def shelf_at(path: str | os.PathLike[str]) -> Shelf:
     path = os.fspath(path)
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"a folder of checkpoints cannot be at {path!r}")
+    path = without_scheme(path)
     if "://" in path:
         from ._remote_shelf import RemoteShelf
 
@@ -288,8 +297,3 @@ def _is_at(fd: int, folder: str) -> bool:
         return os.path.samestat(os.fstat(fd), os.stat(folder))
     except FileNotFoundError:
         return False
-
-
-def _reach(point: str) -> None:
-    if _faultpoints.armed:
-        _faultpoints.reach(f"checkpoint:{point}")

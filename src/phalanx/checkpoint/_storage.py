@@ -14,6 +14,8 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+from ..errors import InvalidArgument
+
 if TYPE_CHECKING:
     from ._tensors import Sink
 
@@ -26,10 +28,12 @@ __all__ = [
     "Storage",
     "data_file_name",
     "new_save",
+    "share_of_removal",
     "storage_at",
+    "without_scheme",
 ]
 
-OUR_FILES = re.compile(r"rank\d+-([0-9a-f]{16})\.safetensors")
+OUR_FILES = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
 """The names of data files; nothing else in a folder is ever removed."""
 
 NOTE = "note."
@@ -46,17 +50,23 @@ def data_file_name(save: str, rank: int) -> str:
     return f"rank{rank}-{save}.safetensors"
 
 
+def share_of_removal(names: list[str], ranks: int, rank: int) -> list[str]:
+    """Choose what one of the ranks removes: what it has written, as its machine has it cached."""
+    writers = {name: int(found[1]) for name in names if (found := OUR_FILES.fullmatch(name))}
+    return [name for name, writer in writers.items() if writer % ranks == rank]
+
+
 class Board(Protocol):
     """A place where ranks leave notes for each other if they have nothing better."""
 
     def put(self, name: str, text: str) -> None:
-        """Leave a note; it appears at once as a whole."""
+        """Leave a note; nobody reads half of it."""
 
     def names(self) -> set[str]:
         """Return the names of all notes."""
 
     def get(self, name: str) -> str | None:
-        """Read a note, if it is there."""
+        """Read a note, if it is there and whole."""
 
     def remove(self, name: str) -> None:
         """Take a note away, if it is there."""
@@ -124,12 +134,19 @@ class Storage(ABC):
         """Open a new file of a save for writing; it is durable when the block ends."""
 
     @abstractmethod
-    def commit(self, save: str, manifest: bytes) -> None:
-        """Make a save visible in one instant, and durable."""
+    def commit(self, save: str, manifest: bytes) -> list[str]:
+        """Make a save visible in one instant, and durable; return the files that it replaces."""
 
     @abstractmethod
     def end(self, save: str | None) -> None:
-        """Remove what was not committed, and let others have the place."""
+        """Remove what was not committed, and let others have the place; raises nothing."""
+
+    @abstractmethod
+    def discard(self, names: list[str]) -> None:
+        """Remove files that no manifest names any more, as far as possible; raises nothing.
+
+        No other save uses their names, so nobody has to have the place for this.
+        """
 
     @abstractmethod
     def board(self) -> Board:
@@ -140,8 +157,19 @@ class Storage(ABC):
         """Look at what is there now; raises `FileNotFoundError` if there is nothing."""
 
 
+def without_scheme(path: str) -> str:
+    """Return what a URL of the local file system means, and any other path as it is.
+
+    Not by fsspec, which would write over the manifest that is there: it has no rename.
+    """
+    return path.removeprefix("file://").removeprefix("local://")
+
+
 def storage_at(path: str) -> Storage:
     """Return the storage for a path: the local file system, or fsspec for what has a ``://``."""
+    if not path:
+        raise InvalidArgument("a checkpoint needs a path, and this one is empty")
+    path = without_scheme(path)
     if "://" in path:
         from ._remote import RemoteStorage
 

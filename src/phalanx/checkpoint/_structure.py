@@ -30,14 +30,19 @@ __all__ = [
     "Scalar",
     "TensorLeaf",
     "absences",
+    "complaint_about",
     "leaves",
     "parse",
     "rebuild",
     "without_absent",
 ]
 
-MAX_DEPTH = 200
-"""How deep a state may be nested: a cycle is deeper, and so is an attack."""
+MAX_DEPTH = 100
+"""How deep a state may be nested: a cycle is deeper, and so is an attack.
+
+Its JSON may be three times as deep, and functions that call themselves must get to its end from
+whatever depth they were called at.
+"""
 
 Mark: TypeAlias = Literal["", "alike", "per rank"]
 _MARKS: dict[type, Mark] = {Alike: "alike", PerRank: "per rank"}
@@ -149,9 +154,9 @@ _MOST_DIGITS = sys.int_info.default_max_str_digits
 
 
 def _check_scalar(value: Any, path: Path) -> Any:
-    if type(value) is int and value.bit_length() > 3 * _MOST_DIGITS:
-        raise UnsupportedState(f"{display(path)} is an integer of {value.bit_length()} bits")
-    if type(value) is str:
+    if type(value) is int:
+        _check_int(value, path)
+    elif type(value) is str:
         _check_text(value, path)
     return value
 
@@ -159,12 +164,19 @@ def _check_scalar(value: Any, path: Path) -> Any:
 def _check_key(key: Any, path: Path) -> Key:
     if type(key) is str:
         _check_text(key, path)
-    elif type(key) not in (int, bool, type(None)) and not (type(key) is float and key - key == 0.0):
+    elif type(key) is int:
+        _check_int(key, path)
+    elif type(key) not in (bool, type(None)) and not (type(key) is float and key - key == 0.0):
         raise UnsupportedState(
             f"{display(path)} has the key {key!r}, a {_class_name(key)}; "
             "keys are strings, numbers, booleans or None"
         )
     return key  # type: ignore[no-any-return]
+
+
+def _check_int(value: int, path: Path) -> None:
+    if value.bit_length() > 3 * _MOST_DIGITS:
+        raise UnsupportedState(f"{display(path)} has an integer of {value.bit_length()} bits")
 
 
 def _check_text(text: str, path: Path) -> None:
@@ -175,18 +187,31 @@ def _check_text(text: str, path: Path) -> None:
 
 
 def _check_tensor(tensor: Tensor, path: Path) -> None:
-    where = display(path)
+    complaint = complaint_about(tensor)
+    if complaint:
+        raise UnsupportedState(f"{display(path)} is {complaint}")
+
+
+def complaint_about(tensor: Tensor) -> str:
+    """Say why the values of a tensor are not simply bytes in memory, and what to do; or nothing."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         advice = (
             "store its own part (to_local) or the whole (full_tensor)"
             if hasattr(tensor, "full_tensor")
             else "store a plain tensor"
         )
-        raise UnsupportedState(f"{where} is a {_class_name(tensor)}; {advice}")
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        raise UnsupportedState(f"{where} is a tensor of layout {tensor.layout}; store a dense one")
+        return f"a {_class_name(tensor)}; {advice}"
+    if tensor.is_nested:
+        return "a nested tensor; store the tensors that it is made of (unbind)"
+    if tensor.is_quantized:
+        return "a quantized tensor; store its integers (int_repr) and its scale"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}; store a dense one"
     if tensor.is_meta:
-        raise UnsupportedState(f"{where} is a tensor on the meta device, which has no values")
+        return "a tensor on the meta device, which has no values"
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
+        return "a tensor whose memory was given back, as that of a sharded one; gather it first"
+    return ""
 
 
 def _class_name(value: object) -> str:

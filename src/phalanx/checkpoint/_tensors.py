@@ -17,10 +17,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .. import _faultpoints
 from . import _progress
 from ._bytes import CHUNK, checksum
 from ._dtypes import carrier
+from ._points import reach
 
 __all__ = ["CHUNK", "Place", "Share", "Sink", "WrittenFile", "checksum", "memory", "write_tensors"]
 
@@ -99,6 +99,8 @@ def memory(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
     size = nbytes(tensor.dtype, tensor.shape)
+    end = tensor.storage_offset() * tensor.dtype.itemsize + size
+    assert end <= tensor.untyped_storage().nbytes(), "beyond is somebody else's memory"
     if size == 0:
         return memoryview(b"")
     # By address: numpy, which could do it too, lacks half of the types.
@@ -122,8 +124,7 @@ def write_tensors(sink: Sink, shares: Sequence[Share]) -> WrittenFile:
     _progress.expect(sum(share.stop - share.start for share in shares))
     places: dict[int, Place] = {}
     for i in order:
-        if _faultpoints.armed:
-            _faultpoints.reach("checkpoint:tensor")
+        reach("tensor")
         digest = _write_share(sink, shares[i])
         begin, position = position, position + shares[i].stop - shares[i].start
         places[i] = Place(begin, position, digest)

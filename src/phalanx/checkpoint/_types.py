@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from ..errors import InvalidArgument
+
 __all__ = ["STATE_DICT", "BarrierLike", "RankInfo", "Stateful"]
 
 STATE_DICT: TypeAlias = dict[str, Any]
@@ -19,6 +21,12 @@ class RankInfo:
     """This rank's number among those that save and load together."""
     global_world_size: int
     """How many of them there are."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.global_rank < self.global_world_size:
+            raise InvalidArgument(
+                f"rank {self.global_rank} of {self.global_world_size}: ranks are counted from 0"
+            )
 
 
 class BarrierLike(Protocol):

@@ -29,8 +29,26 @@ Progress = Callable[[int], None]
 def verify(path: str, progress: Progress = lambda _: None) -> list[str]:
     """Return what is wrong with a checkpoint, each with the name of the file and the tensor.
 
-    `progress` is told how many bytes were read.
+    `progress` is told how many bytes were read. If a save replaces the checkpoint in the meantime,
+    and hence removes its files, the new one is looked at.
     """
+    while True:
+        save, problems = _verify_once(path, progress)
+        if not problems or save == _save_at(path):
+            return problems
+
+
+def _save_at(path: str) -> str:
+    """Return the number of the save that is there now, or nothing if it has none."""
+    try:
+        with closing(storage_at(path).snapshot()) as snapshot:
+            return Document.load(snapshot.manifest(), path).save
+    except (DamagedCheckpoint, OSError):
+        return ""
+
+
+def _verify_once(path: str, progress: Progress) -> tuple[str, list[str]]:
+    """Return the number of the save that is there, and what is wrong with it."""
     try:
         snapshot = storage_at(path).snapshot()
     except (FileNotFoundError, NotADirectoryError):
@@ -41,8 +59,8 @@ def verify(path: str, progress: Progress = lambda _: None) -> list[str]:
         except FileNotFoundError:
             raise CheckpointNotFound(f"{path} has no {MANIFEST}") from None
         except (DamagedCheckpoint, OSError) as error:
-            return [str(error)]
-        return [
+            return _save_at(path), [str(error)]
+        return document.save, [
             f"{path}/{name}: {problem}"
             for name, entry in document.files.items()
             for problem in _verify_file(snapshot, name, entry, pieces[name], progress)

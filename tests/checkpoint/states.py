@@ -11,6 +11,7 @@ from phalanx.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     CheckpointWriterConfig,
+    Folder,
     PerRank,
     RankInfo,
 )
@@ -182,3 +183,16 @@ def damage(path):
         last = data.read(1)[0]
         data.seek(-1, os.SEEK_END)
         data.write(bytes([last ^ 1]))
+
+
+def filled(path, steps, **options):
+    """A folder with a checkpoint of each step."""
+    folder = Folder(path, **options)
+    for step in steps:
+        folder.save(step, state_of(step))
+    return folder
+
+
+def names(path):
+    """What is in a folder, but for its lock."""
+    return sorted(name for name in os.listdir(path) if name != ".saving")

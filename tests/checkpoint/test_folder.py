@@ -1,4 +1,4 @@
-"""A folder of checkpoints: what is kept, what is removed and what never is, and by whom."""
+"""A folder of checkpoints: what it is to save, to load and to go back, and for whom."""
 
 import gc
 import os
@@ -6,23 +6,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import closing
 
 import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointReader, Folder, RankInfo
-from phalanx.checkpoint._document import Document, files_of
 from phalanx.checkpoint._files import LocalSnapshot
 from phalanx.checkpoint._locks import Lock
-from phalanx.checkpoint._retention import Keep, prune
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step, step_of_name
-from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import (
     CheckpointError,
     CheckpointNotFound,
-    DamagedCheckpoint,
     FolderInUse,
     InvalidArgument,
     InvalidType,
@@ -30,27 +24,7 @@ from phalanx.errors import (
     SaveFailed,
 )
 
-from .states import damage, saved, state_of
-
-
-def filled(path, steps, **options):
-    folder = Folder(path, **options)
-    for step in steps:
-        folder.save(step, state_of(step))
-    return folder
-
-
-def names(path):
-    return sorted(name for name in os.listdir(path) if name != ".saving")
-
-
-def test_the_last_ones_and_every_so_many_are_kept(tmp_path):
-    with filled(tmp_path / "run", range(0, 50, 5), keep_last=2, keep_every=20) as folder:
-        assert folder.steps() == [0, 20, 40, 45]
-        assert folder.latest() == 45
-        assert folder.load()["step"] == 45
-        assert folder.load(20)["step"] == 20
-    assert names(tmp_path / "run") == [name_of_step(step) for step in (0, 20, 40, 45)]
+from .states import filled, names, saved, state_of
 
 
 def test_nothing_there_is_no_step(tmp_path):
@@ -114,22 +88,6 @@ def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_pat
     assert folder.latest() == 3
 
 
-def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
-    filled(tmp_path, [1])
-    manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
-    assert files_of(manifest, "it") == Document.load(manifest, "it").files != {}
-    for place in range(0, len(manifest), 17):
-        flipped = bytearray(manifest)
-        flipped[place] ^= 1
-        for damaged in (manifest[:place], bytes(flipped)):
-            with pytest.raises(DamagedCheckpoint, match="it cannot be used"):
-                files_of(damaged, "it")
-    document = Document.load(manifest, "it")
-    document.version = 2
-    with pytest.raises(DamagedCheckpoint, match="version 2"):
-        files_of(document.dump(), "it")
-
-
 @pytest.mark.parametrize("what", ["a link", "notes.txt"])
 def test_a_rewind_removes_nothing_if_something_is_somebody_elses(tmp_path, what):
     folder = filled(tmp_path / "run", [1, 2, 3])
@@ -145,107 +103,10 @@ def test_a_rewind_removes_nothing_if_something_is_somebody_elses(tmp_path, what)
     assert sorted(os.listdir(folder.path(2))) == before
 
 
-def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
-    folder = filled(tmp_path / "run", [1])
-    folder.close()
-    os.symlink(folder.path(1), folder.path(2))
-    with pytest.raises(OSError, match="step-00000002"):
-        LocalShelf(str(tmp_path / "run")).remove(2)
-    assert folder.load(1)["step"] == 1
-
-
 def test_the_same_step_is_replaced(tmp_path):
     folder = filled(tmp_path, [1, 2])
     folder.save(2, {"step": "again"})
     assert folder.load() == {"step": "again"}
-
-
-def test_what_is_damaged_is_not_one_of_the_last_and_stays(tmp_path):
-    folder = filled(tmp_path, [1, 2, 3], keep_last=5)
-    for step, name in ((3, "manifest.json"), (2, None)):
-        place = folder.path(step)
-        file = name or next(each for each in os.listdir(place) if each.startswith("rank"))
-        os.truncate(os.path.join(place, file), 10)
-    folder.close()
-    folder = filled(tmp_path, [4, 5], keep_last=2)
-    assert folder.steps() == [2, 3, 4, 5]
-
-
-def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path):
-    """Also when only their data can tell, which is not read when a step was written just now."""
-    folder = filled(tmp_path, [1, 2, 3], keep_last=5)
-    damage(folder.path(3))
-    shelf = LocalShelf(str(tmp_path))
-    for dry_run in (True, False):
-        verdicts = prune(shelf, Keep(last=1), dry_run=dry_run)
-        assert [each.kept for each in verdicts] == [None, "the last one", "damaged"]
-    assert folder.steps() == [2, 3]
-    damage(folder.path(2))
-    assert [each.kept for each in prune(shelf, Keep(last=1))] == ["damaged", "damaged"]
-
-
-def test_what_is_not_ours_is_left_alone(tmp_path):
-    folder = filled(tmp_path / "run", [1, 2, 3], keep_last=5)
-    os.rename(folder.path(2), tmp_path / "elsewhere")
-    os.symlink(tmp_path / "elsewhere", folder.path(2))
-    (tmp_path / "run" / "step-00000001" / "notes.txt").write_text("the best one")
-    (tmp_path / "run" / "log.txt").write_text("")
-    (tmp_path / "run" / "step-00000000").mkdir()
-    folder.close()
-    folder = filled(tmp_path / "run", [4], keep_last=1)
-    assert folder.steps() == [1, 2, 4]
-    assert (tmp_path / "elsewhere" / "manifest.json").exists()
-    assert {"log.txt", "step-00000000"} <= set(names(tmp_path / "run"))
-
-
-def test_what_is_being_read_stays_until_it_is_not(tmp_path):
-    folder = filled(tmp_path, [1], keep_last=1)
-    hold = LocalShelf(str(tmp_path)).hold(1)
-    folder.save(2, state_of(2))
-    assert folder.steps() == [1, 2]
-    hold.close()
-    folder.save(3, state_of(3))
-    assert folder.steps() == [3]
-
-
-def test_a_reader_that_has_no_lock_can_finish_all_the_same(tmp_path):
-    folder = filled(tmp_path, [1], keep_last=1)
-    with closing(storage_at(folder.path(1)).snapshot()) as snapshot:
-        (name,) = [each for each in os.listdir(folder.path(1)) if each.startswith("rank")]
-        with closing(snapshot.open(name)) as source:
-            folder.save(2, state_of(2))
-            assert folder.steps() == [2]
-            data = bytearray(source.length)
-            source.read_into(memoryview(data), 0)
-    assert bytes(data).count(torch.tensor(1.0).numpy().tobytes()) >= 50
-
-
-def test_readers_never_notice_that_old_ones_go(tmp_path):
-    folder = filled(tmp_path, [0], keep_last=1)
-    done = threading.Event()
-    seen, errors = set(), []
-
-    def read():
-        reader = Folder(tmp_path)
-        while not done.is_set():
-            try:
-                loaded = reader.load()
-                assert loaded["weight"].tolist() == [float(loaded["step"])] * 50
-                seen.add(loaded["step"])
-            except BaseException as error:  # noqa: BLE001 - the test tells
-                errors.append(error)
-                return
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 20):
-        folder.save(step, state_of(step))
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert len(seen) > 1
 
 
 def test_what_dead_jobs_left_is_removed_and_what_living_ones_do_is_not(tmp_path):
@@ -324,28 +185,6 @@ def test_a_new_folder_is_durable_with_those_above_it(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", note)
     filled(tmp_path / "new" / "run", [1])
     assert {str(tmp_path), str(tmp_path / "new")} <= {*flushed}
-
-
-def test_a_power_cut_brings_no_half_of_an_old_one_back(tmp_path, monkeypatch):
-    folder = filled(tmp_path, [1], keep_last=1)
-    order = []
-
-    def note(name, of_what):
-        function = getattr(os, name)
-
-        def wrapper(*args, **kwargs):
-            order.append((name, os.path.basename(of_what(*args))))
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(os, name, wrapper)
-
-    note("rename", lambda source, _: source)
-    note("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
-    note("unlink", lambda path, **_: path)
-    folder.save(2, state_of(2))
-    renamed = order.index(("rename", "step-00000001"))
-    assert order[renamed + 1] == ("fsync", tmp_path.name)
-    assert [name for name, _ in order[renamed + 2 :]] == ["unlink"] * 2
 
 
 def test_a_path_means_the_same_wherever_the_process_goes(tmp_path, monkeypatch):

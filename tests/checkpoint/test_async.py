@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +185,67 @@ def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_path):
+    def save(rank):
+        with checkpointer(writers[rank], rank, 2) as made:
+            more = {"extra": torch.ones(2)} if rank == 1 else {}
+            made.save(str(tmp_path / "c"), {"step": 1}, size=2, timeout=60, **more)[1].result(60)
+
+    first, second = together(2, save)
+    assert isinstance(second, InvalidArgument)
+    assert "failed on rank 1 while getting ready" in str(first)
+    assert "extra is a tensor" in str(first)
+
+
+@pytest.mark.parametrize("wrong", [{"path": None}, {"path": b"c"}, {"extra": object()}])
+def test_a_save_that_cannot_begin_counts_as_one(writers, tmp_path, wrong):
+    """Else the next ones would have other numbers than on ranks where nothing was wrong, and what
+    is saved in one would be put together with what these save in another."""
+    process = writers[1]
+    with checkpointer(process, 1, 2) as made:
+        before = process._turns
+        arguments = {"path": str(tmp_path / "c"), "state_dict": {"step": 1}, **wrong}
+        with pytest.raises(TypeError):
+            made.save(**arguments)
+        assert process._turns == before + 1
+
+
+def test_paths_are_those_of_the_rank(writers, tmp_path, monkeypatch):
+    odd = os.fsdecode(b"not \xff Unicode")
+    with checkpointer(writers[0]) as made:
+        writers[0].process_creation_future.result(60)
+        monkeypatch.chdir(tmp_path)  # the process has been started elsewhere
+        for path in (odd, Path("a") / "c"):
+            made.save(path, {"w": torch.ones(3)})[1].result(10)
+            assert load(tmp_path / path)[0]["w"].tolist() == [1, 1, 1]
+        (tmp_path / f"{odd}.txt").touch()
+        _, writing = made.save(f"{odd}.txt/c", {"w": torch.ones(3)})
+        with pytest.raises(SaveFailed, match=r"not \\udcff Unicode"):
+            writing.result(10)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a", odd, f"{odd}.txt"])
+
+
+def test_threads_save_one_after_the_other(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        (tmp_path / "file").touch()
+
+        def save(thread):
+            told = 0
+            for i in range(20):
+                folder = tmp_path / ("file" if i % 5 == 0 else "good")
+                try:
+                    made.save(str(folder / f"{thread}-{i}"), {"step": i})
+                except SaveFailed as error:
+                    told += len(error.__notes__)  # of this call, and of every other that failed
+            return told
+
+        told = sum(together(4, save))
+        wait_until(lambda: all(write.done() for write in made._writes))
+        told += len(made._failures())
+        assert told == 16
+        assert len(os.listdir(tmp_path / "good")) == 64
+
+
 def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
     process = writers[0]
     process.process_creation_future.result(60)
@@ -306,12 +368,17 @@ def test_after_close_nothing_is_saved(tmp_path):
 def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
     process = make_process(subprocess_shutdown_timeout_secs=0.01)
+    assert not process.process_creation_future.cancel()  # nor does it harm anybody
+    process.process_creation_future.result(60)
     never = Future()  # of a stager that hangs
     writing = process.write(never, str(tmp_path / "c"))
     process.close()
     with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
         writing.result(10)
     never.set_result({"step": 1})  # now it comes, and finds nobody
+    process._scribe._thread.join(30)
+    assert not process._scribe._thread.is_alive()
+    assert process.process is None or process.process.poll() is not None
     assert not (tmp_path / "c").exists()
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._checkpoint_process_child import Setup
 from ._checkpoint_process_scribe import Job, Scribe
 from ._checkpoint_process_start import Recipe
@@ -69,6 +70,7 @@ class CheckpointProcess:
             start_timeout=config.subprocess_init_timeout_secs,
             end_timeout=config.subprocess_shutdown_timeout_secs,
         )
+        self._lock = threading.RLock()  # saves are numbered in the order in which they are written
         self._turns = 0
         self._is_closed = False
         # Forgotten without a close, it ends when all is written.
@@ -93,22 +95,39 @@ class CheckpointProcess:
 
         They must be values like those that a state may hold.
         """
-        return self._submit(path, state_dict, _in_words(kwargs))
+        try:
+            where, words = _whole_path(path), _in_words(kwargs)
+        except BaseException as error:
+            self.refuse(path, error, **kwargs)
+            raise
+        return self._submit(where, state_dict, words)
 
     def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
-        """Tell the other ranks, which may be about to save, that this one cannot."""
-        if self._rank_info.global_world_size > 1 and not self._is_closed:
-            self._submit(path, error, _in_words(kwargs))
+        """Tell the other ranks, which may be about to save, that this one cannot.
+
+        Whatever the arguments are, this counts as a save. Else the numbers of the saves that follow
+        would not be the same on all ranks, and states of different steps would be put together.
+        """
+        if self._rank_info.global_world_size == 1 or self._is_closed:
+            return
+        try:
+            where = _whole_path(path)
+        except Exception:  # noqa: BLE001 - then there is no place to tell them
+            with self._lock:
+                self._turns += 1
+            return
+        usable = {key: value for key, value in kwargs.items() if _can_be_said(value)}
+        self._submit(where, error, _in_words(usable))
 
     def _submit(
         self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: BranchNote
     ) -> WriteFuture:
-        if self._is_closed:
-            raise InvalidState("the checkpoint process was closed")
-        path = os.fspath(path)
         future = WriteFuture(path)
-        self._turns += 1
-        self._scribe.submit(Job(self._turns, path, state, kwargs, future))
+        with self._lock:
+            if self._is_closed:
+                raise InvalidState("the checkpoint process was closed")
+            self._turns += 1
+            self._scribe.submit(Job(self._turns, path, state, kwargs, future))
         return future
 
     def progress(self) -> SaveProgress | None:
@@ -117,9 +136,26 @@ class CheckpointProcess:
 
     def close(self) -> None:
         """Wait for the writes under way as long as the configuration says, and end the process."""
-        self._is_closed = True
-        if self._forget.detach() is not None:
-            self._scribe.close()
+        with self._lock:
+            self._is_closed = True
+        self._forget.detach()
+        self._scribe.close()
+
+
+def _whole_path(path: str | os.PathLike[str]) -> str:
+    """Return a path that means the same in another process, wherever that works."""
+    path = os.fspath(path)
+    if not isinstance(path, str):
+        raise InvalidType(f"a path is a str or a pathlib.Path, and {path!r} is neither")
+    return path if "://" in path else os.path.join(os.getcwd(), path)
+
+
+def _can_be_said(value: Any) -> bool:
+    try:
+        _in_words({"": value})
+    except Exception:  # noqa: BLE001 - whatever it is
+        return False
+    return True
 
 
 def _in_words(kwargs: dict[str, Any]) -> BranchNote:

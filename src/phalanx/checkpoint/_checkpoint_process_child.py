@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SaveFailed
-from ._checkpoint_process_link import Done, Exit, Failed, Link, Ready, Refuse, Reply, Request, Write
+from ._checkpoint_process_link import (
+    Done,
+    Exit,
+    Failed,
+    Link,
+    Ready,
+    Refuse,
+    Reply,
+    Request,
+    Write,
+    printable,
+)
 from ._checkpoint_writer import CheckpointWriter
 from ._meeting import turn
 from ._notes import belong_to
@@ -87,7 +98,8 @@ def _failure(error: BaseException) -> Failed:
     ours = isinstance(error, CheckpointError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
-    return Failed(type(error).__name__ if ours else "SaveFailed", message, text)
+    kind = type(error).__name__ if ours else "SaveFailed"
+    return Failed(kind, printable(message), printable(text))
 
 
 class _Server:
@@ -131,7 +143,7 @@ class _Server:
 
     def _write(self, request: Write, fds: list[int]) -> None:
         state = state_of(read(request.state, self._buffer(request, fds)))
-        pending = self._writer.write(request.path, state, **_kwargs(request))
+        pending = self._writer.write(os.fsdecode(request.path), state, **_kwargs(request))
         if pending is not None:
             pending.result()
 
@@ -150,7 +162,7 @@ class _Server:
         """Come to the meeting with nothing but the reason, so that nobody waits in vain."""
         if isinstance(self._writer, CheckpointWriter):
             state = {"state": _Unstaged(request.why)}
-            self._writer.write(request.path, state, **_kwargs(request))
+            self._writer.write(os.fsdecode(request.path), state, **_kwargs(request))
         raise SaveFailed(request.why)
 
 

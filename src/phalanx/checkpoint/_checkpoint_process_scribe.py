@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..errors import SaveFailed, SaveTimeout
-from ._checkpoint_process_link import Done, Refuse, Write
+from ._checkpoint_process_link import Done, Refuse, Write, printable
 from ._checkpoint_process_start import Child, Recipe
 from ._futures import Outcome, WriteFuture
 from ._progress import SaveProgress
@@ -68,6 +68,7 @@ class Scribe:
         self.child: Child | None = None
         self.created: Future[None] = Future()
         """Done when the first process has started."""
+        self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
         self._thread = threading.Thread(
             target=self._run, name="phalanx-checkpoint-scribe", daemon=True
@@ -116,19 +117,20 @@ class Scribe:
             self._fail(job, error)
         else:
             self._unfinished.popleft()
-            job.future.succeed(outcome)
+            with suppress(InvalidStateError):  # it was given up already
+                job.future.succeed(outcome)
 
     def _fail(self, job: Job, error: BaseException) -> None:
+        if job.future.done():
+            return  # it was given up already
         if self._given_up:
             error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
         # Also in words, for its future may never be asked.
         logger.error("rank %d, save to %s: %s", self._rank_info.global_rank, job.path, error)
-        with suppress(InvalidStateError):  # it was given up already
+        with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
     def _write(self, job: Job) -> Outcome:
-        if self._given_up:
-            raise SaveTimeout(self._given_up)
         try:
             staged = self._staged(job.state)
         except BaseException as error:
@@ -157,20 +159,19 @@ class Scribe:
 
     def _ask_for(self, staged: Staged, job: Job) -> Done:
         job.phase = "starting the writer process"
-        child, buffer = self._living_child(), staged.buffer
-        request = Write(job.turn, job.path, buffer.number, buffer.capacity, staged.note, job.kwargs)
-        is_new = buffer.number not in child.buffers
-        child.buffers.add(buffer.number)
+        child, buffer, path = self._living_child(), staged.buffer, os.fsencode(job.path)
+        request = Write(job.turn, path, buffer.number, buffer.capacity, staged.note, job.kwargs)
         self._recipe.meter.restart()
         job.phase = ""
-        return child.ask(request, [buffer.fd] if is_new else [])
+        return child.write(request, buffer.fd)
 
     def _tell_others(self, job: Job, error: BaseException) -> None:
         """Let the other ranks know that this one has no state, so that they do not wait for it."""
         if self._rank_info.global_world_size > 1:
-            why = f"{type(error).__name__}: {error}"
-            with suppress(SaveFailed):  # as it must
-                self._living_child().ask(Refuse(job.turn, job.path, why, job.kwargs))
+            why = printable(f"{type(error).__name__}: {error}")
+            request = Refuse(job.turn, os.fsencode(job.path), why, job.kwargs)
+            with suppress(Exception):  # as it must; what counts is why there is no state
+                self._living_child().refuse(request)
 
     def _living_child(self) -> Child:
         if self._start_error is not None:
@@ -179,15 +180,24 @@ class Scribe:
         child = self.child
         if child is not None and not child.is_alive:
             child.kill()
-            child = None
-        if child is None:
+            child = self.child = None
+        if child is None and not self._given_up:
+            child = self._start()
+        if self._given_up or child is None:  # after the start: who gives up kills whom it finds
+            raise SaveTimeout(self._given_up)
+        return child
+
+    def _start(self) -> Child:
+        try:
             self.child = child = Child(self._recipe)
-            try:
-                child.set_up(self._start_timeout)
-            except BaseException:
-                self.child = None
-                child.kill()
-                raise
+        except OSError as error:
+            raise SaveFailed(f"the checkpoint process could not be started: {error}") from error
+        try:
+            child.set_up(self._start_timeout)
+        except BaseException:
+            self.child = None
+            child.kill()
+            raise
         return child
 
     def stop(self) -> None:
@@ -196,17 +206,22 @@ class Scribe:
 
     def close(self) -> None:
         """Wait for what was submitted, within limits; what is not done then has failed."""
-        if self.child is not None and not self.created.done() and not self._unfinished:
-            self.child.popen.kill()  # it has not even started, and nobody wants it to
+        if not self.created.done() and not self._unfinished:
+            self._kill_child()  # it has not even started, and nobody wants it to
         self.stop()
-        self._thread.join(self._end_timeout)
+        if not self._given_up:
+            self._thread.join(self._end_timeout)
         if self._thread.is_alive():
             self._given_up = f"it was not done within {self._end_timeout} s of the end"
-            if self.child is not None:
-                self.child.popen.kill()
+            self._kill_child()
             self._thread.join(_GRACE)
             for job in list(self._unfinished):  # of a stager that never comes to an end
                 self._fail(job, SaveTimeout())
+
+    def _kill_child(self) -> None:
+        child = self.child
+        if child is not None:
+            child.popen.kill()
 
 
 _scribes: set[Scribe] = set()

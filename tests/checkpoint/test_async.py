@@ -22,11 +22,14 @@ import phalanx.checkpoint
 from phalanx.checkpoint import (
     Alike,
     CheckpointStager,
+    CheckpointStagerConfig,
+    DefaultStager,
     PerRank,
     SaveProgress,
     register_codec,
     wrap_future,
 )
+from phalanx.checkpoint._progress import Meter, enter, expect, listening, wrote
 from phalanx.errors import (
     InvalidArgument,
     InvalidState,
@@ -93,10 +96,10 @@ def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background)
         with checkpointer(writers[rank], rank, size, in_background=in_background) as made:
             for step in range(2):  # the second goes into the same memory
                 mine = state(rank, step)
-                staging, writing = made.save(path, mine, size=size)
+                staging, writing = made.save(path, mine, size=size, timeout=60)
                 staging.result(10)
                 wreck(mine)
-                writing.result(30)
+                writing.result(60)
             return writing.report
 
     reports = together(size, save)
@@ -277,8 +280,9 @@ def test_progress_is_told(writers, tmp_path):
         writing.result(10)
         report = made.last_report
         assert made.progress() is None
-        assert report.bytes_written == 4000
-        assert {"getting ready", "writing", "flushing", "committing"} <= report.phases.keys()
+        assert report.bytes_written == report.bytes_staged == 4000
+        told = {"getting ready", "writing", "flushing", "waiting for ranks", "committing"}
+        assert report.phases.keys() == told
         assert report.bytes_per_second > 0
         assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0
         meter = process._scribe._recipe.meter
@@ -299,6 +303,28 @@ def test_the_process_is_killed(writers, tmp_path):
         writing.result(60)
         assert process.process.pid != pid
         assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def test_a_save_that_begins_anew_has_written_nothing():
+    meter = Meter()
+    with listening(meter):
+        for _ in range(2):  # as when others were still at the one before
+            enter("writing")
+            expect(300)
+            wrote(100)
+            wrote(200)
+    assert (meter.written, meter.total) == (300, 300)
+
+
+def test_a_copy_is_written_once(writers, tmp_path):
+    stager = DefaultStager(CheckpointStagerConfig(use_async_staging=False))
+    copy = stager.stage({"w": torch.ones(3)})
+    writers[0].write(copy, str(tmp_path / "c")).result(60)
+    other = stager.stage({"w": torch.zeros(3)})
+    with pytest.raises(InvalidState, match="was written before"):
+        writers[0].write(copy, str(tmp_path / "d")).result(10)
+    assert other["w"].data_ptr() == copy["w"].data_ptr()
+    stager.close()
 
 
 class Duplicate(CheckpointStager):

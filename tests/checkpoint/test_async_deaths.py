@@ -88,18 +88,21 @@ def is_there(pid):
 
 
 SCRIPT = """
-import sys, torch
+import atexit, sys, torch
 from phalanx.checkpoint import make_async_checkpointer
 
+torch.set_num_threads(2)
 checkpointer = make_async_checkpointer()
-checkpointer.save(sys.argv[1], {"w": torch.ones(1000)})
-checkpointer.save(sys.argv[2], {"w": torch.ones(1000)})
+atexit.register(lambda: checkpointer.save(sys.argv[2], {"w": torch.ones(1000)}))
+large = {"w": torch.ones(20_000_000)}
+checkpointer._checkpoint_process.write(large, sys.argv[3])  # copied by the thread that writes
+checkpointer.save(sys.argv[1], large)
 """
 
 
 def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
     (tmp_path / "file").touch()
-    paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c")]
+    paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c"), str(tmp_path / "d")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *paths],
         capture_output=True,
@@ -107,8 +110,35 @@ def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
         timeout=120,
         check=True,
     )
-    assert load(paths[0])[0]["w"].sum() == 1000
+    assert load(paths[0])[0]["w"].sum() == 20_000_000
+    assert load(paths[2])[0]["w"].sum() == 20_000_000
     assert f"rank 0, save to {paths[1]}: the save failed" in done.stderr
+
+
+UNGUARDED = """
+import sys, torch
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, make_async_checkpointer
+
+def make_writer(rank_info):
+    return CheckpointWriter(CheckpointWriterConfig(), rank_info)
+
+checkpointer = make_async_checkpointer(checkpoint_writer_init_fn=make_writer)
+print(checkpointer.save(sys.argv[1], {"step": 1})[1].exception(60))
+"""
+
+
+def test_a_script_that_would_run_twice_is_told(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "c"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "could not start: InvalidState: a process that was started by this" in done.stdout
+    assert 'if __name__ == "__main__":' in done.stdout
+    assert os.listdir(tmp_path) == ["script.py"]
 
 
 def save_steps(ctx, folder, first, kills, seed, port):

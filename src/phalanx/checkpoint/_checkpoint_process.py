@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import threading
@@ -18,6 +19,7 @@ from ._checkpoint_process_start import Recipe
 from ._checkpoint_writer import CheckpointWriter
 from ._futures import WriteFuture
 from ._progress import SaveProgress
+from ._staging import check_process
 from ._staging_layout import BranchNote, describe
 from ._structure import leaves, parse
 from ._types import STATE_DICT, RankInfo
@@ -55,6 +57,7 @@ class CheckpointProcess:
         checkpoint_writer_init_fn: Callable[..., CheckpointWriter],
         checkpoint_writer_init_args: dict[str, Any],
     ) -> None:
+        _check_imported()
         self.config = config
         self._rank_info = rank_info
         setup = Setup(
@@ -108,7 +111,8 @@ class CheckpointProcess:
         Whatever the arguments are, this counts as a save. Else the numbers of the saves that follow
         would not be the same on all ranks, and states of different steps would be put together.
         """
-        if self._rank_info.global_world_size == 1 or self._is_closed:
+        is_wanted = self._rank_info.global_world_size > 1 and self._scribe.pid == os.getpid()
+        if self._is_closed or not is_wanted:
             return
         try:
             where = _whole_path(path)
@@ -122,6 +126,7 @@ class CheckpointProcess:
     def _submit(
         self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: BranchNote
     ) -> WriteFuture:
+        check_process(self._scribe.pid)
         future = WriteFuture(path)
         with self._lock:
             if self._is_closed:
@@ -135,11 +140,24 @@ class CheckpointProcess:
         return self._scribe.progress()
 
     def close(self) -> None:
-        """Wait for the writes under way as long as the configuration says, and end the process."""
+        """Wait for the writes under way as long as the configuration says, and end the process.
+
+        In a fork of the process in which this was made, there is nothing to end.
+        """
         with self._lock:
             self._is_closed = True
         self._forget.detach()
-        self._scribe.close()
+        if self._scribe.pid == os.getpid():
+            self._scribe.close()
+
+
+def _check_imported() -> None:
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise InvalidState(
+            "a process that was started by this script is importing it, for a function or a class "
+            "that is in it. What the script does must be kept from being done there again: "
+            'put it under if __name__ == "__main__":, or that function into a module of its own'
+        )
 
 
 def _whole_path(path: str | os.PathLike[str]) -> str:

@@ -85,9 +85,19 @@ def _set_up(link: Link) -> tuple[CheckpointWriter, Meter]:
     job, main_module, setup = pickle.loads(message)  # noqa: S301 - from the rank, our parent
     belong_to(job)
     if main_module is not None:
-        multiprocessing.spawn.prepare(main_module)
+        _import_script(main_module)
     made: Setup = pickle.loads(setup)  # noqa: S301
     return made.make_writer(), Meter(mmap.mmap(meter_fd, Meter.SIZE))
+
+
+def _import_script(told: dict[str, Any]) -> None:
+    """Import the script of the rank, which must not start processes meanwhile."""
+    me: Any = multiprocessing.current_process()
+    me._inheriting = True  # as multiprocessing itself does, and asks where it starts a process
+    try:
+        multiprocessing.spawn.prepare(told)
+    finally:
+        del me._inheriting
 
 
 def _send(link: Link, reply: Reply) -> None:
@@ -153,8 +163,6 @@ class _Server:
             (self._fds[number],) = fds
         known = self._buffers.get(number)
         if known is None or len(known) != request.size:
-            if request.size == 0:
-                return torch.empty(0, dtype=torch.uint8)
             self._buffers[number] = known = map_shared(self._fds[number], request.size)
         return known
 

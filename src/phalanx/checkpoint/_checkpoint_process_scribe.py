@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..errors import SaveFailed, SaveTimeout
+from ..errors import InvalidState, SaveFailed, SaveTimeout
 from ._checkpoint_process_link import Done, Refuse, Write, printable
 from ._checkpoint_process_start import Child, Recipe
 from ._futures import Outcome, WriteFuture
@@ -126,7 +126,8 @@ class Scribe:
         if self._given_up:
             error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
         # Also in words, for its future may never be asked.
-        logger.error("rank %d, save to %s: %s", self._rank_info.global_rank, job.path, error)
+        path, rank = printable(job.path), self._rank_info.global_rank
+        logger.error("rank %d, save to %s: %s", rank, path, printable(str(error)))
         with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
@@ -148,6 +149,8 @@ class Scribe:
         if isinstance(state, Future):
             state = state.result()
         if isinstance(state, Staged):
+            if state.is_released:
+                raise InvalidState("this copy was written before, and its memory is in use again")
             return state
         # Of a stager that does not know of shared memory: it is a copy, so there is time.
         if self._copier is None:

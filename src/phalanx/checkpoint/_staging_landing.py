@@ -24,7 +24,7 @@ __all__ = ["Landing", "land"]
 WORTH = 32 << 20
 """Bytes of a copy that is worth it."""
 _HUGE = 2 << 20  # bytes of a page
-_SLOWEST = 1e-9  # seconds per byte: shared memory takes half of that
+_SLOWEST = 1e-9  # seconds per byte; shared memory takes half of that
 _LOT = 8 << 20  # bytes that are moved at once
 _SETTING = "/sys/kernel/mm/transparent_hugepage/enabled"
 _MADV_DONTNEED = 4
@@ -65,10 +65,12 @@ class Landing:
         """Copy a tensor in main memory to its place, or decline to."""
         if self._is_slow:
             return False
-        began = time.perf_counter()
+        began = time.thread_time()  # not that of others, who may have the core meanwhile
         copy_past_cache(self._bytes.data_ptr() + offset, tensor.data_ptr(), size)
-        # Where memory is in small pieces, the kernel may take its time to make large ones of them.
-        self._is_slow = size > _HUGE and time.perf_counter() - began > size * _SLOWEST
+        # Where memory is in small pieces, the kernel may take its time to make large ones of them;
+        # so may the host of a virtual machine, of which it has not had these before.
+        if size > _HUGE and time.thread_time() - began > size * _SLOWEST:
+            self._is_slow = True
         self._taken.append((offset, offset + size))
         return True
 

@@ -37,7 +37,7 @@ ROUNDS, KILLS = (10, 10) if SOAK else (1, 1)
 """How often two ranks start anew, and in how many saves of each time somebody is killed."""
 LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
-DEATHS = 100 if SOAK else 3
+DEATHS = 100 if SOAK else 2
 """How often ranks are killed."""
 
 
@@ -223,7 +223,8 @@ def train_until_killed(ctx, folder, first, seed, victims, port):
             threading.Thread(target=die, args=(instant, writer if takes_writer else None)).start()
         if before is not None and before.exception(60) is not None:
             die(draw.choice([0, LONGEST]), None)
-        notes.write_text(f"{writer.pid} {step - 1}")
+        with notes.open("a") as file:
+            file.write(f"{writer.pid} {step - 1}\n")
         before = writing
 
 
@@ -236,7 +237,8 @@ def die(seconds, writer):
 
 def notes_of(folder):
     """Return what ranks have left: the pids of their writers, and the last step known as saved."""
-    notes = [Path(folder, str(rank)).read_text().split() for rank in range(2)]
+    texts = [Path(folder, str(rank)).read_text() for rank in range(2)]
+    notes = [text[: text.rindex("\n")].split()[-2:] for text in texts]  # of whole lines
     return [int(pid) for pid, _ in notes], max(int(step) for _, step in notes)
 
 

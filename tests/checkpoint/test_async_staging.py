@@ -121,6 +121,24 @@ def test_a_rank_copies_its_part_only():
     assert torch.equal(torch.cat(parts), whole["w"])
 
 
+def test_a_change_that_is_under_way_when_the_copy_ends_is_noticed():
+    """Torch counts a change when it is over; until then it is no more than other bytes."""
+    made, weight = DefaultStager(), torch.zeros(3_000_000)
+    columns = torch.arange(420_000.0).view(600, 700).t()
+    event = threading.Event()
+    made._thread.submit(event.wait)
+    copied = made.stage({"w": weight, "columns": columns})
+    weight.numpy()[1_000_000:1_020_000] = 1  # by one of three threads, say
+    event.set()
+    with pytest.raises(SaveFailed, match="w was changed while it was copied"):
+        copied.result(10)
+    wanted = columns.clone()
+    copied = made.stage({"columns": columns})
+    columns.numpy()[:] = 0  # at once, whatever its size: nobody would notice
+    assert torch.equal(copied.result(10)["columns"], wanted)
+    made.close()
+
+
 def test_a_tensor_of_an_inference_has_no_versions():
     with torch.inference_mode():
         mine = {"w": torch.ones(3)}

@@ -27,6 +27,8 @@ __all__ = ["Copy", "Plan"]
 _MOST_THREADS = 4  # that copy; more do not make memory any faster
 _WORTH_A_THREAD = 16 << 20  # bytes
 _SMALL = 256 << 10  # bytes of a tensor that is copied at once
+_DISTANCE = 64 << 10  # bytes from one sample of a tensor to the next
+_SAMPLE = 16  # bytes
 _LOT = 8 << 20  # bytes that a thread copies before it looks for more
 
 
@@ -39,7 +41,7 @@ class _Slot:
     offset: int
     size: int
     version: int | None
-    """Counts the changes of the tensor, if torch does."""
+    """Counts the changes of the tensor that are over, if torch does."""
 
 
 class Plan:
@@ -99,15 +101,26 @@ def _check_there(slots: Iterable[_Slot]) -> None:
             )
 
 
-def _check_unchanged(slots: Iterable[_Slot]) -> None:
-    """Raise if a tensor was changed between plan and copy: the copy is of no use then."""
+def _check_unchanged(slots: Iterable[_Slot], before: Mapping[str, Tensor]) -> None:
+    """Raise if a tensor was changed between plan and copy: the copy is of no use then.
+
+    Torch counts a change when it is over, and one may be under way: that is seen by samples.
+    """
     for slot in slots:
-        if slot.version is not None and slot.source._version != slot.version:
+        was_changed = slot.version is not None and slot.source._version != slot.version
+        sample = before.get(slot.name)
+        if was_changed or not (sample is None or torch.equal(sample, _sample(slot.source))):
             raise SaveFailed(
                 f"{slot.name} was changed while it was copied: wait for the first of the two "
                 "futures that save returns before the next step of the optimizer, or have the "
                 "tensors copied within save (CheckpointStagerConfig(use_async_staging=False))"
             )
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Copy some bytes of a tensor, from its start on at even distances."""
+    data = tensor.view(-1).view(torch.uint8)
+    return data.as_strided((len(data) // _DISTANCE, _SAMPLE), (_DISTANCE, 1)).clone()
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -146,16 +159,22 @@ class Copy:
         # Only where somebody will be glad of the time that is won.
         is_fresh = config.use_async_staging and not buffer.has_pages(plan.room)
         self._landing = land(plan.room) if is_fresh else None
+        self._large = [slot for slot in plan.slots.values() if _can_wait(slot)]
+        self._before: dict[str, Tensor] = {}
 
     def small(self) -> None:
-        """Copy the tensors that are hardly worth a thread."""
-        self._copy([slot for slot in self.plan.slots.values() if slot.size <= _SMALL])
+        """Copy the tensors that are hardly worth a thread, and take samples of the others."""
+        self._copy([slot for slot in self.plan.slots.values() if not _can_wait(slot)])
+        if self._config.use_async_staging:
+            _check_there(self._large)
+            simple = (slot for slot in self._large if _is_simple(slot.source))
+            self._before = {slot.name: _sample(slot.source) for slot in simple}
 
     def large(self) -> None:
         """Copy the others, and make sure that nobody has changed one of them meanwhile."""
-        slots = [slot for slot in self.plan.slots.values() if slot.size > _SMALL]
-        self._copy(slots)
-        _check_unchanged(slots)
+        self._copy(self._large)
+        _check_there(self._large)
+        _check_unchanged(self._large, self._before)
 
     def settle(self) -> None:
         """Bring to the buffer what is not there yet; the tensors may change meanwhile."""
@@ -204,6 +223,14 @@ class Copy:
         for slot in slots:
             place = _place(slot, self.buffer.bytes)
             place.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
+
+
+def _can_wait(slot: _Slot) -> bool:
+    """Tell whether a tensor is worth a thread, and a change of it would be noticed meanwhile.
+
+    Of one on an accelerator there is none: copies and changes have their turns in its queue.
+    """
+    return slot.size > _SMALL and (slot.source.device.type != "cpu" or _is_simple(slot.source))
 
 
 def _next(lots: deque[tuple[Tensor, int]]) -> tuple[Tensor, int] | None:

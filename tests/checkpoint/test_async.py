@@ -362,6 +362,14 @@ def test_a_codec_need_not_be_known_to_the_process(writers, tmp_path):
         assert load(tmp_path / "c")[0]["t"][0].tolist() == [1, 1]
 
 
+def test_a_state_of_nothing(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        for empty in ({}, {"a": [], "b": torch.zeros(0, 3)}):
+            made.save(str(tmp_path / "c"), empty)[1].result(60)
+            assert same(empty, load(tmp_path / "c")[0])
+            assert made.last_report.bytes_written == made.last_report.bytes_staged == 0
+
+
 def test_arguments_for_the_writer_are_plain_values(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         with pytest.raises(InvalidArgument, match="extra is a tensor"):
@@ -376,8 +384,13 @@ def test_after_close_nothing_is_saved(tmp_path):
     process = make_process()
     with checkpointer(process) as made:
         (tmp_path / "file").touch()
-        good = made.save(str(tmp_path / "c"), {"step": 1})[1]
-        made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        with stopped(process):
+            good = made.save(str(tmp_path / "c"), {"step": 1})[1]
+            made.save(str(tmp_path / "file" / "c"), {"step": 1})
+            with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+                made.close()
+            assert not good.done()
         with pytest.raises(SaveFailed, match="FileExistsError"):
             made.close()  # having waited for both
         assert good.done()
@@ -402,8 +415,7 @@ def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
     with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
         writing.result(10)
     never.set_result({"step": 1})  # now it comes, and finds nobody
-    process._scribe._thread.join(30)
-    assert not process._scribe._thread.is_alive()
+    assert process._scribe._ended.wait(30)
     assert process.process is None or process.process.poll() is not None
     assert not (tmp_path / "c").exists()
 

@@ -70,11 +70,10 @@ class Scribe:
         """Done when the first process has started."""
         self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
-        self._thread = threading.Thread(
-            target=self._run, name="phalanx-checkpoint-scribe", daemon=True
-        )
+        # Not by the thread's join: who is interrupted there finds the thread ended the next time.
+        self._ended = threading.Event()
         _remember(self)
-        self._thread.start()
+        threading.Thread(target=self._run, name="phalanx-checkpoint-scribe", daemon=True).start()
 
     def submit(self, job: Job) -> None:
         """Have something written after all that was submitted before."""
@@ -98,6 +97,13 @@ class Scribe:
 
     def _run(self) -> None:
         try:
+            self._work()
+        finally:
+            _scribes.discard(self)
+            self._ended.set()
+
+    def _work(self) -> None:
+        try:
             self._living_child()
             self.created.set_result(None)
         except BaseException as error:  # noqa: BLE001 - the first save will tell, the next retry
@@ -107,7 +113,6 @@ class Scribe:
             self._settle(job)
         if self.child is not None:
             self.child.end(self._end_timeout)
-        _scribes.discard(self)
 
     def _settle(self, job: Job) -> None:
         try:
@@ -213,11 +218,11 @@ class Scribe:
             self._kill_child()  # it has not even started, and nobody wants it to
         self.stop()
         if not self._given_up:
-            self._thread.join(self._end_timeout)
-        if self._thread.is_alive():
+            self._ended.wait(self._end_timeout)
+        if not self._ended.is_set():
             self._given_up = f"it was not done within {self._end_timeout} s of the end"
             self._kill_child()
-            self._thread.join(_GRACE)
+            self._ended.wait(_GRACE)
             for job in list(self._unfinished):  # of a stager that never comes to an end
                 self._fail(job, SaveTimeout())
 

@@ -19,6 +19,7 @@ from phalanx.checkpoint import (
     _staging_landing,
 )
 from phalanx.checkpoint._staging_landing import Landing
+from phalanx.checkpoint._staging_memory import Buffer
 from phalanx.errors import InvalidState, SaveFailed
 
 from .states import same
@@ -143,6 +144,23 @@ def test_a_tensor_of_an_inference_has_no_versions():
     with torch.inference_mode():
         mine = {"w": torch.ones(3)}
     assert dict(stager().stage(mine))["w"].tolist() == [1, 1, 1]
+
+
+def test_memory_that_may_still_be_written_to_is_not_used_again(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    made, mine, before = stager(), {"w": torch.ones(12_000_000)}, Buffer.put
+
+    def interrupted(*arguments):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        before(*arguments)
+
+    monkeypatch.setattr(Buffer, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.stage(mine)
+    assert made._pool._free == []
+    monkeypatch.undo()
+    assert same(mine, dict(made.stage(mine)))
 
 
 def test_memory_that_cannot_be_had_is_an_error_of_the_save():

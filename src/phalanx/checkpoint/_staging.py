@@ -164,10 +164,13 @@ class DefaultStager(CheckpointStager):
 
     @contextmanager
     def _returning(self, copy: Copy) -> Iterator[None]:
-        """Give the buffer back if it cannot be filled."""
+        """Give the buffer back if it cannot be filled.
+
+        Not so after an interrupt: threads that nobody has waited for may still be filling it.
+        """
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._pool.give_back(copy.buffer)
             if isinstance(error, OSError):
                 raise no_memory(copy.plan.room, error) from error

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -332,7 +333,9 @@ class Duplicate(CheckpointStager):
 
     def stage(self, state_dict, **kwargs):
         del kwargs
-        return {key: each.clone() for key, each in state_dict.items()}
+        copies = {key: each.clone() for key, each in state_dict.items()}
+        self.made = [weakref.ref(each) for each in copies.values()]
+        return copies
 
     def close(self):
         pass
@@ -348,6 +351,7 @@ def test_a_stager_of_ones_own(writers, tmp_path):
         weight.zero_()
         writing.result(10)
         assert load(tmp_path / "c")[0]["w"].tolist() == [1, 1, 1]
+        wait_until(lambda: made._checkpoint_stager.made[0]() is None)  # not until the next save
 
 
 class Celsius:

@@ -49,6 +49,11 @@ class Job:
     phase: str = "staging"
     """What it is doing, as long as that is nothing that the process tells."""
 
+    def take_state(self) -> State | BaseException:
+        """Hand out the state, which may be large, and hold it no longer."""
+        state, self.state = self.state, {}
+        return state
+
 
 class Scribe:
     """The thread, its process, and the jobs that wait."""
@@ -72,8 +77,8 @@ class Scribe:
         self.pid = os.getpid()
         # Not by the thread's join: who is interrupted there finds the thread ended the next time.
         self._ended = threading.Event()
-        _remember(self)
         threading.Thread(target=self._run, name="phalanx-checkpoint-scribe", daemon=True).start()
+        _remember(self)
 
     def submit(self, job: Job) -> None:
         """Have something written after all that was submitted before."""
@@ -109,12 +114,15 @@ class Scribe:
         except BaseException as error:  # noqa: BLE001 - the first save will tell, the next retry
             self._start_error = error
             self.created.set_exception(error)
-        while (job := self._jobs.get()) is not None:
-            self._settle(job)
+        while self._settle(self._jobs.get()):
+            pass
         if self.child is not None:
             self.child.end(self._end_timeout)
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: Job | None) -> bool:
+        """Do a job, unless it is the end."""
+        if job is None:
+            return False
         try:
             outcome = self._write(job)
         except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
@@ -124,6 +132,7 @@ class Scribe:
             self._unfinished.popleft()
             with suppress(InvalidStateError):  # it was given up already
                 job.future.succeed(outcome)
+        return True
 
     def _fail(self, job: Job, error: BaseException) -> None:
         if job.future.done():
@@ -138,7 +147,7 @@ class Scribe:
 
     def _write(self, job: Job) -> Outcome:
         try:
-            staged = self._staged(job.state)
+            staged = self._staged(job.take_state())
         except BaseException as error:
             self._tell_others(job, error)
             raise

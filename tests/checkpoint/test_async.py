@@ -41,7 +41,7 @@ from phalanx.errors import (
 )
 
 from .states import load, plain, same, together
-from .writers import checkpointer, make_process
+from .writers import any_size, checkpointer, make_process
 
 
 @pytest.fixture(scope="module")
@@ -440,6 +440,23 @@ def test_a_process_that_cannot_start_says_why(tmp_path):
     process.close()
     with pytest.raises(InvalidArgument, match="must be such as can be pickled"):
         make_process(writer=lambda rank_info: rank_info)
+
+
+def second_time(rank_info, marker):
+    """Make a writer, but not at the first attempt, as on a machine that is too busy."""
+    if not os.path.exists(marker):
+        Path(marker).touch()
+        raise TimeoutError("too busy")
+    return any_size(rank_info)
+
+
+def test_a_start_that_fails_once_does_not_cost_a_save(tmp_path):
+    """Other ranks, which cannot know of it, would wait for this one."""
+    process = make_process(writer=second_time, arguments={"marker": str(tmp_path / "marker")})
+    assert "too busy" in str(process.process_creation_future.exception(60))
+    with checkpointer(process) as made:
+        made.save(str(tmp_path / "c"), {"step": 1})[1].result(60)
+    process.close()
 
 
 def wait_until(condition):

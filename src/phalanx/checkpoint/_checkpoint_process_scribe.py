@@ -68,7 +68,6 @@ class Scribe:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._unfinished: deque[Job] = deque()
         self._given_up = ""
-        self._start_error: BaseException | None = None
         self._copier: DefaultStager | None = None
         self.child: Child | None = None
         self.created: Future[None] = Future()
@@ -111,8 +110,7 @@ class Scribe:
         try:
             self._living_child()
             self.created.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - the first save will tell, the next retry
-            self._start_error = error
+        except BaseException as error:  # noqa: BLE001 - the first save tries again, and will tell
             self.created.set_exception(error)
         while self._settle(self._jobs.get()):
             pass
@@ -191,9 +189,6 @@ class Scribe:
                 self._living_child().refuse(request)
 
     def _living_child(self) -> Child:
-        if self._start_error is not None:
-            error, self._start_error = self._start_error, None
-            raise error
         child = self.child
         if child is not None and not child.is_alive:
             child.kill()

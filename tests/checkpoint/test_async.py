@@ -5,8 +5,10 @@ import os
 import signal
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,11 +23,14 @@ import phalanx.checkpoint
 from phalanx.checkpoint import (
     Alike,
     CheckpointStager,
+    CheckpointStagerConfig,
+    DefaultStager,
     PerRank,
     SaveProgress,
     register_codec,
     wrap_future,
 )
+from phalanx.checkpoint._progress import Meter, enter, expect, listening, wrote
 from phalanx.errors import (
     InvalidArgument,
     InvalidState,
@@ -36,7 +41,7 @@ from phalanx.errors import (
 )
 
 from .states import load, plain, same, together
-from .writers import checkpointer, make_process
+from .writers import any_size, checkpointer, make_process
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +97,10 @@ def test_what_is_saved_is_what_was_there(writers, tmp_path, size, in_background)
         with checkpointer(writers[rank], rank, size, in_background=in_background) as made:
             for step in range(2):  # the second goes into the same memory
                 mine = state(rank, step)
-                staging, writing = made.save(path, mine, size=size)
+                staging, writing = made.save(path, mine, size=size, timeout=60)
                 staging.result(10)
                 wreck(mine)
-                writing.result(30)
+                writing.result(60)
             return writing.report
 
     reports = together(size, save)
@@ -184,6 +189,67 @@ def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
     assert not (tmp_path / "c").exists()
 
 
+def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_path):
+    def save(rank):
+        with checkpointer(writers[rank], rank, 2) as made:
+            more = {"extra": torch.ones(2)} if rank == 1 else {}
+            made.save(str(tmp_path / "c"), {"step": 1}, size=2, timeout=60, **more)[1].result(60)
+
+    first, second = together(2, save)
+    assert isinstance(second, InvalidArgument)
+    assert "failed on rank 1 while getting ready" in str(first)
+    assert "extra is a tensor" in str(first)
+
+
+@pytest.mark.parametrize("wrong", [{"path": None}, {"path": b"c"}, {"extra": object()}])
+def test_a_save_that_cannot_begin_counts_as_one(writers, tmp_path, wrong):
+    """Else the next ones would have other numbers than on ranks where nothing was wrong, and what
+    is saved in one would be put together with what these save in another."""
+    process = writers[1]
+    with checkpointer(process, 1, 2) as made:
+        before = process._turns
+        arguments = {"path": str(tmp_path / "c"), "state_dict": {"step": 1}, **wrong}
+        with pytest.raises(TypeError):
+            made.save(**arguments)
+        assert process._turns == before + 1
+
+
+def test_paths_are_those_of_the_rank(writers, tmp_path, monkeypatch):
+    odd = os.fsdecode(b"not \xff Unicode")
+    with checkpointer(writers[0]) as made:
+        writers[0].process_creation_future.result(60)
+        monkeypatch.chdir(tmp_path)  # the process has been started elsewhere
+        for path in (odd, Path("a") / "c"):
+            made.save(path, {"w": torch.ones(3)})[1].result(10)
+            assert load(tmp_path / path)[0]["w"].tolist() == [1, 1, 1]
+        (tmp_path / f"{odd}.txt").touch()
+        _, writing = made.save(f"{odd}.txt/c", {"w": torch.ones(3)})
+        with pytest.raises(SaveFailed, match=r"not \\udcff Unicode"):
+            writing.result(10)
+    assert sorted(os.listdir(tmp_path)) == sorted(["a", odd, f"{odd}.txt"])
+
+
+def test_threads_save_one_after_the_other(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        (tmp_path / "file").touch()
+
+        def save(thread):
+            told = 0
+            for i in range(20):
+                folder = tmp_path / ("file" if i % 5 == 0 else "good")
+                try:
+                    made.save(str(folder / f"{thread}-{i}"), {"step": i})
+                except SaveFailed as error:
+                    told += len(error.__notes__)  # of this call, and of every other that failed
+            return told
+
+        told = sum(together(4, save))
+        wait_until(lambda: all(write.done() for write in made._writes))
+        told += len(made._failures())
+        assert told == 16
+        assert len(os.listdir(tmp_path / "good")) == 64
+
+
 def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
     process = writers[0]
     process.process_creation_future.result(60)
@@ -215,8 +281,9 @@ def test_progress_is_told(writers, tmp_path):
         writing.result(10)
         report = made.last_report
         assert made.progress() is None
-        assert report.bytes_written == 4000
-        assert {"getting ready", "writing", "flushing", "committing"} <= report.phases.keys()
+        assert report.bytes_written == report.bytes_staged == 4000
+        told = {"getting ready", "writing", "flushing", "waiting for ranks", "committing"}
+        assert report.phases.keys() == told
         assert report.bytes_per_second > 0
         assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0
         meter = process._scribe._recipe.meter
@@ -239,12 +306,36 @@ def test_the_process_is_killed(writers, tmp_path):
         assert load(tmp_path / "c")[0] == {"step": 2}
 
 
+def test_a_save_that_begins_anew_has_written_nothing():
+    meter = Meter()
+    with listening(meter):
+        for _ in range(2):  # as when others were still at the one before
+            enter("writing")
+            expect(300)
+            wrote(100)
+            wrote(200)
+    assert (meter.written, meter.total) == (300, 300)
+
+
+def test_a_copy_is_written_once(writers, tmp_path):
+    stager = DefaultStager(CheckpointStagerConfig(use_async_staging=False))
+    copy = stager.stage({"w": torch.ones(3)})
+    writers[0].write(copy, str(tmp_path / "c")).result(60)
+    other = stager.stage({"w": torch.zeros(3)})
+    with pytest.raises(InvalidState, match="was written before"):
+        writers[0].write(copy, str(tmp_path / "d")).result(10)
+    assert other["w"].data_ptr() == copy["w"].data_ptr()
+    stager.close()
+
+
 class Duplicate(CheckpointStager):
     """A stager as a user might write one."""
 
     def stage(self, state_dict, **kwargs):
         del kwargs
-        return {key: each.clone() for key, each in state_dict.items()}
+        copies = {key: each.clone() for key, each in state_dict.items()}
+        self.made = [weakref.ref(each) for each in copies.values()]
+        return copies
 
     def close(self):
         pass
@@ -260,6 +351,7 @@ def test_a_stager_of_ones_own(writers, tmp_path):
         weight.zero_()
         writing.result(10)
         assert load(tmp_path / "c")[0]["w"].tolist() == [1, 1, 1]
+        wait_until(lambda: made._checkpoint_stager.made[0]() is None)  # not until the next save
 
 
 class Celsius:
@@ -272,6 +364,14 @@ def test_a_codec_need_not_be_known_to_the_process(writers, tmp_path):
     with checkpointer(writers[0]) as made:
         made.save(str(tmp_path / "c"), {"t": Alike([Celsius(torch.ones(2))])})[1].result(10)
         assert load(tmp_path / "c")[0]["t"][0].tolist() == [1, 1]
+
+
+def test_a_state_of_nothing(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        for empty in ({}, {"a": [], "b": torch.zeros(0, 3)}):
+            made.save(str(tmp_path / "c"), empty)[1].result(60)
+            assert same(empty, load(tmp_path / "c")[0])
+            assert made.last_report.bytes_written == made.last_report.bytes_staged == 0
 
 
 def test_arguments_for_the_writer_are_plain_values(writers, tmp_path):
@@ -288,8 +388,13 @@ def test_after_close_nothing_is_saved(tmp_path):
     process = make_process()
     with checkpointer(process) as made:
         (tmp_path / "file").touch()
-        good = made.save(str(tmp_path / "c"), {"step": 1})[1]
-        made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        with stopped(process):
+            good = made.save(str(tmp_path / "c"), {"step": 1})[1]
+            made.save(str(tmp_path / "file" / "c"), {"step": 1})
+            with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+                made.close()
+            assert not good.done()
         with pytest.raises(SaveFailed, match="FileExistsError"):
             made.close()  # having waited for both
         assert good.done()
@@ -306,12 +411,16 @@ def test_after_close_nothing_is_saved(tmp_path):
 def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
     process = make_process(subprocess_shutdown_timeout_secs=0.01)
+    assert not process.process_creation_future.cancel()  # nor does it harm anybody
+    process.process_creation_future.result(60)
     never = Future()  # of a stager that hangs
     writing = process.write(never, str(tmp_path / "c"))
     process.close()
     with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
         writing.result(10)
     never.set_result({"step": 1})  # now it comes, and finds nobody
+    assert process._scribe._ended.wait(30)
+    assert process.process is None or process.process.poll() is not None
     assert not (tmp_path / "c").exists()
 
 
@@ -331,6 +440,23 @@ def test_a_process_that_cannot_start_says_why(tmp_path):
     process.close()
     with pytest.raises(InvalidArgument, match="must be such as can be pickled"):
         make_process(writer=lambda rank_info: rank_info)
+
+
+def second_time(rank_info, marker):
+    """Make a writer, but not at the first attempt, as on a machine that is too busy."""
+    if not os.path.exists(marker):
+        Path(marker).touch()
+        raise TimeoutError("too busy")
+    return any_size(rank_info)
+
+
+def test_a_start_that_fails_once_does_not_cost_a_save(tmp_path):
+    """Other ranks, which cannot know of it, would wait for this one."""
+    process = make_process(writer=second_time, arguments={"marker": str(tmp_path / "marker")})
+    assert "too busy" in str(process.process_creation_future.exception(60))
+    with checkpointer(process) as made:
+        made.save(str(tmp_path / "c"), {"step": 1})[1].result(60)
+    process.close()
 
 
 def wait_until(condition):

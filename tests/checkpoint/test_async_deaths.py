@@ -1,14 +1,17 @@
 """What an asynchronous save leaves when somebody dies, and when the interpreter just ends.
 
-`kill_at_random` is what the soak calls as well.
+With PHALANX_SOAK set (``make soak``), writers and ranks are killed a hundred times each.
 """
 
+import itertools
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from phalanx.checkpoint import (
     CheckpointerConfig,
     CheckpointProcessConfig,
     CheckpointWriterConfig,
+    PerRank,
     RankInfo,
     make_async_checkpointer,
 )
@@ -26,13 +30,15 @@ from phalanx.errors import CheckpointError
 from phalanx.testing import Died
 from ports import free_port
 
-from .states import load, same
+from .states import load, same, saved
 
 SOAK = "PHALANX_SOAK" in os.environ
 ROUNDS, KILLS = (10, 10) if SOAK else (1, 1)
 """How often two ranks start anew, and in how many saves of each time somebody is killed."""
 LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
+DEATHS = 100 if SOAK else 2
+"""How often ranks are killed."""
 
 
 def make(rank, size, port=None):
@@ -80,26 +86,31 @@ def test_a_rank_that_is_killed_leaves_no_process(ranks, tmp_path):
 
 
 def is_there(pid):
+    """Tell whether a process has a thread left, for as long as that its files are open."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+        threads = os.listdir(f"/proc/{pid}/task")
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
+    return len(threads) > 1 or stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 SCRIPT = """
-import sys, torch
+import atexit, sys, torch
 from phalanx.checkpoint import make_async_checkpointer
 
+torch.set_num_threads(2)
 checkpointer = make_async_checkpointer()
-checkpointer.save(sys.argv[1], {"w": torch.ones(1000)})
-checkpointer.save(sys.argv[2], {"w": torch.ones(1000)})
+atexit.register(lambda: checkpointer.save(sys.argv[2], {"w": torch.ones(1000)}))
+large = {"w": torch.ones(20_000_000)}
+checkpointer._checkpoint_process.write(large, sys.argv[3])  # copied by the thread that writes
+checkpointer.save(sys.argv[1], large)
 """
 
 
 def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
     (tmp_path / "file").touch()
-    paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c")]
+    paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c"), str(tmp_path / "d")]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, *paths],
         capture_output=True,
@@ -107,8 +118,35 @@ def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
         timeout=120,
         check=True,
     )
-    assert load(paths[0])[0]["w"].sum() == 1000
+    assert load(paths[0])[0]["w"].sum() == 20_000_000
+    assert load(paths[2])[0]["w"].sum() == 20_000_000
     assert f"rank 0, save to {paths[1]}: the save failed" in done.stderr
+
+
+UNGUARDED = """
+import sys, torch
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, make_async_checkpointer
+
+def make_writer(rank_info):
+    return CheckpointWriter(CheckpointWriterConfig(), rank_info)
+
+checkpointer = make_async_checkpointer(checkpoint_writer_init_fn=make_writer)
+print(checkpointer.save(sys.argv[1], {"step": 1})[1].exception(60))
+"""
+
+
+def test_a_script_that_would_run_twice_is_told(tmp_path):
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py", tmp_path / "c"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "could not start: InvalidState: a process that was started by this" in done.stdout
+    assert 'if __name__ == "__main__":' in done.stdout
+    assert os.listdir(tmp_path) == ["script.py"]
 
 
 def save_steps(ctx, folder, first, kills, seed, port):
@@ -157,3 +195,81 @@ def kill_at_random(ranks, folder, *, rounds, kills, seed):
 @pytest.mark.timeout(3600 if SOAK else 300)
 def test_writers_are_killed_at_random_instants(ranks, tmp_path):
     kill_at_random(ranks, str(tmp_path), rounds=ROUNDS, kills=KILLS, seed=random.randrange(10**6))
+
+
+def own_state(rank, step, weight):
+    return {"model": Alike({"weight": weight}), "own": PerRank([rank, step]), "step": step}
+
+
+def train_until_killed(ctx, folder, first, seed, victims, port):
+    """Save step after step, two at a time; the victims die at some instant of it.
+
+    Some take their writer with them, from the others the kernel takes it. Who finds that a save has
+    failed is killed, too, as a launcher does it. Tensors change as soon as they may.
+    """
+    checkpointer = make(ctx.rank, ctx.size, port)
+    draw, notes = random.Random(seed + ctx.rank), Path(folder, str(ctx.rank))
+    weight, before = torch.zeros(300, 1000), None
+    for step in itertools.count(first):
+        weight.fill_(step)
+        began = time.monotonic()
+        staging, writing = checkpointer.save(f"{folder}/c", own_state(ctx.rank, step, weight))
+        staging.result(30)
+        if step < first + 2:
+            writing.result(60)  # a new job can save at once
+            duration, writer = time.monotonic() - began, checkpointer._checkpoint_process.process
+        elif step == first + 2 and ctx.rank in victims:
+            instant, takes_writer = draw.uniform(0, 3 * duration), draw.random() < 0.5
+            threading.Thread(target=die, args=(instant, writer if takes_writer else None)).start()
+        if before is not None and before.exception(60) is not None:
+            die(draw.choice([0, LONGEST]), None)
+        with notes.open("a") as file:
+            file.write(f"{writer.pid} {step - 1}\n")
+        before = writing
+
+
+def die(seconds, writer):
+    time.sleep(seconds)
+    if writer is not None:
+        writer.kill()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def notes_of(folder):
+    """Return what ranks have left: the pids of their writers, and the last step known as saved."""
+    texts = [Path(folder, str(rank)).read_text() for rank in range(2)]
+    notes = [text[: text.rindex("\n")].split()[-2:] for text in texts]  # of whole lines
+    return [int(pid) for pid, _ in notes], max(int(step) for _, step in notes)
+
+
+@pytest.mark.timeout(3600 if SOAK else 300)
+def test_ranks_are_killed_at_random_instants(ranks, tmp_path):
+    folder, newest = str(tmp_path), 0
+    for death in range(DEATHS):
+        seed = random.randrange(10**6)
+        victims = random.Random(seed).choice([(0,), (1,), (0, 1)])
+        port = free_port() if death % 2 else None
+        where = f"seed {seed}, port {port}, victims {victims}"
+        arguments = (folder, newest + 1, seed, victims, port)
+        ranks.run(train_until_killed, 2, args=arguments, expect_dead=(0, 1), timeout=120)
+        (writers, told), limit = notes_of(folder), time.monotonic() + 10
+        assert told > newest, where
+        while any(map(is_there, writers)):
+            assert time.monotonic() < limit, f"a writer has outlived its rank: {where}"
+            time.sleep(0.01)
+        newest = load(f"{folder}/c")[0]["step"]
+        assert told <= newest <= told + 2, where  # two may be in place that nobody was told of
+        check_whole(f"{folder}/c", newest)
+        newest += 1  # and another job can save there at once
+        weight = torch.full((300, 1000), float(newest))
+        saved(f"{folder}/c", [own_state(rank, newest, weight) for rank in range(2)], meet=None)
+        check_whole(f"{folder}/c", newest)
+        assert len(os.listdir(f"{folder}/c")) == 3, where
+    assert sorted(os.listdir(tmp_path)) == ["0", "1", "c"]
+
+
+def check_whole(path, step):
+    weight = torch.full((300, 1000), float(step))
+    for rank in range(2):
+        wanted = {"model": {"weight": weight}, "own": [rank, step], "step": step}
+        assert same(wanted, load(path, rank, 2)[0])

@@ -1,13 +1,25 @@
 """Copies of states, without a process that writes them."""
 
 import gc
+import mmap
 import os
+import resource
+import threading
+import time
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from phalanx.checkpoint import Alike, CheckpointStagerConfig, DefaultStager, RankInfo
+from phalanx.checkpoint import (
+    Alike,
+    CheckpointStagerConfig,
+    DefaultStager,
+    RankInfo,
+    _staging_landing,
+)
+from phalanx.checkpoint._staging_landing import Landing
+from phalanx.checkpoint._staging_memory import Buffer
 from phalanx.errors import InvalidState, SaveFailed
 
 from .states import same
@@ -69,10 +81,21 @@ def test_room_that_was_prepared_is_taken():
 
 def test_memory_that_grows_keeps_what_others_have_of_it():
     made = stager()
-    first = made.stage({"w": torch.ones(10)})["w"]
+    first = made.stage({"w": torch.ones(10)})["w"][2:]
     larger = made.stage({"w": torch.full((10**6,), 2.0)})
-    assert first.data_ptr() != larger["w"].data_ptr()
     assert larger["w"].sum() == 2e6
+    assert first.tolist() == [1] * 8
+    made.close()
+
+
+def test_memory_comes_back_whoever_is_taking_some():
+    """As it does where the garbage that is collected has a copy in it."""
+    made = stager()
+    copy = made.stage(state())
+    with made._pool._lock:
+        del copy
+        gc.collect()
+    assert len(made._pool._free) == 1
     made.close()
 
 
@@ -99,16 +122,169 @@ def test_a_rank_copies_its_part_only():
     assert torch.equal(torch.cat(parts), whole["w"])
 
 
+def test_a_change_that_is_under_way_when_the_copy_ends_is_noticed():
+    """Torch counts a change when it is over; until then it is no more than other bytes."""
+    made, weight = DefaultStager(), torch.zeros(3_000_000)
+    columns = torch.arange(420_000.0).view(600, 700).t()
+    event = threading.Event()
+    made._thread.submit(event.wait)
+    copied = made.stage({"w": weight, "columns": columns})
+    weight.numpy()[1_000_000:1_020_000] = 1  # by one of three threads, say
+    event.set()
+    with pytest.raises(SaveFailed, match="w was changed while it was copied"):
+        copied.result(10)
+    wanted = columns.clone()
+    copied = made.stage({"columns": columns})
+    columns.numpy()[:] = 0  # at once, whatever its size: nobody would notice
+    assert torch.equal(copied.result(10)["columns"], wanted)
+    made.close()
+
+
 def test_a_tensor_of_an_inference_has_no_versions():
     with torch.inference_mode():
         mine = {"w": torch.ones(3)}
     assert dict(stager().stage(mine))["w"].tolist() == [1, 1, 1]
 
 
-def test_memory_that_cannot_be_had_is_an_error_of_the_save(monkeypatch):
-    def full(fd, data, offset):
-        raise OSError(28, "No space left on device")
+def test_memory_that_may_still_be_written_to_is_not_used_again(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    made, mine, before = stager(), {"w": torch.ones(12_000_000)}, Buffer.put
 
-    monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(SaveFailed, match="no memory for a copy of .* bytes: .*No space left"):
-        stager().stage(state())
+    def interrupted(*arguments):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        before(*arguments)
+
+    monkeypatch.setattr(Buffer, "put", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.stage(mine)
+    assert made._pool._free == []
+    monkeypatch.undo()
+    assert same(mine, dict(made.stage(mine)))
+
+
+def test_memory_that_cannot_be_had_is_an_error_of_the_save():
+    made, mine = stager(), state()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # of memory, too
+    try:
+        with pytest.raises(SaveFailed, match="no memory for a copy of .* bytes: .*File too large"):
+            made.stage(mine)
+        with pytest.raises(SaveFailed, match="no memory for a copy of .* bytes: .*File too large"):
+            made.prepare(mine)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert same(mine, dict(made.stage(mine)))
+
+
+@pytest.mark.parametrize("size", [1000, 10**6, 10**7])
+def test_a_tensor_without_its_memory_is_an_error_of_the_save(size):
+    made = DefaultStager()
+    made.prepare(size * 8).result(10)
+    event = threading.Event()
+    made._thread.submit(event.wait)
+    weight = torch.ones(size)
+    if size == 1000:  # which is copied at once
+        weight.untyped_storage().resize_(0)
+        with pytest.raises(SaveFailed, match="w has no values .* resized to 0 bytes"):
+            made.stage({"w": weight})
+    else:
+        copied = made.stage({"w": weight})
+        weight.untyped_storage().resize_(4)
+        event.set()
+        with pytest.raises(SaveFailed, match="w has no values .* resized to 4 bytes"):
+            copied.result(10)
+    event.set()
+    made.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_neither_threads_nor_memory_of_ours():
+    made, mine = stager(), {"w": torch.ones(1 << 20)}
+    copy = made.stage(mine)
+    wait_for_pages(copy.buffer)
+    pid = os.fork()
+    if pid == 0:  # everything is caught, and told by the code
+        os._exit(fork_is_right(made, copy))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert copy["w"].all()
+    made.close()
+
+
+def fork_is_right(made, copy):
+    try:
+        made.stage({"w": torch.zeros(1 << 20)})
+    except InvalidState:
+        others = [mmap.mmap(-1, 1 << 20) for _ in range(1000)]  # wherever there is a gap
+        made.close()
+        del made, copy
+        gc.collect()
+        return 0 if all(other[0] == 0 for other in others) else 2
+    return 1
+
+
+def wait_for_pages(buffer):
+    deadline = time.monotonic() + 10
+    while any(thread.name == "phalanx-staging-memory" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert not buffer.lacks_pages
+
+
+@pytest.fixture
+def landings(monkeypatch, tmp_path):
+    """Have copies of any size land in private memory first, whatever the kernel may say."""
+    (tmp_path / "enabled").write_text("[always] madvise never")
+    monkeypatch.setattr(_staging_landing, "_SETTING", str(tmp_path / "enabled"))
+    monkeypatch.setattr(_staging_landing, "WORTH", 0)
+    monkeypatch.setattr(_staging_landing, "_SLOWEST", 1.0)
+
+
+def many():
+    generator = torch.Generator().manual_seed(3)
+    sizes = [1, 7, 40_000, 3_000_000, 5, 70_000, 0, 2_500_000]
+    tensors = {f"w{i}": torch.randn(n, generator=generator) for i, n in enumerate(sizes)}
+    tensors["columns"] = torch.randn(500, 300, generator=generator).t()
+    tensors["conj"] = torch.randn(3, dtype=torch.complex64, generator=generator).conj()
+    return tensors
+
+
+@pytest.mark.usefixtures("landings")
+@pytest.mark.parametrize("slowest", [1.0, 0.0])
+def test_a_first_copy_lands_elsewhere_and_is_moved(monkeypatch, slowest):
+    monkeypatch.setattr(_staging_landing, "_SLOWEST", slowest)
+    made, mine = DefaultStager(), many()
+    landed = []
+    real = Landing.move_to
+    monkeypatch.setattr(Landing, "move_to", lambda *a: landed.append(a[0]._spans()) or real(*a))
+    for _ in range(2):  # the second copy finds its pages
+        copy = made.stage(mine).result(10)
+        assert same({**mine}, dict(copy))
+        wait_for_pages(copy.buffer)
+        del copy
+    assert landed
+    assert (sum(stop - start for start, stop in landed[0]) > 20_000_000) == (slowest == 1.0)
+    made.close()
+
+
+@pytest.mark.usefixtures("landings")
+def test_tensors_may_change_before_the_copy_is_where_it_belongs(monkeypatch):
+    event, real = threading.Event(), Landing.move_to
+    monkeypatch.setattr(Landing, "move_to", lambda *a: event.wait(10) and real(*a))
+    made, mine, wanted = DefaultStager(), many(), many()
+    copied = made.stage(mine)
+    copied.copied.result(10)
+    assert not copied.done()
+    for each in mine.values():
+        each.zero_()
+    event.set()
+    assert same(wanted, dict(copied.result(10)))
+    made.close()
+
+
+def test_where_pages_are_never_huge_copies_do_not_land(tmp_path, monkeypatch):
+    (tmp_path / "enabled").write_text("always madvise [never]")
+    assert _staging_landing.land(1 << 20) is None
+    for setting in ("enabled", "missing"):
+        monkeypatch.setattr(_staging_landing, "_SETTING", str(tmp_path / setting))
+        assert _staging_landing.land(1 << 30) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from concurrent.futures import Future, wait
@@ -40,6 +41,7 @@ class AsyncCheckpointer(ReadingCheckpointer):
         """Saves that are under way, or that failed without anybody knowing."""
         self._last: WriteFuture | None = None
         self._is_closed = False
+        self._saving = threading.RLock()  # one at a time, whichever thread it is on
 
     def save(
         self, path: str, state_dict: STATE_DICT, **kwargs: Any
@@ -53,15 +55,21 @@ class AsyncCheckpointer(ReadingCheckpointer):
         """
         if self._is_closed:
             raise InvalidState("the checkpointer was closed")
+        with self._saving:
+            return self._save(path, state_dict, kwargs)
+
+    def _save(
+        self, path: str, state_dict: STATE_DICT, kwargs: dict[str, Any]
+    ) -> tuple[Future[None], WriteFuture]:
         began = time.perf_counter()
         try:
             self._make_room(path)
             staged = self._checkpoint_stager.stage(state_dict, **kwargs)
-            write = self._checkpoint_process.write(staged, path, **kwargs)
         except BaseException as error:
             self._checkpoint_process.refuse(path, error, **kwargs)
             raise
-        staging = wrap_future(staged)
+        write = self._checkpoint_process.write(staged, path, **kwargs)
+        staging = wrap_future(getattr(staged, "copied", staged))
         failed = self._failures()
         self._last = write
         self._writes.append(write)
@@ -111,18 +119,22 @@ class AsyncCheckpointer(ReadingCheckpointer):
 
     def _failures(self) -> list[BaseException]:
         """Return what has gone wrong since somebody was told."""
-        failed = [write.failure() for write in self._writes if not write.was_asked]
-        self._writes = deque(write for write in self._writes if not write.done())
-        return [error for error in failed if error is not None]
+        under_way: deque[WriteFuture] = deque()
+        failed = []
+        for write in self._writes:
+            if not write.done():
+                under_way.append(write)
+            elif not write.was_asked and (error := write.failure()) is not None:
+                failed.append(error)
+        self._writes = under_way
+        return failed
 
     def close(self) -> None:
         """Wait for the writes under way, end the process, and free memory.
 
         Raises the error of a save that has failed without anybody having been told.
         """
-        if self._is_closed:
-            return
-        self._is_closed = True
+        self._is_closed = True  # whoever was interrupted here may close once more
         self._checkpoint_process.close()
         self._checkpoint_stager.close()
         _raise_first(self._failures(), "the checkpointer is closed now")

@@ -25,7 +25,18 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SaveFailed
-from ._checkpoint_process_link import Done, Exit, Failed, Link, Ready, Refuse, Reply, Request, Write
+from ._checkpoint_process_link import (
+    Done,
+    Exit,
+    Failed,
+    Link,
+    Ready,
+    Refuse,
+    Reply,
+    Request,
+    Write,
+    printable,
+)
 from ._checkpoint_writer import CheckpointWriter
 from ._meeting import turn
 from ._notes import belong_to
@@ -74,9 +85,19 @@ def _set_up(link: Link) -> tuple[CheckpointWriter, Meter]:
     job, main_module, setup = pickle.loads(message)  # noqa: S301 - from the rank, our parent
     belong_to(job)
     if main_module is not None:
-        multiprocessing.spawn.prepare(main_module)
+        _import_script(main_module)
     made: Setup = pickle.loads(setup)  # noqa: S301
     return made.make_writer(), Meter(mmap.mmap(meter_fd, Meter.SIZE))
+
+
+def _import_script(told: dict[str, Any]) -> None:
+    """Import the script of the rank, which must not start processes meanwhile."""
+    me: Any = multiprocessing.current_process()
+    me._inheriting = True  # as multiprocessing itself does, and asks where it starts a process
+    try:
+        multiprocessing.spawn.prepare(told)
+    finally:
+        del me._inheriting
 
 
 def _send(link: Link, reply: Reply) -> None:
@@ -87,7 +108,8 @@ def _failure(error: BaseException) -> Failed:
     ours = isinstance(error, CheckpointError)
     message = str(error) if ours else f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
-    return Failed(type(error).__name__ if ours else "SaveFailed", message, text)
+    kind = type(error).__name__ if ours else "SaveFailed"
+    return Failed(kind, printable(message), printable(text))
 
 
 class _Server:
@@ -131,7 +153,7 @@ class _Server:
 
     def _write(self, request: Write, fds: list[int]) -> None:
         state = state_of(read(request.state, self._buffer(request, fds)))
-        pending = self._writer.write(request.path, state, **_kwargs(request))
+        pending = self._writer.write(os.fsdecode(request.path), state, **_kwargs(request))
         if pending is not None:
             pending.result()
 
@@ -141,8 +163,6 @@ class _Server:
             (self._fds[number],) = fds
         known = self._buffers.get(number)
         if known is None or len(known) != request.size:
-            if request.size == 0:
-                return torch.empty(0, dtype=torch.uint8)
             self._buffers[number] = known = map_shared(self._fds[number], request.size)
         return known
 
@@ -150,7 +170,7 @@ class _Server:
         """Come to the meeting with nothing but the reason, so that nobody waits in vain."""
         if isinstance(self._writer, CheckpointWriter):
             state = {"state": _Unstaged(request.why)}
-            self._writer.write(request.path, state, **_kwargs(request))
+            self._writer.write(os.fsdecode(request.path), state, **_kwargs(request))
         raise SaveFailed(request.why)
 
 

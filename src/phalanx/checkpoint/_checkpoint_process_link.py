@@ -24,6 +24,7 @@ __all__ = [
     "Reply",
     "Request",
     "Write",
+    "printable",
 ]
 
 _LENGTH = struct.Struct("<Q")
@@ -35,7 +36,8 @@ class Write(msgspec.Struct, tag="write"):
 
     turn: int
     """The number of the save, which a process that died may have been at before."""
-    path: str
+    path: bytes
+    """As the file system has it: not every path is valid Unicode."""
     buffer: int
     """The number of the buffer; its descriptor comes along if the process lacks it."""
     size: int
@@ -48,7 +50,7 @@ class Refuse(msgspec.Struct, tag="refuse"):
     """Tell the other ranks that this one has nothing to write, and why."""
 
     turn: int
-    path: str
+    path: bytes
     why: str
     kwargs: BranchNote
 
@@ -78,6 +80,11 @@ class Failed(msgspec.Struct, tag="failed"):
 
 Request: TypeAlias = Write | Refuse | Exit
 Reply: TypeAlias = Ready | Done | Failed
+
+
+def printable(text: str) -> str:
+    """Return a text that can be sent, also if it quotes a path that is not valid Unicode."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class Link:

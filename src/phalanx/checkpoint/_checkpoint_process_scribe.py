@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..errors import SaveFailed, SaveTimeout
-from ._checkpoint_process_link import Done, Refuse, Write
+from ..errors import InvalidState, SaveFailed, SaveTimeout
+from ._checkpoint_process_link import Done, Refuse, Write, printable
 from ._checkpoint_process_start import Child, Recipe
 from ._futures import Outcome, WriteFuture
 from ._progress import SaveProgress
@@ -49,6 +49,11 @@ class Job:
     phase: str = "staging"
     """What it is doing, as long as that is nothing that the process tells."""
 
+    def take_state(self) -> State | BaseException:
+        """Hand out the state, which may be large, and hold it no longer."""
+        state, self.state = self.state, {}
+        return state
+
 
 class Scribe:
     """The thread, its process, and the jobs that wait."""
@@ -63,17 +68,16 @@ class Scribe:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._unfinished: deque[Job] = deque()
         self._given_up = ""
-        self._start_error: BaseException | None = None
         self._copier: DefaultStager | None = None
         self.child: Child | None = None
         self.created: Future[None] = Future()
         """Done when the first process has started."""
+        self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
-        self._thread = threading.Thread(
-            target=self._run, name="phalanx-checkpoint-scribe", daemon=True
-        )
+        # Not by the thread's join: who is interrupted there finds the thread ended the next time.
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="phalanx-checkpoint-scribe", daemon=True).start()
         _remember(self)
-        self._thread.start()
 
     def submit(self, job: Job) -> None:
         """Have something written after all that was submitted before."""
@@ -97,18 +101,26 @@ class Scribe:
 
     def _run(self) -> None:
         try:
+            self._work()
+        finally:
+            _scribes.discard(self)
+            self._ended.set()
+
+    def _work(self) -> None:
+        try:
             self._living_child()
             self.created.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - the first save will tell, the next retry
-            self._start_error = error
+        except BaseException as error:  # noqa: BLE001 - the first save tries again, and will tell
             self.created.set_exception(error)
-        while (job := self._jobs.get()) is not None:
-            self._settle(job)
+        while self._settle(self._jobs.get()):
+            pass
         if self.child is not None:
             self.child.end(self._end_timeout)
-        _scribes.discard(self)
 
-    def _settle(self, job: Job) -> None:
+    def _settle(self, job: Job | None) -> bool:
+        """Do a job, unless it is the end."""
+        if job is None:
+            return False
         try:
             outcome = self._write(job)
         except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
@@ -116,21 +128,24 @@ class Scribe:
             self._fail(job, error)
         else:
             self._unfinished.popleft()
-            job.future.succeed(outcome)
+            with suppress(InvalidStateError):  # it was given up already
+                job.future.succeed(outcome)
+        return True
 
     def _fail(self, job: Job, error: BaseException) -> None:
+        if job.future.done():
+            return  # it was given up already
         if self._given_up:
             error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
         # Also in words, for its future may never be asked.
-        logger.error("rank %d, save to %s: %s", self._rank_info.global_rank, job.path, error)
-        with suppress(InvalidStateError):  # it was given up already
+        path, rank = printable(job.path), self._rank_info.global_rank
+        logger.error("rank %d, save to %s: %s", rank, path, printable(str(error)))
+        with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
     def _write(self, job: Job) -> Outcome:
-        if self._given_up:
-            raise SaveTimeout(self._given_up)
         try:
-            staged = self._staged(job.state)
+            staged = self._staged(job.take_state())
         except BaseException as error:
             self._tell_others(job, error)
             raise
@@ -146,6 +161,8 @@ class Scribe:
         if isinstance(state, Future):
             state = state.result()
         if isinstance(state, Staged):
+            if state.is_released:
+                raise InvalidState("this copy was written before, and its memory is in use again")
             return state
         # Of a stager that does not know of shared memory: it is a copy, so there is time.
         if self._copier is None:
@@ -157,37 +174,42 @@ class Scribe:
 
     def _ask_for(self, staged: Staged, job: Job) -> Done:
         job.phase = "starting the writer process"
-        child, buffer = self._living_child(), staged.buffer
-        request = Write(job.turn, job.path, buffer.number, buffer.capacity, staged.note, job.kwargs)
-        is_new = buffer.number not in child.buffers
-        child.buffers.add(buffer.number)
+        child, buffer, path = self._living_child(), staged.buffer, os.fsencode(job.path)
+        request = Write(job.turn, path, buffer.number, buffer.capacity, staged.note, job.kwargs)
         self._recipe.meter.restart()
         job.phase = ""
-        return child.ask(request, [buffer.fd] if is_new else [])
+        return child.write(request, buffer.fd)
 
     def _tell_others(self, job: Job, error: BaseException) -> None:
         """Let the other ranks know that this one has no state, so that they do not wait for it."""
         if self._rank_info.global_world_size > 1:
-            why = f"{type(error).__name__}: {error}"
-            with suppress(SaveFailed):  # as it must
-                self._living_child().ask(Refuse(job.turn, job.path, why, job.kwargs))
+            why = printable(f"{type(error).__name__}: {error}")
+            request = Refuse(job.turn, os.fsencode(job.path), why, job.kwargs)
+            with suppress(Exception):  # as it must; what counts is why there is no state
+                self._living_child().refuse(request)
 
     def _living_child(self) -> Child:
-        if self._start_error is not None:
-            error, self._start_error = self._start_error, None
-            raise error
         child = self.child
         if child is not None and not child.is_alive:
             child.kill()
-            child = None
-        if child is None:
+            child = self.child = None
+        if child is None and not self._given_up:
+            child = self._start()
+        if self._given_up or child is None:  # after the start: who gives up kills whom it finds
+            raise SaveTimeout(self._given_up)
+        return child
+
+    def _start(self) -> Child:
+        try:
             self.child = child = Child(self._recipe)
-            try:
-                child.set_up(self._start_timeout)
-            except BaseException:
-                self.child = None
-                child.kill()
-                raise
+        except OSError as error:
+            raise SaveFailed(f"the checkpoint process could not be started: {error}") from error
+        try:
+            child.set_up(self._start_timeout)
+        except BaseException:
+            self.child = None
+            child.kill()
+            raise
         return child
 
     def stop(self) -> None:
@@ -196,17 +218,22 @@ class Scribe:
 
     def close(self) -> None:
         """Wait for what was submitted, within limits; what is not done then has failed."""
-        if self.child is not None and not self.created.done() and not self._unfinished:
-            self.child.popen.kill()  # it has not even started, and nobody wants it to
+        if not self.created.done() and not self._unfinished:
+            self._kill_child()  # it has not even started, and nobody wants it to
         self.stop()
-        self._thread.join(self._end_timeout)
-        if self._thread.is_alive():
+        if not self._given_up:
+            self._ended.wait(self._end_timeout)
+        if not self._ended.is_set():
             self._given_up = f"it was not done within {self._end_timeout} s of the end"
-            if self.child is not None:
-                self.child.popen.kill()
-            self._thread.join(_GRACE)
+            self._kill_child()
+            self._ended.wait(_GRACE)
             for job in list(self._unfinished):  # of a stager that never comes to an end
                 self._fail(job, SaveTimeout())
+
+    def _kill_child(self) -> None:
+        child = self.child
+        if child is not None:
+            child.popen.kill()
 
 
 _scribes: set[Scribe] = set()

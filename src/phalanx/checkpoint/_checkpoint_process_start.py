@@ -21,7 +21,17 @@ from .. import errors
 from .._signals import signal_name
 from ..errors import CheckpointError, InvalidArgument, SaveFailed, SaveTimeout, WriterLost
 from ._checkpoint_process_child import Setup
-from ._checkpoint_process_link import Done, Exit, Failed, Link, Ready, Reply, Request
+from ._checkpoint_process_link import (
+    Done,
+    Exit,
+    Failed,
+    Link,
+    Ready,
+    Refuse,
+    Reply,
+    Request,
+    Write,
+)
 from ._notes import job_name
 from ._progress import Meter
 
@@ -97,7 +107,7 @@ class Child:
     def __init__(self, recipe: Recipe) -> None:
         ours, theirs = socket.socketpair()
         self._link = Link(ours)
-        self.buffers: set[int] = set()
+        self._buffers: set[int] = set()
         """The numbers of the buffers that it knows."""
         with theirs:
             path = json.dumps([*map(str, sys.path)])
@@ -124,12 +134,27 @@ class Child:
             raise _translate(reply, "the checkpoint process could not start: ")
         assert isinstance(reply, Ready)
 
-    def ask(self, request: Request, fds: Sequence[int] = ()) -> Done:
-        """Have it do something, and raise what went wrong."""
+    def write(self, request: Write, buffer: int) -> Done:
+        """Have it write what is in a buffer, whose descriptor it may have already."""
+        is_new = request.buffer not in self._buffers
+        self._send(request, [buffer] if is_new else [])
+        self._buffers.add(request.buffer)
+        return self._answer()
+
+    def refuse(self, request: Refuse) -> Done:
+        """Have it tell the other ranks that there is nothing to write."""
+        self._send(request)
+        return self._answer()
+
+    def _send(self, request: Request, fds: Sequence[int] = ()) -> None:
+        message = msgspec.json.encode(request)
         try:
-            self._link.send(msgspec.json.encode(request), fds)
+            self._link.send(message, fds)
         except ConnectionError:
             raise self._lost() from None
+
+    def _answer(self) -> Done:
+        """Wait until it is done, and raise what went wrong."""
         self._is_heard_within(None)
         reply = self._receive()
         if isinstance(reply, Failed):

@@ -83,11 +83,10 @@ class Meter:
 
     def restart(self) -> None:
         """Begin a new save."""
-        for place in range(len(self._words)):
-            self._words[place] = 0
+        self._words[0] = PHASES.index("getting ready")
+        self._words[1] = self._words[2] = self._words[3] = 0
         self._since = time.perf_counter()
         self._seconds.clear()
-        self.enter("getting ready")
 
     def enter(self, phase: str) -> None:
         """Note the beginning of a phase."""
@@ -98,8 +97,8 @@ class Meter:
             self._words[0] = PHASES.index(phase)
 
     def expect(self, size: int) -> None:
-        """Note how many bytes there are to write."""
-        self._words[2] = size
+        """Note how many bytes there are to write; a save that begins anew writes all of them."""
+        self._words[1], self._words[2] = 0, size
 
     def wrote(self, size: int) -> None:
         """Note that some more were written."""

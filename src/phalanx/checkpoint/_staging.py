@@ -7,7 +7,7 @@ are copied by the caller or by a thread of the stager's, as the configuration sa
 
 from __future__ import annotations
 
-import weakref
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,16 +15,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidState, SaveFailed
+from ..errors import InvalidState
 from ._alike import own_pieces
-from ._futures import wrap_future
+from ._futures import StagedFuture, wrap_future
 from ._staging_copy import Copy, Plan
-from ._staging_layout import Note, state_of
-from ._staging_memory import Buffer, BufferPool
+from ._staging_layout import state_of
+from ._staging_memory import Buffer, BufferPool, no_memory
 from ._structure import parse
 from ._types import STATE_DICT, RankInfo
 
-__all__ = ["CheckpointStager", "CheckpointStagerConfig", "DefaultStager", "Staged"]
+__all__ = [
+    "CheckpointStager",
+    "CheckpointStagerConfig",
+    "DefaultStager",
+    "Staged",
+    "check_process",
+]
+
+
+def check_process(pid: int) -> None:
+    """Raise in a fork of the process in which something was made: it lacks the threads."""
+    if pid != os.getpid():
+        raise InvalidState(
+            f"this was made in process {pid}, of which {os.getpid()} is a fork: make one here"
+        )
 
 
 class CheckpointStager(ABC):
@@ -55,19 +69,24 @@ class CheckpointStagerConfig:
 
 
 class Staged(dict[str, Any]):
-    """The copy of a state. Its memory is used again once it is released, or nobody has it."""
+    """The copy of a state. Its memory is used again once it was written, or nobody has it."""
 
-    def __init__(self, state: STATE_DICT, buffer: Buffer, note: Note, size: int) -> None:
-        super().__init__(state)
-        self.buffer = buffer
-        self.note = note
+    def __init__(self, copy: Copy, give_back: Callable[[Buffer], object]) -> None:
+        self._memory, self.release = copy.buffer.lend(give_back)
+        """The memory, and how to let it be used for another state."""
+        super().__init__(state_of(copy.plan.tree_in(self._memory)))
+        self.buffer = copy.buffer
+        self.note = copy.plan.note()
         """The state in words, with places in the buffer."""
-        self.size = size
+        self.size = copy.plan.size
         """Bytes of tensors that were copied."""
-        self.seconds = 0.0
+        self.seconds = copy.seconds
         """How long that took."""
-        self.release: Callable[[], object] = lambda: None
-        """Let the memory be used for another state."""
+
+    @property
+    def is_released(self) -> bool:
+        """Tell whether the memory may be another state's by now."""
+        return not self.release.alive
 
 
 class DefaultStager(CheckpointStager):
@@ -81,6 +100,7 @@ class DefaultStager(CheckpointStager):
         self._pool = BufferPool()
         self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when it is needed
         self._is_closed = False
+        self._pid = os.getpid()
 
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
         """Copy a state; large tensors are copied in the background if the configuration says so."""
@@ -89,13 +109,15 @@ class DefaultStager(CheckpointStager):
         if not self._config.use_shared_memory:
             private: STATE_DICT = state_of(plan.clone())
             return private
-        copy = Copy(plan, self._pool.take(plan.size), self._config)
+        copy = Copy(plan, self._pool.take(plan.room), self._config)
+        staged = StagedFuture()
         # At once: a forward pass may change small tensors, such as the statistics of a norm.
         with self._returning(copy):
             copy.small()
-        if self._config.use_async_staging:
-            return self._thread.submit(self._finish, copy)
-        return self._finish(copy)
+        if self._config.use_async_staging and self._hand_over(copy, staged):
+            return staged
+        self._finish(copy, staged)
+        return staged.result()
 
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Make room in the background for states like this one, or of so many bytes.
@@ -103,38 +125,55 @@ class DefaultStager(CheckpointStager):
         The first save of a training is then as fast as those that follow. Bytes are those of this
         rank's own part. The future that is returned need not be waited for.
         """
-        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).size
+        self._check_usable()
+        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).room
         if self._config.use_shared_memory:
             return self._pool.prepare(size)
         return wrap_future(None)
 
-    def _plan(self, state_dict: STATE_DICT) -> Plan:
+    def _check_usable(self) -> None:
         if self._is_closed:
             raise InvalidState("the stager was closed")
+        check_process(self._pid)
+
+    def _plan(self, state_dict: STATE_DICT) -> Plan:
+        self._check_usable()
         tree = parse(state_dict)
         pieces = own_pieces(tree, self._rank_info) if self._rank_info.global_world_size > 1 else {}
         return Plan(tree, pieces)
 
-    def _finish(self, copy: Copy) -> STATE_DICT:
-        with self._returning(copy):
-            copy.large()
-        plan, buffer = copy.plan, copy.buffer
-        staged = Staged(state_of(plan.tree_in(buffer)), buffer, plan.note(), plan.size)
-        staged.release = weakref.finalize(staged, self._pool.give_back, buffer)
-        self._pool.populate(buffer)
-        staged.seconds = copy.seconds
-        return staged
+    def _hand_over(self, copy: Copy, staged: StagedFuture) -> bool:
+        try:
+            self._thread.submit(self._finish, copy, staged)
+        except RuntimeError:  # the interpreter is about to end
+            return False
+        return True
+
+    def _finish(self, copy: Copy, staged: StagedFuture) -> None:
+        try:
+            with self._returning(copy):
+                copy.large()
+                staged.copied.set_result(None)
+                copy.settle()
+            made = Staged(copy, self._pool.give_back)
+            self._pool.populate(copy.buffer)
+        except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
+            staged.fail(error)
+        else:
+            staged.set_result(made)
 
     @contextmanager
     def _returning(self, copy: Copy) -> Iterator[None]:
-        """Give the buffer back if it cannot be filled."""
+        """Give the buffer back if it cannot be filled.
+
+        Not so after an interrupt: threads that nobody has waited for may still be filling it.
+        """
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
             self._pool.give_back(copy.buffer)
             if isinstance(error, OSError):
-                size = copy.plan.size
-                raise SaveFailed(f"no memory for a copy of {size} bytes: {error}") from error
+                raise no_memory(copy.plan.room, error) from error
             raise
 
     def close(self) -> None:

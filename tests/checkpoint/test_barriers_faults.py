@@ -116,14 +116,14 @@ def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(
 def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, together):
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
     places = lines(server, 3, together)
-    places[2]._store.set(places[2]._at_key, "1 c")
-    places[2]._store.add(places[2]._word_key, step_of("c"))  # and nothing more is heard of it
+    places[2]._store.set(places[2]._at_key, '1 "c"')
+    places[2]._epoch.add(step_of("c"))  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
     places[1]._complete = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         said = pool.submit(places[0].meet, "a", 0.3)
-        while server_value(server, places[0], "at/0") != b"1 a":
+        while server_value(server, places[0], "at/0") != b'1 "a"':
             time.sleep(0.001)
         pool.submit(places[1].meet, "b", LONG)
         assert said.result() == ["a", "b", "c"]

@@ -23,7 +23,7 @@ from weakref import WeakSet
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError
 
-from ..errors import RendezvousTimeout
+from ..errors import InvalidState, RendezvousTimeout
 from ..groups._background import in_background
 from ..groups._stores import await_listener
 
@@ -50,6 +50,7 @@ class Connection:
         self, connect: Callable[[], Store], address: Address | None, *, patience: float
     ) -> None:
         self._sockets: list[socket.socket] = []
+        self._pid = os.getpid()
         self.was_cut = False
         self.deadline = time.monotonic() + patience
         if address is not None:  # before others are kept from connecting, this process's host too
@@ -70,6 +71,19 @@ class Connection:
         if time.monotonic() > self.deadline:
             raise RendezvousTimeout("the store does not answer")
 
+    @property
+    def is_inherited(self) -> bool:
+        """Tell whether it is that of the process which this one was forked off from."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked off: two that talk on one socket mix up answers."""
+        if self.is_inherited:
+            raise InvalidState(
+                f"this barrier was made by process {self._pid}, and is of no use in one that was "
+                "forked off: make another there"
+            )
+
     def until(self, deadline: float) -> Connection:
         """Name the moment, by the monotonic clock, at which the block's calls are to be cut off."""
         self.deadline = deadline
@@ -86,8 +100,8 @@ class Connection:
 
     def be_heard_at_exit(self) -> None:
         """Do not end before the server, which may be a thread of this process, has read all."""
-        if not _last_words:
-            atexit.register(_say_last_words)
+        atexit.unregister(_say_last_words)  # or it would be said more than once
+        atexit.register(_say_last_words)
         _last_words.add(self)
 
     def close(self) -> None:
@@ -132,6 +146,9 @@ class _Watch:
             if self._pid == os.getpid():
                 return
             self._pid = os.getpid()
+            for connection in list(self.pending):
+                if connection.is_inherited:
+                    del self.pending[connection]
             threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
 
     def _run(self) -> None:
@@ -162,10 +179,12 @@ _last_words: WeakSet[Connection] = WeakSet()
 
 
 def _say_last_words() -> None:
-    for connection in list(_last_words):
+    mine = [each for each in _last_words if not each.is_inherited]
+    for connection in mine:
         with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
             store.check(["anything"])  # is answered after all that was sent before
-    time.sleep(LINGER)
+    if mine:
+        time.sleep(LINGER)
 
 
 def _sockets() -> set[tuple[int, int]]:

@@ -1,8 +1,13 @@
 """Barriers: the names of upstream, arguments, and groups."""
 
 import inspect
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
 from torch.distributed.checkpoint._experimental import barriers as upstream
 
 from phalanx import checkpoint
@@ -17,6 +22,7 @@ from phalanx.checkpoint import (
     register_barrier,
 )
 from phalanx.errors import (
+    BarrierError,
     BarrierTimeout,
     InvalidArgument,
     InvalidState,
@@ -118,11 +124,23 @@ def test_a_class_without_a_type_or_with_anothers_is_refused():
         ({"timeout_secs": "5"}, InvalidType, "timeout_secs is a number of seconds, not '5'"),
         ({"timeout_barrier_init_secs": float("inf")}, InvalidArgument, "timeout_barrier_init_secs"),
         ({"global_rank": 2}, InvalidArgument, "rank 2 does not fit world_size 2"),
+        ({"global_rank": "0"}, InvalidType, "global_rank is a whole number, not '0'"),
+        ({"global_world_size": 2.0}, InvalidType, "global_world_size is a whole number"),
+        ({"barrier_prefix": None}, InvalidType, "barrier_prefix is a string, not None"),
+        ({"barrier_prefix": "\udcff"}, InvalidArgument, "barrier_prefix must be text"),
+        ({"master_address": None}, InvalidType, "master_address is a string, not None"),
+        ({"tcpstore_port": 0}, InvalidArgument, "tcpstore_port must be a port that all ranks know"),
+        ({"tcpstore_port": "http"}, InvalidArgument, "from 1 to 65535, not 'http'"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(port, changes, kind, told):
     with pytest.raises(kind, match=told):
         tcp(0, 2, "bad", port, **changes)
+
+
+def test_a_deadline_beyond_what_torch_can_count_is_none_that_has_passed(port, together):
+    both = together(2, lambda rank: tcp(rank, 2, "patient", port, timeout_secs=1e300))
+    assert together(2, lambda rank: both[rank].exchange(f"{rank}")) == [["0", "1"]] * 2
 
 
 def test_a_host_that_never_comes_is_named_in_time():
@@ -198,3 +216,91 @@ def test_a_barrier_without_a_group_says_what_to_do():
     with pytest.raises(Unprepared, match="init_process_group") as error:
         DistBarrier()
     assert isinstance(error.value, AssertionError)
+
+
+def test_threads_that_ask_at_once_share_the_default_groups_barrier():
+    store = HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ready = threading.Barrier(4)
+
+        def make(_):
+            ready.wait(LONG)
+            return DistBarrier(timeout_secs=LONG)
+
+        with ThreadPoolExecutor(4) as pool:
+            barriers = list(pool.map(make, range(4)))
+        for barrier in barriers:
+            assert barrier.exchange("here") == ["here"]
+    finally:
+        dist.destroy_process_group()
+
+
+def raise_in_a_use(ctx, error):
+    """One rank's call raises out of the middle: nobody takes its next one for this."""
+    barrier = GroupBarrier(ctx.group("local"), timeout_secs=LONG)
+    barrier.execute_barrier()
+    began = time.monotonic()
+    if ctx.rank == 1 and error is KeyboardInterrupt:
+        barrier._start = interrupt
+        with pytest.raises(KeyboardInterrupt):
+            barrier.execute_barrier()
+    elif ctx.rank == 1:
+        with pytest.raises(InvalidType, match="exchange takes a string, not bytes"):
+            barrier.exchange(b"")
+    else:
+        with pytest.raises(BarrierError, match=f"its barrier raised {error.__name__}") as raised:
+            barrier.execute_barrier()
+        assert raised.value.use == 2
+    assert time.monotonic() - began < LONG / 2
+    surrogate = "\udcff"
+    assert barrier.exchange(f"{ctx.rank}{surrogate}") == [f"0{surrogate}", f"1{surrogate}"]
+    assert barrier.exchange(surrogate) == [surrogate] * 2
+    assert barrier._own is not None
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, InvalidType])
+def test_whoever_raises_out_of_a_groups_barrier_is_not_waited_for(threads, error):
+    threads.run(raise_in_a_use, 2, args=(error,))
+
+
+def mix_calls(ctx):
+    barrier = GroupBarrier(ctx.group("local"), timeout_secs=LONG)
+    with pytest.raises(BarrierError) as error:
+        barrier.exchange("") if ctx.rank else barrier.execute_barrier()
+    assert error.value.missing == (), "all have come"
+    assert barrier.exchange(str(ctx.rank)) == ["0", "1"]
+
+
+def test_ranks_that_call_different_things_of_a_group_are_not_missing(threads):
+    threads.run(mix_calls, 2)
+
+
+def form_on_some(ctx):
+    """A group that cannot be formed is no failure of the use that all have passed."""
+    barrier = GroupBarrier(ctx.group("local"), timeout_secs=1.0)
+    if ctx.rank == 0:
+        with pytest.raises(BarrierTimeout):
+            barrier.execute_barrier()
+        ctx.store.set("failed", "")
+    else:
+        ctx.store.wait(["failed"])
+        with pytest.raises(BarrierTimeout):
+            barrier.execute_barrier()
+    barrier._form = full_disk
+    assert barrier.exchange(str(ctx.rank)) == ["0", "1"]
+    del barrier._form
+    assert barrier.exchange(str(ctx.rank)) == ["0", "1"]
+    assert barrier._own is not None
+
+
+def full_disk():
+    raise OSError("no space left on device")
+
+
+def test_a_use_has_passed_though_no_group_can_be_formed_after_it(threads):
+    threads.run(form_on_some, 2)

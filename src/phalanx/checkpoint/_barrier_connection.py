@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from weakref import WeakSet
 
@@ -100,8 +101,7 @@ class Connection:
 
     def be_heard_at_exit(self) -> None:
         """Do not end before the server, which may be a thread of this process, has read all."""
-        atexit.unregister(_say_last_words)  # or it would be said more than once
-        atexit.register(_say_last_words)
+        _prepare_last_words()
         _last_words.add(self)
 
     def close(self) -> None:
@@ -176,6 +176,11 @@ _watch = _Watch()
 
 
 _last_words: WeakSet[Connection] = WeakSet()
+
+
+@cache
+def _prepare_last_words() -> None:
+    atexit.register(_say_last_words)
 
 
 def _say_last_words() -> None:

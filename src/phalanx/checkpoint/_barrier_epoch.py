@@ -26,6 +26,8 @@ class Epoch:
     record: Record
     open: int
     """The use that is next to be decided, as far as this rank knows."""
+    uses: str
+    """What the keys begin with that tell in this epoch that a use is over; its number follows."""
     base: int
     """The word, when nobody has come to that use yet."""
 
@@ -58,10 +60,6 @@ class Epoch:
             return False
         self._follow(current)
         return True
-
-    def key_of(self, use: int) -> str:
-        """Name the key that tells in this epoch that a use is over."""
-        return self._keys.use(use, self.record.epoch)
 
     def add(self, step: int) -> int | None:
         """Count this rank in the word, and return it, or None if the epoch is over."""
@@ -146,5 +144,6 @@ class Epoch:
         self._text = text
         self.record = record
         self._word_key = self._keys.word(record.epoch)
+        self.uses = self._keys.uses(record.epoch)
         self.base = OPEN
         self.open = record.first

@@ -5,7 +5,7 @@
 ``word/E``          `OPEN`, and the arrivals in epoch E: what `step_of` tells for each
 ``at/R``            the last use that rank R came to, and what it says there
 ``said/N/R/I``      a piece of what rank R says at use N, if that is long
-``use/N/E``         there once use N is over in epoch E: what everybody said, `PASSED` or `FAILED`
+``use/E/N``         there once use N is over in epoch E: what everybody said, `PASSED` or `FAILED`
 ``instances/R``     how many barriers rank R has made
 ==================  ===========================================================================
 """
@@ -66,9 +66,9 @@ class Keys:
         """Name the pieces of what a rank says at a use."""
         return [f"{self.root}said/{use}/{rank}/{piece}" for piece in range(pieces)]
 
-    def use(self, number: int, epoch: int) -> str:
-        """Name the end of a use."""
-        return f"{self.root}use/{number}/{epoch}"
+    def uses(self, epoch: int) -> str:
+        """Name the ends of all uses in an epoch; each one's number follows."""
+        return f"{self.root}use/{epoch}/"
 
     def instances(self, rank: int) -> str:
         """Name the number of barriers that a rank has made."""

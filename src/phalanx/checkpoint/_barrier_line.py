@@ -4,8 +4,8 @@ The law: *the n-th call has the same outcome on every rank.* Every call takes th
 whether it passes or fails, so ranks need not be told where the others are.
 
 A use that passes costs a rank two round trips: it adds itself to a counter, the epoch's *word*, and
-waits for a key that whoever came last has set. Before, and without an answer, it puts its progress
-into a key of its own; that is how others can tell who is missing.
+waits for a key that whoever came last has set. While it waits, its progress goes into a key of its
+own, without an answer; that is how others can tell who is missing.
 
 A use fails in one atomic step: a rank whose deadline has passed swaps the word, as it has last seen
 it, for a negative number. If somebody came meanwhile the swap does not happen and is tried again;
@@ -166,15 +166,17 @@ class Line:
 
     def _meet(self, use: int, text: str | None, timeout: float) -> list[str]:
         self._step = step_of(text)
-        self._words.sweep(self._store, self._passed)
-        said = "" if text is None else f" {self._words.say(self._store, use, text)}"
-        # First: whoever comes last will read it, and one who is not counted has not come.
-        self._store.set(self._at_key, f"{use}{said}")
+        if text is not None:  # whoever comes last will read it
+            self._words.sweep(self._store, self._passed)
+            said = self._words.say(self._store, use, text)
+            self._store.set(self._at_key, f"{use} {said}")
         while True:
             value = self._arrive(use)
             arrived = arrivals(value - self._epoch.base)
             if arrived == self.size:
                 return self._complete(use, text, value)
+            if text is None:
+                self._store.set(self._at_key, f"{use}")
             self._sweep(use, is_first=arrived == 1)
             if self._wait(timeout):
                 texts = self._outcome(use, text)
@@ -187,11 +189,12 @@ class Line:
         """Be counted in the epoch that is open, and return its word."""
         while True:
             if use < self._epoch.record.first:
+                self._store.set(self._at_key, f"{use}")
                 raise self._failed(use, late=True)
             if use > self._epoch.open:
                 self._give_up_before(use)
                 continue
-            self._use_key = self._epoch.key_of(use)
+            self._use_key = f"{self._epoch.uses}{use}"
             value = self._epoch.add(self._step)
             if value is not None:
                 return value
@@ -248,18 +251,16 @@ class Line:
             return None
         if use != record.passed:  # none after it can have, without this rank
             raise self._failed(use)
-        self._note_passed(use)
+        self._passed = use
+        self._over = (self._over[1], self._use_key)
         return [] if text is None else self._gather(use)
 
     def _pass(self, use: int, texts: list[str] | None = None) -> list[str]:
         self._epoch.base += self.size * self._step
         self._epoch.open = use + 1
-        self._note_passed(use)
-        return texts or []
-
-    def _note_passed(self, use: int) -> None:
         self._passed = use
         self._over = (self._over[1], self._use_key)
+        return texts or []
 
     def _sweep(self, use: int, *, is_first: bool) -> None:
         """Delete the keys of uses that nobody is in any more."""
@@ -292,7 +293,7 @@ class Line:
             f"missing {ranks_text(sorted(progress))}" if progress else "the last came too late"
         )
         failure = Failure(use, self.rank, f"{cause}: {missing}", progress)
-        key = self._epoch.key_of(use)
+        key = f"{self._epoch.uses}{use}"
         won = self._epoch.turn(use + 1, failure)
         if won and time.monotonic() - self._began >= WAKE_AFTER:
             self._wake(use, key)
@@ -351,7 +352,9 @@ class Line:
     def _progress(self) -> list[int]:
         """Tell the last use that each rank has come to."""
         values = read_all(self._store, self._at_keys, default="0")
-        return [max(int(value.partition(b" ")[0]), self._floor) for value in values]
+        said = [int(value.partition(b" ")[0]) for value in values]
+        # Who comes last does not say so, but all know.
+        return [max(at, self._passed, self._floor) for at in said]
 
     # -- coming, and coming again ----------------------------------------------------------
 
@@ -375,7 +378,7 @@ class Line:
             counted = waiting > 0 and self._progress()[self.rank] == use
             if not epoch.swap(value):
                 continue  # somebody came
-            key = epoch.key_of(use)
+            key = f"{epoch.uses}{use}"
             cause = f"rank {self.rank} has made its barrier anew while others waited for it"
             failure = Failure(use, self.rank, cause, timeout=False) if counted else None
             if epoch.turn(use + counted, failure, {self.rank: epoch.instance}):
@@ -394,7 +397,7 @@ class Line:
                 self._number += 1
             elif self._epoch.open < self._number:
                 text = None if self._step == step_of(None) else ""
-                self._use_key = self._epoch.key_of(self._epoch.open)
+                self._use_key = f"{self._epoch.uses}{self._epoch.open}"
                 with suppress(BarrierError):
                     self._decide(self._epoch.open, text, self._epoch.base, self._broke_off)
         self._broke_off = ""

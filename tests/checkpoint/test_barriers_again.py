@@ -1,11 +1,14 @@
 """Barriers that are made anew, interrupted, or called wrongly: all meet again."""
 
+import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import FileStore
 
+from phalanx.checkpoint._barrier_keys import OPEN
 from phalanx.checkpoint._barrier_line import Line
 from phalanx.errors import BarrierTimeout, InvalidArgument, InvalidState, InvalidType
 
@@ -96,6 +99,25 @@ def test_who_was_interrupted_meets_the_others_again(server, together, moment, te
     both = together(2, lambda rank: places[rank].meet(f"{rank}", LONG))
     assert both == [["0", "1"]] * 2
     assert time.monotonic() - began < LONG / 2
+
+
+@pytest.mark.parametrize("text", [None, "x"])
+def test_a_signal_is_heard_while_the_barrier_waits(server, together, text):
+    places = lines(server, 2, together)
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(press_keys, server, places[0])
+        with pytest.raises(KeyboardInterrupt):
+            places[0].meet(text, LONG)
+    assert time.monotonic() - began < LONG / 2
+    assert places[1].meet(text, LONG) == ["x", "x"][: 2 * bool(text)], "the other was counted"
+    assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
+
+
+def press_keys(server, line):
+    while int(server_value(server, line, "word/0")) == OPEN:  # it is not counted
+        time.sleep(0.001)
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def test_a_call_that_cannot_be_made_is_a_use_that_fails(port, together):

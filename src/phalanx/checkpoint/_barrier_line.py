@@ -26,15 +26,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistError, DistNetworkError
+from torch.distributed import DistError
 
 from ..errors import BarrierError, BarrierTimeout, RendezvousError
 from ..groups._words import first_line, ranks_text
-from ._barrier_connection import Address, Connection
+from ._barrier_connection import Address, Connection, await_key
 from ._barrier_epoch import Epoch
 from ._barrier_keys import FAILED, OPEN, PASSED, Keys, arrivals, peek, read_all, step_of
 from ._barrier_record import Failure
@@ -134,6 +133,7 @@ class Line:
             raise self._broken(error, timeout) from error
         except BaseException as error:
             self._broke_off = f"raised {type(error).__name__}"
+            self._connection.cut()  # on which another thread may wait yet
             raise
         finally:
             self._passed_at = passed_at
@@ -178,7 +178,9 @@ class Line:
             if text is None:
                 self._store.set(self._at_key, f"{use}")
             self._sweep(use, is_first=arrived == 1)
-            if self._wait(timeout):
+            left = self._began + timeout - time.monotonic()
+            heeds = not self._is_in_a_row(text)
+            if await_key(self._store, self._use_key, left, heed_signals=heeds):
                 texts = self._outcome(use, text)
             else:
                 texts = self._decide(use, text, value, f"timed out after {timeout:g} s")
@@ -200,17 +202,9 @@ class Line:
                 return value
             self._follow()
 
-    def _wait(self, timeout: float) -> bool:
-        """Wait until the use is over, and tell whether it was in time."""
-        left = self._began + timeout - time.monotonic()
-        try:
-            # Less than a millisecond would be none, which is forever to some stores.
-            self._store.wait([self._use_key], timedelta(seconds=max(left, 0.001)))
-        except DistNetworkError:
-            raise
-        except RuntimeError:  # a file's store has no class of its own for it
-            return False
-        return True
+    def _is_in_a_row(self, text: str | None) -> bool:
+        """Tell whether this is one of many uses of which each has but passed, where time counts."""
+        return text is None and time.monotonic() - self._passed_at < CANNOT_HAVE_FAILED
 
     def _complete(self, use: int, text: str | None, value: int) -> list[str]:
         """Let everybody go, as the one who knows that all have come."""
@@ -235,7 +229,7 @@ class Line:
         """Read how a use has ended; None if this rank is to come to it again."""
         # Nobody comes to this use before the one before it has passed. If that was but now, nobody
         # has been here long enough to wake others from a failure, and there is no need to look.
-        if text is None and time.monotonic() - self._passed_at < CANNOT_HAVE_FAILED:
+        if self._is_in_a_row(text):
             return self._pass(use)
         told = peek(self._store, self._use_key)
         if told is None or told == FAILED.encode():

@@ -184,7 +184,7 @@ def _prepare_last_words() -> None:
 
 
 def _say_last_words() -> None:
-    mine = [each for each in _last_words if not each.is_inherited]
+    mine = [each for each in _last_words if not each.is_inherited and not each.was_cut]
     for connection in mine:
         with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
             store.check(["anything"])  # is answered after all that was sent before

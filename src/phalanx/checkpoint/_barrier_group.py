@@ -54,7 +54,7 @@ class GroupLine:
         self._form()
 
     def execute_barrier(self) -> None:
-        """Wait until every rank has come; raise `BarrierTimeout`, on all alike, if some do not."""
+        """Wait until every rank has come; raise `BarrierTimeout` if some do not."""
         # At memory speed every line counts: no lock, no call of our own, nothing kept that can be
         # told afterwards.
         self._number += 1

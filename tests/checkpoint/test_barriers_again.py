@@ -6,7 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import FileStore
+from torch.distributed import FileStore, TCPStore
 
 from phalanx.checkpoint._barrier_keys import OPEN
 from phalanx.checkpoint._barrier_line import Line
@@ -169,6 +169,25 @@ def test_ranks_that_disagree_on_how_many_they_are_learn_it(server):
     one = Line(server.clone, "how many", rank=0, size=2)
     with pytest.raises(InvalidArgument, match="is one of 2 ranks, and rank 1 has made it for 3"):
         Line(server.clone, one.prefix, rank=1, size=3)
+
+
+def test_in_another_store_counting_begins_anew(server, together):
+    """Of how far the ranks had come in the one before, nothing is told any more."""
+    stores = [server]
+
+    def connect():
+        return stores[-1].clone()
+
+    places = together(2, lambda rank: Line(connect, "two stores", rank=rank, size=2))
+    together(2, lambda rank: [places[rank].meet(None, LONG) for _ in range(3)])
+    stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    for place in places:
+        place._connection.cut()  # as the end of the one before does
+        assert caught(place.meet, None, LONG).use == 4
+    error = caught(places[0].meet, None, SHORT)
+    assert (error.use, error.progress) == (1, {1: 0})
+    assert caught(places[1].meet, None, LONG).use == 1
+    assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
 def test_a_second_thread_has_a_deadline_of_its_own(server, together):

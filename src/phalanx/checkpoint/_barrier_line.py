@@ -79,20 +79,17 @@ class Line:
         self._epoch = Epoch(prefix, self._keys, rank=rank, size=size)
         self._words = Words(self._keys, rank=rank, size=size)
         self._lock = threading.Lock()  # held for a whole use, by whichever thread makes it
-        self._number = 0  # of the last use
+        self._number: int  # of the last use
         self._step = step_of(None)  # what this rank has added for it
         self._use_key = ""  # which will tell that it is over
         self._began = NEVER  # when this rank came to it
         self._passed_at = NEVER  # when this rank came to the use before, if that has passed
-        self._passed = 0  # the last use that has
-        self._over = ("", "")  # the keys of the last two that have
-        self._floor = 0  # the last that all came to elsewhere
-        self._woken: list[tuple[int, str]] = []  # the uses whose waiters this rank has woken
+        self._passed: int  # the last use that has
+        self._over: tuple[str, str]  # the keys of the last two that have
+        self._floor: int  # the last that all came to elsewhere
+        self._woken: list[tuple[int, str]]  # the uses whose waiters this rank has woken
         self._broke_off = ""  # why this rank does not know how its last use ended
-        self._connection = Connection(connect, address, patience=patience)
-        self._store = self._connection.store
-        if rank == 0:
-            self._connection.be_heard_at_exit()
+        self._open(patience)
         try:
             with self._connection.until(time.monotonic() + patience):
                 self._enter()
@@ -283,10 +280,8 @@ class Line:
     def _fail(self, use: int, cause: str) -> None:
         """Begin an epoch after `use`, which has failed for this cause and by missing ranks."""
         progress = {rank: at for rank, at in enumerate(self._progress()) if at < use}
-        missing = (
-            f"missing {ranks_text(sorted(progress))}" if progress else "the last came too late"
-        )
-        failure = Failure(use, self.rank, f"{cause}: {missing}", progress)
+        told = f"missing {ranks_text(sorted(progress))}" if progress else "the last came too late"
+        failure = Failure(use, self.rank, f"{cause}: {told}", progress)
         key = f"{self._epoch.uses}{use}"
         won = self._epoch.turn(use + 1, failure)
         if won and time.monotonic() - self._began >= WAKE_AFTER:
@@ -352,10 +347,18 @@ class Line:
 
     # -- coming, and coming again ----------------------------------------------------------
 
+    def _open(self, patience: float) -> None:
+        self._connection = Connection(self._connect, self._address, patience=patience)
+        self._store = self._connection.store
+        if self.rank == 0:
+            self._connection.be_heard_at_exit()
+
     def _enter(self) -> None:
         """Take this rank's place: at the first use, or at the next if it had a barrier before."""
         self._epoch.enter(self._store)
-        self._number = 0
+        self._number = self._passed = self._floor = 0
+        self._over = ("", "")
+        self._woken = []
         if self._epoch.instance > 1:
             self._take_over()
 
@@ -384,8 +387,8 @@ class Line:
     def _reconnect(self, timeout: float) -> None:
         """Open another connection, and find out what has become of the use that broke off."""
         self._connection.close()
-        self._connection = Connection(self._connect, self._address, patience=timeout)
-        with self._connection.until(self._began + timeout + GRACE) as self._store:
+        self._open(timeout)
+        with self._connection.until(self._began + timeout + GRACE):
             if not self._epoch.is_in(self._store):
                 self._enter()  # another store, in which counting begins anew
                 self._number += 1

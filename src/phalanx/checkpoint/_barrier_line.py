@@ -21,7 +21,6 @@ more. Those who wait in a use then come to it again in the next epoch.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -50,7 +49,7 @@ CANNOT_HAVE_FAILED = 0.1
 
 GRACE = 1.0  # seconds after a deadline in which the store must have answered
 TURNING = 1.0  # seconds that a rank which has ended a use is given to say why
-NEVER = -math.inf
+NEVER = float("-inf")
 
 
 class Line:

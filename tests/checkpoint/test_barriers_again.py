@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import FileStore, TCPStore
 
+from phalanx.checkpoint._barrier_connection import Connection
 from phalanx.checkpoint._barrier_keys import OPEN
 from phalanx.checkpoint._barrier_line import Line
 from phalanx.errors import BarrierTimeout, InvalidArgument, InvalidState, InvalidType
@@ -188,6 +189,12 @@ def test_in_another_store_counting_begins_anew(server, together):
     assert (error.use, error.progress) == (1, {1: 0})
     assert caught(places[1].meet, None, LONG).use == 1
     assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
+
+
+def test_connections_that_are_opened_at_once_hold_one_socket_each(server, together):
+    """Or cutting one off would cut off others."""
+    made = together(32, lambda _: Connection(server.clone, None, patience=LONG))
+    assert [len(each._sockets) for each in made] == [1] * 32
 
 
 def test_a_second_thread_has_a_deadline_of_its_own(server, together):

@@ -59,14 +59,14 @@ class Connection:
         if not _opening.acquire(timeout=patience):
             raise RendezvousTimeout("the store does not answer")
         try:
-            before = _sockets()
+            before = set(_sockets().values())
             # A server that is stopped is connected to, and says nothing.
             self.store = in_background(connect, self._look_at_the_clock)
-            opened = [each for each, _ in _sockets() - before]
+            opened = [each for each, node in _sockets().items() if node not in before]
+            found = address_of(self.store)
+            self._sockets = _leading_to(found[1], opened) if found else []
         finally:
             _opening.release()
-        found = address_of(self.store)
-        self._sockets = _leading_to(found[1], opened) if found else []
 
     def _look_at_the_clock(self) -> None:
         if time.monotonic() > self.deadline:
@@ -216,16 +216,16 @@ def _look_at_nothing() -> None:
     """Let Python run the handlers of signals."""
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """List this process's sockets, each by its descriptor and what tells it from later ones."""
-    found = set()
+def _sockets() -> dict[int, int]:
+    """List this process's sockets by their descriptors; several may be the same one's."""
+    found = {}
     for name in os.listdir(DESCRIPTORS):
         try:
             status = os.fstat(int(name))
         except OSError:  # the one that lists the folder
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found.add((int(name), status.st_ino))
+            found[int(name)] = status.st_ino
     return found
 
 

@@ -1,20 +1,36 @@
 """Barriers whose ranks, or hosts, die or stop: everybody else is told, in time."""
 
+import atexit
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from phalanx import native
-from phalanx.checkpoint import DistBarrier, GroupBarrier, TCPStoreBarrier
-from phalanx.errors import BarrierError, BarrierTimeout
+from phalanx.checkpoint import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    DistBarrier,
+    GroupBarrier,
+    RankInfo,
+    TCPStoreBarrier,
+    _barrier_connection,
+)
+from phalanx.checkpoint._meeting import turn
+from phalanx.errors import BarrierError, BarrierTimeout, InvalidState, SaveFailed
+from phalanx.groups import new_group
+from phalanx.testing import Fault, kill
 from ports import free_port
+
+from .states import load, mixed, plain, same
 
 LONG = 25.0  # seconds
 SOON = 8.0
@@ -48,6 +64,129 @@ def test_whoever_waits_learns_at_once_that_the_host_is_dead(ranks):
     assert max(times) < SOON
 
 
+def save_while_the_host_dies(ctx, path, port):
+    """The host is killed between the first save and the second; in its place comes another."""
+    writer = saver(tcp(ctx, port), ctx.rank, ctx.size)
+    writer.write(path, mixed(ctx.rank, 1))
+    ctx.store.set(f"saved/{ctx.rank}", "")
+    if ctx.rank == 0:
+        ctx.store.wait(["saved/1", "saved/2"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    await_refusal(port)
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match="which rank 0 hosts, is gone"):
+        writer.write(path, mixed(ctx.rank, 2))
+    took = time.monotonic() - began
+    assert same(load(path, ctx.rank, ctx.size)[0], plain(mixed(ctx.rank, 1)))
+    ctx.store.set(f"failed/{ctx.rank}", "")
+    ctx.store.wait(["failed/1", "failed/2"])
+    with ThreadPoolExecutor(1) as pool:
+        successor = pool.submit(save_instead, path, port, ctx.size) if ctx.rank == 1 else None
+        writer.write(path, mixed(ctx.rank, 3))
+        if successor:
+            successor.result()
+    return took
+
+
+def saver(barrier, rank, size):
+    return CheckpointWriter(CheckpointWriterConfig(LONG), RankInfo(rank, size), barrier)
+
+
+def save_instead(path, port, size):
+    barrier = TCPStoreBarrier(0, size, "save", 20, True, port, "127.0.0.1", LONG)
+    with turn(3):  # which a new process learns from the folder
+        saver(barrier, 0, size).write(path, mixed(0, 3))
+
+
+def await_refusal(port):
+    with suppress(ConnectionRefusedError):
+        while True:
+            socket.create_connection(("127.0.0.1", port)).close()
+            time.sleep(0.005)
+
+
+def test_a_store_that_dies_between_two_saves_costs_one_of_them(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    _, *times = ranks.run(save_while_the_host_dies, 3, args=(path, free_port()), expect_dead=[0])
+    assert max(times) < SOON
+    for rank in range(3):
+        assert same(load(path, rank, 3)[0], plain(mixed(rank, 3)))
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def save_twice(ctx, path, port):
+    writer = saver(tcp(ctx, port), ctx.rank, ctx.size)
+    writer.write(path, mixed(ctx.rank, 1))
+    began = time.monotonic()
+    with pytest.raises(SaveFailed, match="which rank 0 hosts, is gone"):
+        writer.write(path, mixed(ctx.rank, 2))
+    return time.monotonic() - began
+
+
+def test_a_store_that_dies_in_the_middle_of_a_save_leaves_the_one_before(ranks, tmp_path):
+    path = str(tmp_path / "c")
+    fault = Fault("checkpoint:written", kill(), rank=0, nth=2)
+    _, took = ranks.run(save_twice, 2, args=(path, free_port()), faults=[fault])
+    assert took < SOON
+    for rank in range(2):
+        assert same(load(path, rank, 2)[0], plain(mixed(rank, 1)))
+
+
+def group_host_dies(ctx, port):
+    """The group's store is gone with its rank 0: that must not hold back the error."""
+    group = new_group(
+        "shm",
+        store=f"tcp://127.0.0.1:{port}",
+        rank=ctx.rank,
+        world_size=ctx.size,
+        timeout=timedelta(seconds=LONG),
+    )
+    barrier = GroupBarrier(group, timeout_secs=LONG)
+    barrier.execute_barrier()
+    ctx.store.set(f"waits/{ctx.rank}", "")
+    if ctx.rank == 0:
+        ctx.store.wait(["waits/1", "waits/2"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(BarrierError, match="rank 0.* is dead") as error:
+        barrier.execute_barrier()
+    took = time.monotonic() - began
+    assert (error.value.use, error.value.progress) == (2, {0: 1})
+    barrier._timeout = timedelta(seconds=0.2)
+    with pytest.raises(BarrierTimeout, match="no store answered") as error:
+        barrier.exchange("")
+    assert error.value.use == 3
+    return took
+
+
+@pytest.mark.skipif(native.engine is None, reason=native.why_missing)
+def test_the_death_of_a_groups_host_is_told_at_once(ranks):
+    _, *times = ranks.run(group_host_dies, 3, args=(free_port(),), expect_dead=[0])
+    assert max(times) < SOON
+
+
+def test_a_process_that_is_forked_off_disturbs_nobody():
+    """It ends as programs do, while its parent waits, and cannot use what it inherits."""
+    port = free_port()
+    both = [TCPStoreBarrier(r, 2, "fork", 20, True, port, "127.0.0.1", LONG) for r in range(2)]
+    keys = both[0]._line._keys
+    watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(both[0].exchange, "a")
+        watcher.wait([keys.at(0)])
+        child = os.fork()
+        if child == 0:
+            with suppress(BaseException):
+                _barrier_connection._say_last_words()
+                try:
+                    both[1].execute_barrier()
+                except InvalidState:
+                    os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert both[1].exchange("b") == waiting.result() == ["a", "b"]
+
+
 HOST = """
 import sys
 from phalanx.checkpoint import TCPStoreBarrier
@@ -75,6 +214,13 @@ def test_a_host_whose_program_ends_has_let_everybody_go():
             barrier.execute_barrier()
             told.result()
     assert host.returncode == 0
+
+
+def test_a_host_says_its_last_words_once_however_many_barriers_it_has_made():
+    port, before = free_port(), atexit._ncallbacks()
+    for number in range(3):  # each is gone when the next is made
+        TCPStoreBarrier(0, 1, f"{number}", 20, True, port, "127.0.0.1", LONG).execute_barrier()
+    assert atexit._ncallbacks() <= before + 1
 
 
 def host_stops(ctx, port):

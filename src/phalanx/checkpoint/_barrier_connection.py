@@ -17,17 +17,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import cache, partial
 from types import TracebackType
 from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistError, DistNetworkError
 
-from ..errors import RendezvousTimeout
+from ..errors import InvalidState, RendezvousTimeout
 from ..groups._background import in_background
 from ..groups._stores import await_listener
 
-__all__ = ["Address", "Connection", "address_of"]
+__all__ = ["Address", "Connection", "address_of", "await_key"]
 
 Address = tuple[str, int]
 
@@ -50,6 +51,7 @@ class Connection:
         self, connect: Callable[[], Store], address: Address | None, *, patience: float
     ) -> None:
         self._sockets: list[socket.socket] = []
+        self._pid = os.getpid()
         self.was_cut = False
         self.deadline = time.monotonic() + patience
         if address is not None:  # before others are kept from connecting, this process's host too
@@ -57,18 +59,31 @@ class Connection:
         if not _opening.acquire(timeout=patience):
             raise RendezvousTimeout("the store does not answer")
         try:
-            before = _sockets()
+            before = set(_sockets().values())
             # A server that is stopped is connected to, and says nothing.
             self.store = in_background(connect, self._look_at_the_clock)
-            opened = [each for each, _ in _sockets() - before]
+            opened = [each for each, node in _sockets().items() if node not in before]
+            found = address_of(self.store)
+            self._sockets = _leading_to(found[1], opened) if found else []
         finally:
             _opening.release()
-        found = address_of(self.store)
-        self._sockets = _leading_to(found[1], opened) if found else []
 
     def _look_at_the_clock(self) -> None:
         if time.monotonic() > self.deadline:
             raise RendezvousTimeout("the store does not answer")
+
+    @property
+    def is_inherited(self) -> bool:
+        """Tell whether it is that of the process which this one was forked off from."""
+        return self._pid != os.getpid()
+
+    def check_process(self) -> None:
+        """Raise in a process that was forked off: two that talk on one socket mix up answers."""
+        if self.is_inherited:
+            raise InvalidState(
+                f"this barrier was made by process {self._pid}, and is of no use in one that was "
+                "forked off: make another there"
+            )
 
     def until(self, deadline: float) -> Connection:
         """Name the moment, by the monotonic clock, at which the block's calls are to be cut off."""
@@ -86,8 +101,7 @@ class Connection:
 
     def be_heard_at_exit(self) -> None:
         """Do not end before the server, which may be a thread of this process, has read all."""
-        if not _last_words:
-            atexit.register(_say_last_words)
+        _prepare_last_words()
         _last_words.add(self)
 
     def close(self) -> None:
@@ -132,6 +146,9 @@ class _Watch:
             if self._pid == os.getpid():
                 return
             self._pid = os.getpid()
+            for connection in list(self.pending):
+                if connection.is_inherited:
+                    del self.pending[connection]
             threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
 
     def _run(self) -> None:
@@ -161,23 +178,54 @@ _watch = _Watch()
 _last_words: WeakSet[Connection] = WeakSet()
 
 
+@cache
+def _prepare_last_words() -> None:
+    atexit.register(_say_last_words)
+
+
 def _say_last_words() -> None:
-    for connection in list(_last_words):
+    mine = [each for each in _last_words if not each.is_inherited and not each.was_cut]
+    for connection in mine:
         with suppress(DistError), connection.until(time.monotonic() + TICK) as store:
             store.check(["anything"])  # is answered after all that was sent before
-    time.sleep(LINGER)
+    if mine:
+        time.sleep(LINGER)
 
 
-def _sockets() -> set[tuple[int, int]]:
-    """List this process's sockets, each by its descriptor and what tells it from later ones."""
-    found = set()
+def await_key(store: Store, key: str, seconds: float, *, heed_signals: bool) -> bool:
+    """Wait until a key is there, and tell whether it was in time.
+
+    A signal is for the main thread, and torch would keep it waiting, too. To heed signals costs as
+    much as a fifth of a barrier.
+    """
+    # Less than a millisecond would be none, which is forever to some stores.
+    wait = partial(store.wait, [key], timedelta(seconds=max(seconds, 0.001)))
+    try:
+        if heed_signals and threading.current_thread() is threading.main_thread():
+            in_background(wait, _look_at_nothing)
+        else:
+            wait()
+    except DistNetworkError:
+        raise
+    except RuntimeError:  # a file's store has no class of its own for it
+        return False
+    return True
+
+
+def _look_at_nothing() -> None:
+    """Let Python run the handlers of signals."""
+
+
+def _sockets() -> dict[int, int]:
+    """List this process's sockets by their descriptors; several may be the same one's."""
+    found = {}
     for name in os.listdir(DESCRIPTORS):
         try:
             status = os.fstat(int(name))
         except OSError:  # the one that lists the folder
             continue
         if stat.S_ISSOCK(status.st_mode):
-            found.add((int(name), status.st_ino))
+            found[int(name)] = status.st_ino
     return found
 
 

@@ -7,18 +7,27 @@ has passed there all ranks are back, and make the next group of their own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 
 import torch
 
-from ..errors import BarrierError, BarrierTimeout, CollectiveTimeout, GroupError, RendezvousError
+from ..errors import (
+    BarrierError,
+    BarrierTimeout,
+    CollectiveTimeout,
+    GroupError,
+    RankMismatch,
+    RendezvousError,
+)
 from ..groups import ProcessGroup, Work
 from ..groups._stores import own_connection
 from ..groups._words import first_line
 from ._barrier_connection import address_of
 from ._barrier_line import Line
+from ._barrier_words import check_text
 
 __all__ = ["GroupLine"]
 
@@ -26,6 +35,8 @@ FRAME = 512
 """Bytes in which what a rank says travels at first, with its length; the rest goes after it."""
 
 LENGTH = 4  # bytes
+
+NOTING = 1.0  # seconds for which an error may be held back to tell others of it
 
 
 class GroupLine:
@@ -43,70 +54,90 @@ class GroupLine:
         self._form()
 
     def execute_barrier(self) -> None:
-        """Wait until every rank has come; raise `BarrierTimeout`, on all alike, if some do not."""
+        """Wait until every rank has come; raise `BarrierTimeout` if some do not."""
         # At memory speed every line counts: no lock, no call of our own, nothing kept that can be
         # told afterwards.
+        self._number += 1
         own = self._own
         if own is None:
             self._meet_in_store(None)
             return
-        self._number += 1
         try:
             (self._start() or own.barrier()).wait()
         except GroupError as error:
             raise self._failed(own, error) from error
+        except BaseException as error:
+            self._leave(own, error)
+            raise
 
     def exchange(self, text: str) -> list[str]:
         """Do the same, and return what every rank has said, by rank."""
+        self._number += 1
         own = self._own
         if own is None:
-            return self._meet_in_store(text)
-        self._number += 1
+            return self._meet_in_store(check_text(text))
         try:
-            return _exchange(own, text)
+            return _exchange(own, check_text(text))
         except GroupError as error:
             raise self._failed(own, error) from error
+        except BaseException as error:
+            self._leave(own, error)
+            raise
 
     def _failed(self, own: ProcessGroup, error: GroupError) -> BarrierError:
-        """Leave the group that has failed, go over to the store, and say why."""
+        """Leave the group that has failed, and say why."""
+        self._leave(own, error)
+        kind = BarrierTimeout if isinstance(error, CollectiveTimeout) else BarrierError
+        # Ranks that disagree have come, and so has one that is too late by now.
+        missing = set() if isinstance(error, RankMismatch) else set(error.ranks) - {own.rank()}
+        progress = dict.fromkeys(missing, self._passed)
+        return self._error(kind, first_line(error), progress)
+
+    def _leave(self, own: ProcessGroup, error: BaseException) -> None:
+        """Go over to the store, and have everybody do so: nobody knows who has passed the use."""
         self._own = None
         self._passed = self._number - 1  # for the group was formed after one that has passed
-        own.abort()
-        with suppress(BarrierError, RendezvousError):
-            self._reach_store().note(self._number)
-        kind = BarrierTimeout if isinstance(error, CollectiveTimeout) else BarrierError
-        return kind(
-            f"barrier {self.prefix!r}, use {self._number}, rank {own.rank()}: {first_line(error)}",
-            barrier=self.prefix,
-            use=self._number,
-            progress=dict.fromkeys(error.ranks, self._passed),
-        )
+        own.abort(f"its barrier raised {type(error).__name__}")
+        with suppress(BarrierError):  # the store's host may be the one that is dead
+            self._reach_store(patience=NOTING).note(self._number)
+
+    def _error(
+        self, kind: type[BarrierError], told: str, progress: dict[int, int] | None = None
+    ) -> BarrierError:
+        use, rank = self._number, self._group.rank()
+        told = f"barrier {self.prefix!r}, use {use}, rank {rank}: {told}"
+        return kind(told, barrier=self.prefix, use=use, progress=progress)
 
     def _meet_in_store(self, text: str | None) -> list[str]:
-        self._number += 1
-        line = self._reach_store()
+        began, timeout = time.monotonic(), self._timeout.total_seconds()
+        line = self._reach_store(patience=timeout)
         line.skip_to(self._number, passed=self._passed)
-        texts = line.meet(text, self._timeout.total_seconds())
+        took = time.monotonic() - began
+        texts = line.meet(text, timeout if took < NOTING else max(timeout - took, NOTING))
         self._passed = self._number
-        with suppress(RendezvousError):  # the use has passed; the next one meets in the store, too
+        with suppress(Exception):  # the use has passed; the next one meets in the store, too
             self._form()
             if self._group.rank() == 0:  # nobody forms a group before it has left the use
-                line.forget(self._number)
+                line.forget()
         return texts
 
-    def _reach_store(self) -> Line:
+    def _reach_store(self, *, patience: float) -> Line:
         if self._line is None:
             store = self._group.get_group_store()
             assert store is not None, "a group that can fail was formed in a store"
-            self._line = Line(
-                lambda: own_connection(store),
-                self.prefix,
-                rank=self._group.rank(),
-                size=self._group.size(),
-                host=f"the store of group {self._group.label!r}",
-                patience=self._timeout.total_seconds(),
-                address=address_of(store),
-            )
+            try:
+                self._line = Line(
+                    lambda: own_connection(store),
+                    self.prefix,
+                    rank=self._group.rank(),
+                    size=self._group.size(),
+                    host=f"the store of group {self._group.label!r}",
+                    patience=patience,
+                    address=address_of(store),
+                )
+            except RendezvousError as error:
+                kind = BarrierTimeout if isinstance(error, TimeoutError) else BarrierError
+                raise self._error(kind, first_line(error)) from error
         return self._line
 
     def _form(self) -> None:
@@ -125,7 +156,7 @@ def _nothing() -> None:
 
 def _exchange(group: ProcessGroup, text: str) -> list[str]:
     """Bring to all ranks what each says."""
-    mine = text.encode()
+    mine = text.encode(errors="surrogatepass")  # a name of a file may have some
     framed = len(mine).to_bytes(LENGTH, "little") + mine
     frames = _gather(group, framed[:FRAME], FRAME)
     lengths = [int.from_bytes(frame[:LENGTH], "little") for frame in frames]
@@ -134,7 +165,9 @@ def _exchange(group: ProcessGroup, text: str) -> list[str]:
         tails = _gather(group, framed[FRAME:], rest)
         frames = [frame + tail for frame, tail in zip(frames, tails, strict=True)]
     told = zip(frames, lengths, strict=True)
-    return [frame[LENGTH : LENGTH + length].decode() for frame, length in told]
+    return [
+        frame[LENGTH : LENGTH + length].decode(errors="surrogatepass") for frame, length in told
+    ]
 
 
 def _gather(group: ProcessGroup, part: bytes, width: int) -> list[bytes]:

@@ -1,26 +1,26 @@
 """What a barrier keeps in its store.
 
-================  =============================================================================
-``record``        what the ranks have agreed on: see `_barrier_record`
-``word/E``        `OPEN`, and the arrivals in epoch E: what `step_of` tells for each
-``at/R``          the last use that rank R came to, and what it said there
-``use/N``         there once use N is over: what everybody said, `PASSED` or `FAILED`
-``instances/R``   how many barriers rank R has made
-================  =============================================================================
+==================  ===========================================================================
+``record``          what the ranks have agreed on: see `_barrier_record`
+``word/E``          `OPEN`, and the arrivals in epoch E: what `step_of` tells for each
+``at/R``            the last use that rank R came to, and what it says there
+``said/N/R/I``      a piece of what rank R says at use N, if that is long
+``use/E/N``         there once use N is over in epoch E: what everybody said, `PASSED` or `FAILED`
+``instances/R``     how many barriers rank R has made
+==================  ===========================================================================
 """
 
 from __future__ import annotations
 
-import json
-
 from torch._C._distributed_c10d import Store
 
-__all__ = ["FAILED", "OPEN", "PASSED", "Keys", "arrivals", "read_all", "read_texts", "step_of"]
+__all__ = ["FAILED", "OPEN", "PASSED", "Keys", "arrivals", "peek", "read_all", "step_of"]
 
 OPEN = 1 << 62
 PASSED, FAILED = "passed", "failed"
 
 _SPOKEN = 1 << 31  # arrivals with a text are counted above this bit, and all below it
+_NEVER = "-0"  # what no key holds
 
 
 def step_of(text: str | None) -> int:
@@ -33,17 +33,17 @@ def arrivals(word: int) -> int:
     return word & (_SPOKEN - 1)
 
 
+def peek(store: Store, key: str) -> bytes | None:
+    """Read a key that may not be there, in one round trip where `get` takes two, and waits."""
+    found: bytes = store.compare_set(key, _NEVER, _NEVER)
+    return None if found == _NEVER.encode() else found
+
+
 def read_all(store: Store, keys: list[str], *, default: str) -> list[bytes]:
     """Read keys, some of which may not be there; those are then set to the default."""
     if store.check(keys):
         return store.multi_get(keys)
     return [store.compare_set(key, "", default) for key in keys]
-
-
-def read_texts(told: bytes) -> list[str]:
-    """Read what everybody said from the key of a use."""
-    texts: list[str] = json.loads(told)
-    return texts
 
 
 class Keys:
@@ -62,9 +62,13 @@ class Keys:
         """Name a rank's progress."""
         return f"{self.root}at/{rank}"
 
-    def use(self, number: int) -> str:
-        """Name the end of a use."""
-        return f"{self.root}use/{number}"
+    def said(self, use: int, rank: int, pieces: int) -> list[str]:
+        """Name the pieces of what a rank says at a use."""
+        return [f"{self.root}said/{use}/{rank}/{piece}" for piece in range(pieces)]
+
+    def uses(self, epoch: int) -> str:
+        """Name the ends of all uses in an epoch; each one's number follows."""
+        return f"{self.root}use/{epoch}/"
 
     def instances(self, rank: int) -> str:
         """Name the number of barriers that a rank has made."""

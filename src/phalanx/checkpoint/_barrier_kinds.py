@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import abc
 import math
+import operator
+import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,6 +24,7 @@ from ..groups._stores import check_place, meet, own_connection
 from ._barrier_connection import address_of
 from ._barrier_group import GroupLine
 from ._barrier_line import Line
+from ._barrier_words import check_text
 
 __all__ = [
     "BARRIER_REGISTRY",
@@ -34,6 +38,7 @@ __all__ = [
 ]
 
 DEFAULT_TIMEOUT = 600.0  # seconds; what a checkpoint's writer gives a barrier, too
+LONGEST = 1e6  # seconds: torch's store cannot count to a month
 
 BARRIER_REGISTRY: dict[str, type] = {}
 """The classes of barriers, by the name that a configuration gives them."""
@@ -108,6 +113,8 @@ class _StoreBarrier(Barrier):
 
     def exchange(self, text: str) -> list[str]:
         """Do the same, and return what every rank has said, by rank."""
+        with self._line.counting():
+            check_text(text)
         return self._line.meet(text, self._timeout)
 
 
@@ -134,15 +141,18 @@ class TCPStoreBarrier(_StoreBarrier):
         timeout_secs: int,
     ):
         del use_checkpoint_barrier_tcpstore_libuv
-        rank, size = check_place(global_rank, global_world_size)
+        rank, size = check_place(
+            _whole("global_rank", global_rank), _whole("global_world_size", global_world_size)
+        )
+        prefix = _text("barrier_prefix", barrier_prefix)
         self._timeout = _seconds("timeout_secs", timeout_secs)
         patience = _seconds("timeout_barrier_init_secs", timeout_barrier_init_secs)
-        host, port = master_address, int(tcpstore_port)
+        host, port = _text("master_address", master_address), _port(tcpstore_port)
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         within = timedelta(seconds=patience)
         self._line = Line(
             lambda: meet(url, rank=rank, size=size, timeout=within).store,
-            barrier_prefix,
+            prefix,
             rank=rank,
             size=size,
             host=f"the store at {host}:{port}, which rank 0 hosts,",
@@ -169,11 +179,13 @@ class DistBarrier(_StoreBarrier):
             )
         self._timeout = _seconds("timeout_secs", timeout_secs)
         group = _get_default_group()
-        if group not in _default_lines:
-            _default_lines[group] = _default_line()
-        self._line = _default_lines[group]
+        with _making_line:
+            if group not in _default_lines:
+                _default_lines[group] = _default_line()
+            self._line = _default_lines[group]
 
 
+_making_line = threading.Lock()  # so that threads which come at once share one
 _default_lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
 
 
@@ -222,4 +234,30 @@ def _seconds(name: str, value: float) -> float:
         raise InvalidType(f"{name} is a number of seconds, not {value!r}")
     if not 0 < value < math.inf:
         raise InvalidArgument(f"{name} must be a positive number of seconds, not {value!r}")
-    return float(value)
+    return min(float(value), LONGEST)
+
+
+def _whole(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise InvalidType(f"{name} is a whole number, not {value!r}") from None
+
+
+def _port(value: int | str) -> int:
+    with suppress(ValueError, TypeError):
+        if 0 < (port := int(value)) < 1 << 16:
+            return port
+    raise InvalidArgument(
+        f"tcpstore_port must be a port that all ranks know, from 1 to 65535, not {value!r}"
+    )
+
+
+def _text(name: str, value: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidType(f"{name} is a string, not {value!r}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{name} must be text that UTF-8 can write, not {value!r}") from None
+    return value

@@ -61,13 +61,15 @@ class Record:
 
     store: str
     """Tells this store's contents from those of one that was started in its place."""
+    size: int
+    """The number of ranks."""
     epoch: int = 0
     first: int = 1
     """The first use of the epoch; every one before it has been decided."""
     passed: int = 0
     """The last use that was passed before the epoch."""
     failure: Failure | None = None
-    """How the epoch before ended, unless it ended between two uses."""
+    """How the last use that failed did."""
     instances: Mapping[int, int] = field(default_factory=dict)
     """Which of its barriers, in the order in which it made them, is each rank's; the first if not
     here."""

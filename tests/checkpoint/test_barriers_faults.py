@@ -1,0 +1,130 @@
+"""Barriers that fail: who is missing, who is told, and how all meet again."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from phalanx.checkpoint._barrier_keys import step_of
+from phalanx.checkpoint._barrier_line import Line
+from phalanx.errors import (
+    BarrierTimeout,
+    InvalidState,
+)
+
+from .places import (
+    LONG,
+    SHORT,
+    caught,
+    lines,
+    server_value,
+)
+
+
+def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
+    places = lines(server, 4, together)
+    together(4, lambda rank: [places[rank].meet(None, LONG) for _ in range(4)])
+    together(3, lambda rank: caught(places[rank].meet, None, SHORT))  # without 3
+    errors = together(2, lambda rank: caught(places[rank].meet, None, SHORT))  # nor 2
+    assert {error.use for error in errors} == {6}
+    assert {error.missing for error in errors} == {(2, 3)}
+    assert errors[0].progress == {2: 5, 3: 4}
+    assert errors[0].barrier == places[0].prefix
+    first, *rest = str(errors[0]).splitlines()
+    assert "missing ranks 2, 3" in first
+    assert rest == [
+        f"  rank 2 arrived at use 5 of {places[0].prefix!r}, 1 use behind",
+        f"  rank 3 arrived at use 4 of {places[0].prefix!r}, 2 uses behind",
+    ]
+    assert isinstance(errors[0], TimeoutError)
+
+
+def test_a_rank_that_never_came_is_told_apart(server):
+    place = Line(server.clone, "lonely", rank=0, size=3, host="the store")
+    error = caught(place.meet, None, SHORT)
+    assert str(error).splitlines() == [
+        f"barrier 'lonely', use 1, rank 0: timed out after {SHORT} s: missing ranks 1, 2",
+        "  rank 1 never arrived",
+        "  rank 2 never arrived",
+    ]
+
+
+def test_a_late_rank_is_not_let_through_and_all_meet_again(server, together):
+    places = lines(server, 3, together)
+    early = together(2, lambda rank: caught(places[rank].meet, "1", SHORT))
+    assert {error.missing for error in early} == {(2,)}
+    late = caught(places[2].meet, "1", LONG)
+    assert isinstance(late, BarrierTimeout)
+    assert (late.use, late.missing) == (1, ())
+    assert "rank 2: this rank came too late: rank " in str(late)
+    assert together(3, lambda rank: places[rank].meet("2", LONG)) == [["2"] * 3] * 3
+
+
+def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together, soon_woken):
+    places = lines(server, 3, together)
+    began = time.monotonic()
+    patience = [0.3, LONG, LONG]
+    errors = together(2, lambda rank: caught(places[rank].meet, None, patience[rank]))
+    assert time.monotonic() - began < LONG / 2
+    assert str(errors[0]).partition("rank 0: ")[2] == str(errors[1]).partition("rank 1: rank 0 ")[2]
+    assert caught(places[2].meet, None, LONG).use == 1
+    together(3, lambda rank: places[rank].meet(None, LONG))
+
+
+def test_ranks_that_call_different_things_all_learn_it(server, together, soon_woken):
+    places = lines(server, 2, together)
+    together(2, lambda rank: places[rank].meet(None, LONG))
+    texts = [None, "a"]
+    for error in together(2, lambda rank: caught(places[rank].meet, texts[rank], LONG)):
+        assert "some ranks called execute_barrier here, and others exchange" in str(error)
+    together(2, lambda rank: places[rank].meet(None, LONG))
+
+
+def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, together):
+    places = lines(server, 2, together)
+    together(2, lambda rank: places[rank].meet(None, LONG))
+    for _ in range(3):
+        assert caught(places[0].meet, None, SHORT)
+    prefix = places[0].prefix
+    fresh = Line(server.clone, prefix, rank=1, size=2, host="the store")
+    both = [places[0], fresh]
+    assert together(2, lambda rank: both[rank].meet("5", LONG)) == [["5", "5"]] * 2
+    with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
+        places[1].meet(None, LONG)
+
+
+def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(
+    server, together, soon_woken
+):
+    places = lines(server, 3, together)
+    pool = ThreadPoolExecutor(1)
+    waiting = pool.submit(places[1].meet, None, LONG)
+    while b"1" not in server_value(server, places[1], "at/1"):
+        time.sleep(0.001)
+    # The one who was counted is as good as dead; in its place there is another.
+    fresh = Line(server.clone, places[1].prefix, rank=1, size=3, host="the store")
+    with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
+        waiting.result(LONG / 2)
+    late = caught(places[0].meet, None, LONG)
+    assert "rank 1 has made its barrier anew" in str(late)
+    assert caught(places[2].meet, None, LONG).use == 1
+    both = [places[0], fresh, places[2]]
+    together(3, lambda rank: both[rank].meet(None, LONG))
+
+
+def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, together):
+    """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
+    places = lines(server, 3, together)
+    places[2]._store.set(places[2]._at_key, '1 "c"')
+    places[2]._epoch.add(step_of("c"))  # and nothing more is heard of it
+    # All three are counted, and rank 1, the last, is held up when it is about to say so.
+    places[1]._complete = lambda *_: resumed.wait(LONG) and []
+    resumed = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        said = pool.submit(places[0].meet, "a", 0.3)
+        while server_value(server, places[0], "at/0") != b'1 "a"':
+            time.sleep(0.001)
+        pool.submit(places[1].meet, "b", LONG)
+        assert said.result() == ["a", "b", "c"]
+        resumed.set()

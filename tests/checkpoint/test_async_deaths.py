@@ -39,6 +39,8 @@ LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
 DEATHS = 100 if SOAK else 2
 """How often ranks are killed."""
+GRACE = 60.0 if SOAK else 0.5
+"""Seconds that the others have to find out by themselves, before a launcher would end them."""
 
 
 def make(rank, size, port=None):
@@ -205,7 +207,7 @@ def train_until_killed(ctx, folder, first, seed, victims, port):
     """Save step after step, two at a time; the victims die at some instant of it.
 
     Some take their writer with them, from the others the kernel takes it. Who finds that a save has
-    failed is killed, too, as a launcher does it. Tensors change as soon as they may.
+    failed is killed, too, and so is who does not in time. Tensors change as soon as they may.
     """
     checkpointer = make(ctx.rank, ctx.size, port)
     draw, notes = random.Random(seed + ctx.rank), Path(folder, str(ctx.rank))
@@ -218,8 +220,9 @@ def train_until_killed(ctx, folder, first, seed, victims, port):
         if step < first + 2:
             writing.result(60)  # a new job can save at once
             duration, writer = time.monotonic() - began, checkpointer._checkpoint_process.process
-        elif step == first + 2 and ctx.rank in victims:
-            instant, takes_writer = draw.uniform(0, 3 * duration), draw.random() < 0.5
+        elif step == first + 2:
+            instant = draw.uniform(0, 3 * duration) + (0 if ctx.rank in victims else GRACE)
+            takes_writer = draw.random() < 0.5
             threading.Thread(target=die, args=(instant, writer if takes_writer else None)).start()
         if before is not None and before.exception(60) is not None:
             die(draw.choice([0, LONGEST]), None)

@@ -36,7 +36,7 @@ def test_help_comes_at_once():
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    assert min(seconds() for _ in range(3)) < 0.2
+    assert min(seconds() for _ in range(3)) < 0.4, "torch alone would take more than a second"
 
 
 def test_the_launcher_does_not_load_torch(script):

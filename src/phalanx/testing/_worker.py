@@ -110,4 +110,7 @@ def _tidy() -> None:
     torch.set_default_dtype(torch.float32)
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()  # cheap, for what was there at the start is frozen
+    gc.collect()
+    # What is left was imported, or is kept. To walk through it again after every body would soon take
+    # longer than the bodies.
+    gc.freeze()

@@ -111,6 +111,6 @@ def _tidy() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    # What is left was imported, or is kept. To walk through it again after every body would soon take
+    # What is left was imported, or is kept. To walk through it after every body would soon take
     # longer than the bodies.
     gc.freeze()

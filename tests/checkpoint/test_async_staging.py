@@ -16,9 +16,7 @@ from phalanx.checkpoint import (
     CheckpointStagerConfig,
     DefaultStager,
     RankInfo,
-    _staging_landing,
 )
-from phalanx.checkpoint._staging_landing import Landing
 from phalanx.checkpoint._staging_memory import Buffer
 from phalanx.errors import InvalidState, SaveFailed
 
@@ -231,15 +229,6 @@ def wait_for_pages(buffer):
     assert not buffer.lacks_pages
 
 
-@pytest.fixture
-def landings(monkeypatch, tmp_path):
-    """Have copies of any size land in private memory first, whatever the kernel may say."""
-    (tmp_path / "enabled").write_text("[always] madvise never")
-    monkeypatch.setattr(_staging_landing, "_SETTING", str(tmp_path / "enabled"))
-    monkeypatch.setattr(_staging_landing, "WORTH", 0)
-    monkeypatch.setattr(_staging_landing, "_SLOWEST", 1.0)
-
-
 def many():
     generator = torch.Generator().manual_seed(3)
     sizes = [1, 7, 40_000, 3_000_000, 5, 70_000, 0, 2_500_000]
@@ -249,42 +238,11 @@ def many():
     return tensors
 
 
-@pytest.mark.usefixtures("landings")
-@pytest.mark.parametrize("slowest", [1.0, 0.0])
-def test_a_first_copy_lands_elsewhere_and_is_moved(monkeypatch, slowest):
-    monkeypatch.setattr(_staging_landing, "_SLOWEST", slowest)
+def test_tensors_of_all_sizes_are_copied_to_memory_with_and_without_pages():
     made, mine = DefaultStager(), many()
-    landed = []
-    real = Landing.move_to
-    monkeypatch.setattr(Landing, "move_to", lambda *a: landed.append(a[0]._spans()) or real(*a))
     for _ in range(2):  # the second copy finds its pages
         copy = made.stage(mine).result(10)
         assert same({**mine}, dict(copy))
         wait_for_pages(copy.buffer)
         del copy
-    assert landed
-    assert (sum(stop - start for start, stop in landed[0]) > 20_000_000) == (slowest == 1.0)
     made.close()
-
-
-@pytest.mark.usefixtures("landings")
-def test_tensors_may_change_before_the_copy_is_where_it_belongs(monkeypatch):
-    event, real = threading.Event(), Landing.move_to
-    monkeypatch.setattr(Landing, "move_to", lambda *a: event.wait(10) and real(*a))
-    made, mine, wanted = DefaultStager(), many(), many()
-    copied = made.stage(mine)
-    copied.copied.result(10)
-    assert not copied.done()
-    for each in mine.values():
-        each.zero_()
-    event.set()
-    assert same(wanted, dict(copied.result(10)))
-    made.close()
-
-
-def test_where_pages_are_never_huge_copies_do_not_land(tmp_path, monkeypatch):
-    (tmp_path / "enabled").write_text("always madvise [never]")
-    assert _staging_landing.land(1 << 20) is None
-    for setting in ("enabled", "missing"):
-        monkeypatch.setattr(_staging_landing, "_SETTING", str(tmp_path / setting))
-        assert _staging_landing.land(1 << 30) is None

@@ -69,7 +69,7 @@ class AsyncCheckpointer(ReadingCheckpointer):
             self._checkpoint_process.refuse(path, error, **kwargs)
             raise
         write = self._checkpoint_process.write(staged, path, **kwargs)
-        staging = wrap_future(getattr(staged, "copied", staged))
+        staging = wrap_future(staged)
         failed = self._failures()
         self._last = write
         self._writes.append(write)

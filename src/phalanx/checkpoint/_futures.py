@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ._progress import SaveProgress, SaveReport
-from ._types import STATE_DICT
 
-__all__ = ["Outcome", "StagedFuture", "WriteFuture", "wrap_future"]
+__all__ = ["Outcome", "WriteFuture", "wrap_future"]
 
 
 def wrap_future(original_result: Any) -> Future[None]:
@@ -34,25 +33,6 @@ def wrap_future(original_result: Any) -> Future[None]:
 
     original_result.add_done_callback(pass_on)
     return wrapped
-
-
-class StagedFuture(Future[STATE_DICT]):
-    """The copy of a state, and a future of the instant from which on the state may change.
-
-    That may be earlier: what was copied may still have to be moved to where it is wanted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.copied: Future[None] = Future()
-        self.set_running_or_notify_cancel()  # neither can be cancelled
-        self.copied.set_running_or_notify_cancel()
-
-    def fail(self, error: BaseException) -> None:
-        """Note that there is no copy."""
-        if not self.copied.done():
-            self.copied.set_exception(error)
-        self.set_exception(error)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import InvalidState
 from ._alike import own_pieces
-from ._futures import StagedFuture, wrap_future
+from ._futures import wrap_future
 from ._staging_copy import Copy, Plan
 from ._staging_layout import state_of
 from ._staging_memory import Buffer, BufferPool, no_memory
@@ -110,7 +110,8 @@ class DefaultStager(CheckpointStager):
             private: STATE_DICT = state_of(plan.clone())
             return private
         copy = Copy(plan, self._pool.take(plan.room), self._config)
-        staged = StagedFuture()
+        staged: Future[STATE_DICT] = Future()
+        staged.set_running_or_notify_cancel()  # it cannot be cancelled
         # At once: a forward pass may change small tensors, such as the statistics of a norm.
         with self._returning(copy):
             copy.small()
@@ -142,23 +143,21 @@ class DefaultStager(CheckpointStager):
         pieces = own_pieces(tree, self._rank_info) if self._rank_info.global_world_size > 1 else {}
         return Plan(tree, pieces)
 
-    def _hand_over(self, copy: Copy, staged: StagedFuture) -> bool:
+    def _hand_over(self, copy: Copy, staged: Future[STATE_DICT]) -> bool:
         try:
             self._thread.submit(self._finish, copy, staged)
         except RuntimeError:  # the interpreter is about to end
             return False
         return True
 
-    def _finish(self, copy: Copy, staged: StagedFuture) -> None:
+    def _finish(self, copy: Copy, staged: Future[STATE_DICT]) -> None:
         try:
             with self._returning(copy):
                 copy.large()
-                staged.copied.set_result(None)
-                copy.settle()
             made = Staged(copy, self._pool.give_back)
             self._pool.populate(copy.buffer)
         except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
-            staged.fail(error)
+            staged.set_exception(error)
         else:
             staged.set_result(made)
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ..errors import SaveFailed
 from ._marks import Piece
-from ._staging_landing import land
 from ._staging_layout import Note, describe
 from ._staging_memory import ALIGNMENT, Buffer, run_beside
 from ._structure import Branch, Node, TensorLeaf, leaves
@@ -156,9 +155,6 @@ class Copy:
         self.seconds = 0.0
         """How long it has taken until now."""
         self._config = config
-        # Only where somebody will be glad of the time that is won.
-        is_fresh = config.use_async_staging and not buffer.has_pages(plan.room)
-        self._landing = land(plan.room) if is_fresh else None
         self._large = [slot for slot in plan.slots.values() if _can_wait(slot)]
         self._before: dict[str, Tensor] = {}
 
@@ -175,12 +171,6 @@ class Copy:
         self._copy(self._large)
         _check_there(self._large)
         _check_unchanged(self._large, self._before)
-
-    def settle(self) -> None:
-        """Bring to the buffer what is not there yet; the tensors may change meanwhile."""
-        if self._landing is not None:
-            self._landing.move_to(self.buffer.fd)
-            self._landing = None
 
     def _copy(self, slots: Sequence[_Slot]) -> None:
         began = time.perf_counter()
@@ -200,7 +190,8 @@ class Copy:
         def copy_some() -> None:
             try:
                 while (lot := _next(rest)) is not None:
-                    self._put(*lot)
+                    source, offset = lot
+                    self.buffer.put(offset, source)
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
                 rest.clear()
@@ -212,12 +203,6 @@ class Copy:
                 other.join()
         if errors:
             raise errors[0]
-
-    def _put(self, source: Tensor, offset: int) -> None:
-        size = nbytes(source.dtype, source.shape)
-        landing = None if self.buffer.has_pages(offset + size) else self._landing
-        if landing is None or not landing.put(offset, source, size):
-            self.buffer.put(offset, source)
 
     def _copy_by_torch(self, slots: Iterable[_Slot]) -> None:
         for slot in slots:

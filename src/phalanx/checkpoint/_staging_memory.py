@@ -30,8 +30,6 @@ __all__ = [
     "ALIGNMENT",
     "Buffer",
     "BufferPool",
-    "advise",
-    "copy_past_cache",
     "map_shared",
     "no_memory",
     "run_beside",
@@ -47,15 +45,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _numbers = itertools.count()
 
 _CACHE = 32 << 20  # bytes; what is larger does not stay in a cache until somebody reads it
-copy_past_cache: Callable[[int, int, int], object] = (
+_copy_past_cache: Callable[[int, int, int], object] = (
     ctypes.memmove if native.engine is None else native.engine.stream_bytes
 )
 """A quarter faster, for it does not fetch what it is about to overwrite."""
-
-
-def advise(memory: Tensor, offset: int, size: int, advice: int) -> bool:
-    """Tell the kernel what to do about some memory; it may decline."""
-    return bool(_libc.madvise(memory.data_ptr() + offset, size, advice) == 0)
 
 
 def map_shared(fd: int, size: int) -> Tensor:
@@ -91,7 +84,7 @@ class Buffer:
             self._mapping = mmap.mmap(self.fd, size)
             self.bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
             self.capacity, self._populated = size, 0
-            self._copy = copy_past_cache if size > _CACHE else ctypes.memmove
+            self._copy = _copy_past_cache if size > _CACHE else ctypes.memmove
 
     def lend(
         self, give_back: Callable[[Buffer], object]
@@ -128,7 +121,7 @@ class Buffer:
         while self.lacks_pages and not self._is_in_use:
             start, whole = self._populated, self.bytes
             length = min(_SLICE, len(whole) - start)
-            if not advise(whole, start, length, _MADV_POPULATE_WRITE):
+            if _libc.madvise(whole.data_ptr() + start, length, _MADV_POPULATE_WRITE):
                 return  # an old kernel, or no memory left: the copy will tell
             if whole is self.bytes:  # else it has grown
                 self._populated = start + length

@@ -1,5 +1,6 @@
-"""Stores for barriers, and ranks that come to them."""
+"""Stores for barriers, ranks that come to them, and processes that write."""
 
 from .places import port, server, soon_woken, together
+from .writers import writers
 
-__all__ = ["port", "server", "soon_woken", "together"]
+__all__ = ["port", "server", "soon_woken", "together", "writers"]

@@ -1,6 +1,12 @@
 """Writer processes for tests: one for each of four ranks, which serve any number of ranks."""
 
+import os
+import signal
+import threading
+import time
 from contextlib import contextmanager
+
+import pytest
 
 from phalanx.checkpoint import (
     AsyncCheckpointer,
@@ -19,7 +25,7 @@ from phalanx.checkpoint._meeting import turn
 class AnySize(CheckpointWriter):
     """A writer that is told with every write of how many ranks it is one."""
 
-    def write(self, path, state_dict, *, size=1, timeout=10, **kwargs):
+    def write(self, path, state_dict, *, size=1, timeout=30, **kwargs):
         config = CheckpointWriterConfig(timeout)
         info = RankInfo(self._rank_info.global_rank, size)
         with turn(0):  # other ranks have not been through the same tests
@@ -56,3 +62,46 @@ def checkpointer(process, rank=0, size=1, *, in_background=True):
         yield made
     finally:
         stager.close()
+
+
+@pytest.fixture(scope="module")
+def writers():
+    """Four processes, which start while the first tests run."""
+    made = [make_process(rank, 4) for rank in range(4)]
+    yield made
+    for each in made:
+        each.close()
+
+
+@contextmanager
+def late(checkpointer):
+    """Let no copy in the background begin for a while."""
+    event = threading.Event()
+    checkpointer._checkpoint_stager._thread.submit(event.wait)
+    try:
+        yield
+    finally:
+        event.set()
+
+
+def wait_until(condition):
+    """Look again and again; fail after a while."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class stopped:  # noqa: N801 - reads like a function
+    """Keep the process of a `CheckpointProcess` from running for a while."""
+
+    def __init__(self, process):
+        process.process_creation_future.result(60)
+        self._process = process.process
+
+    def __enter__(self):
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def __exit__(self, *_):
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGCONT)

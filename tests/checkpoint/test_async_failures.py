@@ -1,0 +1,188 @@
+"""Asynchronous saves that fail, and processes that die, do not start or do not end."""
+
+import os
+import signal
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.errors import (
+    InvalidArgument,
+    InvalidState,
+    SaveFailed,
+    SaveTimeout,
+    UnsupportedState,
+    WriterLost,
+)
+
+from .states import load, together
+from .writers import any_size, checkpointer, make_process, stopped, wait_until
+
+
+def test_a_failed_write_is_told_and_survived(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        with pytest.raises(SaveFailed, match="FileExistsError") as raised:
+            writing.result(60)
+        assert "in make_folders" in str(raised.value.__cause__)
+        pid = writers[0].process.pid
+        _, writing = made.save(str(tmp_path / "c"), {"step": 2})
+        writing.result(60)
+        assert writers[0].process.pid == pid
+        assert made.load(str(tmp_path / "c")) == {"step": 2}
+        assert made.last_report is not None
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        wait_until(writing.done)
+        with pytest.raises(SaveFailed, match="FileExistsError") as raised:
+            made.save(str(tmp_path / "c"), {"step": 2})
+        assert "nevertheless" in raised.value.__notes__[-1]
+        _, writing = made.save(str(tmp_path / "d"), {"step": 3})  # once is enough
+        writing.result(60)
+        assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def test_a_failure_that_somebody_asked_for_is_not(writers, tmp_path):
+    (tmp_path / "file").touch()
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
+        assert isinstance(writing.exception(60), SaveFailed)
+        made.save(str(tmp_path / "c"), {"step": 2})[1].result(60)
+
+
+def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
+    def save(rank):
+        with checkpointer(writers[rank], rank, 2) as made:
+            mine = {"step": 1, "odd": object() if rank == 1 else 0}
+            made.save(str(tmp_path / "c"), mine, size=2)[1].result(60)
+
+    first, second = together(2, save)
+    assert isinstance(second, UnsupportedState)
+    assert isinstance(first, SaveFailed)
+    assert "failed on rank 1" in str(first)
+    assert "odd is a object" in str(first)
+    assert not (tmp_path / "c").exists()
+
+
+def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_path):
+    def save(rank):
+        with checkpointer(writers[rank], rank, 2) as made:
+            more = {"extra": torch.ones(2)} if rank == 1 else {}
+            made.save(str(tmp_path / "c"), {"step": 1}, size=2, timeout=60, **more)[1].result(60)
+
+    first, second = together(2, save)
+    assert isinstance(second, InvalidArgument)
+    assert "failed on rank 1 while getting ready" in str(first)
+    assert "extra is a tensor" in str(first)
+
+
+@pytest.mark.parametrize("wrong", [{"path": None}, {"path": b"c"}, {"extra": object()}])
+def test_a_save_that_cannot_begin_counts_as_one(writers, tmp_path, wrong):
+    """Else the next ones would have other numbers than on ranks where nothing was wrong, and what
+    is saved in one would be put together with what these save in another."""
+    process = writers[1]
+    with checkpointer(process, 1, 2) as made:
+        before = process._turns
+        arguments = {"path": str(tmp_path / "c"), "state_dict": {"step": 1}, **wrong}
+        with pytest.raises(TypeError):
+            made.save(**arguments)
+        assert process._turns == before + 1
+
+
+def test_the_process_is_killed(writers, tmp_path):
+    process = writers[0]
+    with checkpointer(process) as made:
+        process.process_creation_future.result(60)
+        pid = process.process.pid
+        with stopped(process):
+            _, writing = made.save(str(tmp_path / "c"), {"step": 1})
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(WriterLost, match=f"checkpoint process {pid} was killed by SIGKILL"):
+                writing.result(60)
+        _, writing = made.save(str(tmp_path / "c"), {"step": 2})
+        writing.result(60)
+        assert process.process.pid != pid
+        assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def test_after_close_nothing_is_saved(tmp_path):
+    process = make_process()
+    with checkpointer(process) as made:
+        (tmp_path / "file").touch()
+        with stopped(process):
+            good = made.save(str(tmp_path / "c"), {"step": 1})[1]
+            made.save(str(tmp_path / "file" / "c"), {"step": 1})
+            with pytest.raises(KeyboardInterrupt):
+                threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGINT)).start()
+                made.close()
+            assert not good.done()
+        with pytest.raises(SaveFailed, match="FileExistsError"):
+            made.close()  # having waited for both
+        assert good.done()
+        assert load(tmp_path / "c")[0] == {"step": 1}
+        assert process.process.poll() == 0
+        made.close()
+        process.close()
+        with pytest.raises(InvalidState, match="closed"):
+            made.save(str(tmp_path / "c"), {"step": 2})
+        with pytest.raises(InvalidState, match="closed"):
+            process.write({"step": 2}, str(tmp_path / "c"))
+
+
+def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
+    process = make_process(subprocess_shutdown_timeout_secs=0.01)
+    assert not process.process_creation_future.cancel()  # nor does it harm anybody
+    process.process_creation_future.result(60)
+    never = Future()  # of a stager that hangs
+    writing = process.write(never, str(tmp_path / "c"))
+    process.close()
+    with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
+        writing.result(60)
+    never.set_result({"step": 1})  # now it comes, and finds nobody
+    assert process._scribe._ended.wait(30)
+    assert process.process is None or process.process.poll() is not None
+    assert not (tmp_path / "c").exists()
+
+
+def no_writer(rank_info, reason):
+    del rank_info
+    raise ValueError(reason)
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path):
+    process = make_process(writer=no_writer, arguments={"reason": "no ink"})
+    with checkpointer(process) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1})
+        with pytest.raises(SaveFailed, match="could not start: ValueError: no ink") as raised:
+            writing.result(60)
+        assert "in no_writer" in str(raised.value.__cause__)
+        assert process.process_creation_future.exception() is not None
+    process.close()
+    with pytest.raises(InvalidArgument, match="must be such as can be pickled"):
+        make_process(writer=lambda rank_info: rank_info)
+
+
+def second_time(rank_info, marker):
+    """Make a writer, but not at the first attempt, as on a machine that is too busy."""
+    if not os.path.exists(marker):
+        Path(marker).touch()
+        raise TimeoutError("too busy")
+    return any_size(rank_info)
+
+
+def test_a_start_that_fails_once_does_not_cost_a_save(tmp_path):
+    """Other ranks, which cannot know of it, would wait for this one."""
+    process = make_process(writer=second_time, arguments={"marker": str(tmp_path / "marker")})
+    assert "too busy" in str(process.process_creation_future.exception(60))
+    with checkpointer(process) as made:
+        made.save(str(tmp_path / "c"), {"step": 1})[1].result(60)
+    process.close()

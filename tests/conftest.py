@@ -48,14 +48,18 @@ LONGEST = (
     "ddp/test_compile.py",
     "examples/test_digits.py",
     "test_docs.py",
+    "examples/test_resume.py",
+    "checkpoint/test_async_deaths.py",
     "groups/test_faults.py",
-    "ddp/test_comm_hook.py",
-    "launch/test_torch.py",
     "ddp/test_same_as_torch.py",
+    "ddp/test_comm_hook.py",
+    "ddp/test_uneven.py",
+    "checkpoint/test_async.py",
+    "groups/test_roll_call.py",
+    "groups/test_collectives.py",
+    "launch/test_torch.py",
     "benchmarks/test_bench_runner.py",
     "groups/test_forming.py",
-    "mesh/test_layout.py",
-    "groups/test_collectives.py",
 )
 """The files that take longest, few tests though some have: if one came last, it would run alone."""
 

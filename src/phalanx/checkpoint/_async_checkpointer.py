@@ -98,10 +98,15 @@ class AsyncCheckpointer(ReadingCheckpointer):
         """What the last save took, once it has succeeded."""
         return None if self._last is None else self._last.report
 
+    @property
+    def under_way(self) -> list[WriteFuture]:
+        """The writes that are, oldest first: also that of a `save` which raised an older error."""
+        return [write for write in self._writes if not write.done()]
+
     def _make_room(self, path: str) -> None:
         """Wait while too many saves are under way."""
         config = self._checkpoint_process.config
-        under_way = [write for write in self._writes if not write.done()]
+        under_way = self.under_way
         excess = under_way[: max(0, len(under_way) - config.max_pending_writes + 1)]
         if not excess or not wait(excess, timeout=_SILENCE).not_done:
             return

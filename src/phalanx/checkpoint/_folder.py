@@ -143,8 +143,12 @@ class Folder:
         try:
             futures = self._own_checkpointer().save(self.path(step), state, **kwargs)
         except Exception:
-            # An asynchronous one tells of earlier failures so, too; they are no news any more.
+            # An asynchronous one tells of earlier failures so, too, and saves nevertheless.
             self._writes = [each for each in self._writes if not each[0].done()]
+            for write in getattr(self._checkpointer, "under_way", ()):
+                if write.path == self.path(step):
+                    self._newest = step
+                    self._tidy_after(write, step)
             raise
         self._newest = step
         if futures is None:

@@ -39,7 +39,7 @@ LONGEST = 0.1
 """Seconds before somebody is; a save takes about as long."""
 DEATHS = 100 if SOAK else 2
 """How often ranks are killed."""
-GRACE = 60.0 if SOAK else 0.5
+GRACE = 5.0 if SOAK else 0.5
 """Seconds that the others have to find out by themselves, before a launcher would end them."""
 
 

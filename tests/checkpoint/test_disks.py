@@ -42,8 +42,9 @@ def test_a_full_disk(small_disk, meet):
         assert isinstance(error, SaveFailed)
         assert "[Errno 28] No space left on device: '" in str(error)
     assert same(load(small_disk / "c")[0], {"w": torch.ones(10_000)})
-    assert os.listdir(small_disk) == ["c"]
     saved(small_disk / "c", [{"w": torch.ones(20_000)}] * 2)
+    # Who fails first may find no room for a note to the others: then the next save tidies up.
+    assert os.listdir(small_disk) == ["c"]
 
 
 def test_a_folder_that_may_not_be_written(tmp_path):

@@ -325,11 +325,15 @@ def die_in_the_middle(ctx, driver):
     with pytest.raises(PeerLost):
         group.barrier()
     group.forget([1])
-    tensor.fill_(1)
-    work = group.allreduce(tensor)
-    assert is_short(work), "the rank goes on as before"
-    work.wait()
-    assert tensor.tolist() == [1, 1, 1]
+    deadline, goes_on_as_before = time.monotonic() + 10, False
+    while (
+        not goes_on_as_before and time.monotonic() < deadline
+    ):  # a thread has to come to rest first
+        work = group.allreduce(tensor.fill_(1))
+        goes_on_as_before = is_short(work)
+        work.wait()
+        assert tensor.tolist() == [1, 1, 1]
+    assert goes_on_as_before
 
 
 @pytest.mark.parametrize("driver", ["caller", "thread"])

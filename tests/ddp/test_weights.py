@@ -17,8 +17,11 @@ from .whole import (
     batch,
     both,
     compare,
+    copy_of,
     everywhere,
     mlp,
+    on_pairs,
+    several,
     share,
     squares,
     wrapped,
@@ -261,3 +264,104 @@ def test_a_pass_that_raised_leaves_others_their_weight(group, is_local):
         loss = squares(whole, early) * weight + squares(whole, late) * 2.0
         (loss / total).backward()
     compare(ddp, whole, rtol=2e-6)
+
+
+# -- what a weight is kept for -----------------------------------------------------------------
+
+
+class Skipping(torch.nn.Module):
+    """A layer that a call may leave out."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 1)
+
+    def forward(self, rows, use=True):
+        return self.layer(rows) if use else rows.sum(dim=1, keepdim=True)
+
+
+@several
+def test_a_micro_batch_that_reached_no_parameter_keeps_its_weight(group):
+    ddp, _ = wrapped(Skipping, group)
+    ddp.weight = 3
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(torch.ones(2, 5, requires_grad=True), group.rank() != 1).mean().backward()
+        ddp(torch.ones(2, 5)).mean().backward()
+        micro_batches = 2 * group.size()
+        expected = (micro_batches - 1) / micro_batches
+        assert ddp.module.layer.bias.grad.item() == pytest.approx(expected)
+        ddp.zero_grad()
+
+
+DROPS = {
+    "module, None": lambda ddp, _: ddp.zero_grad(),
+    "module, zero": lambda ddp, _: ddp.zero_grad(set_to_none=False),
+    "optimizer, None": lambda _, optimizer: optimizer.zero_grad(),
+    "optimizer, zero": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+}
+
+
+@on_pairs
+@pytest.mark.parametrize("drop", DROPS)
+def test_gradients_that_were_dropped_lose_their_weight(group, drop):
+    ddp, whole = wrapped(mlp, group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.weight = 3
+    for step in range(3):  # a bad batch, to be left out
+        with ddp.no_sync():
+            squares(ddp, share(batch(9, group.size()), group)).backward()
+        DROPS[drop](ddp, optimizer)
+        both(ddp, whole, group, step)
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        DROPS[drop](ddp, optimizer)
+        whole.zero_grad()
+
+
+@several
+def test_gradients_that_are_zero_by_themselves_keep_their_weight(group):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    ddp.weight = 1
+    with ddp.no_sync():
+        (ddp(torch.ones(2, 5)) * 0).mean().backward()
+    ddp(torch.ones(2, 5)).mean().backward()
+    assert ddp.module.bias.grad.item() == pytest.approx(0.5)
+
+
+@several
+@pytest.mark.parametrize(
+    ("make", "shares"),
+    [(mlp, "uneven"), (mlp, "changing"), (partial(Words, sparse=True), "changing")],
+    ids=["uneven", "changing", "sparse"],
+)
+def test_local_passes_are_added_to_reduced_gradients(group, make, shares):
+    """Nobody zeroes: the mean of what was accumulated comes on top of what was reduced before."""
+    ddp, whole = wrapped(make, group)
+    for step in range(3):
+        everything = []
+        for turn in range(3):
+            counts, rows = plan(shares, 3 * step + turn, group.size())
+            everything.append(rows)
+            loss = mean(ddp, cut(rows, counts, group.rank()))
+            with ddp.no_sync() if turn < 2 else nullcontext():
+                ddp.backward(loss, weight=counts[group.rank()])
+        mean(whole, torch.cat(everything)).backward()
+        assert_same_gradients(ddp.module, whole, rtol=4e-6)
+
+
+@over_groups(backends=("local",), sizes=(2,), timeout=20)
+def test_reduced_gradients_are_changed_after_a_local_pass(group):
+    """Which part of them is reduced already cannot be told any more."""
+    ddp, _ = wrapped(mlp, group)
+    ddp.weight = 3
+    rows = share(batch(0, group.size()), group)
+    squares(ddp, rows).backward()
+    with ddp.no_sync():
+        squares(ddp, rows).backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+    with pytest.raises(InvalidState, match="zero_grad"):
+        squares(ddp, rows).backward()
+    ddp.zero_grad()
+    whole = copy_of(ddp.module)
+    both(ddp, whole, group, 1)
+    compare(ddp, whole)

@@ -5,8 +5,10 @@ written down. From then on only the parameter of a piece that was the last to ar
 of 400 tensors in 13 pieces costs 13 calls, not 400. If the graph changes, it calls too early or
 never. Neither does harm (see `_pass`): it only means to learn again.
 
-The others have a hook that does next to nothing: it looks whether a pass is under way. One may
-begin with any parameter, for a loss need not come from the module's outputs alone.
+Every parameter also has a hook that runs before its gradient is accumulated, and does next to
+nothing: it looks whether a pass is under way. One may begin with any parameter, for a loss need not
+come from the module's outputs alone, and not every output can be found. What is in ``.grad`` must
+be put aside, or scaled, before anything is added to it.
 """
 
 from __future__ import annotations
@@ -46,12 +48,14 @@ class Arrivals:
         for i, parameter in enumerate(self._parameters):
             self._hook(parameter, partial(_arrived, told, self._seen, i))
 
-    def announce(self, notice: Callable[[], None]) -> None:
-        """Call `notice` for every gradient before it is added to what is in ``.grad``, for good."""
+    def announce(self, notice: Notice, under_way: UnderWay) -> None:
+        """Call `notice` with a parameter, before it has a gradient, while no pass is under way."""
+        if self._announcing:
+            return
         told = weakref.WeakMethod(notice)
-        for parameter in self._parameters:
-            handle = parameter.register_hook(partial(_announce, told))  # type: ignore[no-untyped-call]
-            self._announcing.append(handle)
+        for i, parameter in enumerate(self._parameters):
+            hook = _announce(told, under_way, i)
+            self._announcing.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
 
     @property
     def order(self) -> list[int]:
@@ -59,24 +63,11 @@ class Arrivals:
         latest = {i: turn for turn, i in enumerate(self._seen)}
         return sorted(latest, key=latest.__getitem__)
 
-    def follow(
-        self,
-        pieces: Iterable[Sequence[int]],
-        notice: Notice,
-        *,
-        stray: Notice,
-        under_way: UnderWay,
-    ) -> None:
-        """Call `notice` with the number of a piece when the last of its parameters has come.
-
-        `stray` is called before that with a parameter that comes although no pass is under way.
-        """
+    def follow(self, pieces: Iterable[Sequence[int]], notice: Notice) -> None:
+        """Call `notice` with the number of a piece when the last of its parameters has come."""
         order, counts = self.order, Counter(self._seen)
         turn = {i: position for position, i in enumerate(order)}
         self.remove()
-        lost = weakref.WeakMethod(stray)
-        for i, parameter in enumerate(self._parameters):
-            self._hook(parameter, _watch(lost, under_way, i))
         told = weakref.WeakMethod(notice)
         for number, members in enumerate(pieces):
             came = [i for i in members if i in turn]
@@ -139,29 +130,23 @@ class _Countdown:
 # longer than the reducer, and must not keep it.
 
 
-def _announce(told: Any, _: Tensor) -> None:
-    notice = told()
-    if notice is not None:
-        notice()
+def _announce(told: Any, under_way: UnderWay, i: int) -> Callable[[Tensor], None]:
+    """Make a hook that hardly ever has anything to tell."""
 
-
-def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
-    notice = told()
-    if notice is not None:
-        notice(i)  # which may begin a pass, and forget what was seen before it
-        seen.append(i)
-
-
-def _watch(told: Any, under_way: UnderWay, i: int) -> Callable[[Parameter], None]:
-    """Make a hook for a parameter that is hardly ever a stray."""
-
-    def watch(_: Parameter) -> None:
+    def announce(_: Tensor) -> None:
         if under_way[0]() is None:
             notice = told()
             if notice is not None:
                 notice(i)
 
-    return watch
+    return announce
+
+
+def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
+    notice = told()
+    if notice is not None:
+        notice(i)
+        seen.append(i)
 
 
 def _ready(told: Any, countdown: _Countdown, number: int, _: Parameter) -> None:

@@ -232,6 +232,11 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         finally:
             self.weight = before
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients; what backward passes in `no_sync` have added counts no more."""
+        super().zero_grad(set_to_none)
+        self.reducer.forget_local()
+
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set whether the module trains or evaluates."""
         super().train(mode)

@@ -12,21 +12,13 @@ from ._buckets import Gradients, Piece, count_missing
 __all__ = ["first_of", "homes_of", "put_aside"]
 
 
-def put_aside(parameters: Sequence[Parameter], first: int | None) -> list[Tensor | None]:
-    """Take every gradient that there is, so that what arrives is new; nothing if there is none.
-
-    That of `first` has arrived already: what there was before it is in it.
-    """
+def put_aside(parameters: Sequence[Parameter]) -> list[Tensor | None]:
+    """Take every gradient that there is, so that what arrives is new; nothing if there is none."""
     olds = [parameter.grad for parameter in parameters]
-    new = None if first is None else olds[first]
-    if first is not None:
-        olds[first] = None
     if count_missing(olds) == len(olds):
         return []
     for parameter in parameters:
         parameter.grad = None
-    if first is not None:
-        parameters[first].grad = new
     return olds
 
 

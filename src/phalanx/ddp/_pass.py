@@ -59,7 +59,6 @@ class Pass:
         scale: Scale,
         *,
         number: int,
-        first: int | None,
         olds_count: bool,
         proof: Named,
         launches_early: bool,
@@ -97,7 +96,7 @@ class Pass:
         self._home = homes_of(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle | HookWork] = []
         self._unused: list[int] = []
-        self._olds = put_aside(setting.parameters, first)
+        self._olds = put_aside(setting.parameters)
         self._kept: dict[int, Tensor] = {}
         """Old gradients of parameters that this rank does not use, in case that nobody does."""
         self._own: dict[int, Tensor | None] = {}

@@ -11,16 +11,16 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._accumulators import Accumulators, without_graph
+from ._accumulators import Accumulators, next_in_outer_run, this_run, without_graph
 from ._agreement import verify_parameters
-from ._apart import put_apart, put_back
+from ._apart import PreviousGrads
 from ._arrangement import Arranger
 from ._arrivals import Arrivals, UnderWay
 from ._buckets import Bucket
@@ -87,7 +87,7 @@ class Reducer:
         """Gradients hold what only this rank has."""
         self.keeps_apart = False
         """Whether ranks may leave, so that reduced gradients must not be reduced again."""
-        self._apart: dict[Parameter, Tensor] = {}
+        self._previous = PreviousGrads()
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
         self._order: list[int] | None = None  # a better one, from the first pass
@@ -117,10 +117,6 @@ class Reducer:
         self._accumulators = Accumulators(self.parameters)
         self._arrivals.close()  # the hooks that count other parameters
         self._arrivals = Arrivals(self.parameters)
-        if self.scaling.adds_up:
-            # A pass may begin with any parameter, and it must be known what was in it before, for
-            # that must not be added up again.
-            self._arrivals.announce(self.begin_from_output)
         self._has_ordered, self._order = False, None
         # They are registered as forward uses them, most often; backward goes the other way.
         self._arrange(list(reversed(range(len(taken)))))
@@ -161,14 +157,13 @@ class Reducer:
 
     def _learn(self) -> None:
         self._must_learn = False
+        self._arrivals.announce(self.begin_from_parameter, self._lifetime)
         self._arrivals.learn(self._on_arrival)
         self._settle()
 
     def _follow(self, seen: set[int]) -> None:
         members = [piece.members for piece in self._arrangement.pieces]
-        self._arrivals.follow(
-            members, self._on_ready, stray=self._on_stray, under_way=self._lifetime
-        )
+        self._arrivals.follow(members, self._on_ready)
         self._absent = [len(set(piece.members) - seen) for piece in self._arrangement.pieces]
         self._settle()
 
@@ -193,60 +188,103 @@ class Reducer:
         if not self._is_closed and self._accumulators.may_run():
             self.begin()
 
-    def begin(self, *, first: int | None = None, blind: bool = False) -> None:
-        """Begin a backward pass, unless one is under way.
+    def begin_from_parameter(self, i: int) -> None:
+        """Begin a backward pass that has come to a parameter, but to no output that was found."""
+        if self._precision is not None:
+            self._precision.hold_in_backward()
+        if not self._is_closed and self._accumulators.runs(i):
+            self.begin(at_parameter=True)
 
-        `first`: the parameter whose gradient has come already. `blind`: some have, and it is not
-        known which, so what there was before cannot be told from them.
-        """
+    def begin(self, *, at_parameter: bool = False) -> None:
+        """Begin a backward pass, unless one is under way: before any gradient has come."""
         self._abandon_if_dead()
         if self._under_way is not None:
             return
         refuse_compiled_backward()
         self._passes += 1
         self._arrivals.restart()
-        # Whoever asked autograd for a pass gets what we raise there.
-        callback = partial(self._end_together)
-        self._lifetime[0] = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)
-        self.graph_task = torch._C._current_graph_task_id()
+        # A checkpoint of the reentrant kind runs autograd within autograd. Where a parameter is the
+        # first that is seen of a pass, that may be in such a part of it.
+        node = next_in_outer_run() if at_parameter else None
+        if node is None:
+            self._end_with_this_run()
+        else:
+            self._end_with_outer_run(node)
         if not self.synchronises:
             self._accumulate()
             self._under_way = LocalPass(self.channel)
             return
         self._reduced += 1
-        olds_count = blind or self.is_unsynced
-        if self.keeps_apart and not olds_count and first is None and self.weights.current is None:
-            self._apart = put_apart(self.parameters)
+        self._forget_dropped()
+        if self.is_unsynced:
+            self._previous.subtract()
+        elif self.keeps_apart and self.weights.current is None:
+            self._previous.take_off(self.parameters)
         self._under_way = self._make_pass(
             self.scaling.scale(self.parameters, is_narrow=self._is_narrow),
-            first=first,
-            olds_count=olds_count,
+            olds_count=self.is_unsynced,
         )
 
-    def _make_pass(
-        self, scale: Scale, *, first: int | None = None, olds_count: bool = False
-    ) -> Pass:
+    def _end_with_this_run(self) -> None:
+        """End the pass when the run of autograd is over that calls us."""
+        # Whoever asked autograd for a pass gets what we raise there.
+        callback = partial(self._end_together)
+        self._lifetime[0] = weakref.ref(callback)
+        Variable._execution_engine.queue_callback(callback)
+        self.graph_task = this_run()
+
+    def _end_with_outer_run(self, node: Any) -> None:
+        """End the pass when the run of autograd is over that comes to a node next."""
+        self._lifetime[0] = this_run
+        number = self._passes
+
+        def end_with_it(_: object) -> None:
+            handle.remove()
+            if self._under_way is not None and self._passes == number:
+                self._end_with_this_run()
+
+        handle = node.register_prehook(end_with_it)
+
+    def _make_pass(self, scale: Scale, *, olds_count: bool = False) -> Pass:
+        steps_early = self.is_static and self.optimizers and not self._previous
         return Pass(
             self._setting,
             scale,
             number=self._passes,
-            first=first,
             olds_count=olds_count,
             proof=self.named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
-            optimizers=self.optimizers if self.is_static and self.optimizers else None,
+            optimizers=self.optimizers if steps_early else None,
         )
 
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
+        self._forget_dropped()
+        if self.is_unsynced:
+            with self._previous.subtracted():
+                self.weights.accumulate(self.parameters)
+            return
         self.weights.accumulate(self.parameters)
-        if not self.is_unsynced and self.weights.current is None:
-            reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
-            for parameter, old in zip(self.parameters, reduced, strict=True):
-                parameter.grad = old
         self.is_unsynced = True
+        if self.weights.current is not None or self.keeps_apart:
+            self._previous.keep_reduced(self.parameters)
+            return
+        reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
+        for parameter, old in zip(self.parameters, reduced, strict=True):
+            parameter.grad = old
+
+    def _forget_dropped(self) -> None:
+        """Forget local passes if the user has zeroed what they left."""
+        if self.is_unsynced and self._previous.forget_dropped():
+            self.forget_local()
+
+    def forget_local(self) -> None:
+        """Forget local passes: their gradients were zeroed."""
+        if self.is_unsynced and self._under_way is None:
+            self.is_unsynced = False
+            self.weights.clear()
+            self._previous.clear()
 
     def _settle(self) -> None:
         """Put together what the passes that follow have in common."""
@@ -288,19 +326,11 @@ class Reducer:
             self.optimizers.step(besides=shadow.stepped)
 
     def _on_arrival(self, i: int) -> None:
-        self._on_stray(i)
         if self._under_way is not None:
             with without_graph():
                 self._under_way.arrived(i)
 
-    def _on_stray(self, i: int) -> None:
-        """Begin with a gradient that has not come from an output of the module."""
-        if self._under_way is None or self._lifetime[0]() is None:
-            self.begin(first=i)
-
     def _on_ready(self, number: int) -> None:
-        if self._under_way is None or self._lifetime[0]() is None:
-            self.begin(blind=True)
         if self._under_way is not None:
             with without_graph():
                 self._under_way.ready(number)
@@ -319,12 +349,14 @@ class Reducer:
         with without_graph():
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
+                if self.weights.is_counting or self._previous:
+                    self._previous.note_local(self.parameters)
             elif under_way is not None:
                 under_way.finish()
             # Not before: what does not come to its end has to be waited for, by whoever comes next.
             self._under_way = None
             if isinstance(under_way, Pass):
-                self._apart = put_back(self._apart)
+                self._previous.add()
                 self._learn_from(under_way)
                 self._note(under_way)
         if isinstance(under_way, Pass) and self.optimizers:
@@ -335,6 +367,7 @@ class Reducer:
         self._announced = None
         self.was_surprised |= done.is_surprised
         self.weights.clear()
+        self._previous.clear()
         self.stats.add(done.timing, self._arrangement.header.clocks(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
 
@@ -368,7 +401,12 @@ class Reducer:
             under_way, self._under_way = self._under_way, None
             self.graph_task = None
             under_way.abandon()
-            self.weights.go_back(keeps_gradients=isinstance(under_way, LocalPass))
+            is_local = isinstance(under_way, LocalPass)
+            self.weights.go_back(keeps_gradients=is_local)
+            if is_local:
+                self._previous.note_failure()
+            else:
+                self._previous.clear()
 
     def progress(self) -> list[int]:
         """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""
@@ -383,6 +421,7 @@ class Reducer:
         self.has_met_others = bool(has_met_others)
         self._announced = None
         self.weights.clear()
+        self._previous.clear()
         if order != self._arranged_by:
             self._arrange(order)
         self._must_learn = True

@@ -44,6 +44,11 @@ class Weights:
                 raise InvalidArgument(f"a weight is a number of samples, 0 or more, not {weight}")
         self._current = weight
 
+    @property
+    def is_counting(self) -> bool:
+        """Whether there were passes with a weight since gradients were reduced last."""
+        return self._last is not None
+
     def agree(self, weights: Sequence[float]) -> None:
         """Choose the unit by what all ranks have said their weights are, unless there is one."""
         if self.unit is None and any(weights):
@@ -52,8 +57,6 @@ class Weights:
     def accumulate(self, parameters: Sequence[Parameter]) -> None:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current
-        if self._last is not None and all(p.grad is None for p in parameters):
-            self.clear()  # what they stood for is gone
         self._before = self._sum
         if weight is None:
             return

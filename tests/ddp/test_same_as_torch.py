@@ -82,6 +82,17 @@ def scale(ddp, rows, step, rank):
     scaler.unscale_(torch.optim.SGD(ddp.parameters()))
 
 
+def hook(ddp, rows, step, rank):
+    """Halve gradients in a hook, once more in every step."""
+
+    def halve(parameter):
+        parameter.grad.mul_(0.5)
+
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(halve)
+    squares(ddp, rows).backward()
+
+
 def choose(which):
     def act(ddp, rows, step, rank):
         ddp(rows, *CHOICES[which](step, rank)).square().mean().backward()
@@ -152,6 +163,8 @@ CASES = {
     "taken away": Case(mlp, plain, clear=take_away),
     "clipped": Case(mlp, clip),
     "scaled": Case(mlp, scale),
+    "hooked": Case(mlp, hook),
+    "hooked, many buckets": Case(mlp, hook, given={"bucket_cap_mb": TINY}),
     "images": Case(Images, plain, 36),
     "images, statistics apart": Case(Images, plain, 36, given={"forward_sync_buffers": False}),
     "encoder": Case(encoder, plain, 24),

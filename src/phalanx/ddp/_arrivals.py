@@ -9,18 +9,28 @@ Every parameter also has a hook that runs before its gradient is accumulated, an
 nothing: it looks whether a pass is under way. One may begin with any parameter, for a loss need not
 come from the module's outputs alone, and not every output can be found. What is in ``.grad`` must
 be put aside, or scaled, before anything is added to it.
+
+Users hook gradients too, and may change ``.grad`` in a hook. A call takes the gradients of a piece
+away, so it has to come after all hooks of the parameter that calls. Autograd runs post-accumulate
+hooks of the tensor and then post-hooks of its ``AccumulateGrad`` node, each in the order of
+registration. So the hooks that call are post-hooks of nodes, and every pass begins with moving them
+behind those that were registered since. In a pass that is learnt from, nothing is urgent: an
+arrival is told when the next one comes.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+from ._local_part import whole
 
 __all__ = ["Arrivals", "UnderWay"]
 
@@ -34,19 +44,23 @@ class Arrivals:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
+        self._nodes = [_node_of(parameter) for parameter in parameters]
+        """Keeps the ``AccumulateGrad`` nodes and users' hooks on them: parameters do so weakly."""
         self._handles: list[Any] = []
+        self._callers: list[_Caller] = []
         self._announcing: list[Any] = []
         self._seen: list[int] = []
-        self._countdowns: list[_Countdown] = []
+        self._untold: list[int] = []
+        """The latest arrival of a pass that is learnt from."""
         self.is_learning = False
 
     def learn(self, notice: Notice) -> None:
-        """Have every arrival written down and told to `notice`, by the parameter's place."""
+        """Have every arrival written down; tell `notice` of it when the next one comes."""
         self.remove()
         self.is_learning = True
         told = weakref.WeakMethod(notice)
         for i, parameter in enumerate(self._parameters):
-            self._hook(parameter, partial(_arrived, told, self._seen, i))
+            self._hook(parameter, partial(_arrived, told, self._seen, self._untold, i))
 
     def announce(self, notice: Notice, under_way: UnderWay) -> None:
         """Call `notice` with a parameter, before it has a gradient, while no pass is under way."""
@@ -73,19 +87,22 @@ class Arrivals:
             came = [i for i in members if i in turn]
             if came:
                 last = max(came, key=turn.__getitem__)
-                self._countdowns.append(_Countdown(counts[last]))
-                hook = partial(_ready, told, self._countdowns[-1], number)
-                self._hook(self._parameters[last], hook)
+                self._callers.append(
+                    _Caller(self._find_node(last), counts[last], partial(_ready, told, number))
+                )
 
     def restart(self) -> None:
         """Forget what was seen: a new pass begins."""
         self._seen.clear()
+        self._untold.clear()
+        for caller in self._callers:
+            caller.come_last()
         self.rearm()
 
     def rearm(self) -> None:
         """Count from the start again: the next arrival may be of a pass that nobody announces."""
-        for countdown in self._countdowns:
-            countdown.restart()
+        for caller in self._callers:
+            caller.restart()
 
     def close(self) -> None:
         """Take all hooks away."""
@@ -97,8 +114,15 @@ class Arrivals:
         """Take away the hooks that learn or follow."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._countdowns = [], []
+        for caller in self._callers:
+            caller.remove()
+        self._handles, self._callers = [], []
         self.is_learning = False
+
+    def _find_node(self, i: int) -> Any:
+        if self._parameters[i].requires_grad:  # autograd makes another when the type changes
+            self._nodes[i] = _node_of(self._parameters[i])
+        return self._nodes[i]
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
         is_frozen = not parameter.requires_grad
@@ -110,20 +134,45 @@ class Arrivals:
         self._handles.append(handle)
 
 
-class _Countdown:
-    """Counts the arrivals of one parameter, which a graph may reach several times in a pass."""
+def _node_of(parameter: Parameter) -> Any:
+    return torch.autograd.graph.get_gradient_edge(whole(parameter)).node
 
-    def __init__(self, times: int) -> None:
-        self._times = times
-        self.restart()
+
+class _Caller:
+    """A post-hook that tells when its node has run for the last time in a pass.
+
+    A graph may reach a parameter several times in a pass.
+    """
+
+    def __init__(self, node: Any, times: int, ready: Callable[[], None]) -> None:
+        self._times = self._left = times
+        self._ready = ready
+        self._handle = node.register_hook(self)
+        self._id: int = self._handle.id
+
+    def __call__(self, *_: object) -> None:
+        self._left -= 1
+        # Hooks that this pass has put behind ours are still to run. Then nobody is told, and what
+        # was not told is found at the end of the pass.
+        if self._left == 0 and self._is_last(self._handle.hooks_dict_ref()):
+            self._ready()
 
     def restart(self) -> None:
+        """Count from the start again."""
         self._left = self._times
 
-    def is_over(self) -> bool:
-        """Count one arrival, and tell whether it is the last that was expected."""
-        self._left -= 1
-        return self._left == 0
+    def come_last(self) -> None:
+        """Let hooks that were registered later run first."""
+        hooks = self._handle.hooks_dict_ref()
+        if not self._is_last(hooks):
+            hooks[self._id] = hooks.pop(self._id)
+
+    def _is_last(self, hooks: OrderedDict[int, object]) -> bool:
+        return next(reversed(hooks)) == self._id
+
+    def remove(self) -> None:
+        """Take the hook away."""
+        self._handle.remove()
 
 
 # The hooks are functions that know the reducer weakly: a parameter, which they hang on, may live
@@ -142,14 +191,16 @@ def _announce(told: Any, under_way: UnderWay, i: int) -> Callable[[Tensor], None
     return announce
 
 
-def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
+def _arrived(told: Any, seen: list[int], untold: list[int], i: int, _: Parameter) -> None:
     notice = told()
     if notice is not None:
-        notice(i)
+        if untold:
+            notice(untold.pop())
+        untold.append(i)
         seen.append(i)
 
 
-def _ready(told: Any, countdown: _Countdown, number: int, _: Parameter) -> None:
+def _ready(told: Any, number: int) -> None:
     notice = told()
-    if notice is not None and countdown.is_over():
+    if notice is not None:
         notice(number)

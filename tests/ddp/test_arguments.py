@@ -32,6 +32,7 @@ REFUSED = {
     "a delay": ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, "go together"),
     "a hook": ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, ValueError, "together"),
     "a size": ({"bucket_cap_mb": 0}, ValueError, "MiB"),
+    "a size that is no number": ({"bucket_cap_mb": float("nan")}, ValueError, "MiB"),
     "sizes": ({"bucket_cap_mb_list": [1, -1]}, ValueError, "MiB"),
     "a reduction": ({"reduce": "max"}, ValueError, "mean.*sum"),
 }

@@ -76,7 +76,9 @@ def test_the_first_bucket_is_small_and_the_rest_are_as_big_as_they_are_said_to_b
 
     assert buckets_of() == ([4, 3] if group.shares_memory else [1, 6])
     assert buckets_of(bucket_cap_mb=2) == [2, 2, 2, 1]
+    assert buckets_of(bucket_cap_mb=float("inf")) == [7]
     assert buckets_of(bucket_cap_mb_list=[1, 3]) == [1, 3, 3]
+    assert buckets_of(bucket_cap_mb_list=[2, float("inf")]) == [2, 5]
     assert buckets_of(bucket_cap_mb=5, bucket_cap_mb_list=[2, 1]) == [2, 1, 1, 1, 1, 1]
 
 

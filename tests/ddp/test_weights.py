@@ -191,7 +191,7 @@ def test_a_weight_on_one_rank_only(group):
 
 
 @over_groups(backends=("local",), sizes=(1,))
-@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), 1e300, 1e-300])
 def test_what_is_no_weight(group, weight):
     ddp, _ = wrapped(mlp, group)
     with pytest.raises(InvalidArgument, match="weight"):

@@ -34,6 +34,8 @@ BUCKET = 25 * MIB
 SHARED_BUCKET = 4 * MIB
 """Where nothing is sent, big buckets gain nothing, and gradients in small ones are still in the
 cache when they are reduced."""
+LARGEST_CAP = 1 << 40
+"""In MiB: more than any module has, so that infinity means one bucket."""
 
 
 def find_group() -> dist.ProcessGroup:
@@ -203,4 +205,4 @@ def choose_caps(
 def _bytes(mebibytes: float) -> int:
     if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
         raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
-    return max(1, int(mebibytes * MIB))
+    return max(1, int(min(mebibytes, LARGEST_CAP) * MIB))

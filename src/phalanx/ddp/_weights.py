@@ -8,7 +8,6 @@ the sum of all weights.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,6 +17,10 @@ from ..errors import InvalidArgument, InvalidState
 from ._scale import WeightedMean
 
 __all__ = ["Weights"]
+
+SMALLEST, LARGEST = 1e-9, 1e15
+"""Bounds of a weight. Gradients are multiplied by weights and by their quotients, which would
+overflow, or leave nothing, beyond these."""
 
 
 class Weights:
@@ -40,8 +43,11 @@ class Weights:
     def current(self, weight: float | None) -> None:
         if weight is not None:
             weight = float(weight)
-            if not (math.isfinite(weight) and weight >= 0):
-                raise InvalidArgument(f"a weight is a number of samples, 0 or more, not {weight}")
+            if weight and not SMALLEST <= weight <= LARGEST:  # nor is NaN
+                raise InvalidArgument(
+                    f"a weight is a number of samples: 0, or between {SMALLEST} and {LARGEST}, got "
+                    f"{weight}. Only proportions matter: scale the weights of all ranks alike"
+                )
         self._current = weight
 
     @property

@@ -10,7 +10,17 @@ from torch.utils.checkpoint import checkpoint
 import phalanx
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_close, assert_same_gradients, batch, several, share, wrapped
+from .whole import (
+    TINY,
+    assert_close,
+    assert_same_gradients,
+    batch,
+    both,
+    compare,
+    several,
+    share,
+    wrapped,
+)
 
 
 class Plain:
@@ -146,30 +156,149 @@ def test_one_rank_checkpoints_and_others_do_not(group, kind):
         whole.zero_grad()
 
 
+def fail(gradient):
+    raise ArithmeticError("in the middle")
+
+
+class Failing(nn.Module):
+    """A checkpointed layer between two others, and a backward pass that may raise somewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 2)
+
+    def forward(self, rows, fails=""):
+        hidden = self.first(rows)
+        if fails == "between":
+            hidden.register_hook(fail)
+
+        def layer(rows):
+            out = self.layer(rows)
+            if fails == "inside" and out.requires_grad:
+                out.register_hook(fail)
+            if fails == "inside, late" and out.requires_grad:
+                rows.register_hook(fail)
+            return out
+
+        output = checkpoint(layer, hidden, use_reentrant=True)
+        return lambda: output
+
+
 @on_two
-def test_a_pass_within_a_checkpoint_that_raises_is_forgotten(group):
-    ddp, whole = wrapped(lambda: Net("hidden"), group)
-
-    def fail(gradient):
-        raise ArithmeticError("in the middle")
-
-    rows = batch(0, 2)
-    for raises in (False, True, False):
-        hook = ddp.module.layers[1].weight.register_hook(fail) if raises else None
-        loss = loss_of(ddp, "hidden", share(rows, group))
-        if hook is None:
-            loss.backward()
-        else:
+@pytest.mark.parametrize("fails", ["inside", "inside, late", "between"])
+def test_a_pass_that_raises_in_or_after_a_checkpoint_is_forgotten(group, fails):
+    """Also by a graph that was made before it raised."""
+    ddp, whole = wrapped(Failing, group)
+    for step in range(4):
+        rows = batch(step, 2)
+        loss = ddp(share(rows, group))().square().mean()
+        if step in (1, 2):
             with pytest.raises(ArithmeticError):
-                loss.backward()
-            hook.remove()
+                ddp(share(rows, group), fails)().square().mean().backward()
             ddp.zero_grad()
-            continue
+        if step == 2:
+            loss = ddp(share(rows, group))().square().mean()
+        loss.backward()
         for part in rows.split(len(rows) // 2):
-            (loss_of(whole, "hidden", part) / 2).backward()
+            (whole(part)().square().mean() / 2).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        assert len(ddp.stats()) == step + 1
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
+@on_two
+@pytest.mark.parametrize("where", ["both", "one rank"])
+def test_the_wrapper_itself_is_checkpointed_twice_in_a_loss(group, where):
+    ddp, whole = wrapped(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)), group)
+    ddp._register_fused_optim(torch.optim.SGD, lr=0.5)
+    rows = batch(0, 2)
+    mine = [share(rows, group).clone().requires_grad_() for _ in range(2)]
+    if where == "both" or group.rank() == 0:
+        outputs = [checkpoint(ddp, part, use_reentrant=True) for part in mine]
+    else:
+        outputs = [ddp(part) for part in mine]
+    sum(output.square().mean() for output in outputs).backward()
+    for part in rows.split(len(rows) // 2):
+        (2 * whole(part).square().mean() / 2).backward()
+    torch.optim.SGD(whole.parameters(), lr=0.5).step()
+    assert len(ddp.stats()) == 1
+    for mine, theirs in zip(ddp.module.parameters(), whole.parameters(), strict=True):
+        assert_close(mine.detach(), theirs.detach(), rtol=2e-6)
+
+
+class Reversible(torch.autograd.Function):
+    """Runs autograd in backward, as layers do that save no activations."""
+
+    @staticmethod
+    def forward(ctx, rows, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(rows)
+        return layer(rows).detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        rows = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.layer(rows)
+        torch.autograd.backward(output, gradient)
+        return rows.grad, None
+
+
+RUNS = {
+    "backward": lambda loss, _: loss.backward(),
+    "backward to inputs": lambda loss, rows: loss.backward(inputs=[rows]),
+    "grad": torch.autograd.grad,
+}
+
+
+@on_two
+@pytest.mark.parametrize("run", RUNS)
+def test_a_function_runs_autograd_itself(group, run):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 5)
+
+        def forward(self, rows):
+            output = Reversible.apply(rows, self.layer)
+            return lambda: output
+
+    ddp, whole = wrapped(Net, group)
+    for step in range(2):
+        rows = batch(step, 2).requires_grad_()
+        RUNS[run](ddp(mine := share(rows.detach(), group).requires_grad_())().square().mean(), mine)
+        whole.layer(rows).square().mean().backward()
         assert_same_gradients(ddp.module, whole, rtol=2e-6)
         ddp.zero_grad()
         whole.zero_grad()
+
+
+@on_two
+@pytest.mark.parametrize("kind", ["plain", "hidden"])
+def test_a_parameter_changes_its_type_and_back(group, kind):
+    """Autograd then has other nodes for it."""
+    ddp, whole = wrapped(lambda: Net(kind), group)
+    for step in range(3):
+        rows = batch(step, 2)
+        parameters = list(ddp.module.parameters())
+        loss_of(ddp, kind, share(rows, group), False).backward(inputs=parameters)
+        for part in rows.split(len(rows) // 2):
+            (loss_of(whole, kind, part, False) / 2).backward()
+        assert_same_gradients(ddp.module, whole, rtol=2e-6)
+        for module in (ddp, whole):
+            module.zero_grad()
+        ddp.double().float()
+
+
+@on_two
+def test_a_parameter_is_frozen_before_the_first_forward(group):
+    ddp, whole = wrapped(lambda: nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 1)), group)
+    for module in (ddp.module, whole):
+        module[0].weight.requires_grad_(False)
+    for step in range(2):
+        both(ddp, whole, group, step)
+        compare(ddp, whole)
 
 
 class Branches(nn.Module):
@@ -259,3 +388,32 @@ def test_the_module_itself_is_used_before_the_wrapper(group, reduce):
     ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce=reduce)
     (ddp.module(torch.ones(2, 5)).mean() * (1 + group.rank())).backward()
     assert ddp.module.bias.grad.item() == 1 + group.rank()
+
+
+@over_groups(backends=("local", "shm"), sizes=(2,), timeout=20)
+@pytest.mark.parametrize("reduce", ["mean", "sum", "weight"])
+def test_uneven_data_by_shadowing_and_gradients_that_nobody_zeroes(group, reduce):
+    """With a communication hook a rank without data does not leave, but makes the others' calls."""
+    ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce="sum" if reduce == "sum" else "mean")
+    ddp.register_comm_hook(None, phalanx.ddp.hooks.allreduce_hook)
+    if reduce == "weight":
+        ddp.weight = 2.0
+    seen = []
+    with ddp.join():
+        for _ in range([2, 4][group.rank()]):
+            ddp(torch.ones(3, 5)).mean().backward()
+            seen.append(ddp.module.bias.grad.item())
+    expected = {"mean": [1, 2, 2.5, 3], "sum": [2, 4, 5, 6], "weight": [1, 2, 3, 4]}[reduce]
+    assert seen == expected[: len(seen)]
+    assert ddp.module.bias.grad.item() == expected[-1]
+
+
+@over_groups(backends=("local", "shm"), sizes=(4,), timeout=20)
+def test_sums_on_reduced_gradients_after_a_rank_has_left(group):
+    ddp, _ = wrapped(lambda: nn.Linear(5, 1), group, reduce="sum")
+    for step in range(3):
+        if step == 1 and group.rank() == 3:
+            group.leave()
+            break
+        ddp(torch.ones(3, 5)).mean().backward()
+        assert ddp.module.bias.grad.item() == [4, 7, 10][step]

@@ -1,5 +1,6 @@
 """Gradients by weight: exactly those of the whole batch, however unevenly ranks share it."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -198,13 +199,48 @@ def test_what_is_no_weight(group, weight):
         ddp.weight = weight
 
 
-@over_groups(backends=("local",), sizes=(1,))
-def test_a_pass_of_weight_0_after_one_that_has_some(group):
-    ddp, _ = wrapped(mlp, group)
-    with ddp.no_sync():
-        ddp.backward(squares(ddp, torch.ones(2, 5)), weight=1)
-    with pytest.raises(InvalidState, match="leave it out"):
-        ddp.backward(squares(ddp, torch.ones(2, 5)), weight=0)
+@several
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_pass_of_weight_0_among_others_adds_nothing(group, place):
+    """Wherever it is in an accumulation, and even if its gradients are not numbers."""
+    ddp, whole = wrapped(mlp, group)
+    for step in range(2):
+        weights = [[1.0 + rank + turn for turn in range(3)] for rank in range(group.size())]
+        weights[1][place] = 0.0
+        total = sum(map(sum, weights))
+        for turn in range(3):
+            rows = batch(3 * step + turn, group.size())
+            weight = weights[group.rank()][turn]
+            loss = squares(ddp, share(rows, group)) * (1.0 if weight else math.nan)
+            with ddp.no_sync() if turn < 2 else nullcontext():
+                ddp.backward(loss, weight=weight)
+            for rank, part in enumerate(rows.split(ROWS)):
+                if weights[rank][turn]:
+                    (squares(whole, part) * weights[rank][turn] / total).backward()
+        assert_same_gradients(ddp.module, whole, rtol=4e-6)  # and nobody zeroes them
+
+
+@on_pairs
+def test_all_weights_are_0_and_gradients_are_kept(group):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    ddp.backward(ddp(torch.ones(2, 5)).mean(), weight=1)
+    ddp.backward(ddp(torch.ones(2, 5)).mean(), weight=0)
+    assert ddp.module.bias.grad.item() == 1.0
+
+
+@on_pairs
+@pytest.mark.parametrize("is_local", [True, False], ids=["local", "reduced"])
+def test_a_rank_of_weight_0_after_a_pass_that_raised(group, is_local):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    ddp.weight = 3
+    hook = ddp.module.bias.register_hook(fail)
+    with pytest.raises(ArithmeticError), ddp.no_sync() if is_local else nullcontext():
+        ddp(torch.ones(2, 5)).mean().backward()
+    hook.remove()
+    ddp.zero_grad()
+    ddp.weight = 3 * group.rank()
+    ddp(torch.ones(2, 5)).mean().backward()
+    assert ddp.module.bias.grad.item() == 1.0
 
 
 @everywhere
@@ -324,6 +360,7 @@ def test_gradients_that_are_zero_by_themselves_keep_their_weight(group):
     ddp.weight = 1
     with ddp.no_sync():
         (ddp(torch.ones(2, 5)) * 0).mean().backward()
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
     ddp(torch.ones(2, 5)).mean().backward()
     assert ddp.module.bias.grad.item() == pytest.approx(0.5)
 
@@ -365,3 +402,57 @@ def test_reduced_gradients_are_changed_after_a_local_pass(group):
     whole = copy_of(ddp.module)
     both(ddp, whole, group, 1)
     compare(ddp, whole)
+
+
+@on_pairs
+@pytest.mark.parametrize("drop", DROPS)
+def test_a_first_local_pass_raised_on_reduced_gradients_that_were_then_dropped(group, drop):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    ddp.weight = 3
+    (10 * ddp(torch.ones(2, 5))).mean().backward()
+    hook = ddp.module.bias.register_hook(fail)
+    with pytest.raises(ArithmeticError), ddp.no_sync():
+        ddp(torch.ones(2, 5)).mean().backward()
+    hook.remove()
+    DROPS[drop](ddp, optimizer)
+    with ddp.no_sync():
+        ddp(torch.ones(2, 5)).mean().backward()
+    ddp(torch.ones(2, 5)).mean().backward()
+    assert ddp.module.bias.grad.item() == 1.0
+
+
+@on_pairs
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_one_of_two_optimizers_zeroes_its_gradients(group, set_to_none):
+    """What the other's parameters hold is not touched by it, and still counts."""
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    optimizer = torch.optim.SGD([ddp.module.weight], lr=0.1)
+    ddp.weight = 3
+    (10 * ddp(torch.ones(2, 5))).mean().backward()
+    with ddp.no_sync():
+        ddp(torch.ones(2, 5)).mean().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    ddp(torch.ones(2, 5)).mean().backward()
+    assert ddp.module.bias.grad.item() == 11.0
+    assert ddp.module.weight.grad[0, 0].item() == 0.5  # the mean over both micro-batches
+
+
+EDITS = {
+    "zero_": lambda grad: grad.zero_(),
+    "data": lambda grad: grad.data.zero_(),
+    "detached": lambda grad: grad.detach().zero_(),
+}
+
+
+@on_pairs
+@pytest.mark.parametrize("edit", EDITS)
+def test_gradients_are_zeroed_by_hand(group, edit):
+    ddp, _ = wrapped(lambda: torch.nn.Linear(5, 1), group)
+    ddp.weight = 1
+    with ddp.no_sync():
+        ddp(torch.ones(2, 5)).mean().backward()
+    for parameter in ddp.parameters():
+        EDITS[edit](parameter.grad)
+    ddp(torch.ones(2, 5)).mean().backward()
+    assert ddp.module.bias.grad.item() == 1.0

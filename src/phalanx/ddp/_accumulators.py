@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from ._local_part import whole
 
-__all__ = ["Accumulators", "next_in_outer_run", "this_run", "without_graph"]
+__all__ = ["Accumulators", "OuterRun", "this_run", "without_graph"]
 
 
 class Accumulators:
@@ -22,9 +22,6 @@ class Accumulators:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
-        self._nodes: dict[int, Any] = {}
-        self._kinds: dict[int, tuple[torch.dtype, torch.device]] = {}
-        """Types and devices of parameters for which autograd made these nodes."""
 
     def may_run(self) -> bool:
         """Tell whether the run of autograd that is under way may end in ``.grad`` of ours."""
@@ -40,7 +37,7 @@ class Accumulators:
     def runs(self, i: int) -> bool:
         """Tell whether the run of autograd that has come to a parameter ends in its ``.grad``."""
         try:
-            return bool(torch._C._will_engine_execute_node(self._find(i)))
+            return bool(torch._C._will_engine_execute_node(self._node(i)))
         except RuntimeError:  # as above
             return False
 
@@ -48,15 +45,11 @@ class Accumulators:
         """Yield the nodes; most often the first is all it takes."""
         for i, parameter in enumerate(self._parameters):
             if parameter.requires_grad:
-                yield self._find(i)
+                yield self._node(i)
 
-    def _find(self, i: int) -> Any:
-        parameter = whole(self._parameters[i])
-        kind = parameter.dtype, parameter.device
-        if self._kinds.get(i) != kind:  # autograd makes another node when these change
-            self._nodes[i] = torch.autograd.graph.get_gradient_edge(parameter).node
-            self._kinds[i] = kind
-        return self._nodes[i]
+    def _node(self, i: int) -> Any:
+        # Not kept: autograd makes another when the type of a parameter changes.
+        return torch.autograd.graph.get_gradient_edge(whole(self._parameters[i])).node
 
 
 def this_run() -> int | None:
@@ -65,25 +58,53 @@ def this_run() -> int | None:
     return None if number == -1 else number
 
 
-def next_in_outer_run() -> Any:
-    """Find a node that comes next in the outermost run of autograd; None if we are in no inner one.
+class OuterRun:
+    """The outermost of several runs of autograd within each other.
 
-    A function whose backward, written in Python, runs autograd itself is on the stack. What it
-    passes its gradients to is run after it, by the outer run. Where that cannot be seen (CPU
-    threads that autograd starts for deep recursion), the inner run is all that is known.
+    A checkpoint of the reentrant kind runs autograd in its backward. A pass that is first seen in
+    there is part of the outer run, and ends with it. The function is on the stack then, and what it
+    passes gradients to is what the outer run comes to next. Where the stack does not tell (threads
+    that autograd starts for deep recursion), the inner run is all that is known.
     """
-    found = None
-    frame: FrameType | None = sys._getframe(1)
+
+    def __init__(self, next_node: Any, frame: FrameType) -> None:
+        self.next_node = next_node
+        """A node that runs next in it."""
+        self._frame = frame
+
+    @staticmethod
+    def find() -> OuterRun | None:
+        """Find the run around the one that calls us; None if that is in no other."""
+        function, outermost = None, None
+        for frame in _stack():
+            if frame.f_code is _PYTHON_BACKWARD:
+                function, outermost = frame.f_locals["self"], frame
+            elif function is not None and frame.f_code is _RUN_BACKWARD:
+                outermost = frame
+        if function is None or outermost is None:
+            return None
+        if not Variable._execution_engine.is_checkpoint_valid():
+            return None  # it may end in some nodes only, and not come to the next
+        following = (node for node, _ in function.next_functions if node is not None)
+        node = next(following, None)
+        return None if node is None else OuterRun(node, outermost)
+
+    def is_under_way(self) -> bool | None:
+        """Tell whether it has not ended; None if it has, for whatever reason."""
+        return True if self._frame in _stack() else None
+
+
+def _stack() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
-        if frame.f_code is _PYTHON_BACKWARD:
-            found = frame.f_locals["self"]
+        yield frame
         frame = frame.f_back
-    following = () if found is None else found.next_functions
-    return next((node for node, _ in following if node is not None), None)
 
 
 _PYTHON_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 """What autograd calls for a function that is written in Python."""
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""What runs autograd, in the thread that asks for it."""
 
 
 def without_graph() -> AbstractContextManager[object]:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -69,7 +70,9 @@ class Arrivals:
         told = weakref.WeakMethod(notice)
         for i, parameter in enumerate(self._parameters):
             hook = _announce(told, under_way, i)
-            self._announcing.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+            with _hookable(parameter):
+                handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._announcing.append(handle)
 
     @property
     def order(self) -> list[int]:
@@ -125,13 +128,25 @@ class Arrivals:
         return self._nodes[i]
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
-        is_frozen = not parameter.requires_grad
-        if is_frozen:  # torch takes no hook then, but keeps one; it may be unfrozen at any time
-            parameter.requires_grad_(True)
-        handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        with _hookable(parameter):
+            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._handles.append(handle)
+
+
+@contextmanager
+def _hookable(parameter: Parameter) -> Generator[None, None, None]:
+    """Have torch accept a hook in the body: it keeps those of a frozen parameter, but takes none.
+
+    The parameter may be unfrozen at any time.
+    """
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
         if is_frozen:
             parameter.requires_grad_(False)
-        self._handles.append(handle)
 
 
 def _node_of(parameter: Parameter) -> Any:

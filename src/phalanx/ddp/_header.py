@@ -20,7 +20,7 @@ from torch import Tensor
 
 __all__ = ["CYCLE", "NO_DATA", "NO_WEIGHT", "Header"]
 
-NUMBER, WEIGHT, UNUSED, LATE, SURPRISED, DIGITS = range(6)
+NUMBER, WEIGHT, UNUSED, LATE, SURPRISED, KEPT, DIGITS = range(7)
 FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then arrivals of buckets
 FIXED = FORWARD + 2
 DIGIT = 20  # bits of a fingerprint in one number; float32 has 24 exactly
@@ -70,13 +70,14 @@ class Header:
         unused: Sequence[int],
         late: Sequence[int],
         is_surprised: bool,
+        keeps_reduced: bool,
     ) -> None:
         """Fill this rank's part; times are in seconds, and parameters by their place among all."""
         ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
         digits = _NO_DIGITS
         if fingerprint:
             digits = [(fingerprint >> shift) % (1 << DIGIT) for shift in (0, DIGIT, 2 * DIGIT)]
-        counts = len(unused), len(late), is_surprised
+        counts = len(unused), len(late), is_surprised, keeps_reduced
         row = [number, weight, *counts, *digits, forward, backward, *arrivals]
         self._numbers[self._mine : self._mine + self._width] = row
         for i in unused:
@@ -129,6 +130,10 @@ class Header:
     def has_surprised(self) -> bool:
         """Tell whether the graph of any rank was another than it learnt from."""
         return any(self._column(SURPRISED))
+
+    def has_kept(self) -> bool:
+        """Tell whether any rank adds gradients that were reduced before to what is reduced now."""
+        return any(self._column(KEPT))
 
     def used(self) -> list[bool]:
         """Tell of every parameter whether any rank used it."""

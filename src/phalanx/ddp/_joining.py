@@ -104,7 +104,7 @@ class Joining(Joinable):
         if torch.is_grad_enabled():
             Join.notify_join_context(self)
             self.reducer.scaling.divides_by_all = self._divides_by_all
-            self.reducer.keeps_apart = self._is_left_by_others
+            self.reducer.keeps_apart = True
 
     def _tell_what_follows(self) -> None:
         """Make buffers alike, and tell ranks that follow what backward pass will come."""

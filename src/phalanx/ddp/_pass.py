@@ -60,6 +60,7 @@ class Pass:
         *,
         number: int,
         olds_count: bool,
+        keeps_reduced: bool,
         proof: Named,
         launches_early: bool,
         timing: Timing,
@@ -70,6 +71,8 @@ class Pass:
         self._number = (number - 1) % CYCLE + 1
         self._olds_count = olds_count
         """Whether gradients from before the pass are this rank's own, and not reduced yet."""
+        self._keeps_reduced = keeps_reduced
+        """Whether reduced gradients were taken off, and are added when the pass is over."""
         self._proof = proof
         """The parameters to compare over the ranks in this pass."""
         self._launches_early = launches_early
@@ -90,8 +93,12 @@ class Pass:
         # With gradients that have a graph of their own, autograd would replace a tensor, not add;
         # and what it adds is not multiplied.
         self._shows_early = (
-            setting.keeps_views and not torch.is_grad_enabled() and scale.factor == 1
+            setting.keeps_views
+            and not torch.is_grad_enabled()
+            and scale.factor == 1
+            and scale.adds_new
         )
+        self._late_factor = scale.factor if scale.adds_new else 0.0
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
         self._home = homes_of(setting.pieces) if setting.is_learning else {}
         self._works: list[Handle | HookWork] = []
@@ -137,7 +144,8 @@ class Pass:
         if not self._setting.keeps_views:
             self._own.update(zip(piece.members, first_of(olds, news), strict=True))
         bucket = self._setting.buckets[piece.home]
-        olds = olds if self._olds_count else self._scale.olds(olds)
+        if not self._scale.adds_new:
+            news = [None] * len(news)
         bucket.gather(piece, news, olds, self._scale.factor)
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
@@ -272,7 +280,7 @@ class Pass:
                 self.is_surprised = True
             else:
                 place = piece.places.start + offset
-                self._setting.buckets[piece.home].add(place, gradient, self._scale.factor)
+                self._setting.buckets[piece.home].add(place, gradient, self._late_factor)
                 if piece.members[offset] in self._unused:  # it was taken for one that does not come
                     self._unused.remove(piece.members[offset])
                     self.is_surprised = True
@@ -288,6 +296,7 @@ class Pass:
             unused=self._unused,
             late=list(late),
             is_surprised=self.is_surprised and self._scale.weight != NO_DATA,
+            keeps_reduced=self._keeps_reduced and self._scale.weight != NO_DATA,
         )
 
     def _wait(self, *, steps: bool) -> None:
@@ -329,7 +338,7 @@ class Pass:
         works = []
         for i in which:
             bucket, place = homes[i]
-            part = times(bucket.fitting(place, mine.get(i)), self._scale.factor)
+            part = times(bucket.fitting(place, mine.get(i)), self._late_factor)
             works.append((bucket, place, part, self._scale.start(self._setting.channel, part)))
         for bucket, place, part, work in works:
             work.wait()
@@ -341,7 +350,7 @@ class Pass:
         rest = bucket.another()
         for place, i in enumerate(bucket.members):
             if i in mine:
-                rest.add(place, mine[i], self._scale.factor)
+                rest.add(place, mine[i], self._late_factor)
         shown = self._shown(rest)
         told = partial(self._describe, bucket)
         self._setting.hook.start(shown, rest.take, told=told).wait()

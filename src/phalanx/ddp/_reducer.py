@@ -11,14 +11,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._accumulators import Accumulators, next_in_outer_run, this_run, without_graph
+from ._accumulators import Accumulators, OuterRun, this_run, without_graph
 from ._agreement import verify_parameters
 from ._apart import PreviousGrads
 from ._arrangement import Arranger
@@ -86,7 +85,7 @@ class Reducer:
         self.is_unsynced = False
         """Gradients hold what only this rank has."""
         self.keeps_apart = False
-        """Whether ranks may leave, so that reduced gradients must not be reduced again."""
+        """Whether ranks may be without data, so that reduced gradients are not reduced again."""
         self._previous = PreviousGrads()
         self._under_way: Pass | LocalPass | None = None
         self._announced: Handle | None = None
@@ -193,32 +192,31 @@ class Reducer:
         if self._precision is not None:
             self._precision.hold_in_backward()
         if not self._is_closed and self._accumulators.runs(i):
-            self.begin(at_parameter=True)
+            self.begin()
 
-    def begin(self, *, at_parameter: bool = False) -> None:
+    def begin(self) -> None:
         """Begin a backward pass, unless one is under way: before any gradient has come."""
         self._abandon_if_dead()
         if self._under_way is not None:
             return
         refuse_compiled_backward()
+        self._forget_dropped()
         self._passes += 1
         self._arrivals.restart()
-        # A checkpoint of the reentrant kind runs autograd within autograd. Where a parameter is the
-        # first that is seen of a pass, that may be in such a part of it.
-        node = next_in_outer_run() if at_parameter else None
-        if node is None:
+        outer = OuterRun.find()
+        if outer is None:
             self._end_with_this_run()
         else:
-            self._end_with_outer_run(node)
+            self._end_with_outer_run(outer)
         if not self.synchronises:
             self._accumulate()
-            self._under_way = LocalPass(self.channel)
+            unweighted = self.parameters if self.weights.current == 0 else ()
+            self._under_way = LocalPass(self.channel, unweighted)
             return
         self._reduced += 1
-        self._forget_dropped()
         if self.is_unsynced:
             self._previous.subtract()
-        elif self.keeps_apart and self.weights.current is None:
+        elif self._keeps_reduced_apart:
             self._previous.take_off(self.parameters)
         self._under_way = self._make_pass(
             self.scaling.scale(self.parameters, is_narrow=self._is_narrow),
@@ -233,9 +231,9 @@ class Reducer:
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = this_run()
 
-    def _end_with_outer_run(self, node: Any) -> None:
-        """End the pass when the run of autograd is over that comes to a node next."""
-        self._lifetime[0] = this_run
+    def _end_with_outer_run(self, outer: OuterRun) -> None:
+        """End the pass when the run of autograd is over within which this one was started."""
+        self._lifetime[0] = outer.is_under_way
         number = self._passes
 
         def end_with_it(_: object) -> None:
@@ -243,7 +241,7 @@ class Reducer:
             if self._under_way is not None and self._passes == number:
                 self._end_with_this_run()
 
-        handle = node.register_prehook(end_with_it)
+        handle = outer.next_node.register_prehook(end_with_it)
 
     def _make_pass(self, scale: Scale, *, olds_count: bool = False) -> Pass:
         steps_early = self.is_static and self.optimizers and not self._previous
@@ -252,6 +250,7 @@ class Reducer:
             scale,
             number=self._passes,
             olds_count=olds_count,
+            keeps_reduced=bool(self._previous),
             proof=self.named if self._is_check_due() else (),
             launches_early=self._company.is_alone(self),
             timing=Timing(self._since, self.forward_seconds),
@@ -260,19 +259,21 @@ class Reducer:
 
     def _accumulate(self) -> None:
         """Prepare gradients for more that only this rank has."""
-        self._forget_dropped()
-        if self.is_unsynced:
-            with self._previous.subtracted():
-                self.weights.accumulate(self.parameters)
-            return
-        self.weights.accumulate(self.parameters)
-        self.is_unsynced = True
-        if self.weights.current is not None or self.keeps_apart:
+        if not self.is_unsynced and self._keeps_reduced_apart:
             self._previous.keep_reduced(self.parameters)
-            return
-        reduced = self.scaling.plain.olds([p.grad for p in self.parameters])
-        for parameter, old in zip(self.parameters, reduced, strict=True):
-            parameter.grad = old
+        self.is_unsynced = True
+        with self._previous.subtracted():
+            self.weights.accumulate(self.parameters)
+        self._note_local()
+
+    @property
+    def _keeps_reduced_apart(self) -> bool:
+        """Tell whether ranks' shares of reduced gradients might not add up to one."""
+        return self.keeps_apart or self.scaling.adds_up or self.weights.current is not None
+
+    def _note_local(self) -> None:
+        if self.weights.is_counting or self._previous:
+            self._previous.note_local(self.parameters)
 
     def _forget_dropped(self) -> None:
         """Forget local passes if the user has zeroed what they left."""
@@ -281,7 +282,8 @@ class Reducer:
 
     def forget_local(self) -> None:
         """Forget local passes: their gradients were zeroed."""
-        if self.is_unsynced and self._under_way is None:
+        self._abandon_if_dead()
+        if self._under_way is None:
             self.is_unsynced = False
             self.weights.clear()
             self._previous.clear()
@@ -314,11 +316,16 @@ class Reducer:
             return
         self._reduced += 1
         with torch.no_grad():
+            self._forget_dropped()
+            if not self.is_unsynced:
+                self._previous.take_off(self.parameters)
             for parameter in self.parameters:
                 parameter.grad = None
             shadow = self._make_pass(self.scaling.without_data())
             shadow.finish()
             shadow.is_surprised = False
+            if self._arrangement.header.has_kept():  # only they know whether to zero gradients
+                self._previous.add()
             if not self._has_ordered:
                 self._agree_on_order()
             self._note(shadow)
@@ -349,8 +356,7 @@ class Reducer:
         with without_graph():
             if isinstance(under_way, LocalPass):
                 self._announced = under_way.finish()
-                if self.weights.is_counting or self._previous:
-                    self._previous.note_local(self.parameters)
+                self._note_local()
             elif under_way is not None:
                 under_way.finish()
             # Not before: what does not come to its end has to be waited for, by whoever comes next.
@@ -400,6 +406,7 @@ class Reducer:
         if self._under_way is not None and self._lifetime[0]() is None:
             under_way, self._under_way = self._under_way, None
             self.graph_task = None
+            self._lifetime[0] = _none
             under_way.abandon()
             is_local = isinstance(under_way, LocalPass)
             self.weights.go_back(keeps_gradients=is_local)

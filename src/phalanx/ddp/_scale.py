@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._buckets import Bucket, Gradients
+from ._buckets import Bucket
 from ._channel import Channel, Handle
-from ._header import NO_WEIGHT, Header
+from ._header import NO_DATA, NO_WEIGHT, Header
 
-__all__ = ["Hooked", "Mean", "MeanOfShares", "Scale", "Sum", "WeightedMean"]
+__all__ = ["Hooked", "Mean", "MeanOfShares", "Scale", "Sum", "WeightedMean", "WithoutData"]
 
 
 class Scale:
@@ -20,10 +20,8 @@ class Scale:
     """What this rank's header says."""
     factor = 1.0
     """What this rank's gradients are multiplied with on their way into a bucket."""
-
-    def olds(self, gradients: Gradients) -> Gradients:
-        """Scale gradients that all ranks have alike, so that a reduction leaves them alone."""
-        return gradients
+    adds_new = True
+    """Whether gradients of the pass count; if not, those from before it still do."""
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         """Start the reduction."""
@@ -113,9 +111,6 @@ class Sum(Scale):
     def __init__(self, size: int) -> None:
         self._size = size
 
-    def olds(self, gradients: Gradients) -> Gradients:
-        return [None if old is None else old / self._size for old in gradients]
-
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload)
 
@@ -131,12 +126,13 @@ class Sum(Scale):
 class WeightedMean(Scale):
     """Every rank counts by its samples, or whatever the loss of a rank is a mean over."""
 
-    def __init__(self, factor: float, weight: float, *, unit: float) -> None:
+    def __init__(self, factor: float, weight: float, *, unit: float, adds_new: bool) -> None:
         self._unit = unit
         self.factor = factor / unit
         """What one gradient of this rank stands for: the weight of its last pass."""
         self.weight = weight
         """What they stand for together, since gradients were reduced last."""
+        self.adds_new = adds_new
         self._total = 0.0
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
@@ -160,6 +156,34 @@ class WeightedMean(Scale):
         return self._share * len(weights)
 
 
+class WithoutData(Scale):
+    """This rank brings nothing, and learns from the header what the others have brought."""
+
+    weight = NO_DATA
+
+    def __init__(self, plain: Scale, *, unit: float) -> None:
+        self._plain = plain
+        self._weighted = WeightedMean(0.0, 0.0, unit=unit, adds_new=False)
+        self._theirs = plain
+
+    def start(self, channel: Channel, payload: Tensor) -> Handle:
+        return self._plain.start(channel, payload)
+
+    def after(self, buckets: Sequence[Bucket], header: Header) -> None:
+        self._choose(header)
+        self._theirs.after(buckets, header)
+
+    def unscaled(self, part: Tensor) -> Tensor:
+        return self._theirs.unscaled(part)
+
+    def times(self, header: Header) -> float:
+        self._choose(header)
+        return self._theirs.times(header)
+
+    def _choose(self, header: Header) -> None:
+        self._theirs = self._weighted if any(header.weights()) else self._plain
+
+
 class Hooked(Scale):
     """A hook makes the mean; what is more than that is done before and after it."""
 
@@ -167,10 +191,7 @@ class Hooked(Scale):
         self._wanted = wanted
         self._size = size
         self._times = 1.0
-        self.weight, self.factor = wanted.weight, wanted.factor
-
-    def olds(self, gradients: Gradients) -> Gradients:
-        return self._wanted.olds(gradients)
+        self.weight, self.factor, self.adds_new = wanted.weight, wanted.factor, wanted.adds_new
 
     def start(self, channel: Channel, payload: Tensor) -> Handle:
         return channel.sum(payload) if payload.is_sparse else channel.mean(payload)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 
 import torch
 from torch.nn import Parameter
 
 from ._channel import Channel
-from ._header import NO_DATA
-from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum
+from ._scale import Hooked, Mean, MeanOfShares, Scale, Sum, WithoutData
 from ._weights import Weights
 
 __all__ = ["NARROW", "Scaling"]
@@ -66,9 +64,7 @@ class Scaling:
 
     def without_data(self) -> Scale:
         """Choose the scale of a pass to which this rank contributes nothing."""
-        scale = copy(self.plain)
-        scale.weight = NO_DATA
-        return self._around_hook(scale)
+        return self._around_hook(WithoutData(self.plain, unit=self.weights.unit or 1.0))
 
     def _around_hook(self, scale: Scale) -> Scale:
         return Hooked(scale, self._channel.size) if self.has_hook else scale

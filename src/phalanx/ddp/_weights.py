@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import Parameter
 
-from ..errors import InvalidArgument, InvalidState
+from ..errors import InvalidArgument
+from ._local_part import LocalPart
 from ._scale import WeightedMean
 
 __all__ = ["Weights"]
@@ -64,17 +65,10 @@ class Weights:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current
         self._before = self._sum
-        if weight is None:
+        if not weight:  # of weight 0: its gradients are not added
             return
-        if weight == 0 and self._last:
-            raise InvalidState(
-                "a pass of weight 0 cannot be added to gradients that have weight: leave it out"
-            )
         if self._last is not None and self._last != weight:
-            held = [p.grad for p in parameters if p.grad is not None]
-            if held:
-                with torch.no_grad():
-                    torch._foreach_mul_(held, self._last / weight)
+            _scale(parameters, self._last / weight)
         self._last = weight
         self._sum += weight
 
@@ -83,7 +77,9 @@ class Weights:
         weight = self._current
         assert weight is not None, "asked for by somebody who has set it"
         self.accumulate(parameters)
-        return WeightedMean(weight, self._sum, unit=self.unit or 1.0)
+        return WeightedMean(
+            self._last or 0.0, self._sum, unit=self.unit or 1.0, adds_new=weight > 0
+        )
 
     def go_back(self, *, keeps_gradients: bool) -> None:
         """Take back the last pass, which did not come to its end.
@@ -92,7 +88,23 @@ class Weights:
         weight, so that stays the one by which to read them.
         """
         self._sum = self._before if keeps_gradients else 0.0
+        if not keeps_gradients:
+            self._last = None
 
     def clear(self) -> None:
         """Begin anew: the gradients have been reduced."""
         self._last, self._sum = None, 0.0
+
+
+def _scale(parameters: Sequence[Parameter], factor: float) -> None:
+    """Multiply the gradients that there are."""
+    held = []
+    with torch.no_grad():
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and isinstance(parameter, LocalPart):
+                parameter.grad = gradient * factor  # what it shows may be a copy
+            elif gradient is not None:
+                held.append(gradient)
+        if held:
+            torch._foreach_mul_(held, factor)

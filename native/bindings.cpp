@@ -5,6 +5,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <unistd.h>
+
+#include <exception>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,6 +35,14 @@ template <class Function>
 auto unlocked(Function&& function) {
   const nb::gil_scoped_release release;
   return function();
+}
+
+bool is_finalizing() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
 }
 
 std::uint64_t nanoseconds(double seconds) {
@@ -78,6 +89,20 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double 
   return unlocked([&] { return engine.issue(std::move(request)); });
 }
 
+// When the interpreter goes away it ends threads that come back to it, by unwinding their stacks. Under
+// C++ code that must not be unwound (pybind11's, nanobind's, torch's callbacks) this is `terminate`, and
+// the whole process aborts. From here on such a thread sleeps instead, until the process has ended.
+void park_dying_threads() {
+  static std::terminate_handler usual = nullptr;
+  static const pid_t process = ::getpid();
+  if (usual != nullptr) return;
+  usual = std::set_terminate([] {
+    const bool other = ::gettid() != ::getpid() && ::getpid() == process;
+    while (other && is_finalizing()) ::pause();
+    usual();
+  });
+}
+
 }  // namespace
 
 NB_MODULE(_engine, module) {
@@ -88,6 +113,7 @@ NB_MODULE(_engine, module) {
   module.def("stream_bytes", [](Address into, Address from, std::size_t bytes) {
     unlocked([&] { stream_bytes(pointer(into), pointer(from), bytes); });
   });
+  module.def("park_dying_threads", &park_dying_threads);
   module.def("instruction_set", &instruction_set);
   module.def("supports", [](int type, int op) {
     return supports(static_cast<DType>(type), static_cast<ReduceOp>(op));

@@ -2,7 +2,8 @@
 
 Gloo cannot be interrupted: destroying it blocks the whole interpreter until its last call times
 out. So the engine of a group that ends early is put aside here and let go when its calls have
-ended; and what is busy when the interpreter exits is left to the operating system.
+ended; and what is busy when the interpreter exits is left to the operating system, together with
+the threads that wait for it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import threading
 import weakref
 
+from .. import native
 from ._engine import Engine
 from ._health import Health
 
@@ -61,6 +63,10 @@ def retire(health: Health) -> None:
 
 
 def _abandon_busy() -> None:
+    # Some thread may wait for a call when the interpreter goes away, in torch's C++ or ours, and
+    # come back to an interpreter that is no more. It must not take the process with it.
+    if native.engine is not None:
+        native.engine.park_dying_threads()
     with _lock:
         for health, engines in [*_guarded.items(), *_retired]:
             if health.is_busy():

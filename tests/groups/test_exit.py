@@ -1,0 +1,61 @@
+"""The end of a program that has calls under way, and of calls that take very long."""
+
+import subprocess
+import sys
+
+import pytest
+
+from phalanx import native
+
+pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+
+# Rank 1 goes away while the interpreter of rank 0 is being taken down, which ends rank 0's waits.
+PROGRAM = """
+import os, sys, threading, time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from phalanx.groups import new_group
+
+rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+where = {"store": f"file://{folder}/store", "rank": rank, "world_size": 2}
+group = new_group("shm", **where, timeout=timedelta(seconds=60), driver="caller")
+other = group.split_group([0, 1], backend="gloo")
+other.barrier().wait()
+
+
+class Slow:
+    def __del__(self, touch=(folder / "down").touch, sleep=time.sleep):
+        touch()
+        sleep(0.4)
+
+
+if rank == 0:
+    sys.modules["slow"] = Slow()
+    future = group.allreduce(torch.ones(3)).get_future()
+    receive = other.recv(torch.ones(3), 1).get_future()
+    waiter = threading.Thread(target=group.allreduce(torch.ones(3)).wait, daemon=True)
+    waiter.start()
+else:
+    while not (folder / "down").exists():
+        time.sleep(0.01)
+    os._exit(0)
+"""
+
+
+def test_a_program_may_end_while_calls_are_under_way(tmp_path):
+    """A future of ours, one of torch's, and a thread that waits; none takes the process along."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, tmp_path / "program.py", str(rank), tmp_path],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert "terminate" not in errors[0]

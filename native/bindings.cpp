@@ -57,10 +57,29 @@ std::tuple<int, int, std::uint64_t> told(const Transfers::Status& status) {
   return {static_cast<int>(status.state), status.peer, status.bytes};
 }
 
+// Starts something on behalf of `work`, which keeps the memory alive, and tells it the ticket. A
+// signal may raise an exception in Python as soon as this returns, before anything is done with what
+// it returns. So the work is in `begun` before the engine gets the memory, and has its ticket before
+// Python runs again. If the engine throws, it has changed nothing, and the work is taken out again.
+template <class Start>
+std::uint64_t begin(nb::list& begun, nb::handle work, Start&& start) {
+  begun.append(work);
+  std::uint64_t ticket = 0;
+  try {
+    ticket = unlocked(std::forward<Start>(start));
+  } catch (...) {
+    nb::del(begun[nb::len(begun) - 1]);
+    throw;
+  }
+  nb::setattr(work, "ticket", nb::int_(ticket));
+  return ticket;
+}
+
 std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,
                     Address input, std::size_t bytes, std::uint64_t amount, nb::handle shape,
                     const std::vector<Address>& outputs, std::size_t output_bytes,
-                    std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at) {
+                    std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at,
+                    nb::list begun, nb::handle work) {
   Request request;
   request.kind = static_cast<Kind>(kind);
   request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
@@ -72,12 +91,13 @@ std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, i
   for (const Address output : outputs) request.outputs.push_back(pointer(output));
   request.send_at = std::move(send_at);
   request.receive_at = std::move(receive_at);
-  return unlocked([&] { return engine.issue(std::move(request)); });
+  return begin(begun, work, [&] { return engine.issue(std::move(request)); });
 }
 
 // The call of calls: an all-reduce, or anything else that works in place.
 std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double factor, int root,
-                             Address tensor, std::size_t bytes, nb::handle shape) {
+                             Address tensor, std::size_t bytes, nb::handle shape,
+                             nb::list begun, nb::handle work) {
   Request request;
   request.kind = static_cast<Kind>(kind);
   request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
@@ -86,7 +106,7 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double 
   request.bytes = request.output_bytes = bytes;
   request.extent = extent_of(bytes, shape);
   request.outputs.push_back(request.input);
-  return unlocked([&] { return engine.issue(std::move(request)); });
+  return begin(begun, work, [&] { return engine.issue(std::move(request)); });
 }
 
 // When the interpreter goes away it ends threads that come back to it, by unwinding their stacks. Under
@@ -177,12 +197,15 @@ NB_MODULE(_engine, module) {
              return told(unlocked([&] { return engine.wait(ticket, nanoseconds(seconds)); }));
            })
       .def("send",
-           [](Engine& engine, int to, std::int64_t tag, Address data, std::size_t bytes) {
-             return unlocked([&] { return engine.send(to, tag, pointer(data), bytes); });
+           [](Engine& engine, int to, std::int64_t tag, Address data, std::size_t bytes,
+              nb::list begun, nb::handle work) {
+             return begin(begun, work, [&] { return engine.send(to, tag, pointer(data), bytes); });
            })
       .def("receive",
-           [](Engine& engine, int from, std::int64_t tag, Address data, std::size_t bytes) {
-             return unlocked([&] { return engine.receive(from, tag, pointer(data), bytes); });
+           [](Engine& engine, int from, std::int64_t tag, Address data, std::size_t bytes,
+              nb::list begun, nb::handle work) {
+             return begin(begun, work,
+                          [&] { return engine.receive(from, tag, pointer(data), bytes); });
            })
       .def("test_transfer",
            [](Engine& engine, std::uint64_t ticket) {

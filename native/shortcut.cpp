@@ -130,12 +130,20 @@ PyObject* make_call(Shortcut* self, PyObject* operation, PyObject* tensor, Reduc
   if (!note_site(call.ptr())) return nullptr;
   ShortWork* const work = new_work(self, call.ptr(), tensor);
   nb::object result = nb::steal(reinterpret_cast<PyObject*>(work));
-  const Engine::Issued issued = number_and_issue(self, std::move(request), work);
-  if (issued.ticket == 0) return nullptr;
-  // From here on the engine works on the tensor, which is kept until it has ended.
-  if (PyDict_SetItem(self->in_flight, call.ptr(), result.ptr()) != 0 ||
-      !nb::steal(PyObject_CallOneArg(self->append, call.ptr())).is_valid())
-    throw nb::python_error();
+  // The tensor is kept before the engine works on it, until it has ended.
+  if (PyDict_SetItem(self->in_flight, call.ptr(), result.ptr()) != 0) throw nb::python_error();
+  Engine::Issued issued;
+  try {
+    issued = number_and_issue(self, std::move(request), work);
+  } catch (...) {  // with nothing issued
+    PyDict_DelItem(self->in_flight, call.ptr());
+    throw;
+  }
+  if (issued.ticket == 0) {
+    PyDict_DelItem(self->in_flight, call.ptr());
+    return nullptr;
+  }
+  if (!nb::steal(PyObject_CallOneArg(self->append, call.ptr())).is_valid()) throw nb::python_error();
   if (issued.more) {
     const nb::gil_scoped_release release;
     work->engine->test(issued.ticket);  // does this rank's shares of what the others are ready for
@@ -156,6 +164,8 @@ PyObject* attempt(PyObject* self, PyObject* operation, PyObject* tensor,
     return PyErr_NoMemory();
   }
   if (work != nullptr) return work;
+  // What looks for the user's frame is written in Python, and a signal may interrupt it.
+  if (PyErr_Occurred() != nullptr && !PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
   PyErr_Clear();
   Py_RETURN_NONE;
 }

@@ -2,12 +2,18 @@
 
 import subprocess
 import sys
+import threading
+from datetime import timedelta
 
 import pytest
+import torch
 
 from phalanx import native
+from phalanx.groups.backends import _shm_work
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+
+LONG = timedelta(seconds=60)
 
 # Rank 1 goes away while the interpreter of rank 0 is being taken down, which ends rank 0's waits.
 PROGRAM = """
@@ -59,3 +65,33 @@ def test_a_program_may_end_while_calls_are_under_way(tmp_path):
     errors = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], errors
     assert "terminate" not in errors[0]
+
+
+def wait_longer_than_the_engine_does(ctx, how):
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    usual, _shm_work._LONG = _shm_work._LONG, 0.02  # an hour, usually
+    try:
+        tensor = torch.full((3,), float(ctx.rank + 1))
+        if ctx.rank == 1:
+            ctx.store.wait(["waits"])
+        call = {
+            "future": lambda: group.allreduce(tensor).get_future(),
+            "call": lambda: group._engine.sum(tensor),
+            "transfer": lambda: (
+                group._engine.send([tensor], 0, 0)
+                if ctx.rank
+                else group._engine.recv([tensor], 1, 0)
+            ),
+        }[how]()
+        if ctx.rank == 0:
+            threading.Timer(0.1, ctx.store.set, ["waits", ""]).start()
+        call.wait()
+        return tensor.tolist()
+    finally:
+        _shm_work._LONG = usual
+
+
+@pytest.mark.parametrize("how", ["future", "call", "transfer"])
+def test_a_wait_without_an_end_has_none(ranks, how):
+    both = ranks.run(wait_longer_than_the_engine_does, 2, args=(how,))
+    assert both == ([[2.0] * 3] * 2 if how == "transfer" else [[3.0] * 3] * 2)

@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from phalanx.errors import (
     PeerLost,
     RankMismatch,
 )
+from phalanx.groups import _group
 from phalanx.testing import Fault, kill
 
 LONG = timedelta(seconds=60)
@@ -297,6 +299,44 @@ def scatter_unevenly(ctx, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_uneven_reduce_scatter_goes_on_without_who_has_left(crew, backend):
     crew[backend].run(scatter_unevenly, 3, args=(backend,))
+
+
+def leave_while_another_thread_calls(ctx):
+    """Rank 0 leaves while a call is between its engine and the group's list of calls."""
+    group = ctx.group("shm", timeout=LONG)
+    tensor = torch.ones(3)
+    if ctx.rank == 1:
+        ctx.store.wait(["go"])
+        group.allreduce(tensor, op=ReduceOp.MAX).wait()
+        return
+    is_there, may_go_on = threading.Event(), threading.Event()
+    call = partial(group.allreduce, tensor, op=ReduceOp.MAX)
+
+    def go_on():
+        may_go_on.set()
+        ctx.store.set("go", "")
+
+    class Paused(_group.Work):
+        def __init__(self, *args):
+            is_there.set()
+            may_go_on.wait()
+            super().__init__(*args)
+
+    usual, _group.Work = _group.Work, Paused
+    try:
+        caller = threading.Thread(target=call)
+        caller.start()
+        is_there.wait()
+        threading.Timer(0.1, go_on).start()
+        group.leave()  # begun before this rank leaves, the call is waited for
+        caller.join()
+    finally:
+        _group.Work = usual
+    assert group.records()[-1].ended is not None
+
+
+def test_who_leaves_waits_for_a_call_of_another_thread(ranks):
+    ranks.run(leave_while_another_thread_calls, 2)
 
 
 def leave_with_a_receive(ctx, backend):

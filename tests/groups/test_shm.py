@@ -6,6 +6,7 @@ import random
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def share_at(ctx, places):
     shared = share(ctx.store, ctx.rank, ctx.size, sizes=sizes, places=places)
     value = torch.full((3,), float(ctx.rank + 1))
     arguments = (2, 0, 0, 1.0, 0, value.data_ptr(), value.nbytes, value.numel())
-    assert shared.wait(shared.issue_in_place(*arguments), 10.0)[0] == 1
+    assert shared.wait(shared.issue_in_place(*arguments, [], SimpleNamespace()), 10.0)[0] == 1
     assert value.tolist() == [3.0] * 3
     return shared.region.path
 

@@ -249,6 +249,26 @@ def test_transfers_and_futures_learn_of_a_death(ranks, how):
     ranks.run(die_in_another_wait, 3, args=(how,), faults=[Fault("now", kill(), rank=1)])
 
 
+def end_in_good_order_without_the_share(ctx):
+    """Rank 1 has made the call, says good-bye, and ends before it has done its share."""
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    tensor = torch.ones(700_000)
+    if ctx.rank == 1:
+        group.allreduce(tensor)
+        group._health.exit()
+        ctx.store.set("died", str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    ctx.store.wait(["died"])
+    with pytest.raises(PeerLost) as caught:
+        group.allreduce(tensor).wait()
+    assert caught.value.lost == (1,)
+    assert time.monotonic() - float(ctx.store.get("died")) < SOON
+
+
+def test_what_the_engine_says_of_a_death_is_believed(ranks):
+    ranks.run(end_in_good_order_without_the_share, 2, expect_dead=[1])
+
+
 # -- before there is a group ---------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import threading
 from datetime import timedelta
 from functools import reduce
 from itertools import permutations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -183,7 +184,8 @@ def tell_lengths_apart(ctx):
     engine = share(ctx.store, ctx.rank, ctx.size)
     place, _ = engine.region.slab(ctx.rank)
     length = 4 * GIB * ctx.rank + 20_000
-    ticket = engine.issue_in_place(ALLREDUCE, UINT8, 0, 1.0, 0, place, length, length)
+    arguments = (ALLREDUCE, UINT8, 0, 1.0, 0, place, length, length)
+    ticket = engine.issue_in_place(*arguments, [], SimpleNamespace())
     assert engine.wait(ticket, 20.0)[0] == MISMATCH
 
 
@@ -204,9 +206,9 @@ def send_the_end_of_something_long(ctx):
         length, sent, room = 4 * GIB + 100, [4 * GIB, 4 * GIB, 4 * GIB + 100], [0, 0, 0]
     else:
         address, length, sent, room = 0, 0, [0, 0, 0], [0, 100, 100]
-    ticket = engine.issue(
-        ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, (), [received.data_ptr()], 100, sent, room
-    )
+    outputs = ([received.data_ptr()], 100, sent, room)
+    arguments = (ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, (), *outputs)
+    ticket = engine.issue(*arguments, [], SimpleNamespace())
     assert engine.wait(ticket, 60.0)[0] == FINISHED
     assert received.tolist() == (list(range(100)) if ctx.rank == 1 else [0] * 100)
 

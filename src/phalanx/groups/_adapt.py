@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..errors import InvalidArgument
 from ._engine import RawWork, Traits
 from ._words import dtype_name, op_name
 
-__all__ = ["Reduction", "adapt_reduction", "as_bytes", "average", "is_sum", "plain_op"]
+__all__ = ["Reduction", "adapt_reduction", "as_bytes", "averaging", "is_sum", "plain_op"]
 
 SUM = ReduceOp.SUM
 AVG = ReduceOp.AVG
@@ -74,7 +75,7 @@ def adapt_reduction(
         _premultiply(call, op.factor)
     elif kind == AVG and not _averages(traits, operation, dtype):
         call.op = SUM
-        call.finish = lambda: average(outputs, size)
+        call.finish = averaging(outputs, size)
     if traits.dtypes is not None and dtype not in traits.dtypes:
         _view_complex(call, operation, kind, dtype)
     return call
@@ -97,14 +98,19 @@ def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> Reduction
     return Reduction(op, plain if same else [tensor.detach() for tensor in inputs], plain)
 
 
-def average(tensors: Sequence[Tensor], count: int) -> None:
-    """Divide sums by how many were added; integers lose their fraction."""
-    for tensor in tensors:
-        flat = tensor.detach()
-        if flat.is_floating_point() or flat.is_complex():
-            flat.div_(count)
-        else:
-            flat.div_(count, rounding_mode="trunc")
+def averaging(tensors: Sequence[Tensor], count: int) -> Callable[[], None]:
+    """Make what divides sums by how many were added, once; integers lose their fraction."""
+    mine = [tensor.detach() for tensor in tensors]
+    rounding = "trunc" if not (mine[0].is_floating_point() or mine[0].is_complex()) else None
+    divide = methodcaller("div_", count, rounding_mode=rounding)
+    done: list[Tensor] = []
+
+    def finish() -> None:
+        # An interrupt may come at any time, and whoever waits again comes here again. To divide and
+        # to take note of it is one step, for it is all done by `extend`.
+        done.extend(map(divide, mine[len(done) :]))
+
+    return finish
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -82,11 +82,13 @@ class CollectiveBase(dist.ProcessGroup):
         finish: Callable[[], None] | None = None,
         transfer: bool = False,
         peer: int | None = None,
+        single: bool = True,
     ) -> Work:
         """Number, check, record and start a call.
 
         `terms` is what ranks must agree on beside the operation and its first tensor; `uneven`
-        says that even the shape may differ; `peer` is the one rank that a transfer depends on.
+        says that even the shape may differ; `peer` is the one rank that a transfer depends on;
+        `single` says that to the engine, too, it is one call.
         """
         raise NotImplementedError  # `ProcessGroup` has it
 
@@ -224,6 +226,7 @@ class CollectiveBase(dist.ProcessGroup):
             outputs=outputs,
             terms=(op, *terms),
             finish=finish,
+            single=len(tensors) == 1,
         )
 
     def _reduce_parts(
@@ -255,6 +258,7 @@ class CollectiveBase(dist.ProcessGroup):
             timeout=opts.timeout,
             terms=(plain_op(op),),
             finish=plan.finish,
+            single=len(pairs) == 1,
         )
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
@@ -268,7 +272,14 @@ class CollectiveBase(dist.ProcessGroup):
             whole = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
             start, finish = functools.partial(whole.start, self._await_part), whole.finish
         return self._issue(
-            "allreduce", tensors, start, (), timeout=opts.timeout, uneven=True, finish=finish
+            "allreduce",
+            tensors,
+            start,
+            (),
+            timeout=opts.timeout,
+            uneven=True,
+            finish=finish,
+            single=self._traits.sums_sparse,
         )
 
     def _exchange(
@@ -310,6 +321,7 @@ class CollectiveBase(dist.ProcessGroup):
             (),
             outputs=outs,
             timeout=opts.timeout,
+            single=len(pairs) == 1,
         )
 
 

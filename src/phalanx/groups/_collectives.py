@@ -123,6 +123,7 @@ class Collectives(CollectiveBase):
             timeout=opts.timeout,
             terms=(plain_op(op),),
             finish=plan.finish,
+            single=len({part.numel() for part in inputs}) == 1,
         )
 
     @also_named(outputTensor="output", inputTensor="input")
@@ -289,6 +290,7 @@ class Collectives(CollectiveBase):
             (),
             outputs=[tensor for outputs in lists for tensor in outputs],
             timeout=opts.timeout,
+            single=len(mine) == 1,
         )
 
     def all_to_all_single(

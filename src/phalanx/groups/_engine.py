@@ -7,12 +7,16 @@ methods in torch's list-and-options form, and may have the optional ones below.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from itertools import starmap
 from typing import Any, Protocol, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
@@ -21,12 +25,18 @@ from ..errors import GroupError, InternalError
 
 __all__ = [
     "REDUCTIONS",
+    "TRANSFERS",
     "CallSpoiled",
     "ClosedEngine",
     "Engine",
     "EngineMismatch",
+    "EngineStopped",
+    "NotYet",
+    "PeerDead",
     "RawWork",
     "Traits",
+    "is_about_peers",
+    "noting",
     "summing",
 ]
 
@@ -43,12 +53,56 @@ REDUCTIONS = frozenset(
 )
 
 
+TRANSFERS = "sends and receives"
+"""What an engine says that is under way when a rank cannot leave for it."""
+
+
 class EngineMismatch(RuntimeError):
     """Raised by an engine's work when it sees that two ranks call different operations."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"ranks {first} and {second} call different operations")
         self.ranks = (first, second)
+
+
+class NotYet(RuntimeError):
+    """Raised by an engine's work that has not ended when the timeout of `wait` has passed."""
+
+    def __init__(self) -> None:
+        super().__init__("not yet")
+
+
+class PeerDead(RuntimeError):
+    """Raised by an engine's work that cannot end: the engine sees that a rank is dead."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} is dead")
+        self.rank = rank
+
+
+class EngineStopped(RuntimeError):
+    """Raised by an engine's work that was ended by `wake`: the group has failed."""
+
+    def __init__(self) -> None:
+        super().__init__("the group has failed or was aborted")
+
+
+# Gloo raises nothing but `RuntimeError`, so it takes the text to tell a broken connection from bad
+# arguments. Its transport begins a message with the file that it comes from; a pair that was closed
+# after something timed out says just this. What ProcessGroupGloo refuses begins with its own name.
+_GLOO_TRANSPORT = re.compile(
+    r"\[[^\]]*/gloo/transport/[^\]]*\] |Application timeout caused pair closure$"
+)
+
+
+def is_about_peers(error: Exception) -> bool:
+    """Tell whether an engine's error is about a peer rather than about the arguments.
+
+    The only place where something depends on the text of an error, and only of Gloo's.
+    """
+    if isinstance(error, PeerDead | EngineStopped | dist.DistBackendError | dist.DistNetworkError):
+        return True
+    return type(error) is RuntimeError and _GLOO_TRANSPORT.match(str(error)) is not None
 
 
 class CallSpoiled(RuntimeError):
@@ -89,8 +143,13 @@ memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allred
 real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for barriers, and
 ``adopt(ticket, memory)`` the work of a call that came by it (`_shortcut`).
 
+An interrupt may come between the engine's start of a call and the moment when its handle is stored.
+So an engine has ``begun``, a list that the group sets: it puts the handle of each call there in the
+same step in which it takes the call, or before. The group empties it when the handle is safe. For
+an engine without it, `noting` does this around every method, which is as good for one in C++.
+
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
-next; ``leave()``, after which this rank does not and which tells whether nothing was under way;
+next; ``leave()``, after which this rank does not, or which names what is under way instead;
 ``rejoin(calls, seconds)``, one step of entering again or some time of waiting for it, which tells
 how far this rank has come (``waiting``, ``entering``, ``entered``) and the most `calls` of all;
 ``awaited()``, the ranks that it waits for there; and perhaps ``forget(rank)``, to go on without a
@@ -111,6 +170,68 @@ _REAL = frozenset(
         torch.uint8,
     }
 )
+
+
+_STARTS = frozenset(
+    {
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "allgather",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "barrier",
+        "broadcast",
+        "gather",
+        "recv",
+        "recv_anysource",
+        "reduce",
+        "reduce_scatter",
+        "scatter",
+        "send",
+    }
+)
+"""The methods that return a handle."""
+
+
+def noting(engine: Engine, begun: list[Any]) -> Engine:
+    """Have an engine put the handles of what it starts into a list."""
+    if hasattr(engine, "begun"):
+        engine.begun = begun
+        return engine
+    return _Noted(engine, begun)
+
+
+class _Noted:
+    """An engine that does not know of `begun`, and whose handles are noted all the same."""
+
+    def __init__(self, engine: Engine, begun: list[Any]) -> None:
+        self._engine = engine
+        self.begun = begun
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._engine, name)
+        if name in _STARTS:
+            found = partial(_note, self.begun, found)
+            setattr(self, name, found)  # so that the next call finds it sooner
+        return found
+
+
+def _note(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
+    # Signals raise exceptions between two steps of the interpreter. To call the method and to store
+    # what it returns is one step here, for it is all done by `extend`.
+    calling = starmap(method, (args,))
+    known = len(begun)
+    try:
+        begun.extend(calling)
+    except Exception:
+        raise
+    except BaseException:
+        if len(begun) == known:
+            begun += [None]  # the method is itself in Python: it may have started something
+        raise
+    return cast(RawWork, begun[-1])
 
 
 def summing(engine: Engine) -> Callable[[Tensor], RawWork]:

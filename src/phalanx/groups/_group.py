@@ -18,12 +18,12 @@ from . import _torch as torch_tables
 from . import _validate as validate
 from ._agree import Agreement, agreement_for
 from ._collective_base import SUM
-from ._engine import ClosedEngine, Engine, RawWork, Traits, summing
+from ._engine import ClosedEngine, Engine, RawWork, Traits, noting, summing
 from ._failure import Failure
 from ._health import Health
 from ._members import Members
 from ._record import Record, Recorder, user_site
-from ._refusal import refuse, refuse_start
+from ._refusal import cut_short, refuse
 from ._retired import guard, retire
 from ._shortcut import shortcut_for
 from ._watch import watch
@@ -101,6 +101,9 @@ class ProcessGroup(Members):
         # Keeps the order in which calls are numbered the order in which the engine gets them.
         # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
         self._order = threading.Lock()
+        # The handles of what the engine has started of a call, until the call's own work has them.
+        # In order, as that lock keeps it.
+        self._begun: list[RawWork | None] = []
         self._state = threading.Lock()  # over `_closed` and `_splits`, for moments
         self._health = Health(
             name=name,
@@ -326,7 +329,7 @@ class ProcessGroup(Members):
 
     def _use(self, engine: Engine, members: Sequence[int] | None) -> None:
         """Go on with an engine, one of those that the group keeps; None for `members` is all."""
-        self._engine = engine
+        self._engine = engine = noting(engine, self._begun)
         self._parties = self._size if members is None else len(members)
         self._start_sum = summing(engine)
         self._agreement: Agreement | None = agreement_for(engine, self._recipe.checks, self._health)
@@ -355,6 +358,7 @@ class ProcessGroup(Members):
         finish: Callable[[], None] | None = None,
         transfer: bool = False,
         peer: int | None = None,
+        single: bool = True,
     ) -> Work:
         seconds = self._timeout
         if timeout is not None and timeout.days >= 0:  # torch's way to leave it out is -1 ms
@@ -362,22 +366,35 @@ class ProcessGroup(Members):
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:before")
         with self._order:
-            if self._closed or self._health.failure is not None:
-                refuse(self, operation)
-            call = self._recorder.begin(operation, tensors, transfer=transfer)
+            if self._closed or self._health.failure is not None or self._recorder.starting:
+                self._refuse_or_tidy(operation)
+            work = None
+            is_checked = False
             try:
+                call = self._recorder.begin(operation, tensors, transfer=transfer)
+                work = Work(
+                    self._health, call, seconds, None, tensors if outputs is None else outputs
+                )
+                work.peer = peer
+                if finish is not None:
+                    work.ends_with(finish)
                 if self._agreement is not None and not transfer:
                     self._agreement.check(call, seconds, terms, uneven=uneven)
-                raw = method(*args)
-            except (RuntimeError, ValueError, TypeError) as error:
-                refuse_start(self, call, seconds, peer, error)
-        work = Work(self._health, call, seconds, raw, tensors if outputs is None else outputs)
-        if finish is not None:
-            work.ends_with(finish)
+                    del self._begun[:]  # what was compared with has ended
+                is_checked = True
+                work.raw = method(*args)
+            except BaseException as error:
+                cut_short(self, work, error, is_whole=is_checked and single)
+                raise
+            # No function is called in the next lines, so no signal is handled in between.
+            if not transfer:
+                self._health.in_flight[call] = work
+            self._recorder.starting = None
+            del self._begun[:]
         if transfer:
-            work.depends_on(peer, self._traits.wrap_transfer)
+            work.wrap(self._traits.wrap_transfer)
         else:
-            self._health.begun(call, work)
+            self._health.look_through()
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
         return work
@@ -387,19 +404,30 @@ class ProcessGroup(Members):
         if self._agreement is not None or faultpoints.armed:
             return self._issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
         with self._order:
-            if self._closed or self._health.failure is not None:
-                refuse(self, "allreduce")
-            mine = [tensor]
-            call = self._recorder.begin("allreduce", mine)
+            if self._closed or self._health.failure is not None or self._recorder.starting:
+                self._refuse_or_tidy("allreduce")
+            work = None
             try:
-                raw = self._start_sum(tensor)
-            except (RuntimeError, ValueError, TypeError) as error:
-                refuse_start(self, call, self._timeout, None, error)
-        work = Work(self._health, call, self._timeout, raw, mine)
-        self._health.begun(call, work)
+                mine = [tensor]
+                call = self._recorder.begin("allreduce", mine)
+                work = Work(self._health, call, self._timeout, None, mine)
+                work.raw = self._start_sum(tensor)
+            except BaseException as error:
+                cut_short(self, work, error, is_whole=True)
+                raise
+            self._health.in_flight[call] = work
+            self._recorder.starting = None
+            del self._begun[:]
+        self._health.look_through()
         return work
+
+    def _refuse_or_tidy(self, operation: str) -> None:
+        if self._closed or self._health.failure is not None:
+            refuse(self, operation)
+        cut_short(self, None)
 
     def _await_part(self, raw: RawWork) -> None:
         call = self._recorder.last
         assert call is not None, "a call is recorded before its engine sees it"
         Work(self._health, call, self._timeout, raw, []).await_part()
+        del self._begun[:]  # the part has ended; what comes next is the rest

@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from ..errors import GroupError, RankReport
 from ._board import Board
-from ._engine import EngineMismatch
+from ._engine import EngineMismatch, PeerDead, is_about_peers
 from ._failure import Failure, Kind
 from ._pending import Pending
 from ._record import Call, Recorder, describe_frame
@@ -23,7 +23,7 @@ from ._roster import Roster
 from ._watch import INTERVAL
 from ._words import Side, first_line, ranks_text, runs
 
-__all__ = ["Health", "Reports", "is_about_connections", "mismatch"]
+__all__ = ["Health", "Reports", "mismatch"]
 
 ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
@@ -137,11 +137,14 @@ class Health:
         """Find the reason behind an engine's error."""
         if isinstance(error, EngineMismatch):
             return self._engines_clash(pending.call, error)
-        until = time.monotonic() + (DIAGNOSIS_TIME if is_about_connections(error) else 0)
+        until = time.monotonic() + (DIAGNOSIS_TIME if is_about_peers(error) else 0)
         while True:
             failure = self.look(pending, sure=True)
             if failure is not None:
                 return failure
+            if isinstance(error, PeerDead):  # which did its part for others, perhaps, but not here
+                told = f"{self.name_all([error.rank])} is dead"
+                return self._failure("lost", told, (error.rank,), pending.call)
             if time.monotonic() >= pending.deadline:
                 return self.timed_out(pending, after=pending.timeout)[0]
             if time.monotonic() >= until:
@@ -242,6 +245,10 @@ class Health:
     def begun(self, call: Call, work: Pending) -> None:
         """Remember a call whose end nobody has seen yet."""
         self.in_flight[call] = work
+        self.look_through()
+
+    def look_through(self) -> None:
+        """Forget the calls that have ended, if many are under way for all that is known."""
         if len(self.in_flight) > MANY_IN_FLIGHT:
             for known in list(self.in_flight.values()):
                 known.is_completed()  # which forgets those that are
@@ -447,9 +454,3 @@ def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:
         operation=call.what,
         sequence=call.sequence,
     )
-
-
-def is_about_connections(error: Exception) -> bool:
-    """Tell whether an engine's error is about a peer rather than about the arguments."""
-    text = str(error).lower()
-    return any(word in text for word in ("connection", "socket", "pair", "timed out", "transport"))

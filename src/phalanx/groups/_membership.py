@@ -48,8 +48,9 @@ def depart(group: ProcessGroup, operation: str) -> None:
         group._close_shortcut()
     try:
         group._health.settle_all()
-        if group._can_leave and not group._engine.leave():
-            raise InvalidState(f"{operation}: wait for this rank's sends and receives first")
+        under_way = group._engine.leave() if group._can_leave else ""
+        if under_way:
+            raise InvalidState(f"{operation}: wait for this rank's {under_way} first")
     except BaseException:
         with group._state:
             if group._is_away:  # and not closed meanwhile

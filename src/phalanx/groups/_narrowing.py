@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ._engine import Engine
+from ._engine import Engine, noting
 from ._hall import Hall
 from ._patient import PatientStore, PlainStore
 from ._record import Call
@@ -78,7 +78,8 @@ def narrow(group: ProcessGroup, members: tuple[int, ...], call: Call) -> None:
         if members not in mine.kept:
             mine.kept[members] = kept
             guard(group._health, kept.engine)
-        group._use(Narrowed(mine.full, kept.engine, members, group._size), members)
+        inner = noting(kept.engine, group._begun)
+        group._use(Narrowed(mine.full, inner, members, group._size), members)
     # A long row of departures is not to use up what a process may open. What one rank lets go of
     # now is not needed again before all of them do.
     if not group._health.is_busy():

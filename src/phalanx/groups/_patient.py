@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from ..errors import RendezvousTimeout
 from ._stores import own_connection
 
-__all__ = ["PatientStore", "PlainStore", "borrow_thread"]
+__all__ = ["PatientStore", "PlainStore", "borrow_thread", "is_exiting"]
 
 T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
@@ -161,6 +161,7 @@ class _Threads:
     def __init__(self) -> None:
         self._idle: list[queue.SimpleQueue[Callable[[], None]]] = []
         self._out: set[int] = set()
+        self.is_exiting = False
         os.register_at_fork(after_in_child=self._idle.clear)  # a fork takes no threads along
         atexit.register(self._settle)
 
@@ -187,8 +188,10 @@ class _Threads:
     def _settle(self) -> None:
         """Give threads a moment to come home: one that does so during the exit ends the process.
 
-        Peers mostly exit together, and it is their closing connections that end such waits.
+        Those that look whether the program `is_exiting` do. Peers mostly exit together, and it is
+        their closing connections that end the waits of others.
         """
+        self.is_exiting = True
         until = time.monotonic() + AT_EXIT
         while self._out and time.monotonic() < until:
             time.sleep(0.01)
@@ -196,6 +199,11 @@ class _Threads:
 
 _threads: _Threads | None = None
 _making = threading.Lock()
+
+
+def is_exiting() -> bool:
+    """Tell whether the program ends; to be asked by borrowed threads that would wait on."""
+    return _threads is not None and _threads.is_exiting
 
 
 def borrow_thread(job: Callable[[], None]) -> None:

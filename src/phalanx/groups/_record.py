@@ -112,30 +112,29 @@ class Recorder:
     """Numbers calls and keeps the last of them."""
 
     # So that native code, which records too (`_shortcut`), finds the number where it is.
-    __slots__ = ("_epoch", "_transfers", "calls", "collectives")
+    __slots__ = ("_epoch", "_transfers", "calls", "collectives", "starting")
 
     collectives: int
     """How many collectives have begun."""
+    starting: Call | None
+    """A call that has its number, and of which it is not known yet whether the engine has it."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.calls: deque[Call] = deque(maxlen=capacity)
         self.collectives = 0
+        self.starting = None
         self._transfers = 0
         self._epoch = time.time() - time.monotonic()
 
     def begin(
         self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
     ) -> Call:
-        """Record that an operation is about to start.
+        """Record that an operation is about to start, until which it is `starting`.
 
         The three innermost frames must be ours: this one, `_issue`, and the collective's own.
         """
         call = Call()
         call.transfer = transfer
-        if transfer:
-            self._transfers = call.sequence = self._transfers + 1
-        else:
-            self.collectives = call.sequence = self.collectives + 1
         call.operation = operation
         call.tensors = len(tensors)
         if tensors:
@@ -152,16 +151,23 @@ class Recorder:
         call.instruction = frame.f_lasti
         call.started = time.monotonic()
         call.ended = None
+        # No function is called from here to the number, so no signal is handled in between.
+        self.starting = call
+        if transfer:
+            self._transfers = call.sequence = self._transfers + 1
+        else:
+            self.collectives = call.sequence = self.collectives + 1
         self.calls.append(call)
         return call
 
     def undo(self, call: Call) -> None:
         """Take back the number of a call that never started; its record stays."""
+        call.ended = time.monotonic()
         if call.transfer:
             self._transfers -= 1
         else:
             self.collectives -= 1
-        call.ended = time.monotonic()
+        self.starting = None
 
     @property
     def last(self) -> Call | None:

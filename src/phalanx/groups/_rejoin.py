@@ -58,6 +58,8 @@ class _Return(Pending):
         self._engine = engine
         self.timeout = seconds
         self._counts_from = 0.0
+        if group._recorder.starting is not None:  # an interrupt came before `run` could wait
+            group._recorder.undo(group._recorder.starting)
         # It takes a number like any collective: the one after the last that any rank has made.
         self.call: Call = group._recorder.begin("rejoin", [])
 
@@ -76,6 +78,7 @@ class _Return(Pending):
             if not group._is_away:  # but closed meanwhile
                 refuse(group, "rejoin")
             group._recorder.collectives = call.sequence = most
+            group._recorder.starting = None
             call.ended = time.monotonic()
             group._announced = set()
             widen(group)

@@ -36,7 +36,10 @@ _init_base = dist.Work.__init__
 class Work(dist.Work, Pending):
     """One call of a group, under way or done."""
 
-    __slots__ = ("_health", "_once", "_outputs", "_raw", "call", "timeout")
+    __slots__ = ("_health", "_once", "_outputs", "call", "raw", "timeout")
+
+    raw: RawWork
+    """The engine's handle; set when the engine has taken the call."""
 
     # What most works leave as it is belongs to the class: setting it would cost every call.
     _finish: Callable[[], None] | None = None
@@ -48,25 +51,28 @@ class Work(dist.Work, Pending):
     _is_gathered = False
 
     def __init__(
-        self, health: Health, call: Call, timeout: float, raw: RawWork, outputs: list[Tensor]
+        self,
+        health: Health,
+        call: Call,
+        timeout: float,
+        raw: RawWork | None,
+        outputs: list[Tensor],
     ) -> None:
         _init_base(self)
         self.call = call
         self.timeout = timeout
         self._health = health
-        self._raw = raw
+        if raw is not None:
+            self.raw = raw
         self._outputs = outputs
         # For the things that must happen once although several threads may wait. Nothing else is
         # locked, and nothing of the user's is called, while it is held.
         self._once = threading.Lock()
 
-    def depends_on(
-        self, peer: int | None, wrap: Callable[[RawWork, float], RawWork] | None
-    ) -> None:
-        """Make it a transfer: only that one rank matters, and waiting may be special."""
-        self.peer = peer
+    def wrap(self, wrap: Callable[[RawWork, float], RawWork] | None) -> None:
+        """Have the waiting done by another handle, where that of a transfer is special."""
         if wrap is not None:
-            self._raw = wrap(self._raw, self.timeout)
+            self.raw = wrap(self.raw, self.timeout)
 
     def ends_with(self, finish: Callable[[], None]) -> None:
         """Have the result finished by a function, once, before anybody sees it."""
@@ -108,9 +114,12 @@ class Work(dist.Work, Pending):
         left = limit - time.monotonic()
         turn = _FIRST_TURN if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))
         try:
-            self._raw.wait(turn)
-        except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
-            self._wait_long(limit, timeout)
+            try:
+                self.raw.wait(turn)
+                return
+            except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
+                pass
+            self._wait_long(limit, timeout)  # out of the handler: what is no error is no context
         finally:
             health.waiting = None
 
@@ -128,7 +137,7 @@ class Work(dist.Work, Pending):
         """Tell whether the call has ended, well or badly."""
         if self._settled or self.exception() or self._health.failure is not None:
             return True
-        if not self._raw.is_completed():
+        if not self.raw.is_completed():
             return False
         with suppress(GroupError):  # `wait` and `exception` tell how it ended
             self.wait()
@@ -136,7 +145,7 @@ class Work(dist.Work, Pending):
 
     def engine_is_done(self) -> bool:
         """Tell whether the engine has let go of the call, whatever the group thinks of it."""
-        return self._raw.is_completed()
+        return self.raw.is_completed()
 
     def is_success(self) -> bool:
         """Tell whether the call has ended well."""
@@ -163,20 +172,20 @@ class Work(dist.Work, Pending):
 
     def source_rank(self) -> int:
         """Tell whom a receive from any source received from."""
-        return self._raw._source_rank()
+        return self.raw._source_rank()
 
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors that the call fills."""
         if self._health.streams and self._finish is None:
-            return self._raw.get_future()
+            return self.raw.get_future()
         with self._once:
             if self._future is not None:
                 return self._future
             self._future = Future()
         self._health.look_after(self)
-        self._raw.get_future().add_done_callback(self._complete_future)
+        self.raw.get_future().add_done_callback(self._complete_future)
         return self._future
 
     def settle(self) -> None:
@@ -205,10 +214,10 @@ class Work(dist.Work, Pending):
 
     def _is_done(self) -> bool:
         """Tell whether the engine is done; raise the reason if it is done badly."""
-        if not self._raw.is_completed():
+        if not self.raw.is_completed():
             return False
         try:
-            self._raw.wait()
+            self.raw.wait()
         except CallSpoiled as spoiled:
             raise self._spoil(spoiled) from None
         except RuntimeError as error:
@@ -221,17 +230,17 @@ class Work(dist.Work, Pending):
             return
         if self._health.is_forgotten(peer):
             raise self._spoil(CallSpoiled(PeerLost, peer, f"rank {peer} is dead"))
-        if hasattr(self._raw, "cancel"):
-            self._raw.cancel()  # or it would take what that rank sends when it is back
+        if hasattr(self.raw, "cancel"):
+            self.raw.cancel()  # or it would take what that rank sends when it is back
         raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
 
     def _wait_a_turn(self, seconds: float) -> None:
         with suppress(RuntimeError):  # not yet, or failed: `_is_done` knows
-            self._raw.wait(timedelta(seconds=max(seconds, 0.001)))
+            self.raw.wait(timedelta(seconds=max(seconds, 0.001)))
 
     def _wait_on_stream(self, timeout: timedelta) -> None:
         try:
-            self._raw.wait(timeout) if timeout > _NO_TIMEOUT else self._raw.wait()
+            self.raw.wait(timeout) if timeout > _NO_TIMEOUT else self.raw.wait()
         except RuntimeError as error:
             self._raise(self._health.diagnose(self, error), error)
 

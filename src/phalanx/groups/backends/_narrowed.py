@@ -37,6 +37,8 @@ class Narrowed:
         self._inner = inner
         self._members = tuple(members)
         self._size = size
+        self.begun: list[Any] = []
+        """Where both engines put their handles, and this one those of calls that it refuses."""
 
     # -- reductions ------------------------------------------------------------------------
 
@@ -121,14 +123,14 @@ class Narrowed:
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Send to one rank."""
         if peer not in self._members:
-            return _spoiled(peer, f"rank {peer} has left the group")
+            return self._spoiled(peer, f"rank {peer} has left the group")
         work: RawWork = self._full.send(tensors, peer, tag)
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Receive from one rank."""
         if peer not in self._members:
-            return _spoiled(peer, f"rank {peer} has left the group")
+            return self._spoiled(peer, f"rank {peer} has left the group")
         work: RawWork = self._full.recv(tensors, peer, tag)
         return work
 
@@ -161,13 +163,19 @@ class Narrowed:
         """Start a call with a root, by the number that it has in the engine of the members."""
         root = opts.rootRank
         if root not in self._members:
-            return _spoiled(root, f"its root, rank {root}, has left the group")
+            return self._spoiled(root, f"its root, rank {root}, has left the group")
         theirs = type(opts)()
         for field in ("timeout", "asyncOp", "rootTensor", "reduceOp"):
             if hasattr(opts, field):
                 setattr(theirs, field, getattr(opts, field))
         theirs.rootRank = self._members.index(root)
         return start(theirs)
+
+    def _spoiled(self, rank: int, told: str) -> RawWork:
+        work = PythonWork([])
+        work.finish(CallSpoiled(PeerLeft, rank, told))
+        self.begun += [work]
+        return work
 
 
 class _FinishedWork:
@@ -210,9 +218,3 @@ class _FinishedWork:
             if self._finish is not None:
                 self._finish()
                 self._finish = None
-
-
-def _spoiled(rank: int, told: str) -> RawWork:
-    work = PythonWork([])
-    work.finish(CallSpoiled(PeerLeft, rank, told))
-    return work

@@ -10,6 +10,8 @@ from typing import Any
 from torch import Tensor
 from torch.futures import Future
 
+from .._engine import NotYet
+
 __all__ = ["PythonWork"]
 
 _NO_TIMEOUT = timedelta(0)
@@ -49,7 +51,7 @@ class PythonWork:
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         """Block until the call has ended; raises ``RuntimeError`` if it has not, or badly."""
         if not self._ended.wait(timeout.total_seconds() or None):
-            raise RuntimeError("not yet")
+            raise NotYet
         if self._error is not None:
             raise self._error
         return True

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ...errors import PeerLeft
-from .._adapt import average, plain_op
+from .._adapt import averaging, plain_op
 from .._engine import CallSpoiled
 
 __all__ = [
@@ -61,7 +61,7 @@ def combine(op: Any, tensors: Sequence[Tensor]) -> Tensor:
     for tensor in wide[1:]:
         total = _BINARY[kind](total, tensor)
     if kind == ReduceOp.AVG:
-        average([total], len(tensors))
+        averaging([total], len(tensors))()
     return total.to(dtype)
 
 

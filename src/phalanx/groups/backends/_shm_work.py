@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from ...errors import InvalidState, PeerLeft, PeerLost
-from .._engine import CallSpoiled, EngineMismatch
-from .._patient import borrow_thread
+from .._engine import CallSpoiled, EngineMismatch, EngineStopped, NotYet, PeerDead
+from .._patient import borrow_thread, is_exiting
 
 if TYPE_CHECKING:
     from .shm import ShmEngine
@@ -21,39 +23,43 @@ __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
 CANCELLED = 3  # of a transfer
-_FOREVER = 3600.0
+_LONG = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
+_A_TURN = timedelta(seconds=0.25)  # of a thread that must be home before the interpreter goes away
 
 
 class ShmWork:
     """A call under way; it keeps the memory that it works on."""
 
-    __slots__ = ("_future", "_memory", "_owner", "_ticket")
+    __slots__ = ("_future", "_memory", "_owner", "ticket")
 
-    def __init__(self, owner: ShmEngine, ticket: int, memory: object) -> None:
+    def __init__(self, owner: ShmEngine, memory: object) -> None:
         self._owner = owner
-        self._ticket = ticket
+        self.ticket = 0
+        """The engine's number of the call, which it sets itself; counts from 1."""
         self._memory = memory
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Do this rank's share and wait for the others'."""
-        seconds = timeout.total_seconds() or _FOREVER
-        verdict = self._owner._engine.wait(self._ticket, seconds)
+        seconds = timeout.total_seconds()
+        verdict = self._owner._engine.wait(self.ticket, seconds or _LONG)
+        while verdict[0] == PENDING and not seconds:
+            verdict = self._owner._engine.wait(self.ticket, _LONG)
         if verdict[0] == FINISHED:
             return True
         if verdict[0] == PENDING:
-            raise RuntimeError("not yet")
+            raise NotYet
         raise _error(*verdict)
 
     def is_completed(self) -> bool:
         """Do what can be done now, and tell whether the call has ended."""
-        return self._owner._engine.test(self._ticket)[0] != PENDING
+        return self._owner._engine.test(self.ticket)[0] != PENDING
 
     def get_future(self) -> Future[Any]:
         """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
         if self._future is None:
             self._future = Future()
-            borrow_thread(self._fill)
+            borrow_thread(partial(_fill, self, self._future))
         return self._future
 
     def result(self) -> list[Tensor]:
@@ -62,15 +68,6 @@ class ShmWork:
 
     def _source_rank(self) -> int:
         return -1
-
-    def _fill(self) -> None:
-        assert self._future is not None
-        try:
-            self.wait()
-        except RuntimeError as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result([])
 
 
 class ShmPart(ShmWork):
@@ -95,34 +92,65 @@ class ShmTransfer(ShmWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Move bytes until all have gone."""
-        seconds = timeout.total_seconds() or _FOREVER
-        state, peer, length = self._owner._engine.wait_transfer(self._ticket, seconds)
-        if state == PENDING:
-            raise RuntimeError("not yet")
-        self._owner._transfers.pop(self._ticket, None)
+        state, peer, length = self._await_end(timeout.total_seconds())
+        self._memory = None
+        self._owner._transfers.pop(self.ticket, None)
         if state == FINISHED:
             return True
         if state == CANCELLED:
             raise CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group")
         raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
 
+    def _await_end(self, seconds: float) -> tuple[int, int, int]:
+        """Wait until it has ended, at most for so long unless that is 0; tells how it did."""
+        while True:
+            started = time.monotonic()
+            status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG)
+            if status[0] != PENDING:
+                return status
+            # The engine stops waiting when it is in vain.
+            if status[1] in self._owner.lost_ranks():
+                raise PeerDead(status[1])
+            if seconds:
+                raise NotYet
+            if time.monotonic() - started < _LONG:
+                raise EngineStopped
+
     def cancel(self) -> None:
         """Take it back, unless a part of it has gone."""
-        if self._owner._engine.cancel_transfer(self._ticket):
-            self._owner._transfers.pop(self._ticket, None)
+        if self._owner._engine.cancel_transfer(self.ticket):
+            self._memory = None
+            self._owner._transfers.pop(self.ticket, None)
 
     def __del__(self) -> None:
+        if self.ticket == 0:  # it never began
+            return
         with suppress(InvalidState):  # a forked child has no engine
-            self._owner._engine.forget_transfer(self._ticket)
-        if self._ticket in self._owner._transfers:
-            self._owner._dropped.add(self._ticket)
+            self._owner._engine.forget_transfer(self.ticket)
+        if self._memory is not None:  # for all that is known, it has not ended
+            self._owner._transfers[self.ticket] = self._memory
+            self._owner._dropped.add(self.ticket)
 
     def is_completed(self) -> bool:
         """Move what can be moved now, and tell whether it has ended."""
-        return self._owner._engine.test_transfer(self._ticket)[0] != PENDING
+        return self._owner._engine.test_transfer(self.ticket)[0] != PENDING
 
     def _source_rank(self) -> int:
-        return self._owner._engine.test_transfer(self._ticket)[1]
+        return self._owner._engine.test_transfer(self.ticket)[1]
+
+
+def _fill(work: ShmWork, future: Future[Any]) -> None:
+    """End a work's future, on a thread that has nothing else to do."""
+    while not is_exiting():
+        try:
+            work.wait(_A_TURN)
+        except NotYet:
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
+            future.set_exception(error)
+        else:
+            future.set_result([])
+        return
 
 
 def _error(outcome: int, first: int, second: int) -> RuntimeError:
@@ -133,5 +161,4 @@ def _error(outcome: int, first: int, second: int) -> RuntimeError:
     if outcome == TORN:
         told = f"rank {first} died in the middle of it: what the tensors hold is undefined"
         return CallSpoiled(PeerLost, first, told)
-    told = f"rank {first} is dead" if outcome == DEAD else "the group was aborted"
-    return RuntimeError(f"connection lost: {told}")
+    return PeerDead(first) if outcome == DEAD else EngineStopped()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ...errors import PeerLeft
-from .._engine import REDUCTIONS, CallSpoiled, Engine, Traits
+from .._engine import REDUCTIONS, TRANSFERS, CallSpoiled, Engine, EngineStopped, Traits
 from .._patient import borrow_thread
 from .._words import Side
 from . import _reference as reference
@@ -55,6 +55,10 @@ class _Slot:
             error = spoiled
         except (RuntimeError, ValueError, IndexError) as caught:
             error = RuntimeError(str(caught))
+        self.finish(error)
+
+    def finish(self, error: Exception | None) -> None:
+        """End the call on all ranks, unless it has ended."""
         for _, _, work in self.arrived.values():
             # Whatever hangs on a future is another rank's business, and may call that rank's group:
             # not on this thread, which is in the middle of a call of its own.
@@ -112,19 +116,31 @@ class _Hub:
         self._aborted = False
 
     def arrive(
-        self, sequence: int, rank: int, function: Function, arguments: tuple[Any, ...]
+        self, engine: LocalEngine, rank: int, function: Function, arguments: tuple[Any, ...]
     ) -> PythonWork:
         """Arrive at a collective; the last to do so carries it out."""
         work = PythonWork([])
-        with self._lock:
-            if self._aborted:
-                return _refused(work)
-            slot = self._slots.setdefault(sequence, _Slot())
-            slot.arrived[rank] = (function, arguments, work)
-            if len(slot.arrived) < len(self._members(sequence)):
-                return work
-            del self._slots[sequence]
-        slot.run()
+        whole: _Slot | None = None
+        try:
+            with self._lock:
+                if self._aborted:
+                    return _refused(work)
+                sequence = engine.sequence + 1
+                slot = self._slots.setdefault(sequence, _Slot())
+                is_last = len(slot.arrived) + 1 == len(self._members(sequence))
+                # No function is called in the next lines, so no signal is handled in between.
+                slot.arrived[rank] = (function, arguments, work)
+                engine.sequence = sequence
+                engine.begun += [work]
+                if is_last:
+                    whole = slot
+                    del self._slots[sequence]
+            if whole is not None:
+                whole.run()
+        except BaseException:
+            if whole is not None:  # all wait for this rank
+                whole.finish(_interrupted(rank))
+            raise
         return work
 
     def members(self) -> list[int]:
@@ -132,16 +148,16 @@ class _Hub:
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._left_at]
 
-    def leave(self, rank: int, sequence: int) -> bool:
+    def leave(self, rank: int, sequence: int) -> str:
         """Take no part from a call on, and carry out what waited for nobody else.
 
-        Not while something is under way with a rank that is there; tells which.
+        Not while something is under way with a rank that is there; tells what.
         """
         with self._lock:
             others: set[int | None] = {p.target for p in self._sends if p.source == rank}
             others |= {p.source for p in self._receives if p.target == rank}
             if others & (set(range(self._size)) - set(self._left_at)):
-                return False
+                return TRANSFERS
             self._left_at[rank] = sequence
             whole = {
                 number: slot
@@ -152,7 +168,7 @@ class _Hub:
                 del self._slots[number]
         for number in sorted(whole):
             whole[number].run()
-        return True
+        return ""
 
     def come_back(self, rank: int, standing: tuple[int, int]) -> int:
         """Say that a rank is back; the last lets all in. Returns the turn to wait for."""
@@ -196,6 +212,8 @@ class _Hub:
         """Compare with the first rank to arrive, and return its side if it says something else."""
         with self._lock:
             first = self._statements.setdefault(sequence, _Statement(said, side))
+            if first.heard == {side.rank}:  # it was interrupted before it arrived, and calls again
+                first = self._statements[sequence] = _Statement(said, side)
             first.heard.add(side.rank)
             if len(first.heard) == len(self._members(sequence)):
                 del self._statements[sequence]
@@ -229,17 +247,24 @@ class _Hub:
         queue: list[_Post],
         deliver: Callable[[_Post], None],
     ) -> PythonWork:
-        with self._lock:
-            if self._aborted:
-                return _refused(post.work)
-            other = next((other for other in waiting if other.matches(post)), None)
-            if other is None:
-                queue.append(post)
-                peer = post.target if queue is self._sends else post.source
-                post.work.cancel = partial(self._withdraw, queue, post, peer)
-                return post.work
-            waiting.remove(other)
-        deliver(other)
+        other: _Post | None = None
+        try:
+            with self._lock:
+                if self._aborted:
+                    return _refused(post.work)
+                other = next((other for other in waiting if other.matches(post)), None)
+                if other is None:
+                    peer = post.target if queue is self._sends else post.source
+                    post.work.cancel = partial(self._withdraw, queue, post, peer)
+                    queue.append(post)
+                    return post.work
+                waiting.remove(other)
+            deliver(other)
+        except BaseException:
+            if other is not None:  # which waits for this rank
+                rank = post.target if queue is self._receives else post.source
+                _end_both(post, other, _interrupted(rank))
+            raise
         return post.work
 
     def _withdraw(self, queue: list[_Post], post: _Post, peer: int | None) -> None:
@@ -259,14 +284,15 @@ class LocalEngine:
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
-        self._sequence = 0
+        self.begun: list[Any] = []
+        self.sequence = 0
+        """The number of the last collective at which it has arrived."""
         self._turn: int | None = None
         """Which of the hub's returns this rank waits for, if it does."""
 
     def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
-        self._sequence += 1
         self._hub.threads[self._rank] = threading.current_thread()  # whose life counts from now on
-        return self._hub.arrive(self._sequence, self._rank, function, arguments)
+        return self._hub.arrive(self, self._rank, function, arguments)
 
     def agree(self, sequence: int, said: str, side: Side) -> Side | None:
         """Compare a call with that of the first rank to make it, and return its side if unlike."""
@@ -284,21 +310,21 @@ class LocalEngine:
         """List the ranks that take part in what comes next."""
         return self._hub.members()
 
-    def leave(self) -> bool:
-        """Take part in nothing more, unless a transfer is under way; tells which."""
-        return self._hub.leave(self._rank, self._sequence + 1)
+    def leave(self) -> str:
+        """Take part in nothing more, unless a transfer is under way; tells what."""
+        return self._hub.leave(self._rank, self.sequence + 1)
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
         """Take a step towards being a member again, or wait for it; tells how far it has come."""
         self._hub.threads[self._rank] = threading.current_thread()
         if self._turn is None:
-            self._turn = self._hub.come_back(self._rank, (self._sequence, calls))
+            self._turn = self._hub.come_back(self._rank, (self.sequence, calls))
             return "waiting", 0
         agreed = self._hub.await_all(self._turn, seconds)
         if agreed is None:
             return "waiting", 0
         self._turn = None
-        self._sequence, most = agreed
+        self.sequence, most = agreed
         return "entered", most
 
     def awaited(self) -> list[int]:
@@ -378,8 +404,17 @@ def _deliver(send: _Post, receive: _Post) -> None:
     send.work.finish(error)
 
 
+def _end_both(post: _Post, other: _Post, error: Exception) -> None:
+    post.work.finish(error)
+    other.work.finish(error)
+
+
+def _interrupted(rank: int | None) -> Exception:
+    return RuntimeError(f"rank {rank} was interrupted while it carried out the call")
+
+
 def _refused(work: PythonWork) -> PythonWork:
-    work.finish(RuntimeError("the group was aborted"))
+    work.finish(EngineStopped())
     return work
 
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Store
 from ... import native
 from ...errors import InvalidState
 from .._adapt import plain_op
-from .._engine import REDUCTIONS, Engine, RawWork, Traits
+from .._engine import REDUCTIONS, TRANSFERS, Engine, RawWork, Traits
 from .._joint import JointWork
 from ._driver import OPTION, check_driver, start_driver
 from ._region import Slab, share
@@ -70,8 +70,11 @@ class ShmEngine:
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank, size)
-        self._transfers: dict[int, Tensors] = {}
-        """What sends and receives under way work on, whoever else has let go of it."""
+        self.begun: list[Any] = []
+        self._transfers: dict[int, object] = {}
+        """What sends and receives under way work on, whoever else has let go of it.
+
+        Until they are entered here, their handles keep it."""
         self._dropped: set[int] = set()
         """Those of them that nobody can wait for any more."""
         _part_with_children(self)
@@ -91,12 +94,14 @@ class ShmEngine:
         """List the ranks that take part in what comes next."""
         return self._engine.members()
 
-    def leave(self) -> bool:
-        """Take part in nothing more, unless something is under way; tells which."""
+    def leave(self) -> str:
+        """Take part in nothing more, unless something is under way; tells what."""
         self.drive()
         there = set(self.members())
         waited_for = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
-        return not waited_for & there and self._engine.leave()
+        if waited_for & there:
+            return TRANSFERS
+        return "" if self._engine.leave() else "calls"
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
         """Take a step towards being a member again, or wait for it; tells how far it has come."""
@@ -141,13 +146,16 @@ class ShmEngine:
 
     def adopt(self, ticket: int, memory: Tensors) -> RawWork:
         """Make the work of a call that came the shorter way."""
-        return ShmWork(self, ticket, memory)
+        work = ShmWork(self, memory)
+        work.ticket = ticket
+        return work
 
     # -- in place --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> RawWork:
         """Add up on every rank."""
-        ticket = self._engine.issue_in_place(
+        work = ShmWork(self, tensor)
+        self._engine.issue_in_place(
             ALLREDUCE,
             DTYPES[tensor.dtype],
             ADD,
@@ -156,8 +164,10 @@ class ShmEngine:
             tensor.data_ptr(),
             tensor.nbytes,
             tensor.shape,
+            self.begun,
+            work,
         )
-        return ShmWork(self, ticket, tensor)
+        return work
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
         """Reduce on every rank."""
@@ -179,7 +189,8 @@ class ShmEngine:
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
         """Copy from the root."""
         tensor = tensors[0]
-        ticket = self._engine.issue_in_place(
+        work = ShmWork(self, tensors)
+        self._engine.issue_in_place(
             BROADCAST,
             DTYPES[tensor.dtype],
             0,
@@ -188,14 +199,17 @@ class ShmEngine:
             tensor.data_ptr(),
             tensor.nbytes,
             tensor.shape,
+            self.begun,
+            work,
         )
-        return ShmWork(self, ticket, tensors)
+        return work
 
     def barrier(self, opts: Any) -> RawWork:
         """Meet."""
         del opts
-        ticket = self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, ())
-        return ShmWork(self, ticket, ())
+        work = ShmWork(self, ())
+        self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, (), self.begun, work)
+        return work
 
     # -- from many to many -----------------------------------------------------------------
 
@@ -239,7 +253,7 @@ class ShmEngine:
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
             flat = mine.detach().view(-1)  # a list's tensor may have another shape than the output
-            works.append(self._in_place(REDUCE, flat, opts.reduceOp, root, work=ShmPart))
+            works.append(self._in_place(REDUCE, flat, opts.reduceOp, root, kind_of_work=ShmPart))
         return JointWork(works)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
@@ -264,24 +278,24 @@ class ShmEngine:
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Send to one rank."""
         tensor = tensors[0]
-        ticket = self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return self._under_way(ticket, tensors)
+        work = ShmTransfer(self, tensors)
+        self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
+        self._transfers[work.ticket] = tensors
+        return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         """Receive from one rank."""
         tensor = tensors[0]
-        ticket = self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes)
-        return self._under_way(ticket, tensors)
+        work = ShmTransfer(self, tensors)
+        self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
+        self._transfers[work.ticket] = tensors
+        return work
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         """Receive from anybody."""
         return self.recv(tensors, -1, tag)
 
     # -- inside ----------------------------------------------------------------------------
-
-    def _under_way(self, ticket: int, tensors: Tensors) -> RawWork:
-        self._transfers[ticket] = tensors
-        return ShmTransfer(self, ticket, tensors)
 
     def _in_place(
         self,
@@ -290,10 +304,11 @@ class ShmEngine:
         op: Any,
         root: int,
         *,
-        work: type[ShmWork] = ShmWork,
+        kind_of_work: type[ShmWork] = ShmWork,
         shape: tuple[int, ...] | None = None,
     ) -> RawWork:
-        ticket = self._engine.issue_in_place(
+        work = kind_of_work(self, (tensor,))
+        self._engine.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
             int(plain_op(op).value),
@@ -302,8 +317,10 @@ class ShmEngine:
             tensor.data_ptr(),
             tensor.nbytes,
             tensor.shape if shape is None else shape,
+            self.begun,
+            work,
         )
-        return work(self, ticket, (tensor,))
+        return work
 
     def _issue(
         self,
@@ -319,7 +336,8 @@ class ShmEngine:
         splits: tuple[list[int], list[int]] = ([], []),
     ) -> RawWork:
         length = 0 if source is None else source.nbytes
-        ticket = self._engine.issue(
+        work = ShmWork(self, (source, outputs))
+        self._engine.issue(
             kind,
             DTYPES[outputs[0].dtype if source is None else source.dtype],
             op,
@@ -332,8 +350,10 @@ class ShmEngine:
             [output.data_ptr() for output in outputs],
             output_bytes,
             *splits,
+            self.begun,
+            work,
         )
-        return ShmWork(self, ticket, (source, outputs))
+        return work
 
 
 class _Forked:

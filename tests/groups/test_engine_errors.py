@@ -1,0 +1,42 @@
+"""What an engine's error is about: a peer, or the arguments."""
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import InvalidArgument
+from phalanx.groups._engine import EngineStopped, PeerDead, is_about_peers
+
+CLOSED = (
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+    "[127.0.0.1]:22194"
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerDead(3),
+        EngineStopped(),
+        dist.DistBackendError("NCCL communicator was aborted"),
+        dist.DistNetworkError("failed to recv"),
+        RuntimeError(CLOSED),
+        RuntimeError("Application timeout caused pair closure"),
+    ],
+)
+def test_these_are_about_a_peer(error):
+    assert is_about_peers(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("ProcessGroupGloo::allgather: invalid output tensor list at index 0"),
+        RuntimeError("cannot repair this tensor"),
+        RuntimeError("connection lost"),
+        RuntimeError(f"while reading: {CLOSED}"),
+        ValueError(CLOSED),
+        InvalidArgument(CLOSED),
+    ],
+)
+def test_these_are_not(error):
+    assert not is_about_peers(error)

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import (
+    BarrierConfig,
     Checkpointer,
+    CheckpointerConfig,
     Folder,
     PerRank,
     make_async_checkpointer,
@@ -26,6 +28,7 @@ from phalanx.errors import (
     SaveFailed,
     StateMismatch,
 )
+from phalanx.groups import process_group
 
 from .states import damage, state_of
 from .writers import stopped
@@ -65,6 +68,29 @@ def test_ranks_agree_and_fail_together(request, tmp_path, default_group):
     assert [kind for kind, _ in two] == [SaveFailed, CheckpointNotFound, StateMismatch]
     assert one[:2] == two[:2]
     assert one[2][1].startswith("rank 1 failed while loading step 2: StateMismatch: alike is")
+
+
+def save_in_two_ways(ctx, path, barrier):
+    """Be rank 0 of torch's default group and rank 1 of the current one, and the other way round."""
+    world = dist.PrefixStore("world", ctx.store)
+    dist.init_process_group("gloo", store=world, rank=ctx.rank, world_size=ctx.size)
+    group = ctx.group("gloo", rank=1 - ctx.rank)
+    try:
+        with process_group(group), Folder(path) as folder:
+            config = CheckpointerConfig(barrier_config=BarrierConfig(barrier))
+            with closing(make_sync_checkpointer(config)) as checkpointer:
+                checkpointer.save(folder.path(1), {"own": PerRank(ctx.rank)})
+            return folder.load()["own"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("barrier", "loaded"), [(None, [0, 1]), ("group", [0, 1]), ("dist_barrier", [1, 0])]
+)
+def test_a_checkpointer_is_on_the_group_that_a_folder_is_on(ranks, tmp_path, barrier, loaded):
+    """Both take the current group before torch's default one, unless the barrier names another."""
+    assert ranks.run(save_in_two_ways, 2, args=(str(tmp_path), barrier)) == loaded
 
 
 def refused(ctx, path):

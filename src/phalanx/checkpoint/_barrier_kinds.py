@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, Unprepared
-from ..groups import ProcessGroup, current_process_group
+from ..groups import ProcessGroup
+from ..groups._current import default_group
 from ..groups._stores import check_place, meet, own_connection
 from ._barrier_connection import address_of
 from ._barrier_group import GroupLine
@@ -205,8 +206,9 @@ def _default_line() -> Line:
 class GroupBarrier(GroupLine, Barrier):
     """A barrier of the ranks of a phalanx group: in shared memory, if that is what the group uses.
 
-    `group` is by default the thread's current one. The barrier has a group of its own, made of the
-    same ranks, so that a barrier that fails leaves `group` as it was. All ranks make it together.
+    `group` is by default the thread's current one, or else torch's default group. The barrier has a
+    group of its own, made of the same ranks, so that a barrier that fails leaves `group` as it was.
+    All ranks make it together.
     """
 
     barrier_type = "group"
@@ -215,7 +217,7 @@ class GroupBarrier(GroupLine, Barrier):
         self, group: dist.ProcessGroup | None = None, *, timeout_secs: float = DEFAULT_TIMEOUT
     ) -> None:
         within = timedelta(seconds=_seconds("timeout_secs", timeout_secs))
-        found = current_process_group() if group is None else group
+        found = default_group() if group is None else group
         if found is None:
             raise InvalidState(
                 "GroupBarrier needs a group: pass one as group=, or make one the current group "

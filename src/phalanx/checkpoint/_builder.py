@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..env import read_rank_env
 from ..errors import InvalidArgument
-from ..groups import current_process_group
+from ..groups._current import default_group
 from ._async_checkpointer import AsyncCheckpointer
 from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
@@ -52,11 +52,12 @@ def make_sync_checkpointer(
 ) -> SyncCheckpointer:
     """Make a checkpointer that saves while the caller waits.
 
-    Which rank this is, and of how many, is asked of `torch.distributed` if it is initialised, of
-    the thread's current group, or of what the launcher says; otherwise there is one rank.
+    Without a `rank_info`, this is the rank that it is in the barrier's group; else in the thread's
+    current group; else in torch's default group; else as the launcher says; else the only one.
     """
     config = CheckpointerConfig() if config is None else config
-    rank_info = default_rank_info() if rank_info is None else rank_info
+    if rank_info is None:
+        rank_info = default_rank_info(_barrier_group(config.barrier_config))
     writer = CheckpointWriter(
         config.writer_config,
         rank_info,
@@ -108,11 +109,19 @@ def _check_barrier(config: BarrierConfig) -> None:
         )
 
 
-def default_rank_info() -> RankInfo:
-    """Return this process's place: in torch's default group, in the current one, or as launched."""
-    if dist.is_available() and dist.is_initialized():
-        return RankInfo(dist.get_rank(), dist.get_world_size())
-    group = current_process_group()
+def _barrier_group(config: BarrierConfig) -> dist.ProcessGroup | None:
+    """Return the group that a configured barrier is on, if it is on one that it names."""
+    if config.barrier_type == "dist_barrier" and dist.is_initialized():
+        return dist.group.WORLD
+    if config.barrier_type == "group":
+        named: dist.ProcessGroup | None = config.barrier_args.get("group")
+        return named
+    return None
+
+
+def default_rank_info(group: dist.ProcessGroup | None = None) -> RankInfo:
+    """Return this process's place: in a group, by default the default group, or as launched."""
+    group = default_group() if group is None else group
     if group is not None:
         return RankInfo(group.rank(), group.size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -10,11 +10,12 @@ import torch.distributed as dist
 
 from ..env import read_rank_env
 from ..errors import InvalidType
-from ..groups import ProcessGroup, current_process_group
+from ..groups import ProcessGroup
+from ..groups._current import default_group
 from ._types import RankInfo
 from .barriers import DistBarrier, GroupBarrier
 
-__all__ = ["default_group", "meet_in"]
+__all__ = ["find_group", "meet_in"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,17 +25,15 @@ def meet_in(group: dist.ProcessGroup | None, *, timeout_secs: float) -> tuple[Ra
 
     Without a group it is the default one; a rank that is alone has no barrier.
     """
-    group = default_group() if group is None else group
+    group = find_group() if group is None else group
     if group is None or group.size() == 1:
         return RankInfo(0, 1), None
     return RankInfo(group.rank(), group.size()), _barrier(group, timeout_secs)
 
 
-def default_group() -> dist.ProcessGroup | None:
-    """Return the current group, or else torch's default group, if there is one."""
-    group = current_process_group()
-    if group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
+def find_group() -> dist.ProcessGroup | None:
+    """Return the default group; warn if there is none, though other ranks were launched."""
+    group = default_group()
     if group is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         launched = read_rank_env()
         if launched.world_size > 1:

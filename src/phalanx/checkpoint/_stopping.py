@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .._signals import STOP_WORDS, STOPPED, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
-from ._company import default_group
+from ._company import find_group
 
 __all__ = ["STOPPED", "StopRequest"]
 
@@ -64,7 +64,7 @@ class StopRequest:
     ) -> None:
         if every < 1:
             raise InvalidArgument(f"every is {every}: ask at every call, or every second one…")
-        group = default_group() if group is None else group
+        group = find_group() if group is None else group
         self._group = None if group is None or group.size() == 1 else group
         self._leads = group is None or group.rank() == 0
         self._every = every

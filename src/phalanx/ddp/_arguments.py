@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._current import group_in_use
+from ..groups._current import default_group
 from ._plan import MIB, Caps, Delay
 from ._precision import MixedPrecision, check_precision, setting_of
 from ._sync_batch_norm import SyncBatchNorm
@@ -40,7 +40,7 @@ LARGEST_CAP = 1 << 40
 
 def find_group() -> dist.ProcessGroup:
     """Find the group that this thread works in, or torch's default group."""
-    group = group_in_use()
+    group = default_group()
     if group is None:
         raise InvalidArgument(
             "there is no group to reduce gradients in: pass process_group=phalanx.groups."

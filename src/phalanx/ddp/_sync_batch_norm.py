@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._current import group_in_use
+from ..groups._current import default_group
 from ._channel import Channel
 
 __all__ = ["SyncBatchNorm"]
@@ -140,7 +140,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output
 
     def _group(self) -> dist.ProcessGroup | None:
-        return self.process_group or self._lent.group or group_in_use()
+        return self.process_group or self._lent.group or default_group()
 
     def _torchs_choice(self) -> dist.ProcessGroup | None:
         return self.process_group or dist.group.WORLD

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_pro
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._create import adjusted, assemble, new_group, split_off
-from ._current import current_process_group
+from ._current import default_group
 from ._forming import Purpose
 from ._group import ProcessGroup, Recipe
 from ._patient import PatientStore
@@ -286,12 +286,8 @@ def find_base(device_type: str) -> Base:
     That is the group that this thread works in, torch's default group, or else a new group of all
     ranks that the launcher has started.
     """
-    group = current_process_group()
-    if group is None and dist.is_initialized():
-        group = c10d._get_default_group()
-    if group is None:
-        group = new_group(device=device_type)
-    return base_of(group)
+    group = default_group()
+    return base_of(new_group(device=device_type) if group is None else group)
 
 
 def resolve(name: str) -> dist.ProcessGroup | None:

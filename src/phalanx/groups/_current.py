@@ -10,7 +10,7 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import _set_process_group
 
-__all__ = ["current_process_group", "group_in_use", "process_group"]
+__all__ = ["current_process_group", "default_group", "process_group"]
 
 
 class _Current(threading.local):
@@ -27,8 +27,12 @@ def current_process_group() -> dist.ProcessGroup | None:
     return _current.group
 
 
-def group_in_use() -> dist.ProcessGroup | None:
-    """Return this thread's current group, or else torch's default group, or else None."""
+def default_group() -> dist.ProcessGroup | None:
+    """Return the group that is meant where none is given.
+
+    This thread's current group; else torch's default group; else None. Whatever takes an optional
+    group asks here, so that two objects of one program are never on different groups.
+    """
     if _current.group is None and dist.is_initialized():
         return dist.group.WORLD
     return _current.group

@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMismatch
 from ..groups._adapt import as_bytes
-from ..groups._current import group_in_use
+from ..groups._current import default_group
 from ._cards import device_of, exchange
 from ._trees import Column, Disagreement, build, columns, merge, outline, parse, take
 
@@ -55,7 +55,7 @@ def gather_uneven(
     All ranks call it. If their trees do not fit together, all raise `RankMismatch`, which names two
     ranks and the place. The group is by default the current one, or torch's.
     """
-    group = group_in_use() if group is None else group
+    group = default_group() if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(
             "there is no group to gather in: pass one, or enter it with "

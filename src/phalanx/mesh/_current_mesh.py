@@ -7,11 +7,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ..env import read_rank_env
 from ..errors import InvalidState
-from ..groups import current_process_group
+from ..groups._current import default_group
 
 if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh
@@ -63,7 +62,5 @@ def device_module(device_type: str) -> ModuleType | None:
 
 
 def _world_size() -> int:
-    group = current_process_group()
-    if group is not None:
-        return group.size()
-    return dist.get_world_size() if dist.is_initialized() else read_rank_env().world_size
+    group = default_group()
+    return read_rank_env().world_size if group is None else group.size()

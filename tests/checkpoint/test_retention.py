@@ -28,6 +28,11 @@ def test_the_last_ones_and_every_so_many_are_kept(tmp_path):
     assert names(tmp_path / "run") == [name_of_step(step) for step in (0, 20, 40, 45)]
 
 
+def test_without_keep_every_only_the_last_ones_are_kept(tmp_path):
+    with filled(tmp_path, [0, 1000, 2000, 2001, 2002], keep_last=2) as folder:
+        assert folder.steps() == [2001, 2002]
+
+
 def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
     filled(tmp_path, [1])
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()

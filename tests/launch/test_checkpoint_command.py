@@ -236,6 +236,14 @@ def test_prune(run):
     ]
 
 
+def test_prune_keeps_no_multiples_unless_told_to(run):
+    with Folder("run") as folder:
+        folder.save(1000, {})
+        folder.save(1001, {})
+    call("prune", "run", "--keep-last", 1)
+    assert Folder("run").steps() == [1001]
+
+
 def test_prune_keeps_the_last_one_whose_data_is_good(run):
     damage(data_file(run / "step-00000040"))
     call("prune", "run", "--keep-last", 1)

@@ -45,7 +45,7 @@ _ATTEMPTS = 10
 
 
 class Folder:
-    """Checkpoints by step in one folder, of which the last and some of the older ones are kept.
+    """Checkpoints by step in one folder, of which the last are kept, and older ones on request.
 
     ::
 
@@ -54,7 +54,7 @@ class Folder:
 
     Every rank makes one, and all call `save`, `load` and `latest` together. The ranks are those of
     `group`, or of the current group, or of torch's default group, or this process alone. The
-    `keep_last` greatest steps are kept, and multiples of `keep_every` for good (None: no others).
+    `keep_last` greatest steps are kept, and, if given, multiples of `keep_every` for good.
     What is damaged, being read, or has files that are not ours is never removed. One job at a time
     may save; others may read.
 
@@ -66,7 +66,7 @@ class Folder:
         self,
         path: str | os.PathLike[str],
         keep_last: int = 3,
-        keep_every: int | None = 1000,
+        keep_every: int | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         checkpointer: Checkpointer | None = None,

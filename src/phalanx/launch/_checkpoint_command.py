@@ -140,16 +140,15 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
 @click.option(
     "--keep-every",
     type=int,
-    default=1000,
-    show_default=True,
+    default=0,
     metavar="N",
-    help="Keep multiples of N, too; 0: none.",
+    help="Keep multiples of N, too.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 @_json
 @_path
 def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
-    """Remove checkpoints from the folder at PATH, except the last ones and every so many steps.
+    """Remove checkpoints from the folder at PATH, except the last ones.
 
     What is damaged, being read, or has files that are not ours is never removed. The newest one is
     read and verified first, so that a good one is among those that stay.

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from phalanx.launch import Outcome, RankExit
 from phalanx.launch._outcome import describe
 
@@ -22,6 +24,25 @@ def test_a_follower_is_quoted_by_its_exception():
     ]
 
 
+def test_a_follower_is_quoted_by_the_first_line_of_its_error():
+    words = ("Traceback (most recent call last):", *LOST[1:], "This is bucket 1 of 1.")
+    failed = RankExit(rank=0, code=1, at=1.5, last_words=words)
+    assert followers(failed)[0].endswith("exit code 1: phalanx.errors.PeerLost: rank 1 is dead")
+
+
+def test_followers_that_say_the_same_are_told_together():
+    said = "PeerLost: (group 'dp', rank {}): rank 1 is dead"
+
+    def end(rank, at, said=said):
+        words = (*LOST[:2], said.format(rank))
+        return RankExit(rank=rank, code=1, at=at, last_words=words)
+
+    assert followers(end(3, 1.5), end(0, 1.75), end(2, 2.0), end(4, 3.0, "ValueError: no")) == [
+        f"ranks 0, 2 and 3 failed 0.50 to 1.00 s later: exit code 1: {said.format(3)}",
+        "rank 4 failed 2.00 s later: exit code 1: ValueError: no",
+    ]
+
+
 def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
     stopped = RankExit(rank=0, code=-15, at=3.0, was_told_to_end=True, last_words=LOST)
     silent = RankExit(rank=2, code=-15, at=3.0, was_told_to_end=True, last_words=["a warning"])
@@ -33,7 +54,9 @@ def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
 
 def test_a_crowd_is_counted():
     crowd = [RankExit(rank=rank, code=1, at=2.0, last_words=LOST) for rank in range(2, 102)]
-    said = followers(*crowd)
+    (said,) = followers(*crowd)
+    assert said.startswith("ranks 2, 3, 4, 5, 6, 7, 8, 9 and 92 more failed 1.00 s later: exit")
+    said = followers(*(replace(each, code=each.rank) for each in crowd))
     assert len(said) == 9
     assert said[-1] == "and so did 92 more"
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from phalanx.launch._output import LONGEST_LINE, Lines, last_words
+from phalanx.launch._output import LONGEST_LINE, Lines
 from phalanx.launch._screen import Screen, Source
 
 from .conftest import eventually, unlabelled
@@ -41,14 +41,6 @@ def test_a_line_that_never_ends_is_cut():
     cut_off = [line for _ in range(100) for line in lines.feed(b"x" * 4096)]
     assert {len(line) for line in cut_off} <= {LONGEST_LINE + 4096}
     assert len(b"".join(cut_off) + lines.unfinished) == 100 * 4096
-
-
-def test_last_words_begin_with_the_last_traceback():
-    words = (
-        b"Traceback (most recent call last)\nold\nnoise\nTraceback (most recent call last):\n new"
-    )
-    assert last_words(words.split(b"\n")) == ["Traceback (most recent call last):", " new"]
-    assert last_words([b"\xff warned"]) == ["\ufffd warned"]
 
 
 def test_progress_without_a_terminal_leaves_a_line_now_and_then():

@@ -29,6 +29,7 @@ def run(
     grace: float = GRACE,
     linger: float = LINGER,
     prefix: bool = True,
+    full_tracebacks: bool = False,
     env: Mapping[str, str] | None = None,
     stdout: Sink | None = None,
     stderr: Sink | None = None,
@@ -39,8 +40,9 @@ def run(
     `script` is a path, or a module's name with `module`. `ranks` may be ``"auto"``: one per core.
     `max_restarts` is how often all are started again when one has failed. A rank that is asked to
     end is killed after `grace` seconds. When one has failed, the others get `linger` seconds to
-    say what it did to them. `env` replaces this process's environment. `stdout` and `stderr`, both
-    unbuffered, replace descriptors 1 and 2.
+    say what it did to them. Tracebacks of errors of phalanx are shown without internal frames, and
+    once if ranks raise the same, unless `full_tracebacks`. `env` replaces this process's
+    environment. `stdout` and `stderr`, both unbuffered, replace descriptors 1 and 2.
 
     With `check`, a failure raises `RanksFailed`, which says who was first and why, and Ctrl-C
     raises `KeyboardInterrupt`; without, look at the outcome. Ranks that were asked to stop and
@@ -53,6 +55,7 @@ def run(
         grace=grace,
         linger=linger,
         prefix=prefix,
+        full_tracebacks=full_tracebacks,
         environ=dict(os.environ if env is None else env),
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))

@@ -8,8 +8,9 @@ from queue import SimpleQueue
 
 from ..errors import RanksFailed
 from ._job import Job
-from ._output import Lines, Pump, last_words
+from ._output import Pump
 from ._processes import Child, Event, Guard, start, start_store, with_leftovers
+from ._reports import ReportReader, SeenReports
 from ._screen import Source
 
 __all__ = ["Crew"]
@@ -24,7 +25,8 @@ class Crew:
         self._guard = guard
         self._pump = pump
         self._ranks: dict[Child, int] = {}
-        self._stderr: dict[int | None, Lines] = {}
+        self._reports: dict[int | None, ReportReader] = {}
+        self._seen = SeenReports()
         self._running: set[Child] = set()
 
     @property
@@ -58,7 +60,7 @@ class Crew:
 
     def last_words(self, rank: int | None) -> list[str]:
         """Return how a rank (or the store) explained its end."""
-        return last_words(self._stderr[rank].tail)
+        return self._reports[rank].last_words()
 
     def leftovers(self) -> list[Child]:
         """Return the ranks that have ended while something they started has not."""
@@ -108,4 +110,8 @@ class Crew:
         assert stdout is not None
         assert stderr is not None
         self._pump.add(stdout, Source(source.label, rank=source.rank))
-        self._stderr[rank] = self._pump.add(stderr, source)
+        reports = ReportReader(
+            self._seen, rank, labelled=self._job.prefix, full=self._job.full_tracebacks
+        )
+        self._reports[rank] = reports
+        self._pump.add(stderr, source, reports)

@@ -34,6 +34,7 @@ class Job:
     grace: float
     linger: float
     prefix: bool
+    full_tracebacks: bool
     environ: Mapping[str, str]
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from .._signals import STOP_WORDS, STOPPED, signal_name
 
 __all__ = ["Outcome", "RankExit", "describe", "describe_code"]
 
-_SHOWN = 8  # ranks whose failure is told, besides the first
+_SHOWN = 8  # different failures that are told, besides the first; and ranks that are listed
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's, for lack of memory: see dmesg",
     signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
@@ -52,10 +53,19 @@ class RankExit:
     @property
     def error(self) -> str:
         """The line of its traceback that names the exception, if it had one."""
-        if not any(line.startswith("Traceback") for line in self.last_words):
+        headers = [
+            place for place, line in enumerate(self.last_words) if line.startswith("Traceback")
+        ]
+        if not headers:
             return ""
-        # Frames are indented, and so may be what a message says on further lines.
-        return next((line for line in reversed(self.last_words) if line[:1].strip()), "")
+        # Frames are indented; what a message says on further lines may be, or not.
+        words = self.last_words[headers[-1] + 1 :]
+        return next((line for line in words if line[:1].strip()), "")
+
+    @property
+    def words(self) -> str:
+        """One line that says why it ended, as far as it said so."""
+        return (self.error or next(iter(self.last_words[-1:]), "")).strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +124,13 @@ def describe(outcome: Outcome) -> str:
     lines = [f"{first.name} failed first: {describe_code(first.code)}"]
     lines += [f"    {line}" for line in first.last_words]
     others = [each for each in outcome.exits if each is not first]
-    told = [_consequence(each, first) for each in others if each.failed or each.error]
-    lines += told[:_SHOWN]
+    told = _alike([each for each in others if each.failed or each.error])
+    lines += [_consequence(each, first) for each in told[:_SHOWN]]
     if len(told) > _SHOWN:
-        lines.append(f"and so did {len(told) - _SHOWN} more")
+        lines.append(f"and so did {sum(map(len, told[_SHOWN:]))} more")
     silent = [each for each in others if each.was_told_to_end and not each.error]
     if silent:
-        lines.append(f"{_enumerate(silent)} stopped")
+        lines.append(f"{_enumerate(silent)} {_were(silent)} stopped")
     if outcome.attempts > 1:
         lines.append(f"gave up after {outcome.attempts} attempts")
     return "\n".join(lines)
@@ -140,19 +150,38 @@ def describe_code(code: int) -> str:
     return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
 
 
-def _consequence(each: RankExit, first: RankExit) -> str:
-    if each.was_told_to_end:
-        return f"{each.name} was stopped after {each.error}"
-    why = each.error or next(iter(each.last_words[-1:]), "")
-    end = f"{each.name} failed {each.at - first.at:.2f} s later: {describe_code(each.code)}"
-    return f"{end}: {why.strip()}" if why else end
+def _alike(exits: Sequence[RankExit]) -> list[list[RankExit]]:
+    """Put those together that ended in the same way and said the same."""
+    found: dict[tuple[object, ...], list[RankExit]] = {}
+    for each in exits:
+        said = re.sub(rf"\brank ?{each.rank}\b", "rank *", each.words)
+        found.setdefault((each.was_told_to_end, each.code, said), []).append(each)
+    return list(found.values())
+
+
+def _consequence(alike: Sequence[RankExit], first: RankExit) -> str:
+    one, names = alike[0], _enumerate(alike)
+    if one.was_told_to_end:
+        return f"{names} {_were(alike)} stopped after {one.error}"
+    times = [f"{each.at - first.at:.2f}" for each in alike]
+    later = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
+    end = f"{names} failed {later} s later: {describe_code(one.code)}"
+    return f"{end}: {one.words}" if one.words else end
 
 
 def _enumerate(exits: Sequence[RankExit]) -> str:
     ranks = sorted(each.rank for each in exits if each.rank is not None)
+    if not ranks:
+        return exits[0].name
     if len(ranks) == 1:
-        return f"rank {ranks[0]} was"
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} were"
+        return f"rank {ranks[0]}"
+    if len(ranks) > _SHOWN + 1:
+        return f"ranks {', '.join(map(str, ranks[:_SHOWN]))} and {len(ranks) - _SHOWN} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _were(exits: Sequence[RankExit]) -> str:
+    return "was" if len(exits) == 1 else "were"
 
 
 def _shell_code(code: int) -> int:

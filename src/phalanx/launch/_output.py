@@ -11,23 +11,20 @@ import os
 import re
 import selectors
 import threading
-from collections import deque
-from collections.abc import Iterable
+import time
 from dataclasses import dataclass
 from typing import IO
 
+from ._reports import ReportReader
 from ._screen import Screen, Source
 
-__all__ = ["Lines", "Pump", "last_words"]
+__all__ = ["Lines", "Pump"]
 
-TAIL_LINES = 30
-"""How many finished lines of a stream are kept, to tell how a process explained its end."""
 LONGEST_LINE = 1 << 16
 """Bytes; a longer line is cut, so that nobody fills our memory."""
 _CHUNK = 1 << 16  # bytes that are read at once
 # Every control sequence but colours: cursor movement makes no sense behind a label.
 _MOVEMENT = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
-_REPORT_START = ("Traceback (most recent call last)", "Fatal Python error")
 
 
 class Lines:
@@ -37,8 +34,6 @@ class Lines:
     """
 
     def __init__(self) -> None:
-        self.tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        """The last finished lines."""
         self._rest = b""
 
     @property
@@ -60,16 +55,12 @@ class Lines:
         if len(self._rest) > LONGEST_LINE:
             lines.append(self._rest)
             self._rest = b""
-        self.tail.extend(lines[-TAIL_LINES:])
         return lines
 
     def finish(self) -> list[bytes]:
         """Return the line that was never finished, if there is anything in it."""
         line, self._rest = self.unfinished, b""
-        if not line.strip():
-            return []
-        self.tail.append(line)
-        return [line]
+        return [line] if line.strip() else []
 
 
 @dataclass(frozen=True)
@@ -77,6 +68,8 @@ class _Stream:
     pipe: IO[bytes]
     source: Source
     lines: Lines
+    reports: ReportReader | None
+    """Where lines pass first, if error reports are to be found among them."""
 
 
 class Pump:
@@ -85,17 +78,16 @@ class Pump:
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._selector = selectors.DefaultSelector()
+        self._holding: dict[ReportReader, Source] = {}
         reader, self._voice = os.pipe()
-        self._own = self.add(
-            os.fdopen(reader, "rb", buffering=0), Source("phalanx: ", is_error=True)
-        )
+        self._own = os.fdopen(reader, "rb", buffering=0)
+        self.add(self._own, Source("phalanx: ", is_error=True))
         self._thread = threading.Thread(target=self._loop, name="phalanx-output", daemon=True)
 
-    def add(self, pipe: IO[bytes], source: Source) -> Lines:
+    def add(self, pipe: IO[bytes], source: Source, reports: ReportReader | None = None) -> None:
         """Carry this pipe's output too, once started; close it at its end."""
-        stream = _Stream(pipe, source, Lines())
+        stream = _Stream(pipe, source, Lines(), reports)
         self._selector.register(pipe, selectors.EVENT_READ, stream)
-        return stream.lines
 
     def start(self) -> None:
         """Begin to carry output."""
@@ -118,10 +110,14 @@ class Pump:
 
     def _loop(self) -> None:
         is_ending = False
-        while ready := self._selector.select(0 if is_ending else None):
+        while True:
+            ready = self._selector.select(0 if is_ending else self._patience())
+            if is_ending and not ready:
+                break
             for key, _ in ready:
                 is_open = self._carry(key.data)
-                is_ending |= not is_open and key.data.lines is self._own
+                is_ending |= not is_open and key.data.pipe is self._own
+            self._show_reports_that_are_due()
             self._screen.flush()
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
@@ -134,22 +130,40 @@ class Pump:
             self._close(stream)
             return False
         lines = stream.lines
-        self._screen.lines(stream.source, lines.feed(data))
+        self._show(stream, lines.feed(data))
         self._screen.unfinished(stream.source, lines.unfinished, is_progress=lines.is_progress)
         return True
+
+    def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        if stream.reports is not None:
+            lines = stream.reports.feed(lines, time.monotonic())
+            if stream.reports.is_holding:
+                self._holding[stream.reports] = stream.source
+        self._screen.lines(stream.source, lines)
+
+    def _patience(self) -> float | None:
+        """Return how long nothing has to be shown unless something is written."""
+        if not self._holding:
+            return None
+        return max(0.0, min(each.due() for each in self._holding) - time.monotonic())
+
+    def _show_reports_that_are_due(self) -> None:
+        now = time.monotonic()
+        for reports, source in [*self._holding.items()]:
+            if reports.due() <= now:
+                self._release(reports, source)
+
+    def _release(self, reports: ReportReader, source: Source) -> None:
+        self._holding.pop(reports, None)
+        self._screen.lines(source, reports.release())
 
     def _close(self, stream: _Stream) -> None:
         self._selector.unregister(stream.pipe)
         stream.pipe.close()
         self._screen.unfinished(stream.source, b"", is_progress=False)
-        self._screen.lines(stream.source, stream.lines.finish())
-
-
-def last_words(tail: Iterable[bytes]) -> list[str]:
-    """Return a process's last traceback, or all of the tail: it may be a long one's end."""
-    lines = [line.decode(errors="replace") for line in tail]
-    starts = [i for i, line in enumerate(lines) if line.startswith(_REPORT_START)]
-    return lines[starts[-1] :] if starts else lines
+        self._show(stream, stream.lines.finish())
+        if stream.reports is not None:
+            self._release(stream.reports, stream.source)
 
 
 def _visible(line: bytes) -> bytes:

@@ -178,7 +178,7 @@ class _Attempt:
         self._wait_until(crew.is_gone, poll=_POLL)
 
     def _announce_restart(self) -> None:
-        failed = self._outcome().first is not None
+        failed = Outcome(exits=self._exits, signal=self._signal).first is not None
         if failed and self._signal is None and self._number < self._job.max_restarts:
             total = self._job.max_restarts + 1
             self._pump.say(f"starting all ranks again: attempt {self._number + 2} of {total}")

@@ -98,6 +98,11 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     "--prefix/--no-prefix", default=True, help="Put the rank before each line (the default)."
 )
 @click.option(
+    "--full-tracebacks",
+    is_flag=True,
+    help="Show tracebacks as ranks write them: with internal frames, and repeated on every rank.",
+)
+@click.option(
     "--grace",
     type=click.FloatRange(min=0),
     show_default=f"{GRACE:g}",
@@ -125,6 +130,7 @@ def run(
     grace: float | None,
     linger: float,
     prefix: bool,
+    full_tracebacks: bool,
     **machines: Any,
 ) -> None:
     """Start N ranks of SCRIPT on this machine and see that they end together.
@@ -158,6 +164,7 @@ def run(
             grace=GRACE if grace is None else grace,
             linger=linger,
             prefix=prefix,
+            full_tracebacks=full_tracebacks,
             check=False,
         )
     if outcome.stopped:

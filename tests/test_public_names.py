@@ -2,6 +2,9 @@
 
 import importlib
 import inspect
+import pkgutil
+import subprocess
+import sys
 import types
 
 import pytest
@@ -162,6 +165,10 @@ PROMISED = {
 }
 
 
+def is_package(name):
+    return hasattr(importlib.import_module(name), "__path__")
+
+
 @pytest.mark.parametrize("name", PROMISED)
 def test_what_is_exported_is_what_is_promised(name):
     module = importlib.import_module(name)
@@ -181,6 +188,26 @@ def test_nothing_public_hides_from_the_list(name):
         and getattr(value, "__module__", "").startswith("phalanx")
     }
     assert visible <= PROMISED[name]
+
+
+def listed(name):
+    return {each for each in dir(importlib.import_module(name)) if each[:1] != "_"}
+
+
+@pytest.mark.parametrize("name", [each for each in PROMISED if is_package(each)])
+def test_a_package_lists_what_is_public_and_its_modules(name):
+    """As `dir` and a completing shell show it: nothing missing, nothing that is only imported."""
+    module = importlib.import_module(name)
+    public = {each for each in module.__all__ if each[:1] != "_"}
+    modules = {each.name for each in pkgutil.iter_modules(module.__path__)}
+    assert public <= listed(name) <= public | modules
+
+
+def test_what_a_fresh_process_lists_does_not_depend_on_what_it_has_used():
+    code = "import phalanx; print(*(each for each in dir(phalanx) if each[:1] != '_'))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    public = PROMISED["phalanx"] - {"__version__"}
+    assert public <= {*done.stdout.decode().split()} <= public | {"env"}
 
 
 @pytest.mark.parametrize("name", PROMISED)

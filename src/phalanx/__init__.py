@@ -13,6 +13,7 @@ The layers, from the top; each imports only from those below it::
     errors, env what goes wrong, and what the launcher says
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -44,3 +45,9 @@ def __getattr__(name: str) -> Any:
     if name in _homes:
         return getattr(import_module(f".{_homes[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *loaded})

@@ -23,6 +23,15 @@ def test_help(phalanx, args, words):
         assert word in done.stdout
 
 
+@pytest.mark.parametrize("command", [[], ["run"], ["mesh"], ["doctor"], ["checkpoint"]])
+def test_help_fits_a_terminal_and_is_not_cut_off(phalanx, command):
+    done = phalanx(*command, "--help", env={"COLUMNS": "80"})
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if len(line) > 80 or line.endswith("...")] == [
+        line for line in lines[:1] if line.endswith("[ARGS]...")
+    ]
+
+
 def test_version(phalanx):
     assert phalanx("--version").stdout == f"phalanx {metadata.version('phalanx')}\n"
 

@@ -64,8 +64,8 @@ def test_what_was_not_said_is_left_to_torchrun(command):
 
 
 def test_module():
-    command = torchrun_command("pkg.mod", ["-x"], machines=Machines(), ranks=1, module=True)
-    assert command[-3:] == ["-m", "pkg.mod", "-x"]
+    command = torchrun_command("json.tool", ["-x"], machines=Machines(), ranks=1, module=True)
+    assert command[-3:] == ["-m", "json.tool", "-x"]
 
 
 def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():

@@ -74,6 +74,25 @@ def test_what_follows_the_script_is_its_own(phalanx, script):
     assert unlabelled(done.stdout, 0) == ["['--lr', '0.1', '-n', 'x', '--help', '--', '-m']"]
 
 
+def test_a_module_is_looked_for_where_the_ranks_will_look(script):
+    script("print('found')", name="elsewhere/odd_one.py")
+    out, place = io.BytesIO(), str(script("", name="elsewhere/other.py").parent)
+    with pytest.raises(InvalidArgument, match="no module 'odd_one'"):
+        phalanx.launch.run("odd_one", ranks=1, module=True)
+    env = {**os.environ, "PYTHONPATH": place}
+    phalanx.launch.run("odd_one", ranks=1, module=True, env=env, stdout=out)
+    assert out.getvalue() == b"[rank 0] found\n"
+
+
+@pytest.mark.parametrize("what", [["missing.py"], ["-m", "missing"], ["-m", "missing.train"]])
+def test_what_is_missing_is_said_once(phalanx, what):
+    done = phalanx("run", "-n", 3, *what)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "[rank" not in done.stderr
+    assert done.stderr.count("'missing") == 1
+
+
 def test_module(phalanx, script):
     script("", name="package/__init__.py")
     script(PRINT_ARGS, name="package/train.py")

@@ -25,6 +25,7 @@ the top::
     _document, _contents        a manifest, and what it lists, as far as torch is not needed
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,4 +43,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *import_module(f"{__name__}._public").__all__]
+    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    public = import_module(f"{__name__}._public").__all__
+    loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*public, *loaded})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 
 from ..errors import RanksFailed
@@ -48,15 +49,16 @@ def run(
     raises `KeyboardInterrupt`; without, look at the outcome. Ranks that were asked to stop and
     have saved their work have not failed: `Outcome.stopped` tells.
     """
+    environ = dict(os.environ if env is None else env)
     job = Job(
-        command=python_command(script, args, module=module),
+        command=python_command(script, args, module=module, environ=environ),
         ranks=count_ranks(ranks),
         max_restarts=max_restarts,
         grace=grace,
         linger=linger,
         prefix=prefix,
         full_tracebacks=full_tracebacks,
-        environ=dict(os.environ if env is None else env),
+        environ=environ,
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)
@@ -68,3 +70,9 @@ def run(
 
 def _descriptor(fd: int) -> Sink:
     return open(fd, "wb", buffering=0, closefd=False)
+
+
+def __dir__() -> list[str]:
+    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *loaded})

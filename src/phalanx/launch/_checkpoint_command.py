@@ -74,7 +74,7 @@ def ls(*, path: str, as_json: bool) -> None:
         )
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Show what is in a checkpoint.")
 @_json
 @_path
 def show(*, path: str, as_json: bool) -> None:
@@ -84,7 +84,7 @@ def show(*, path: str, as_json: bool) -> None:
         _write(listing.about, listing.lines, as_json=as_json)
 
 
-@checkpoint.command()
+@checkpoint.command(short_help="Read checkpoints again and compare all checksums.")
 @_json
 @_path
 def verify(*, path: str, as_json: bool) -> None:

@@ -7,6 +7,8 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -86,14 +88,33 @@ def thread_env(ranks: int) -> dict[str, str]:
 
 
 def python_command(
-    script: str | os.PathLike[str], args: Sequence[str], *, module: bool
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    *,
+    module: bool,
+    environ: Mapping[str, str] = os.environ,
 ) -> tuple[str, ...]:
     """Return the command that runs a script or a module; raise `InvalidArgument` if it cannot."""
     target = os.fspath(script)
     if module:
+        if not _may_be_a_module(target, environ):
+            raise InvalidArgument(f"there is no module {target.partition('.')[0]!r}")
         return (sys.executable, "-m", target, *args)
     if Path(target).is_dir():
         raise InvalidArgument(f"{target!r} is a directory; name the script in it, or use -m")
     if not Path(target).is_file():
         raise InvalidArgument(f"there is no script {target!r}")
     return (sys.executable, target, *args)
+
+
+def _may_be_a_module(name: str, environ: Mapping[str, str]) -> bool:
+    """Return whether a module may exist, as far as can be known without importing anything."""
+    top = name.partition(".")[0]
+    # As the ranks will look: python -m begins where the user is.
+    places = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+    if PathFinder.find_spec(top, places) is not None:
+        return True
+    try:
+        return find_spec(top) is not None
+    except (ImportError, ValueError):  # a module that is loaded, but not from a file
+        return True

@@ -44,7 +44,7 @@ def main() -> None:
     phalanx run -n 4 train.py       start four ranks of a script
     phalanx doctor                  check this machine and measure it
     phalanx mesh 8x16x8 --rank 513  show where a rank of a mesh is, and its groups
-    phalanx checkpoint ls run       list checkpoints; also show, verify, diff, prune
+    phalanx checkpoint ls run       list checkpoints; show, verify, diff, prune
     """
 
 
@@ -76,7 +76,11 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 # Options end at the script's name: what follows is the script's own, whatever it looks like.
-@main.command(epilog=_EXAMPLES, context_settings={"allow_interspersed_args": False})
+@main.command(
+    epilog=_EXAMPLES,
+    short_help="Start ranks of a script and see that they end together.",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "-n",
     "--nproc-per-node",
@@ -213,7 +217,11 @@ def doctor(*, as_json: bool) -> None:
 
 
 # A shape with a minus is no option, but a mistake that deserves a better answer.
-@main.command(epilog=_MESH_EXAMPLES, context_settings={"ignore_unknown_options": True})
+@main.command(
+    epilog=_MESH_EXAMPLES,
+    short_help="Show a mesh, where a rank of it is, and its groups.",
+    context_settings={"ignore_unknown_options": True},
+)
 @click.option("--names", metavar="NAME,...", help="A name for each axis.")
 @click.option("--rank", type=int, metavar="RANK", help="Show where this rank is, and its groups.")
 @click.option("--hosts", type=int, metavar="N", help="How many hosts share the ranks evenly.")

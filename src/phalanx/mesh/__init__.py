@@ -7,6 +7,7 @@ compute with, a group is made on first use by its members only, and meshes stand
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING
 
 from .layout import FlatLayout, MeshLayout, _FlatLayout, _MeshLayout
@@ -42,3 +43,9 @@ def __getattr__(name: str) -> object:
     value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
+    return sorted({*__all__, *loaded})

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,27 @@ def ranks():
     with RankPool(4, preload=PRELOADED) as pool:
         pool.start()  # while tests with threads run
         yield pool
+
+
+@pytest.fixture
+def foreground():
+    """Handle signals as in the foreground of a terminal, for this test and what it starts.
+
+    A suite that runs in the background of a shell (``nohup make test &``) is started with SIGINT
+    and SIGHUP ignored. Python then has no handler that raises KeyboardInterrupt, and every child
+    ignores them too. SIGHUP still ends nothing here, but a child that is started has its default.
+    """
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: lambda *_: None,
+    }
+    before = {number: signal.getsignal(number) for number in handlers}
+    ignored = [number for number, handler in before.items() if handler is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, handlers[number])
+    yield
+    for number in ignored:
+        signal.signal(number, before[number])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -113,6 +113,7 @@ def test_the_process_is_killed(writers, tmp_path):
         assert load(tmp_path / "c")[0] == {"step": 2}
 
 
+@pytest.mark.usefixtures("foreground")
 def test_after_close_nothing_is_saved(tmp_path):
     process = make_process()
     with checkpointer(process) as made:

@@ -102,6 +102,7 @@ def test_who_was_interrupted_meets_the_others_again(server, together, moment, te
     assert time.monotonic() - began < LONG / 2
 
 
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("text", [None, "x"])
 def test_a_signal_is_heard_while_the_barrier_waits(server, together, text):
     places = lines(server, 2, together)

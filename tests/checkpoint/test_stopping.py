@@ -86,7 +86,7 @@ def no_echo(monkeypatch):
     monkeypatch.setattr(_stopping, "_ECHO", 0.0)
 
 
-@pytest.mark.usefixtures("no_echo")
+@pytest.mark.usefixtures("no_echo", "foreground")
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
 def test_a_second_interrupt_interrupts(first):
     with StopRequest() as stop:
@@ -98,6 +98,7 @@ def test_a_second_interrupt_interrupts(first):
             signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("foreground")
 def test_an_interrupt_that_comes_twice_at_once_is_one():
     """A terminal sends it to the launcher and to the ranks, and the launcher to the ranks, too."""
     with StopRequest() as stop:

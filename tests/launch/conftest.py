@@ -50,7 +50,7 @@ def script(tmp_path):
 
 
 @pytest.fixture
-def phalanx(tmp_path):
+def phalanx(tmp_path, foreground):
     """Run `phalanx` to its end and return what it did."""
 
     def call(*args, env=None, stdin=subprocess.DEVNULL):
@@ -71,7 +71,7 @@ def phalanx(tmp_path):
 
 
 @pytest.fixture
-def launcher(tmp_path):
+def launcher(tmp_path, foreground):
     """Start `phalanx` and return the process; it is killed at the end of the test."""
     started = []
 

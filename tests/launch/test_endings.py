@@ -4,6 +4,8 @@ import fcntl
 import os
 import signal
 import struct
+import subprocess
+import sys
 import termios
 from pathlib import Path
 
@@ -150,16 +152,42 @@ def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_pa
     assert process.returncode == 75, err
 
 
-def test_a_signal_that_is_ignored_stays_ignored(script, launcher, pids):
-    # As a shell starts what stands before `&`.
-    background = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
-    process = launcher("run", "-n", 1, script(waiting()), before=background)
-    pids("pid0")
-    process.send_signal(signal.SIGINT)
+def test_in_the_background_only_sigterm_stops_the_ranks(script, launcher, pids):
+    """What is ignored stays ignored: that is how nohup and a shell's `&` ask for it."""
+    background = ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"]
+    process = launcher("run", "-n", 2, script(waiting()), before=background)
+    ranks = pids("pid0", "pid1")
+    for number in (signal.SIGINT, signal.SIGHUP):
+        for pid in (process.pid, *ranks):
+            os.kill(pid, number)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode == 143
+    assert "SIGTERM: passed on to the ranks" in err
     assert "SIGINT" not in err
+    assert "SIGHUP" not in err
+    assert all_gone(ranks)
+
+
+IGNORED = (signal.SIGINT, signal.SIGHUP)
+
+
+@pytest.fixture
+def background():
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("background", "foreground")
+def test_a_suite_in_the_background_tests_what_happens_in_the_foreground():
+    code = "print(next(line for line in open('/proc/self/status') if line[:7] == 'SigIgn:'))"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
+    assert not int(done.stdout.split()[1], 16) & sum(1 << number - 1 for number in IGNORED)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGHUP)
 
 
 def test_a_failure_stops_even_those_that_will_not(script, phalanx, pids):

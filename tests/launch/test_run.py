@@ -158,6 +158,7 @@ def test_api_returns_failures_to_those_who_look(script):
     assert (outcome.first.rank, outcome.first.code, outcome.exit_code) == (0, -9, 137)
 
 
+@pytest.mark.usefixtures("foreground")
 def test_api_is_interrupted_like_any_call(script):
     path = script(
         """

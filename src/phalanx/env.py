@@ -14,7 +14,11 @@ from pathlib import Path
 
 from phalanx.errors import InvalidArgument
 
-__all__ = ["RankEnv", "local_ranks", "read_rank_env", "usable_cores"]
+__all__ = ["RankEnv", "is_launched", "local_ranks", "read_rank_env", "usable_cores"]
+
+_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SIZES_ELSEWHERE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""What MPI and Slurm call the number of processes that they have started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,13 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether anything tells that this process is one of several ranks, or which one."""
+    if any(environ.get(name, "").strip() for name in _PLACE):
+        return True
+    return any(environ.get(name, "1") != "1" for name in _SIZES_ELSEWHERE)
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:

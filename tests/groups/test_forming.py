@@ -77,7 +77,7 @@ def test_an_environment_without_ranks_says_how_to_start(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(InvalidArgument, match="phalanx run"):
-        groups.new_group("gloo", SECOND, "cpu")
+        groups.new_group("gloo", SECOND, "cpu", store="env://")
 
 
 def test_a_name_can_be_used_again(threads):

@@ -55,7 +55,8 @@ def new_group(
     """Make a group of all ranks that call this alike.
 
     Ranks meet in `store`: an open one (with `rank` and `world_size`), a URL (``tcp://host:port``,
-    ``file:///path``), or, by default, what the launcher put into the environment (``env://``).
+    ``file:///path``), or, by default, what the launcher put into the environment (``env://``). A
+    process that was started without a launcher is the only rank, and says so.
     `backend` is the fastest that these ranks can have, unless one is named.
     `timeout` is the default deadline of every call. `checks` compares operation, shape and dtype
     of every call across ranks: by default where that is free, with True everywhere, at the price

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from urllib.parse import parse_qsl, urlparse
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
-from ..env import read_rank_env
+from ..env import is_launched, read_rank_env
 from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTimeout
 from ._words import first_line
 
 __all__ = ["Meeting", "await_listener", "check_place", "meet", "own_connection"]
 
+_log = logging.getLogger(__name__)
 
 _hosted: dict[tuple[int, int], Store] = {}
 """Stores that this process hosts, by pid and port: for as long as it lives, since peers may be
@@ -45,6 +49,9 @@ def meet(
         # in meanwhile.
         return Meeting(own_connection(where), *check_place(rank, size), lent_store=where)
     if where is None:
+        if rank is None and size is None and not is_launched():
+            _say_alone()
+            return Meeting(HashStore(), 0, 1)
         where = "env://"
     if not isinstance(where, str):
         raise InvalidType(f"store is a Store or a URL, not {type(where).__name__}")
@@ -62,6 +69,14 @@ def meet(
     if url.scheme == "file":
         return Meeting(_file_store(where, url.netloc + url.path, size), rank, size)
     return Meeting(_other_store(where, rank, size), rank, size)
+
+
+@lru_cache(maxsize=1)
+def _say_alone() -> None:
+    script = os.path.basename(sys.argv[0]) or "train.py"
+    _log.warning(
+        "phalanx: no launcher, so this is rank 0 of 1; for 4 ranks: phalanx run -n 4 %s", script
+    )
 
 
 def own_connection(store: Store) -> Store:

@@ -1,0 +1,54 @@
+"""A script that nobody launched: it is the only rank, and says so."""
+
+import logging
+
+import pytest
+import torch
+
+from phalanx.env import is_launched
+from phalanx.errors import InvalidArgument
+from phalanx.groups import _stores, new_group
+
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    _stores._say_alone.cache_clear()
+    yield monkeypatch
+    _stores._say_alone.cache_clear()
+
+
+def test_a_group_of_one_rank_is_made_and_told_in_one_line(alone, caplog):
+    alone.setattr("sys.argv", ["/home/me/train.py", "--lr", "0.1"])
+    for _ in range(2):
+        group = new_group()
+        assert (group.rank(), group.size()) == (0, 1)
+        tensor = torch.ones(3)
+        group.allreduce(tensor).wait()
+        assert tensor.tolist() == [1.0] * 3
+        group.shutdown()
+    (line,) = caplog.messages
+    assert line.startswith("phalanx: no launcher, so this is rank 0 of 1")
+    assert line.endswith("phalanx run -n 4 train.py")
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*((name, "1") for name in PLACE), ("SLURM_STEP_NUM_TASKS", "4")]
+)
+def test_half_a_place_is_a_mistake(alone, name, value):
+    alone.setenv(name, value)
+    assert is_launched()
+    with pytest.raises(InvalidArgument, match="not .*in the environment"):
+        new_group()
+
+
+def test_whoever_asks_for_the_environment_is_told_that_it_says_nothing(alone):
+    assert not is_launched()
+    with pytest.raises(InvalidArgument, match="WORLD_SIZE is not in the environment"):
+        new_group(store="env://")
+    alone.setenv("OMPI_COMM_WORLD_SIZE", "1")
+    assert not is_launched()

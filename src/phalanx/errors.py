@@ -104,7 +104,7 @@ class RankReport:
     site: str | None = None
     """Where the user's code made that call, or left: ``train.py:12``."""
     here: str | None = None
-    """The line of user code that it is at right now."""
+    """The line of user code that it is at right now, and what that waits for inside a library."""
     collectives: int | None = None
     """How many collectives of the group it has begun."""
     quiet: float | None = None

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
+from ._roster import process_state
 from ._words import describe, dtype_name
 
 __all__ = [
@@ -31,6 +34,11 @@ __all__ = [
 
 _INTERNAL = tuple(
     f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
+_LOADER = str(Path(torch.__file__).parent / "utils" / "data" / "dataloader.py")
+_STDLIB = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
+    "<frozen ",
 )
 known_files: dict[str, bool] = {}
 """Of the files that calls came from: whether they are phalanx's or torch's."""
@@ -201,10 +209,43 @@ def user_site() -> str:
 
 
 def describe_frame(frame: FrameType | None) -> str | None:
-    """Tell where in the user's code a running thread is: ``train.py:44 in load``."""
-    while frame is not None and _is_internal(frame.f_code.co_filename):
+    """Tell where in the user's code a running thread is: ``train.py:44 in load``.
+
+    If that code waits inside a library, tell the library's line too, and for which worker process
+    if it is a data loader that waits.
+    """
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
         frame = frame.f_back
-    return frame and f"{_place(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
+    outside = [each for each in frames if not _is_internal(each.f_code.co_filename)]
+    if not outside:
+        return None
+    own = [each for each in outside if not _is_library(each.f_code.co_filename)]
+    here = _describe(own[0] if own else outside[0])
+    if own and own[0] is not outside[0]:
+        here = f"{here}, inside {_describe(outside[0])}"
+    worker = _awaited_worker(frames)
+    return here if worker is None else f"{here}, waiting for {worker}"
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{_place(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
+
+
+def _awaited_worker(frames: Sequence[FrameType]) -> str | None:
+    """Tell the process that a `torch.utils.data.DataLoader` waits for a batch of, and its state."""
+    for frame in frames:
+        if frame.f_code.co_filename == _LOADER and frame.f_code.co_name == "_get_data":
+            # Fields of a class of torch that are not public: without them, there is less to tell.
+            with suppress(AttributeError, IndexError, KeyError, TypeError):
+                loader = frame.f_locals["self"]
+                if not loader._in_order:
+                    return f"any of {len(loader._workers)} DataLoader workers"
+                (number,) = loader._task_info[loader._rcvd_idx]
+                pid = loader._workers[number].pid
+                return f"DataLoader worker {number} (pid {pid}, {process_state(pid)})"
+    return None
 
 
 def user_frame(frame: FrameType) -> FrameType:
@@ -222,6 +263,12 @@ def _is_internal(filename: str) -> bool:
     if known is None:
         known = known_files[filename] = filename.startswith(_INTERNAL)
     return known
+
+
+def _is_library(filename: str) -> bool:
+    """Tell whether a file belongs to Python or to an installed package rather than to the user."""
+    parts = Path(filename).parts
+    return filename.startswith(_STDLIB) or not {"site-packages", "dist-packages"}.isdisjoint(parts)
 
 
 def _place(code: CodeType, instruction: int) -> str:

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Member", "Roster"]
+__all__ = ["Member", "Roster", "process_state"]
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,14 @@ def _machine() -> str:
         return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
+
+
+def process_state(pid: int) -> str:
+    """Tell in a word how a process of this machine is: ``alive``, ``stopped`` or ``dead``."""
+    started, state = _look_up(pid)
+    if not started:
+        return "dead"
+    return "stopped" if state == "T" else "alive"
 
 
 def _look_up(pid: int) -> tuple[str, str]:

@@ -1,9 +1,12 @@
 """Lost, stopped and straying ranks: every other rank raises, and says who and where."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+import traceback
 from datetime import timedelta
 
 import pytest
@@ -131,6 +134,29 @@ def stall(ctx, seconds):
     assert "test_faults.py" in report.site
     assert "in stall" in report.here
     assert "rank 1 did not take part" in str(error)
+
+
+def lose_and_time_out(ctx, backend):
+    first, second = ctx.group(backend, name="first"), ctx.group(backend, name="second")
+    if ctx.rank == 1:
+        ctx.store.wait(["over"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveTimeout) as late:
+        first.allreduce(torch.ones(3), timeout=SHORT).wait()
+    work = second.allreduce(torch.ones(3))
+    ctx.store.set("over", "")
+    with pytest.raises(PeerLost) as lost:
+        work.wait()
+    return ["".join(traceback.format_exception(each.value)) for each in (late, lost)]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_traceback_says_nothing_of_waits_that_were_over_too_early(ranks, backend):
+    late, lost = ranks.run(lose_and_time_out, 2, args=(backend,), expect_dead=[1])[0]
+    assert late.count("Traceback") == 1, late
+    assert lost.count("Traceback") <= 2, lost
+    for text in (late, lost):
+        assert "During handling" not in text
 
 
 def eventually_refused(group):

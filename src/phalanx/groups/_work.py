@@ -264,6 +264,8 @@ class Work(dist.Work, Pending):
                 self._finish = None
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
+        if cause is not None:
+            cause.__suppress_context__ = True  # a wait that was over too early is no news
         raise self._fail(failure) from cause
 
     def _fail(self, failure: Failure, reports: Reports | None = None) -> GroupError:
@@ -299,9 +301,9 @@ class Work(dist.Work, Pending):
         """Give up; for good only if it is the call's own deadline that has passed."""
         if limit < self.deadline:
             failure, reports = self._health.timed_out(self, after=timeout.total_seconds())
-            raise self._health.error(failure, self, self.call, reports)
+            raise self._health.error(failure, self, self.call, reports) from None
         failure, reports = self._health.timed_out(self, after=self.timeout)
-        raise self._fail(failure, reports)
+        raise self._fail(failure, reports) from None
 
     # -- futures: somebody waits where we have no hand in ----------------------------------
 

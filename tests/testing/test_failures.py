@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 
@@ -156,7 +157,7 @@ def hang_in_sleep(ctx):
 
 
 def hang_in_store(ctx):
-    ctx.store.wait(["never set"])
+    ctx.store.wait(["never set"], timedelta(seconds=60))  # longer than the run may take
 
 
 def hang_with_the_interpreter(ctx):
@@ -171,6 +172,7 @@ def hang_stopped(ctx):
     "body", [hang_in_python, hang_in_sleep, hang_in_store, hang_with_the_interpreter]
 )
 def test_a_hung_rank_is_dumped_and_replaced(ranks, body):
+    ranks.run(report_pid, 2)  # so that nobody has to be started first
     start = time.monotonic()
     text = str(failing(ranks, body, 2, timeout=0.5))
     assert time.monotonic() - start < 5

@@ -222,7 +222,7 @@ def differs(mesh):
 def copies(mesh):
     ddp, _ = make(mesh)
     state = copy.deepcopy(ddp.state_dict())
-    assert isinstance(state["first.weight"], DTensor)
+    assert isinstance(state["module.first.weight"], DTensor)
     ddp.module.first.weight.to_local().data.zero_()
     ddp.load_state_dict(state)
     assert ddp.module.first.weight.to_local().abs().sum() > 0

@@ -97,7 +97,7 @@ def test_low_precision_with_everything_else(group, name, way):
                 assert_close(p.grad, times * wanted, name, 2e-2 if reduce_dtype is None else 4e-3)
         optimizer.step()
         optimizer.zero_grad()
-        whole.load_state_dict(ddp.state_dict())
+        whole.load_state_dict(ddp.module.state_dict())
     assert ddp.module.seen == {(LOW, LOW)}
     ddp.assert_in_sync()
 

@@ -6,10 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from phalanx import groups
 from phalanx.ddp import DDP
 
+from .models import Images
 from .whole import (
     alone,
     assert_same_gradients,
@@ -17,6 +19,7 @@ from .whole import (
     compare,
     everywhere,
     mlp,
+    on_pairs,
     seeded,
     share,
     squares,
@@ -25,13 +28,92 @@ from .whole import (
 
 
 @everywhere
-def test_keys_are_the_modules_own(group):
-    ddp, _ = wrapped(mlp, group)
-    assert list(ddp.state_dict()) == list(ddp.module.state_dict())
-    assert ddp.state_dict()["0.weight"].data_ptr() == ddp.module[0].weight.data_ptr()
+def test_keys_are_those_of_torchs_class(group):
+    ddp, whole = wrapped(mlp, group)
+    theirs = TorchDDP(whole, process_group=group)
+    assert list(ddp.state_dict()) == list(theirs.state_dict())
+    assert list(ddp.state_dict()) == [name for name, _ in ddp.named_parameters()]
+    assert ddp.state_dict()["module.0.weight"].data_ptr() == ddp.module[0].weight.data_ptr()
     outer = nn.Sequential(nn.Linear(5, 5), ddp)
-    assert [key for key in outer.state_dict() if "module" in key] == []
-    assert "1.0.weight" in outer.state_dict()
+    assert "1.module.0.weight" in outer.state_dict()
+
+
+@on_pairs
+def test_a_functional_call_with_a_state(group):
+    ddp, whole = wrapped(mlp, group)
+    rows = share(batch(0, group.size()), group)
+    state = {name: value * 2 for name, value in ddp.state_dict().items()}
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(2)
+    torch.testing.assert_close(torch.func.functional_call(ddp, state, (rows,)), whole(rows))
+
+
+@on_pairs
+def test_torchs_functions_for_states_take_it_for_torchs_class(group):
+    from torch.distributed.checkpoint import state_dict as functions
+
+    states = []
+    for kind in (DDP, TorchDDP):
+        ddp = kind(seeded(Images), process_group=group)
+        assert isinstance(ddp, TorchDDP)
+        optimizer = torch.optim.AdamW(ddp.parameters())
+        ddp(share(batch(0, group.size(), 36), group)).sum().backward()
+        optimizer.step()
+        model, state = functions.get_state_dict(ddp, optimizer)
+        assert list(functions.get_model_state_dict(ddp)) == list(model)
+        only = functions.get_optimizer_state_dict(ddp, optimizer)
+        assert list(only["state"]) == list(state["state"])
+        states.append((model, state))
+    (model, state), (others, theirs) = states
+    assert list(model) == list(others) == list(ddp.module.state_dict())
+    assert all(map(torch.equal, model.values(), others.values()))
+    assert state["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(dict(state["state"]), dict(theirs["state"]))
+
+
+@on_pairs
+def test_torchs_functions_load_states(group):
+    from torch.distributed.checkpoint import state_dict as functions
+
+    def train(ddp, optimizer, steps):
+        for step in range(steps):
+            optimizer.zero_grad()
+            ddp(share(batch(step, group.size(), 36), group)).square().sum().backward()
+            optimizer.step()
+
+    ddp = DDP(seeded(Images), process_group=group)
+    optimizer = torch.optim.AdamW(ddp.parameters())
+    train(ddp, optimizer, 2)
+    model, state = copy.deepcopy(functions.get_state_dict(ddp, optimizer))
+    train(ddp, optimizer, 2)
+    other = DDP(seeded(Images, seed=5), process_group=group)
+    others = torch.optim.AdamW(other.parameters())
+    functions.set_model_state_dict(other, dict(model))
+    functions.set_optimizer_state_dict(other, others, copy.deepcopy(state))
+    train(other, others, 2)
+    assert all(map(torch.equal, other.state_dict().values(), ddp.state_dict().values()))
+    functions.set_state_dict(other, others, model_state_dict=model, optim_state_dict=state)
+    train(other, others, 2)
+    assert all(map(torch.equal, other.state_dict().values(), ddp.state_dict().values()))
+
+
+@alone
+@pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
+def test_versions_of_modules_are_loaded(group, prefix):
+    """Modules convert what an older version of them has saved."""
+    told = []
+
+    class Versioned(nn.Linear):
+        _version = 7
+
+        def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+            told.append(local_metadata.get("version"))
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    ddp = DDP(nn.Sequential(Versioned(2, 2)), process_group=group)
+    ddp.load_state_dict((ddp if prefix else ddp.module).state_dict())
+    assert told == [7]
 
 
 @everywhere
@@ -70,10 +152,20 @@ def test_a_part_that_is_called_module_itself(group):
             super().__init__()
             self.module = nn.Linear(2, 2)
 
+            self.weight = nn.Parameter(torch.zeros(2, 2))
+
     ddp = DDP(Called(), process_group=group)
-    assert list(ddp.state_dict()) == ["module.weight", "module.bias"]
-    ddp.load_state_dict(ddp.state_dict())
-    ddp.load_state_dict({f"module.{key}": value for key, value in ddp.state_dict().items()})
+    values = {
+        "weight": torch.ones(2, 2),
+        "module.weight": torch.eye(2),
+        "module.bias": torch.ones(2),
+    }
+    for prefix in ("", "module."):
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.zero_()
+        ddp.load_state_dict({prefix + key: value for key, value in values.items()})
+        assert all(torch.equal(ddp.module.state_dict()[key], values[key]) for key in values)
 
 
 @alone
@@ -82,7 +174,7 @@ def test_what_does_not_fit_is_refused_unless_told_otherwise(group):
     with pytest.raises(RuntimeError, match="0.weight"):
         ddp.load_state_dict({})
     told = ddp.load_state_dict({"module.0.weight": torch.ones(7, 5)}, strict=False)
-    assert "0.bias" in told.missing_keys
+    assert "module.0.bias" in told.missing_keys
     assert ddp.module[0].weight.eq(1).all()
 
 

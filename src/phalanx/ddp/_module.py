@@ -11,10 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchsClass
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 
 from ..errors import InvalidArgument, InvalidState
-from ..join import Joinable
+from ..join import _JoinConfig
 from . import _arguments as arguments
 from ._agreement import assert_same_values, verify_parameters
 from ._buffer_sync import BufferSync
@@ -24,7 +25,7 @@ from ._compiling import cap_for_compiler, compilable, keep_compiler_out, not_com
 from ._distributed_autograd import on_any_backward
 from ._joining import Joining
 from ._outputs import on_backward
-from ._precision import Precision, cast_buffers
+from ._precision import MixedPrecision, Precision, cast_buffers
 from ._reducer import Reducer
 from ._state import DataParallelState
 from ._stats import StepStats
@@ -36,12 +37,19 @@ __all__ = ["DistributedDataParallel"]
 REDUCTIONS = ("mean", "sum")
 
 
-class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Joining, nn.Module):
+class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has is of other types
+    DataParallelState, UpstreamNames, BufferSync, Joining, TorchsClass
+):
     """Wraps a module so that every rank has the gradient of all ranks' batches after backward.
 
     Takes what torch's class of the same name takes, and needs none of its hints: parameters that
     are not used, graphs that change, and activation checkpointing are right by default.
+
+    It derives from torch's class, so that whatever asks for one of that takes it. Nothing of
+    torch's runs, its constructor included.
     """
+
+    mixed_precision: MixedPrecision | None  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -69,8 +77,8 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
         reduce: str = "mean",
         check_sync_every: int = 0,
     ) -> None:
-        super().__init__()
-        Joinable.__init__(self)
+        DataParallelState.__init__(self)  # and not torch's class, which would make its own reducer
+        self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce is 'mean' or 'sum', not {reduce!r}")
         if check_reduction:
@@ -239,7 +247,7 @@ class DistributedDataParallel(DataParallelState, UpstreamNames, BufferSync, Join
 
     def train(self, mode: bool = True) -> DistributedDataParallel:
         """Set whether the module trains or evaluates."""
-        super().train(mode)
+        nn.Module.train(self, mode)
         return self
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:

@@ -154,6 +154,9 @@ class Reducer:
             else:  # several passes have come out of the first forward
                 self._learn()
 
+    def prepare_for_backward(self, outputs: object) -> None:
+        """Accept a hint of torch's pipelines: here a pass is noticed when it begins."""
+
     def _learn(self) -> None:
         self._must_learn = False
         self._arrivals.announce(self.begin_from_parameter, self._lifetime)

@@ -1,8 +1,10 @@
-"""State of the wrapper: under the module's own names, and without the group."""
+"""State of the wrapper: under the names that torch's class gives it, and without the group."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -42,7 +44,7 @@ class DataParallelState(nn.Module):
     """Parameters besides the module's own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.register_load_state_dict_pre_hook(_accept_both)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_take_over)  # type: ignore[no-untyped-call]
 
@@ -50,20 +52,17 @@ class DataParallelState(nn.Module):
         raise NotImplementedError
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state under the names that it has in the module itself."""
-        if self._precision is None:
-            return self.module.state_dict(*args, **kwargs)
-        with self._precision.lifted():
-            return self.module.state_dict(*args, **kwargs)
+        """Return the state of the module, with ``module.`` before each name, as torch's class."""
+        with nullcontext() if self._precision is None else self._precision.lifted():
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state with the module's own names, or with ``module.`` before each."""
-        plain = _without_prefix(self.module, state_dict, "")
-        told = self.module.load_state_dict(plain, strict=strict, assign=assign)
-        self._take_over()
-        return told
+        """Load a state with ``module.`` before each name, or with the module's own names."""
+        if not _has_prefix(self.module, state_dict, ""):
+            state_dict = _with_prefix(state_dict)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _take_over(self) -> None:
         """Reduce the gradients of the parameters that the module has now, if they are others."""
@@ -93,7 +92,7 @@ class DataParallelState(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         synchronises, weight = state.pop("_synchronises"), state.pop("_weight")
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
         self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
         try:
             self.process_group = arguments.find_group()
@@ -114,23 +113,36 @@ def _take_over(wrapper: DataParallelState, _: Any) -> None:
 
 
 def _accept_both(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Have torch find the entries of a wrapper that is part of a module which is being loaded."""
+    """Have torch find the entries of a wrapper, if they have the names of the module itself."""
     module = getattr(wrapper, "module")  # noqa: B009 - nn.Module does not know its attributes
     own = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
-    plain = _without_prefix(module, own, prefix)
+    if _has_prefix(module, own, prefix):
+        return
     for name in own:
         del state_dict[name]
-    for name, value in plain.items():
+    for name, value in own.items():
         state_dict[prefix + PREFIX + name.removeprefix(prefix)] = value
 
 
-def _without_prefix(module: nn.Module, state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Take ``module.`` off names that have it and are not those of a part that is called so."""
+def _has_prefix(module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
+    """Tell whether names in a state are those of the wrapper: ``module.`` comes before each.
+
+    It may be the name of a part of the module, too. Then what fits better is meant.
+    """
+    names = [name.removeprefix(prefix) for name in state]
+    if not all(name.startswith(PREFIX) for name in names):
+        return False
     known = module.state_dict().keys()
-    plain: dict[str, Any] = {}
-    for name, value in state.items():
-        own = name.removeprefix(prefix)
-        if own not in known and own.startswith(PREFIX):
-            own = own.removeprefix(PREFIX)
-        plain[prefix + own] = value
-    return plain
+    fitting = sum(name.removeprefix(PREFIX) in known for name in names)
+    return fitting >= sum(name in known for name in names)
+
+
+def _with_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Put ``module.`` before each name, and before those of the modules whose version is told."""
+    prefixed = OrderedDict((PREFIX + name, value) for name, value in state.items())
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        prefixed._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (f"{PREFIX}{name}".removesuffix("."), value) for name, value in versions.items()
+        )
+    return prefixed

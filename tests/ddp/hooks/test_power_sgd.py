@@ -65,6 +65,28 @@ def test_it_is_the_papers_algorithm(group):
 
 
 @everywhere
+def test_torchs_hook_gives_the_same_from_the_same_start(group):
+    """Values differ from torch's by the random numbers that the first step begins with, only.
+
+    Torch's ranks hold back the other part of what is left, but their sum is the same.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as upstream
+
+    generator = torch.Generator().manual_seed(5)
+    qs = [torch.randn(m, 2, generator=generator) for m in (8, 12)]
+    mine = known(PowerSGDState(None, 2, FIRST, min_compression_rate=1), *qs)
+    theirs = upstream.PowerSGDState(group, 2, FIRST, min_compression_rate=1)
+    theirs.q_memory_dict[0] = torch.cat([q.reshape(-1) for q in qs])
+    theirs.p_memory_dict[0] = torch.empty(2 * (12 + 6))
+    for step in range(FIRST + STEPS):
+        results = [
+            run(each, state, group, step, shapes=SHAPES)
+            for each, state in ((hook, mine), (upstream.powerSGD_hook, theirs))
+        ]
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@everywhere
 def test_batched_takes_the_bucket_for_a_square(group):
     size, shapes = group.size(), ((7, 4), (3,))
     q = torch.randn(6, 1, generator=torch.Generator().manual_seed(5))

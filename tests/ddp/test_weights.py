@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from phalanx.ddp import MixedPrecision
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
 
@@ -142,6 +143,30 @@ def test_half_precision_and_many_tokens(group):
         ddp(torch.ones(1, 5, dtype=torch.float16)).sum().backward()
         assert ddp.module.weight.grad.tolist() == [[1.0] * 5] * 2
         ddp.zero_grad()
+
+
+WEIGHTS = [
+    [(1e5, 3e4)],
+    [(1.0, 0.0)],
+    [(3.0, 1.0), (2.0, 5.0)],
+    [(6e4, 1.0), (9e4, 2e4), (1.0, 1.0)],
+]
+
+
+@over_groups(backends=("local", "shm", "gloo"), sizes=(2,), reuse=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_change_while_gradients_travel_in_half_precision(group, dtype):
+    """Neither do those of the first step count for all, nor those of the last pass for a step."""
+    ddp, whole = wrapped(mlp, group, mixed_precision=MixedPrecision(reduce_dtype=dtype))
+    for step, passes in enumerate(WEIGHTS):
+        total = sum(map(sum, passes))
+        for turn, weights in enumerate(passes):
+            rows = batch(10 * step + turn, group.size())
+            with nullcontext() if turn == len(passes) - 1 else ddp.no_sync():
+                ddp.backward(squares(ddp, share(rows, group)), weight=weights[group.rank()])
+            for part, weight in zip(rows.split(ROWS), weights, strict=True):
+                (squares(whole, part) * (weight / total)).backward()
+        compare(ddp, whole, rtol=4 * torch.finfo(dtype).eps)
 
 
 @everywhere

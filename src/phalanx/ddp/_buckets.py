@@ -174,6 +174,10 @@ class DenseBucket(Bucket):
     def gather(self, piece: Piece, news: Gradients, olds: Gradients, factor: float) -> None:
         if not olds and self._copy_plain(piece.places, news, factor):
             return
+        if factor != 1 and not self.holds_values:
+            # Before they are rounded: accumulated by weight, they may be too large by themselves.
+            news, olds = _scaled(news, factor), _scaled(olds, factor)
+            factor = 1.0
         if olds or not self._copy_all(piece.places, news):
             self._copy_each(piece.places, news, olds)
         if factor != 1:
@@ -371,6 +375,10 @@ def _nothing(parameter: Parameter) -> Tensor:
         parameter.shape,
         check_invariants=False,
     )
+
+
+def _scaled(gradients: Gradients, factor: float) -> Gradients:
+    return [None if each is None else times(each, factor) for each in gradients]
 
 
 def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:

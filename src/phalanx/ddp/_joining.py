@@ -115,6 +115,8 @@ class Joining(Joinable):
         if not self._is_left_by_others:
             is_reduced = self.require_backward_grad_sync
             self._agree_on_what_follows(Follows.REDUCED if is_reduced else Follows.LOCAL)
+        else:
+            self.reducer.weights.unit = None  # whoever is still there chooses it with the pass
 
     @property
     def _is_left_by_others(self) -> bool:

@@ -57,8 +57,10 @@ class Scaling:
         weight = self.weights.current
         if weight is None:
             return self._around_hook(self.plain)
-        if self.weights.unit is None and is_narrow:
-            card = torch.tensor([weight], dtype=torch.float64, device=self._channel.device)
+        # In a join, ranks without data take no part in this: there the unit is told before.
+        if is_narrow and (self.weights.unit is None or self.divides_by_all is None):
+            total = self.weights.coming
+            card = torch.tensor([total], dtype=torch.float64, device=self._channel.device)
             self.weights.unit = sum(part.item() for part in self._channel.gather(card)) or 1.0
         return self._around_hook(self.weights.scale(parameters))
 

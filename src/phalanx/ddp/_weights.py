@@ -32,7 +32,9 @@ class Weights:
         self._last: float | None = None
         self._sum = 0.0
         self.unit: float | None = None
-        """What gradients are divided by while they travel multiplied; the same on every rank."""
+        """What gradients are divided by while they travel multiplied; the same on every rank.
+
+        If it were not about the sum of all weights, small types would overflow or lose digits."""
         self._before = 0.0  # the sum, before the last pass
 
     @property
@@ -56,9 +58,14 @@ class Weights:
         """Whether there were passes with a weight since gradients were reduced last."""
         return self._last is not None
 
+    @property
+    def coming(self) -> float:
+        """What gradients will stand for when the pass that begins is over."""
+        return self._sum + (self._current or 0.0)
+
     def agree(self, weights: Sequence[float]) -> None:
-        """Choose the unit by what all ranks have said their weights are, unless there is one."""
-        if self.unit is None and any(weights):
+        """Choose the unit by what all ranks have said their weights are."""
+        if any(weights):
             self.unit = sum(weights)
 
     def accumulate(self, parameters: Sequence[Parameter]) -> None:

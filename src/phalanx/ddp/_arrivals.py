@@ -14,8 +14,8 @@ Users hook gradients too, and may change ``.grad`` in a hook. A call takes the g
 away, so it has to come after all hooks of the parameter that calls. Autograd runs post-accumulate
 hooks of the tensor and then post-hooks of its ``AccumulateGrad`` node, each in the order of
 registration. So the hooks that call are post-hooks of nodes, and every pass begins with moving them
-behind those that were registered since. In a pass that is learnt from, nothing is urgent: an
-arrival is told when the next one comes.
+behind those that were registered since. In a pass that is learnt from, where any parameter calls,
+gradients are taken when one of another piece comes.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ class Arrivals:
         self._callers: list[_Caller] = []
         self._announcing: list[Any] = []
         self._seen: list[int] = []
-        self._untold: list[int] = []
-        """The latest arrival of a pass that is learnt from."""
         self.is_learning = False
 
     def learn(self, notice: Notice) -> None:
-        """Have every arrival written down; tell `notice` of it when the next one comes."""
+        """Have every arrival written down and told to `notice`, by the parameter's place.
+
+        Users' hooks on the same parameter may be still to run.
+        """
         self.remove()
         self.is_learning = True
         told = weakref.WeakMethod(notice)
         for i, parameter in enumerate(self._parameters):
-            self._hook(parameter, partial(_arrived, told, self._seen, self._untold, i))
+            self._hook(parameter, partial(_arrived, told, self._seen, i))
 
     def announce(self, notice: Notice, under_way: UnderWay) -> None:
         """Call `notice` with a parameter, before it has a gradient, while no pass is under way."""
@@ -97,7 +98,6 @@ class Arrivals:
     def restart(self) -> None:
         """Forget what was seen: a new pass begins."""
         self._seen.clear()
-        self._untold.clear()
         for caller in self._callers:
             caller.come_last()
         self.rearm()
@@ -206,12 +206,10 @@ def _announce(told: Any, under_way: UnderWay, i: int) -> Callable[[Tensor], None
     return announce
 
 
-def _arrived(told: Any, seen: list[int], untold: list[int], i: int, _: Parameter) -> None:
+def _arrived(told: Any, seen: list[int], i: int, _: Parameter) -> None:
     notice = told()
     if notice is not None:
-        if untold:
-            notice(untold.pop())
-        untold.append(i)
+        notice(i)
         seen.append(i)
 
 

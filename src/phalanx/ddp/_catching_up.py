@@ -11,16 +11,11 @@ from ._buffers import broadcast_tensors
 if TYPE_CHECKING:
     from ._reducer import Reducer
 
-__all__ = ["bring_up_to_date"]
+__all__ = ["share_gradients", "share_progress"]
 
 
-def bring_up_to_date(reducer: Reducer, root: int) -> None:
-    """Give every rank what one rank goes on with: what it trains, how far it is, and gradients."""
-    _share_progress(reducer, root)
-    _share_gradients(reducer, root)
-
-
-def _share_progress(reducer: Reducer, root: int) -> None:
+def share_progress(reducer: Reducer, root: int) -> None:
+    """Give every rank what one rank goes on with: what it trains, and how far it is."""
     mine = set(reducer.names)
     trained = [name in mine for name, _ in reducer.named]
     progress = [reducer.weights.unit or 0.0, *reducer.progress()]
@@ -49,7 +44,7 @@ def _train_only(reducer: Reducer, trained: list[bool]) -> None:
         reducer.take_on()
 
 
-def _share_gradients(reducer: Reducer, root: int) -> None:
+def share_gradients(reducer: Reducer, root: int) -> None:
     """Give every rank the root's gradients, unless they are its own alone, or sparse."""
     gradients = [p.grad for p in reducer.parameters]
     shared = [int(g is not None and not g.is_sparse and not reducer.is_unsynced) for g in gradients]
@@ -63,4 +58,4 @@ def _share_gradients(reducer: Reducer, root: int) -> None:
                 parameter.grad = torch.zeros_like(parameter)
     there = [p.grad for p in reducer.parameters if p.grad is not None]
     broadcast_tensors(there, reducer.channel, root=root)
-    reducer.is_unsynced = False
+    reducer.forget_local()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..errors import InvalidType
 from ..join import Join, Joinable, JoinHook
 from ._buffers import broadcast_tensors
-from ._catching_up import bring_up_to_date
+from ._catching_up import share_gradients, share_progress
 from ._channel import Channel
 from ._reducer import Reducer
 from ._survey import Survey
@@ -136,8 +136,11 @@ class Joining(Joinable):
         cards = self._channel.gather(torch.tensor([int(is_last_joiner)], device=self.device))
         last = [rank for rank, card in enumerate(cards) if card.item()]
         root = last[-1]
-        if self._is_left_by_others and len(last) < len(cards):
-            bring_up_to_date(self.reducer, root)
+        if len(last) < len(cards):
+            if self._is_left_by_others:
+                share_progress(self.reducer, root)
+            share_gradients(self.reducer, root)
+            self.require_forward_param_sync = True  # whatever pass each rank has made last
         parameters = [parameter for _, parameter in self._survey.parameters]
         broadcast_tensors([*parameters, *self._survey.buffers()], self._channel, root=root)
 

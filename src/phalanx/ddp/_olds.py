@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ._buckets import Gradients, Piece, count_missing
 
-__all__ = ["first_of", "homes_of", "put_aside"]
+__all__ = ["first_of", "pieces_of", "put_aside"]
 
 
 def put_aside(parameters: Sequence[Parameter]) -> list[Tensor | None]:
@@ -22,7 +22,7 @@ def put_aside(parameters: Sequence[Parameter]) -> list[Tensor | None]:
     return olds
 
 
-def homes_of(pieces: Sequence[Piece]) -> dict[int, int]:
+def pieces_of(pieces: Sequence[Piece]) -> dict[int, int]:
     """Tell of every parameter which piece it is in."""
     return {i: number for number, piece in enumerate(pieces) for i in piece.members}
 

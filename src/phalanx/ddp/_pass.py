@@ -33,7 +33,7 @@ from ._comm_hook import HookWork
 from ._grad_bucket import GradBucket
 from ._header import CYCLE, NO_DATA, Header
 from ._in_backward import OptimizersInBackward
-from ._olds import first_of, homes_of, put_aside
+from ._olds import first_of, pieces_of, put_aside
 from ._same_pass import assert_same_pass, refuse_late
 from ._scale import Scale
 from ._setting import Setting, Timing
@@ -100,7 +100,10 @@ class Pass:
         )
         self._late_factor = scale.factor if scale.adds_new else 0.0
         self._left = [len(piece.members) for piece in setting.pieces] if setting.is_learning else []
-        self._home = homes_of(setting.pieces) if setting.is_learning else {}
+        self._pieces_of = pieces_of(setting.pieces) if setting.is_learning else {}
+        self._arrived: set[int] = set()
+        self._whole: list[int] = []
+        """Pieces of a pass to learn from that have come, and are not gathered."""
         self._works: list[Handle | HookWork] = []
         self._unused: list[int] = []
         self._olds = put_aside(setting.parameters)
@@ -112,15 +115,20 @@ class Pass:
     # -- while gradients arrive ------------------------------------------------------------
 
     def arrived(self, i: int) -> None:
-        """Take notice of a gradient, in a pass to learn from: gather early, but launch nothing."""
-        number = self._home.pop(i, None)
-        if number is None:
-            return  # not the first time that it came
-        self._left[number] -= 1
-        if not self._left[number]:
-            piece = self._setting.pieces[number]
-            self._gather(number, [p.grad for p in piece.parameters])
-            self._release(number)
+        """Take notice of a gradient, in a pass to learn from: gather early, but launch nothing.
+
+        Its hooks may be still to run, so its piece is not gathered before another one's turn.
+        """
+        number = self._pieces_of[i]
+        for whole in [each for each in self._whole if each != number]:
+            self._whole.remove(whole)
+            self._gather(whole, [p.grad for p in self._setting.pieces[whole].parameters])
+            self._release(whole)
+        if i not in self._arrived:
+            self._arrived.add(i)
+            self._left[number] -= 1
+            if not self._left[number]:
+                self._whole.append(number)
 
     def ready(self, number: int) -> None:
         """Take notice that the last gradient of a piece has probably come."""

@@ -417,6 +417,7 @@ class Reducer:
                 self._previous.note_failure()
             else:
                 self._previous.clear()
+                self.is_unsynced = True  # what it has left, if anything, is this rank's own
 
     def progress(self) -> list[int]:
         """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""

@@ -20,9 +20,10 @@ native-test: $(READY)
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run thread
 	PATH="$(abspath $(BIN)):$$PATH" native/tests/run address,undefined
 
-# What is rare is found by trying often: kills at random instants, files with random damage.
+# What is rare is found by trying often: kills at random instants, files with random damage, random
+# training programs.
 soak: $(READY)
-	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py $(ARGS)
+	PHALANX_SOAK=1 $(BIN)/python -m pytest -n 2 --timeout 3600 tests/checkpoint/test_kills.py tests/checkpoint/test_async_deaths.py tests/checkpoint/test_hostile.py tests/ddp/test_fuzz.py $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

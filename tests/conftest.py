@@ -74,6 +74,7 @@ LONGEST = (
     "checkpoint/test_async_deaths.py",
     "groups/test_faults.py",
     "ddp/test_same_as_torch.py",
+    "ddp/test_fuzz.py",
     "ddp/test_comm_hook.py",
     "ddp/test_uneven.py",
     "checkpoint/test_async.py",

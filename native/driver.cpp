@@ -64,7 +64,8 @@ std::uint64_t Driver::hand_in(Request request) {
   std::uint64_t ticket = 0;
   {
     const std::lock_guard lock(inbox_mutex_);
-    inbox_.push_back(std::move(request));
+    Engine::prepare(spare_, std::move(request));
+    inbox_.splice(inbox_.end(), spare_, spare_.begin());
     ticket = ++tickets_;
     mail_.store(inbox_.size(), std::memory_order_seq_cst);
     unfinished_.store(true, std::memory_order_seq_cst);
@@ -91,14 +92,15 @@ void Driver::nudge() {
   wake(engine_.mine_.bed);
 }
 
-void Driver::take_in() {
+void Driver::take_in() noexcept {
   if (!has_mail()) return;
   const std::lock_guard lock(inbox_mutex_);
-  for (; !inbox_.empty(); inbox_.pop_front()) engine_.enqueue(std::move(inbox_.front()));
+  while (!inbox_.empty()) engine_.enqueue(inbox_);
+  spare_.splice(spare_.end(), engine_.spare_);  // which are used here now
   mail_.store(0, std::memory_order_seq_cst);
 }
 
-void Driver::note() {
+void Driver::note() noexcept {
   const std::lock_guard lock(inbox_mutex_);
   const bool left = !engine_.queue_.empty() || !inbox_.empty() || engine_.transfers_.is_busy();
   unfinished_.store(left && engine_.failure_.outcome == Outcome::pending,
@@ -125,7 +127,12 @@ Driver::Caller::~Caller() {
 void Engine::start_driver() {
   // Callers and threads may all be awake at once.
   driver_ = std::make_unique<Driver>(*this, pace_for(2 * ranks_, cores_));
-  driver_->start();
+  try {
+    driver_->start();
+  } catch (...) {
+    driver_.reset();
+    throw;
+  }
 }
 
 void Engine::stop_driver() {
@@ -153,7 +160,7 @@ void Engine::be_brief() {
   driver_->take_in();
   while (announce_next()) {
   }
-  while (shared_ < announced_ && is_small(queue_[shared_ - finished_].request) && share_next()) {
+  while (shared_ < announced_ && is_small(to_share_->request) && share_next()) {
   }
   while (finish_next()) {
   }
@@ -175,11 +182,7 @@ void Engine::nudge() {
 
 void Driver::run() {
   ::pthread_setname_np(::pthread_self(), "phalanx-driver");
-  try {
-    drive();
-  } catch (...) {
-    // Memory has run out, most likely. Callers do the work from here on, and meet it themselves.
-  }
+  drive();
   running_.store(false, std::memory_order_seq_cst);
 }
 

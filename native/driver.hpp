@@ -26,7 +26,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -50,14 +50,15 @@ class Driver {
 
   bool runs() const { return running_.load(std::memory_order_seq_cst); }
 
-  // Takes an operation without waiting for a share under way; returns its ticket.
+  // Takes an operation without waiting for a share under way; returns its ticket. Throws, with
+  // nothing done, where there is no memory for it.
   std::uint64_t hand_in(Request request);
 
   bool has_mail() const { return mail_.load(std::memory_order_seq_cst) != 0; }
 
   // The engine's lock is held around these.
-  void take_in();  // moves what was handed in to the engine's queue
-  void note();     // takes note of whether anything is left to do
+  void take_in() noexcept;  // moves what was handed in to the engine's queue
+  void note() noexcept;     // takes note of whether anything is left to do
   void count_from(std::uint64_t ticket);  // gives out the next ones; nothing may be handed in
 
   // Has the thread look again, wherever it sleeps.
@@ -103,8 +104,9 @@ class Driver {
   std::atomic<int> callers_{0};
   std::atomic<std::uint64_t> nudges_{0};
 
-  std::mutex inbox_mutex_;  // over the next three; taken after the engine's lock, never before
-  std::deque<Request> inbox_;
+  std::mutex inbox_mutex_;  // over the next four; taken after the engine's lock, never before
+  Engine::Operations inbox_;
+  Engine::Operations spare_;  // places for what will be handed in
   std::uint64_t tickets_;
   std::atomic<std::size_t> mail_{0};  // the length of the inbox, for those who only look
 

@@ -30,6 +30,7 @@ Engine::Engine(Region region, int rank, int cores)
       mine_(region_.control(rank)),
       transfers_(region_, rank) {
   std::fill(std::begin(pidfds_), std::end(pidfds_), -1);
+  members_.reserve(static_cast<std::size_t>(ranks_));
   mine_.present.publish(region_.token());
 }
 
@@ -49,7 +50,8 @@ void Engine::watch(int rank, int pidfd) { pidfds_[rank] = pidfd; }
 std::uint64_t Engine::issue(Request request) {
   if (driver_) return driver_->hand_in(std::move(request));
   const std::lock_guard lock(mutex_);
-  enqueue(std::move(request));
+  prepare(spare_, std::move(request));
+  enqueue(spare_);
   progress();
   return issued_;
 }
@@ -63,7 +65,8 @@ Engine::Issued Engine::try_issue(Request request) {
     return {driver_->hand_in(std::move(request)), false};
   }
   const bool brief = queue_.empty() && is_small(request) && !transfers_.is_busy();
-  enqueue(std::move(request));
+  prepare(spare_, std::move(request));
+  enqueue(spare_);
   if (brief) {
     progress();
   } else {
@@ -73,10 +76,38 @@ Engine::Issued Engine::try_issue(Request request) {
   return {issued_, !brief};
 }
 
-void Engine::enqueue(Request request) {
-  Operation& operation = queue_.emplace_back();
+void Engine::prepare(Operations& spare, Request&& request) {
+  if (spare.empty()) spare.emplace_back();
+  Operation& operation = spare.front();
+  if (operation.ending.empty()) operation.ending.emplace_back();
   operation.request = std::move(request);
-  operation.sequence = ++issued_;
+}
+
+void Engine::enqueue(Operations& from) noexcept {
+  const auto operation = from.begin();
+  queue_.splice(queue_.end(), from, operation);
+  operation->sequence = ++issued_;
+  if (to_announce_ == queue_.end()) to_announce_ = operation;
+  if (to_share_ == queue_.end()) to_share_ = operation;
+}
+
+// Its place is kept for another one, unless there are many.
+void Engine::retire_first() noexcept {
+  Operation& first = queue_.front();
+  if (first.ending.front().verdict.outcome != Outcome::pending) {
+    first.ending.front().sequence = first.sequence;
+    spoiled_.splice(spoiled_.end(), first.ending);
+    spoilt_.store(true, std::memory_order_relaxed);
+  }
+  if (spare_.size() >= kRing) {
+    queue_.pop_front();
+    return;
+  }
+  std::list<Ending> ending;
+  ending.swap(first.ending);
+  first = Operation{};
+  first.ending.swap(ending);
+  spare_.splice(spare_.begin(), queue_, queue_.begin());
 }
 
 Verdict Engine::test(std::uint64_t ticket) {
@@ -132,19 +163,19 @@ std::uint64_t Engine::receive(int from, std::int64_t tag, char* data, std::size_
   return ticket;
 }
 
-Transfers::Status Engine::test_transfer(std::uint64_t ticket) {
+Transfers::Status Engine::test_transfer(std::uint64_t ticket, bool waits) {
   const Driver::Caller caller(driver_.get());
   const std::lock_guard lock(mutex_);
   if (failure_.outcome == Outcome::aborted) return transfers_.status(ticket);  // memory may be gone
   if (!has_driver()) progress();
   transfers_.progress();
-  return transfers_.status(ticket);
+  return waits ? transfers_.status_of_wait(ticket) : transfers_.status(ticket);
 }
 
 Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nanoseconds) {
   const std::uint64_t deadline = now_ns() + nanoseconds;
   while (true) {
-    const Transfers::Status status = test_transfer(ticket);
+    const Transfers::Status status = test_transfer(ticket, true);
     if (status.state != Transfers::State::pending || now_ns() >= deadline) return status;
     const auto aborted = [&] {
       const std::lock_guard lock(mutex_);
@@ -227,18 +258,23 @@ void Engine::abort() {
 
 Verdict Engine::verdict(std::uint64_t ticket) const {
   if (ticket > finished_) return failure_;
-  const auto spoiled = spoiled_.find(ticket);
-  return spoiled == spoiled_.end() ? Verdict{Outcome::finished, -1, -1} : spoiled->second;
+  // From the last: who asks, asks about one of the latest, and there may be many.
+  const auto spoiled = std::find_if(spoiled_.rbegin(), spoiled_.rend(), [&](const Ending& ending) {
+    return ending.sequence <= ticket;
+  });
+  if (spoiled != spoiled_.rend() && spoiled->sequence == ticket) return spoiled->verdict;
+  return {Outcome::finished, -1, -1};
 }
 
-void Engine::spoil(std::uint64_t sequence, Outcome outcome, int rank) {
-  spoiled_.emplace(sequence, Verdict{outcome, rank, -1});
-  spoilt_.store(true, std::memory_order_relaxed);
+// The first reason is the one that is told.
+void Engine::spoil(Operation& operation, Outcome outcome, int rank) {
+  Verdict& verdict = operation.ending.front().verdict;
+  if (verdict.outcome == Outcome::pending) verdict = {outcome, rank, -1};
 }
 
 // -- progress -------------------------------------------------------------------------------------
 
-void Engine::progress() {
+void Engine::progress() noexcept {
   if (failure_.outcome != Outcome::pending) return;
   watch_ = {};
   while (step()) {
@@ -247,7 +283,7 @@ void Engine::progress() {
   if (driver_) driver_->note();
 }
 
-bool Engine::step() {
+bool Engine::step() noexcept {
   if (failure_.outcome != Outcome::pending) return false;
   if (driver_) driver_->take_in();
   bool moved = announce_next();
@@ -265,7 +301,7 @@ bool Engine::announce_next() {
     refresh_members(next - kRing);
     if (!everybody(&Control::done, next - kRing)) return false;
   }
-  describe(queue_[next - finished_ - 1]);
+  describe(*to_announce_++);
   announced_ = next;
   publish(&Control::arrived, next);
   return true;
@@ -276,20 +312,21 @@ bool Engine::share_next() {
   const std::uint64_t next = shared_ + 1;
   refresh_members(next);
   if (!everybody(&Control::arrived, next)) return false;
-  Operation& operation = queue_[next - finished_ - 1];
+  Operation& operation = *to_share_;
   if (!operation.in_windows && !agreed(operation)) return false;
   if (has_root(operation.request.kind) && !is_member(operation.request.root))
-    spoil(next, Outcome::rootless, operation.request.root);
+    spoil(operation, Outcome::rootless, operation.request.root);
   else if (!share(operation))
     return false;
   shared_ = next;
+  ++to_share_;
   publish(&Control::done, next);
   return true;
 }
 
 bool Engine::finish_next() {
   if (finished_ == shared_) return false;
-  const Operation& operation = queue_.front();
+  Operation& operation = queue_.front();
   // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
   const Request& request = operation.request;
   const bool source = is_source(request, rank_);
@@ -301,7 +338,7 @@ bool Engine::finish_next() {
     // What a lost rank leaves undone is its own, but where it stores into the others' buffers.
     if (undone >= 0 && (request.kind == Kind::allreduce ||
                         (operation.helped && undone == request.root)))
-      spoil(operation.sequence, Outcome::torn, undone);
+      spoil(operation, Outcome::torn, undone);
   }
   if (operation.direct) {
     // One that gave up before it died may have used its buffer for something else.
@@ -309,10 +346,10 @@ bool Engine::finish_next() {
     for (const int rank : members_)
       if (is_forgotten(rank) && is_source(request, rank) &&
           region_.control(rank).broken.read() % 2 != 0)
-        spoil(operation.sequence, Outcome::torn, rank);
+        spoil(operation, Outcome::torn, rank);
   }
   ++finished_;
-  queue_.pop_front();
+  retire_first();
   return true;
 }
 

@@ -21,8 +21,7 @@
 
 #include <atomic>
 #include <cstdint>
-#include <deque>
-#include <map>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -68,6 +67,9 @@ struct Verdict {
 
 class Driver;
 
+// Memory may run out in any of these that returns a ticket, a vector or an engine: then it throws
+// `std::bad_alloc` and nothing has happened. Everything that goes on with operations once they are
+// issued allocates nothing.
 class Engine {
  public:
   Engine(Region region, int rank, int cores);
@@ -114,7 +116,7 @@ class Engine {
   // Sends and receives have tickets of their own. A receive from -1 takes what comes first.
   std::uint64_t send(int to, std::int64_t tag, const char* data, std::size_t bytes);
   std::uint64_t receive(int from, std::int64_t tag, char* data, std::size_t bytes);
-  Transfers::Status test_transfer(std::uint64_t ticket);
+  Transfers::Status test_transfer(std::uint64_t ticket, bool waits = false);
   Transfers::Status wait_transfer(std::uint64_t ticket, std::uint64_t nanoseconds);
   void forget_transfer(std::uint64_t ticket);
   bool cancel_transfer(std::uint64_t ticket);
@@ -162,8 +164,14 @@ class Engine {
   friend class Driver;
   friend class Shares;
 
+  struct Ending {
+    std::uint64_t sequence = 0;
+    Verdict verdict;
+  };
+
   struct Operation {
     Request request;
+    std::list<Ending> ending;  // one, to be kept if it does not end well
     std::uint64_t sequence = 0;
     bool in_windows = false;
     bool direct = false;  // ranks read, and an all-reduce writes, each other's buffers in place
@@ -180,10 +188,17 @@ class Engine {
     std::uint64_t members = 0;  // a bit for each
   };
 
+  using Operations = std::list<Operation>;
+
+  // Puts a request into a spare place, of which there is one afterwards if there was none. May throw,
+  // and has moved nothing then.
+  static void prepare(Operations& spare, Request&& request);
+
   // All of these expect `mutex_` to be held.
-  void progress();
-  bool step();  // of progress; whether anything moved
-  void enqueue(Request request);
+  void progress() noexcept;
+  bool step() noexcept;  // of progress; whether anything moved
+  void enqueue(Operations& from) noexcept;  // the first of a list
+  void retire_first() noexcept;
   bool announce_next();
   bool share_next();
   bool finish_next();
@@ -197,7 +212,7 @@ class Engine {
   bool reach_for_others();
   void let_go_of_others();
   void wait_until_untouched();
-  void spoil(std::uint64_t sequence, Outcome outcome, int rank);
+  void spoil(Operation& operation, Outcome outcome, int rank);
   void share_in_place(Operation& operation, std::size_t longest);
   bool streams(const Request& request, std::size_t longest) const;
   void broadcast(Operation& operation, std::size_t bytes);
@@ -249,7 +264,9 @@ class Engine {
   // Over everything below; held while progress is made, never while waiting. The driver's lock over
   // its inbox comes after it.
   std::mutex mutex_;
-  std::deque<Operation> queue_;
+  Operations queue_;
+  Operations::iterator to_announce_ = queue_.end(), to_share_ = queue_.end();  // the next; or the end
+  Operations spare_;  // places for operations to come
   std::uint64_t issued_ = 0;
   std::uint64_t announced_ = 0;  // tickets and sequence numbers are the same
   std::uint64_t shared_ = 0;
@@ -260,7 +277,7 @@ class Engine {
   Packer packer_;
   std::vector<int> members_;  // of the operation at hand, in rank order
   std::uint64_t forgotten_ = 0;  // a bit for each rank that was lost and is gone on without
-  std::map<std::uint64_t, Verdict> spoiled_;  // operations that ended, but not well
+  std::list<Ending> spoiled_;  // of operations that ended, but not well, in their order
   Transfers transfers_;
   Watch watch_;
   Verdict failure_;

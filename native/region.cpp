@@ -37,22 +37,33 @@ std::string hex(std::uint64_t value) {
   return text;
 }
 
-struct Made {
-  int fd;
-  std::string path;
+// A file that is being made: it and its name are gone again unless a region takes them over.
+struct File {
+  int fd = -1;
+  std::string path;    // where others open it
+  bool named = false;  // in a folder
+
+  File() = default;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() {
+    if (named) ::unlink(path.c_str());
+    if (fd >= 0) ::close(fd);
+  }
 };
 
-Made make_file(const std::string& where) {
+void make(File& file, const std::string& where) {
   if (where == "memfd") {
-    const int fd = ::memfd_create("phalanx", MFD_CLOEXEC);
-    if (fd < 0) fail("memfd_create");
+    file.fd = ::memfd_create("phalanx", MFD_CLOEXEC);
+    if (file.fd < 0) fail("memfd_create");
     // Another process of the same user reaches it here; nobody else may, and no name is left over.
-    return {fd, "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(fd)};
+    file.path = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(file.fd);
+    return;
   }
-  std::string path = where + "/phalanx-" + hex(random_number()) + hex(random_number());
-  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (fd < 0) fail("cannot make a file in " + where);
-  return {fd, std::move(path)};
+  file.path = where + "/phalanx-" + hex(random_number()) + hex(random_number());
+  file.fd = ::open(file.path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file.fd < 0) fail("cannot make a file in " + where);
+  file.named = true;
 }
 
 }  // namespace
@@ -67,17 +78,13 @@ Layout::Layout(int ranks_, const Sizes& sizes_) : ranks(ranks_), sizes(sizes_) {
   total = slabs + n * (sizes.slab + kStagger);
 }
 
-Region::Region(int fd, std::string path, Layout layout)
-    : fd_(fd), path_(std::move(path)), layout_(layout) {
-  void* base = ::mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
-                      fd_, 0);
-  if (base == MAP_FAILED) {
-    const int error = errno;
-    ::close(fd_);
-    errno = error;
-    fail("cannot map " + std::to_string(layout_.total) + " bytes");
-  }
+// The descriptor is taken over when all has gone well.
+Region::Region(int& fd, Layout layout) : layout_(layout) {
+  void* base =
+      ::mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (base == MAP_FAILED) fail("cannot map " + std::to_string(layout_.total) + " bytes");
   base_ = static_cast<char*>(base);
+  fd_ = std::exchange(fd, -1);
 }
 
 Region::Region(Region&& other) noexcept
@@ -85,6 +92,7 @@ Region::Region(Region&& other) noexcept
       path_(std::exchange(other.path_, {})),
       layout_(other.layout_),
       base_(std::exchange(other.base_, nullptr)),
+      maker_(other.maker_),
       owner_(other.owner_) {}
 
 Region Region::alias() const {
@@ -97,31 +105,25 @@ Region Region::alias() const {
 
 Region::~Region() {
   if (!owner_) return;
+  if (::getpid() == maker_) unlink();  // a forked child's copy leaves the name alone
   if (base_ != nullptr) ::munmap(base_, layout_.total);
   if (fd_ >= 0) ::close(fd_);
 }
 
 Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
   const Layout layout(ranks, sizes);
-  Made made = make_file(where);
-  const bool named = where != "memfd";
-  const auto give_up = [&](const std::string& what) {
-    const int error = errno;
-    if (named) ::unlink(made.path.c_str());
-    ::close(made.fd);
-    errno = error;
-    fail(what);
-  };
-  if (::ftruncate(made.fd, static_cast<off_t>(layout.total)) != 0) give_up("ftruncate");
+  File file;
+  make(file, where);
+  if (::ftruncate(file.fd, static_cast<off_t>(layout.total)) != 0) fail("ftruncate");
   // All but the slabs is needed, sooner or later. To learn now that a file system has no room for it
   // is an error; to learn it when it is touched would be a SIGBUS. A memfd has no limit but the
   // machine's memory, and to clear it all at once would take longer than the rest of forming a group.
   if (const int error =
-          named ? ::posix_fallocate(made.fd, 0, static_cast<off_t>(layout.slabs)) : 0) {
+          file.named ? ::posix_fallocate(file.fd, 0, static_cast<off_t>(layout.slabs)) : 0) {
     errno = error;
-    give_up("no room for " + std::to_string(layout.slabs) + " bytes in " + where);
+    fail("no room for " + std::to_string(layout.slabs) + " bytes in " + where);
   }
-  Region region(made.fd, named ? made.path : std::move(made.path), layout);
+  Region region(file.fd, layout);
   for (int rank = 0; rank < ranks; ++rank) {
     auto* control = new (&region.control(rank)) Control;
     control->left_at.publish(kNever);
@@ -134,20 +136,22 @@ Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
   header->ranks = static_cast<std::uint32_t>(ranks);
   header->version = kVersion;
   header->magic = kMagic;
+  region.path_ = std::move(file.path);
+  region.maker_ = ::getpid();
+  file.named = false;
   return region;
 }
 
 Region Region::open(const std::string& path, std::uint64_t token, int ranks, const Sizes& sizes) {
-  const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (fd < 0) fail("cannot open " + path);
+  File file;
+  file.fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file.fd < 0) fail("cannot open " + path);
   struct stat status {};
   const Layout layout(ranks, sizes);
-  if (::fstat(fd, &status) != 0 || status.st_uid != ::geteuid() ||
-      static_cast<std::size_t>(status.st_size) != layout.total) {
-    ::close(fd);
+  if (::fstat(file.fd, &status) != 0 || status.st_uid != ::geteuid() ||
+      static_cast<std::size_t>(status.st_size) != layout.total)
     throw std::runtime_error("what lies at " + path + " is not this group's region");
-  }
-  Region region(fd, {}, layout);
+  Region region(file.fd, layout);
   const Header& header = region.header();
   if (header.magic != kMagic || header.version != kVersion || header.token != token ||
       header.ranks != static_cast<std::uint32_t>(ranks))

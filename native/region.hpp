@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 
@@ -47,7 +49,7 @@ class Region {
 
  private:
   explicit Region(Layout layout) : layout_(layout) {}
-  Region(int fd, std::string path, Layout layout);
+  Region(int& fd, Layout layout);
   template <class T>
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
@@ -57,6 +59,7 @@ class Region {
   std::string path_;
   Layout layout_;
   char* base_ = nullptr;
+  pid_t maker_ = 0;  // the process that made it, and takes its name away
   bool owner_ = true;
 };
 

@@ -275,7 +275,7 @@ bool Engine::run_windows(Operation& operation) {
       publish(&Control::finished, base + operation.finished);
       moved = true;
     }
-    if (undone >= 0 && is_source(request, undone)) spoil(operation.sequence, Outcome::torn, undone);
+    if (undone >= 0 && is_source(request, undone)) spoil(operation, Outcome::torn, undone);
   }
   if (operation.finished < operation.windows) return false;
   windows_used_ += operation.windows;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 #include "sync.hpp"
 
@@ -43,21 +44,46 @@ Transfers::Transfers(Region& region, int rank)
       inboxes_(static_cast<std::size_t>(ranks_)) {}
 
 std::uint64_t Transfers::send(int to, std::int64_t tag, const char* data, std::size_t bytes) {
-  statuses_[++tickets_] = {State::pending, to, bytes};
-  outboxes_[static_cast<std::size_t>(to)].push_back({tickets_, {bytes, tag}, data, 0});
-  return tickets_;
+  const std::uint64_t ticket = tickets_ + 1;
+  auto& outbox = outboxes_[static_cast<std::size_t>(to)];
+  outbox.push_back({ticket, {bytes, tag}, data, 0});
+  try {
+    statuses_.emplace(ticket, Status{State::pending, to, bytes});
+  } catch (...) {
+    outbox.pop_back();
+    throw;
+  }
+  return tickets_ = ticket;
 }
 
 std::uint64_t Transfers::receive(int from, std::int64_t tag, char* data, std::size_t bytes) {
-  statuses_[++tickets_] = {State::pending, from, bytes};
-  const Receive receive{tickets_, from, tag, data, bytes};
-  if (!match(receive)) receives_.push_back(receive);
-  return tickets_;
+  const Receive receive{tickets_ + 1, from, tag, data, bytes};
+  receives_.push_back(receive);
+  try {
+    statuses_.emplace(receive.ticket, Status{State::pending, from, bytes});
+  } catch (...) {
+    receives_.pop_back();
+    throw;
+  }
+  if (match(receive)) receives_.pop_back();
+  return tickets_ = receive.ticket;
 }
 
 Transfers::Status Transfers::status(std::uint64_t ticket) const {
   const auto found = statuses_.find(ticket);
   return found == statuses_.end() ? Status{State::finished, -1, 0} : found->second;
+}
+
+Transfers::Status Transfers::status_of_wait(std::uint64_t ticket) const {
+  const auto receive = std::find_if(receives_.begin(), receives_.end(),
+                                    [&](const Receive& r) { return r.ticket == ticket; });
+  if (receive == receives_.end()) return status(ticket);
+  for (int from = 0; from < ranks_; ++from) {
+    const Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
+    if (inbox.starved && (receive->from == from || receive->from < 0))
+      return {State::starved, from, inbox.head.bytes};
+  }
+  return status(ticket);
 }
 
 void Transfers::forget(std::uint64_t ticket) {
@@ -77,16 +103,16 @@ bool Transfers::cancel(std::uint64_t ticket) {
 }
 
 void Transfers::end(std::uint64_t ticket, Status status) {
-  const auto found = statuses_.find(ticket);
-  if (found != statuses_.end() && found->second.forgotten)
+  const auto found = statuses_.find(ticket);  // there is one of each that has not ended
+  if (found->second.forgotten)
     statuses_.erase(found);
   else
-    statuses_[ticket] = status;
+    found->second = status;
 }
 
 int Transfers::peer_of(std::uint64_t ticket) const { return status(ticket).peer; }
 
-bool Transfers::progress() {
+bool Transfers::progress() noexcept {
   bool moved = false;
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
@@ -158,9 +184,10 @@ bool Transfers::pull(int from) {
     if (inbox.got < sizeof(Head)) {
       if (inbox.seen - taken < sizeof(Head)) break;
       take(bytes, size, taken, reinterpret_cast<char*>(&inbox.head), sizeof(Head));
+      inbox.starved = !begin_message(from, inbox);
+      if (inbox.starved) break;
       taken += sizeof(Head);
       inbox.got = sizeof(Head);
-      begin_message(from, inbox);
     }
     const std::size_t got = inbox.got - sizeof(Head);
     const std::size_t now = std::min<std::size_t>(inbox.seen - taken, inbox.head.bytes - got);
@@ -177,7 +204,7 @@ bool Transfers::pull(int from) {
 }
 
 // Finds who has asked for the message that begins; otherwise makes room to put it aside.
-void Transfers::begin_message(int from, Inbox& inbox) {
+bool Transfers::begin_message(int from, Inbox& inbox) {
   const auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& r) {
     return r.tag == inbox.head.tag && (r.from == from || r.from < 0);
   });
@@ -185,15 +212,21 @@ void Transfers::begin_message(int from, Inbox& inbox) {
     inbox.ticket = wanted->ticket;
     inbox.target = wanted->data;
     receives_.erase(wanted);
-    return;
+    return true;
   }
   if (wanted != receives_.end()) {
     end(wanted->ticket, {State::wrong_size, from, inbox.head.bytes});
     receives_.erase(wanted);
   }
+  try {
+    inbox.aside.push_back(
+        {inbox.head, std::make_unique_for_overwrite<char[]>(inbox.head.bytes)});
+  } catch (const std::bad_alloc&) {
+    return false;
+  }
   inbox.ticket = 0;
-  inbox.aside.push_back({inbox.head, std::vector<char>(inbox.head.bytes)});
-  inbox.target = inbox.aside.back().bytes.data();
+  inbox.target = inbox.aside.back().bytes.get();
+  return true;
 }
 
 void Transfers::end_message(int from, Inbox& inbox) {
@@ -223,7 +256,7 @@ bool Transfers::match(const Receive& receive) {
                                     [&](const Message& m) { return m.head.tag == receive.tag; });
     if (found == end_of_complete) continue;
     if (found->head.bytes == receive.bytes) {
-      if (receive.bytes != 0) std::memcpy(receive.data, found->bytes.data(), receive.bytes);
+      if (receive.bytes != 0) std::memcpy(receive.data, found->bytes.get(), receive.bytes);
       end(receive.ticket, {State::finished, from, receive.bytes});
       inbox.aside.erase(found);
     } else {

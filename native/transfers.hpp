@@ -2,7 +2,9 @@
 //
 // A message is a small head (its length and tag) and its bytes, written into the stream as room
 // allows. The receiver takes messages off the stream in order; one that nobody has asked for yet is
-// put aside in private memory, so that a message with another tag behind it is not held up.
+// put aside in private memory, so that a message with another tag behind it is not held up. Where there
+// is no memory for that it stays in the stream, and is tried again; whoever waits for one behind it is
+// told (`State::starved`), and who asks for the message itself gets it, for that takes no memory.
 //
 // Not thread-safe: the engine's lock is held around every call.
 
@@ -10,6 +12,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -21,22 +24,32 @@ class Transfers {
  public:
   Transfers(Region& region, int rank);
 
-  // Each returns a ticket, counted up from 1. The memory stays the caller's until it has ended.
+  // Each returns a ticket, counted up from 1. The memory stays the caller's until it has ended. Throws,
+  // with nothing done, where there is no memory to remember it.
   std::uint64_t send(int to, std::int64_t tag, const char* data, std::size_t bytes);
   std::uint64_t receive(int from, std::int64_t tag, char* data, std::size_t bytes);  // -1: anybody
 
-  enum class State : std::uint8_t { pending, finished, wrong_size, cancelled };
+  enum class State : std::uint8_t {
+    pending,
+    finished,
+    wrong_size,
+    cancelled,
+    starved,  // only told to who waits: pending, behind a message that there is no memory for
+  };
   struct Status {
     State state = State::pending;
     int peer = -1;             // whom it was exchanged with
-    std::uint64_t bytes = 0;   // of the message, where the size was wrong
+    std::uint64_t bytes = 0;   // of the message, where the size was wrong or it has no room
     bool forgotten = false;    // nobody will ask how it ended
   };
 
   // Moves what can be moved; returns whether anything was.
-  bool progress();
+  bool progress() noexcept;
 
   Status status(std::uint64_t ticket) const;
+
+  // The same for who waits: a receive that is held up for want of memory is `starved`.
+  Status status_of_wait(std::uint64_t ticket) const;
   std::size_t kept() const { return statuses_.size(); }
 
   // Keeps nothing of a transfer once it has ended.
@@ -74,7 +87,7 @@ class Transfers {
   };
   struct Message {  // put aside
     Head head;
-    std::vector<char> bytes;
+    std::unique_ptr<char[]> bytes;
   };
   struct Inbox {
     Head head{};
@@ -83,12 +96,13 @@ class Transfers {
     std::uint64_t ticket = 0;  // whom it is for; 0 if it is put aside
     std::deque<Message> aside;
     std::uint64_t seen = 0;  // of the sender's `written`
+    bool starved = false;    // there was no memory to put aside the message of `head`
   };
 
   bool push(int to);
   bool pull(int from);
   bool match(const Receive& receive);
-  void begin_message(int from, Inbox& inbox);
+  bool begin_message(int from, Inbox& inbox);  // whether there is room for it
   void end_message(int from, Inbox& inbox);
   void end(std::uint64_t ticket, Status status);
 

@@ -1,7 +1,6 @@
 // The thread that does a rank's share: what it does by itself, and that it is in nobody's way.
 
 #include <signal.h>
-#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -11,47 +10,6 @@
 #include "harness.hpp"
 
 namespace {
-
-// Memory at whose first touch a thread stops until it is let go: a share that takes long.
-class Trap {
- public:
-  static constexpr std::size_t kBytes = 4096;
-
-  Trap() {
-    page_ = static_cast<char*>(
-        ::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    struct sigaction action {};
-    action.sa_handler = [](int) { spring(); };
-    sigemptyset(&action.sa_mask);
-    ::sigaction(SIGSEGV, &action, &before_);
-    caught_ = let_go_ = false;
-    outlasted_ = false;
-  }
-  ~Trap() {
-    ::sigaction(SIGSEGV, &before_, nullptr);
-    ::munmap(page_, kBytes);
-  }
-
-  char* page() const { return page_; }
-  void await() const {
-    while (!caught_) yield_core();
-  }
-  void let_go() { let_go_ = true; }
-  bool outlasted() const { return outlasted_; }  // nobody let go in time
-
- private:
-  static void spring() {
-    caught_ = true;
-    const auto until = now_ns() + 10 * kSecond;
-    while (!let_go_ && now_ns() < until) yield_core();
-    outlasted_ = !let_go_;
-    ::mprotect(page_, kBytes, PROT_READ | PROT_WRITE);
-  }
-
-  static inline char* page_ = nullptr;
-  static inline std::atomic<bool> caught_, let_go_, outlasted_;
-  struct sigaction before_ {};
-};
 
 Verdict await_end(Engine& engine, std::uint64_t ticket) {
   const auto until = now_ns() + 20 * kSecond;

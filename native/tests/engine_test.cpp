@@ -1,8 +1,6 @@
 // The engine, with threads for ranks: every collective on every way that data can take, in sizes so
 // small that each test goes around the rings and through many windows.
 
-#include <unistd.h>
-
 #include <atomic>
 #include <thread>
 #include <vector>
@@ -369,10 +367,7 @@ void test_disagreement_and_deadline() {
 void test_death_behind_a_late_rank() {
   run(3, [](Engine& engine, int rank) {
     if (rank != 0) return;
-    int ends[2];
-    CHECK(::pipe(ends) == 0);
-    ::close(ends[1]);  // the other end reads as ended, like the pidfd of a process that has
-    engine.watch(2, ends[0]);
+    take_for_dead(engine, 2);
     Buffer buffer(engine, 4, false);
     const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
     const auto verdict = engine.wait(ticket, 20 * kSecond);

@@ -3,6 +3,10 @@
 
 #pragma once
 
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <functional>
@@ -103,6 +107,62 @@ inline Request in_place(Kind kind, char* data, std::size_t bytes, int root = 0) 
 inline Request in_place(Kind kind, Buffer& buffer, int root = 0) {
   return in_place(kind, buffer.bytes(), buffer.size(), root);
 }
+
+// Reads as ended, like the pidfd of a process that has.
+inline void take_for_dead(Engine& engine, int rank) {
+  int ends[2];
+  CHECK(::pipe(ends) == 0);
+  ::close(ends[1]);
+  engine.watch(rank, ends[0]);
+}
+
+// A page at whose first touch a thread stops until it is let go: a share that takes long. Of its own
+// memory, or laid where it is to be.
+class Trap {
+ public:
+  static constexpr std::size_t kBytes = 4096;
+
+  Trap() : Trap(::mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)) {
+    owns_ = true;
+  }
+  explicit Trap(void* page) {
+    page_ = static_cast<char*>(page);
+    ::mprotect(page_, kBytes, PROT_NONE);
+    struct sigaction action {};
+    action.sa_handler = [](int) { spring(); };
+    sigemptyset(&action.sa_mask);
+    ::sigaction(SIGSEGV, &action, &before_);
+    caught_ = let_go_ = false;
+    outlasted_ = false;
+  }
+  ~Trap() {
+    ::sigaction(SIGSEGV, &before_, nullptr);
+    if (owns_) ::munmap(page_, kBytes);
+  }
+  Trap(const Trap&) = delete;
+  Trap& operator=(const Trap&) = delete;
+
+  char* page() const { return page_; }
+  void await() const {
+    while (!caught_) yield_core();
+  }
+  void let_go() { let_go_ = true; }
+  bool outlasted() const { return outlasted_; }  // nobody let go in time
+
+ private:
+  static void spring() {
+    caught_ = true;
+    const auto until = now_ns() + 10 * kSecond;
+    while (!let_go_ && now_ns() < until) yield_core();
+    outlasted_ = !let_go_;
+    ::mprotect(page_, kBytes, PROT_READ | PROT_WRITE);
+  }
+
+  static inline char* page_ = nullptr;
+  static inline std::atomic<bool> caught_, let_go_, outlasted_;
+  bool owns_ = false;
+  struct sigaction before_ {};
+};
 
 inline void finish(Engine& engine, std::uint64_t ticket) {
   CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::finished);

@@ -30,14 +30,6 @@ int sum(Engine& engine, Buffer& buffer, int mine) {
   return buffer[0];
 }
 
-// Reads as ended, like the pidfd of a process that has.
-void take_for_dead(Engine& engine, int rank) {
-  int ends[2];
-  CHECK(::pipe(ends) == 0);
-  ::close(ends[1]);
-  engine.watch(rank, ends[0]);
-}
-
 // Small, in windows and in place, all in one round, so that numbers of windows differ as well.
 struct Buffers {
   explicit Buffers(Engine& engine)

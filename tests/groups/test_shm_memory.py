@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import random
+import resource
 import stat
 import subprocess
 import sys
@@ -280,3 +281,38 @@ def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
     taken = found.st_blocks * 512
     assert (taken == found.st_size - 2 * slab) is is_there
     assert taken < MIB or is_there
+
+
+# -- messages that there is no memory for --------------------------------------------------
+
+
+def be_sent_more_than_there_is_memory_for(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    length = 96 * MIB
+    if ctx.rank == 0:
+        large = torch.arange(length // 8)
+        works = [group.send(large, 1, tag=1), group.send(torch.full((4,), 7.0), 1, tag=2)]
+        ctx.store.set("sent", "")
+        for work in works:
+            work.wait()
+        return None
+    ctx.store.wait(["sent"])
+    large, small = torch.zeros(length // 8, dtype=torch.int64), torch.zeros(4)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + length // 2, limits[1]))
+    try:
+        work = group.recv(small, 0, tag=2)
+        with pytest.raises(MemoryError, match=f"message of {length} bytes from rank 0"):
+            work.wait()
+        assert not work.is_completed()
+        group.recv(large, 0, tag=1).wait()  # which needs none
+        work.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert torch.equal(large, torch.arange(length // 8))
+    return small.tolist()
+
+
+def test_an_unexpected_message_that_there_is_no_memory_for_is_told_and_kept(ranks):
+    assert ranks.run(be_sent_more_than_there_is_memory_for, 2)[1] == [7.0] * 4

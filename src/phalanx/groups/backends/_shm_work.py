@@ -22,7 +22,7 @@ __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
-CANCELLED = 3  # of a transfer
+CANCELLED, STARVED = 3, 4  # of a transfer
 _LONG = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
 _A_TURN = timedelta(seconds=0.25)  # of a thread that must be home before the interpreter goes away
 
@@ -93,6 +93,11 @@ class ShmTransfer(ShmWork):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Move bytes until all have gone."""
         state, peer, length = self._await_end(timeout.total_seconds())
+        if state == STARVED:  # it stays under way
+            raise MemoryError(
+                f"no memory to set aside a message of {length} bytes from rank {peer}, which "
+                "comes before the one waited for: receive that one first, or free memory"
+            )
         self._memory = None
         self._owner._transfers.pop(self.ticket, None)
         if state == FINISHED:

@@ -145,6 +145,7 @@ NB_MODULE(_engine, module) {
       .def_rw("window", &Sizes::window)
       .def_rw("windows", &Sizes::windows)
       .def_rw("channel", &Sizes::channel)
+      .def_rw("piece", &Sizes::piece)
       .def_rw("streamed", &Sizes::streamed)
       .def_rw("slab", &Sizes::slab);
 
@@ -237,6 +238,7 @@ NB_MODULE(_engine, module) {
       .def("awaited", [](Engine& engine) { return unlocked([&] { return engine.awaited(); }); })
       .def("forget", &Engine::forget)
       .def("abort", &Engine::abort)
+      .def_prop_ro("is_untouched", &Engine::is_untouched)
       .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);
 
   add_work(module);

@@ -103,10 +103,7 @@ void Engine::retire_first() noexcept {
     queue_.pop_front();
     return;
   }
-  std::list<Ending> ending;
-  ending.swap(first.ending);
-  first = Operation{};
-  first.ending.swap(ending);
+  first.begin_anew();
   spare_.splice(spare_.begin(), queue_, queue_.begin());
 }
 
@@ -234,6 +231,12 @@ bool Engine::leave() {
 
 void Engine::forget(int rank) {
   const std::lock_guard lock(mutex_);
+  const std::uint64_t gave_up = region_.control(rank).broken.read() % 2;  // final: the rank is dead
+  if (gave_up != 0 && !is_forgotten(rank)) {
+    // Published with the next `done`, and before it: see `torn_by`.
+    mine_.without[rank].store(shared_ + 1, std::memory_order_release);
+    mine_.bereaved.publish(mine_.bereaved.read() + 1);
+  }
   forgotten_ |= std::uint64_t{1} << rank;
   if (failure_.outcome == Outcome::dead || failure_.outcome == Outcome::aborted) {
     failure_ = {};
@@ -324,29 +327,16 @@ bool Engine::share_next() {
   return true;
 }
 
+// Where ranks are at each other's buffers, all wait for all who are: others may still be reading what lies
+// in this rank's, or storing into it, and whether the operation is torn is known only when they are done.
 bool Engine::finish_next() {
   if (finished_ == shared_) return false;
   Operation& operation = queue_.front();
-  // Others may still be reading, or writing to, what lies where it lay; they never touch the rest.
-  const Request& request = operation.request;
-  const bool source = is_source(request, rank_);
-  if (operation.direct && (source || operation.helped)) {
-    refresh_members(operation.sequence);
-    if (!source) members_ = {request.root};  // who alone stores into this rank's buffer
-    int undone = -1;
-    if (!everybody(&Control::done, operation.sequence, &undone)) return false;
-    // What a lost rank leaves undone is its own, but where it stores into the others' buffers.
-    if (undone >= 0 && (request.kind == Kind::allreduce ||
-                        (operation.helped && undone == request.root)))
-      spoil(operation, Outcome::torn, undone);
-  }
   if (operation.direct) {
-    // One that gave up before it died may have used its buffer for something else.
     refresh_members(operation.sequence);
-    for (const int rank : members_)
-      if (is_forgotten(rank) && is_source(request, rank) &&
-          region_.control(rank).broken.read() % 2 != 0)
-        spoil(operation, Outcome::torn, rank);
+    if (!everybody(&Control::done, operation.sequence, idle_root(operation))) return false;
+    const int rank = torn_by(operation);
+    if (rank >= 0) spoil(operation, Outcome::torn, rank);
   }
   ++finished_;
   retire_first();

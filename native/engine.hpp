@@ -157,8 +157,13 @@ class Engine {
   // goes on among the rest, what it left undone is torn.
   void forget(int rank);
 
-  // Ends every wait of this rank, and keeps the others from its buffers until it goes on.
+  // Ends every wait of this rank, and keeps the others from its buffers until it goes on. A rank that
+  // is stopped in the middle of a piece is not waited for: see `is_untouched`.
   void abort();
+
+  // Tells whether nobody is still in the middle of a piece that `abort` could not wait for, and that
+  // will be stored into this rank's buffers when its process goes on. Takes no lock.
+  bool is_untouched() const;
 
  private:
   friend class Driver;
@@ -176,8 +181,14 @@ class Engine {
     bool in_windows = false;
     bool direct = false;  // ranks read, and an all-reduce writes, each other's buffers in place
     bool helped = false;  // a broadcast whose root stores a part into the others' buffers
+    std::size_t reached = 0;  // bytes of a direct share that are done, in whole pieces
     std::uint64_t windows = 0;                     // how many it takes
     std::uint64_t filled = 0, worked = 0, finished = 0;  // of them, by this rank
+
+    void begin_anew() {  // but for what every use sets
+      in_windows = direct = helped = false;
+      reached = windows = filled = worked = finished = 0;
+    }
   };
 
   // What this rank waits for: a counter of one peer, and of all others who are needed too.
@@ -210,12 +221,18 @@ class Engine {
   bool is_forgotten(int rank) const { return (forgotten_ >> rank & 1) != 0; }
   bool anybody_gave_up();
   bool reach_for_others();
+  bool may_touch_more();
   void let_go_of_others();
   void wait_until_untouched();
+  bool fell_short(int rank, Counter Control::*counter, std::uint64_t needed) const;
+  int idle_root(const Operation& operation) const;
+  int torn_by(const Operation& operation) const;
   void spoil(Operation& operation, Outcome outcome, int rank);
-  void share_in_place(Operation& operation, std::size_t longest);
+  template <class Piece>
+  bool in_pieces(Operation& operation, std::size_t length, Piece&& piece);
+  bool share_in_place(Operation& operation, std::size_t longest);
   bool streams(const Request& request, std::size_t longest) const;
-  void broadcast(Operation& operation, std::size_t bytes);
+  bool broadcast(Operation& operation, std::size_t bytes);
   bool run_windows(Operation& operation);
   std::size_t own_part() const;
   void fill_window(const Operation& operation, std::uint64_t number, std::size_t from);
@@ -228,7 +245,7 @@ class Engine {
   void take_place();
   void publish_entry(std::uint64_t value);
   void refresh_members(std::uint64_t sequence);
-  bool everybody(Counter Control::*counter, std::uint64_t needed, int* undone = nullptr);
+  bool everybody(Counter Control::*counter, std::uint64_t needed, int but = -1);
   void publish(Counter Control::*counter, std::uint64_t value);
   Verdict verdict(std::uint64_t ticket) const;
   void look_for_dead();
@@ -260,6 +277,10 @@ class Engine {
   // read with acquire semantics, which the second relies on too.
   std::atomic<std::uint64_t> ended_{0};
   std::atomic<bool> spoilt_{false};
+
+  // Of each rank that `abort` could not wait for: its `touching` then, else 0. And whether there are any.
+  std::atomic<std::uint64_t> in_the_middle_[kMaxRanks]{};
+  std::atomic<bool> was_touched_{false};
 
   // Over everything below; held while progress is made, never while waiting. The driver's lock over
   // its inbox comes after it.

@@ -89,9 +89,14 @@ struct alignas(kPage) Control {
   Bed hall;       // where it sleeps meanwhile, for what the members do is not to wake it
 
   Counter broken;    // odd while this rank has given up, and has its buffers to itself again
-  Counter touching;  // odd while this rank reads or writes buffers of the others
+  Counter touching;  // odd while this rank reads or writes buffers of the others; moves with each piece
   Counter present;  // the token, once this rank has mapped the region
   Bed bed;
+
+  // For each rank that this one goes on without although it gave up before it died: the first
+  // operation whose share was not done by then, else 0. Written once; `bereaved` counts them.
+  Counter bereaved;
+  std::atomic<std::uint64_t> without[kMaxRanks]{};
 
   Descriptor ring[kRing];
   std::uint64_t splits[kRing][kMaxRanks + 1];  // of all-to-all: where each rank's part begins
@@ -119,6 +124,7 @@ struct Sizes {
   std::size_t window = 512 * 1024;       // bytes of an ordinary tensor that are moved at a time
   std::size_t windows = 4;               // of each rank
   std::size_t channel = 256 * 1024;      // bytes under way between two ranks; a power of two
+  std::size_t piece = 256 * 1024;  // of each buffer that are touched between two looks at who gave up
   std::size_t streamed = std::size_t{32} << 20;  // what touches more is stored past the cache
   std::size_t slab = std::size_t{1} << 34;  // address space for each rank's own buffers
 };

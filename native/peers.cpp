@@ -11,7 +11,7 @@ namespace phalanx {
 
 namespace {
 
-// How long a rank that gives up waits for one in the middle of a share: that takes milliseconds, and
+// How long a rank that gives up waits for one in the middle of a piece: that takes microseconds, and
 // one that is stopped there must not hold up the rest.
 constexpr std::uint64_t kPatience = 500'000'000;
 
@@ -28,19 +28,16 @@ void Engine::refresh_members(std::uint64_t sequence) {
   }
 }
 
-// Tells whether the members have come so far. One that was lost and gone on without never will: it
-// is not waited for, but named in `undone`.
-bool Engine::everybody(Counter Control::*counter, std::uint64_t needed, int* undone) {
+// Tells whether the members have come so far. One that was lost and gone on without never will, and is
+// not waited for.
+bool Engine::everybody(Counter Control::*counter, std::uint64_t needed, int but) {
   for (const int rank : members_) {
     const Counter& theirs = region_.control(rank).*counter;
-    if (theirs.read() >= needed) continue;
-    if (!is_forgotten(rank)) {
-      watch_ = {&theirs, needed, counter, 0};
-      for (const int member : members_)
-        if (!is_forgotten(member)) watch_.members |= std::uint64_t{1} << member;
-      return false;
-    }
-    if (undone != nullptr) *undone = rank;
+    if (rank == but || theirs.read() >= needed || is_forgotten(rank)) continue;
+    watch_ = {&theirs, needed, counter, 0};
+    for (const int member : members_)
+      if (member != but && !is_forgotten(member)) watch_.members |= std::uint64_t{1} << member;
+    return false;
   }
   return true;
 }
@@ -50,9 +47,9 @@ bool Engine::anybody_gave_up() {
   for (const int rank : members_) {
     const Counter& broken = region_.control(rank).broken;
     const std::uint64_t now = broken.read();
+    if (now % 2 == 0 || is_forgotten(rank)) continue;
     // Nobody is at the buffers of one who has left: all that it took part in has ended.
-    const bool left = region_.control(rank).left_at.read() != kNever;
-    if (now % 2 == 0 || is_forgotten(rank) || left) continue;
+    if (region_.control(rank).left_at.read() != kNever) continue;
     watch_ = {&broken, now + 1, &Control::broken, std::uint64_t{1} << rank};
     return true;
   }
@@ -68,15 +65,85 @@ bool Engine::reach_for_others() {
   return false;
 }
 
+// The same again after each piece: whoever was stopped in the middle of one, for however long, goes
+// no further than its end. The word moves, so that who waits can tell that the piece is stored. What
+// was read of a rank that gives up before this look may not be what it brought: the piece counts if that
+// rank goes on, and if it dies instead, the operation is torn.
+bool Engine::may_touch_more() {
+  mine_.touching.publish(mine_.touching.read() + 2);
+  return !anybody_gave_up();
+}
+
 void Engine::let_go_of_others() { mine_.touching.publish(mine_.touching.read() + 1); }
 
+// Waits until nobody is in the middle of a piece. One piece more, after `broken` is odd, is all that
+// anybody does, so it is enough to see the word move.
 void Engine::wait_until_untouched() {
   const std::uint64_t until = now_ns() + kPatience;
   for (int rank = 0; rank < ranks_; ++rank) {
     const Counter& touching = region_.control(rank).touching;
-    while (rank != rank_ && touching.read() % 2 != 0 && !has_ended(rank) && now_ns() < until)
+    const std::uint64_t seen = touching.read();
+    if (rank == rank_ || seen % 2 == 0) continue;
+    while (touching.read() == seen && !has_ended(rank)) {
+      if (now_ns() >= until) {
+        in_the_middle_[rank].store(seen, std::memory_order_release);
+        was_touched_.store(true, std::memory_order_release);
+        break;
+      }
       yield_core();
+    }
   }
+}
+
+bool Engine::is_untouched() const {
+  if (!was_touched_.load(std::memory_order_acquire)) return true;
+  for (int rank = 0; rank < ranks_; ++rank) {
+    const std::uint64_t seen = in_the_middle_[rank].load(std::memory_order_acquire);
+    if (seen != 0 && region_.control(rank).touching.read() == seen && !has_ended(rank)) return false;
+  }
+  return true;
+}
+
+// Tells whether a rank was lost before it came so far.
+bool Engine::fell_short(int rank, Counter Control::*counter, std::uint64_t needed) const {
+  return is_forgotten(rank) && (region_.control(rank).*counter).read() < needed;
+}
+
+// Finds a root that touches nobody's buffers, -1 if there is none: what it had to bring is there when it has
+// arrived, and whether it does its share makes no difference.
+int Engine::idle_root(const Operation& operation) const {
+  const Kind kind = operation.request.kind;
+  const bool hands_out = kind == Kind::broadcast || kind == Kind::scatter;
+  return hands_out && !operation.helped ? operation.request.root : -1;
+}
+
+// Finds the rank that tore a direct operation, -1 if nobody has. All survivors find the same, for they
+// look when every member that counts is done or gone on without, and at words that do not change any more:
+//
+//   `done` of the dead: what a lost rank leaves undone is its own, but where it stores into the
+//   others' buffers;
+//
+//   `without` of those who are done, for a rank that gave up before it died may have used its buffer
+//   for something else meanwhile. Who did its share before it went on without that rank found it not to
+//   have given up even afterwards, and so has read what it brought. Who did it later may have read
+//   anything. It says so in `without` before it says that it is done, whereas what the dead rank knew of
+//   the others when it gave up would not do: it may have died before it could say so.
+int Engine::torn_by(const Operation& operation) const {
+  const Request& request = operation.request;
+  for (const int rank : members_) {
+    const bool stores = request.kind == Kind::allreduce || (operation.helped && rank == request.root);
+    if (stores && fell_short(rank, &Control::done, operation.sequence)) return rank;
+  }
+  for (const int reader : members_) {
+    const Control& theirs = region_.control(reader);
+    if (reader == idle_root(operation)) continue;
+    if (theirs.bereaved.read() == 0 || theirs.done.read() < operation.sequence) continue;
+    for (const int rank : members_) {
+      const std::uint64_t since = theirs.without[rank].load(std::memory_order_acquire);
+      if (since != 0 && since <= operation.sequence && is_source(request, rank)) return rank;
+    }
+  }
+  return -1;
 }
 
 bool Engine::is_member(int rank) const {

@@ -179,27 +179,47 @@ bool Engine::share(Operation& operation) {
   }
   if (!reach_for_others()) return false;
   operation.direct = true;
-  share_in_place(operation, longest);
+  const bool done = share_in_place(operation, longest);
   let_go_of_others();
+  return done;
+}
+
+// Goes through bytes [0, length) a piece at a time, from where it was left; `piece(from, to)` touches no
+// other bytes of any rank's buffer. Stops where somebody has given up, to be gone on with later.
+template <class Piece>
+bool Engine::in_pieces(Operation& operation, std::size_t length, Piece&& piece) {
+  while (operation.reached < length) {
+    const std::size_t from = operation.reached;
+    const std::size_t to = std::min(length, from + region_.layout().sizes.piece);
+    piece(from, to);
+    operation.reached = to;
+    if (!may_touch_more()) return false;
+  }
   return true;
 }
 
 // Every input lies in the region: ranks read, and an all-reduce writes, where it is.
-void Engine::share_in_place(Operation& operation, std::size_t longest) {
+bool Engine::share_in_place(Operation& operation, std::size_t longest) {
   const Request& request = operation.request;
   if (request.kind == Kind::broadcast) return broadcast(operation, longest);
   const auto place = [&](int rank) {
     return region_.bytes(descriptor(rank, operation.sequence).offset);
   };
-  if (request.kind != Kind::allreduce)
-    return Shares(*this, operation, streams(request, longest)).run(place, 0, longest);
+  if (request.kind != Kind::allreduce) {
+    Shares shares(*this, operation, streams(request, longest));
+    return in_pieces(operation, longest, [&](std::size_t from, std::size_t to) {
+      shares.run([&](int rank) { return place(rank) + from; }, from, to);
+    });
+  }
   // Each member reduces its slice over all buffers and stores the result into all of them.
   const std::size_t size = size_of(request.reduction.type);
   const Slice own = slice(longest / size, size, own_part(), members_.size());
-  void* buffers[kMaxRanks];
-  std::size_t count = 0;
-  for (const int rank : members_) buffers[count++] = place(rank) + own.first * size;
-  reduce_to_all(request.reduction, {buffers, count}, own.last - own.first);
+  return in_pieces(operation, (own.last - own.first) * size, [&](std::size_t from, std::size_t to) {
+    void* buffers[kMaxRanks];
+    std::size_t count = 0;
+    for (const int rank : members_) buffers[count++] = place(rank) + own.first * size + from;
+    reduce_to_all(request.reduction, {buffers, count}, (to - from) / size);
+  });
 }
 
 // Tells whether an operation touches more than stays in the cache.
@@ -214,20 +234,24 @@ bool Engine::streams(const Request& request, std::size_t longest) const {
 
 // Every receiver copies from the root's buffer. The root, which would have nothing to do, takes the
 // last of as many parts as there are members off those whose buffers it can reach.
-void Engine::broadcast(Operation& operation, std::size_t bytes) {
+bool Engine::broadcast(Operation& operation, std::size_t bytes) {
   const int root = operation.request.root;
   const std::size_t part = bytes / members_.size() / kLine * kLine;
   const auto place = [&](int rank) { return descriptor(rank, operation.sequence).offset; };
+  const auto is_helped = [&](int rank) { return rank != root && place(rank) != kNever; };
+  operation.helped = std::any_of(members_.begin(), members_.end(), is_helped);
   const char* const source = region_.bytes(place(root));
   const bool past_cache = streams(operation.request, bytes);
-  for (const int rank : members_) {
-    const bool helped = rank != root && place(rank) != kNever;
-    operation.helped = operation.helped || helped;
-    if (rank_ == root && helped)
-      move(region_.bytes(place(rank)) + (bytes - part), source + (bytes - part), part, past_cache);
-    if (rank_ == rank && rank != root)
-      move(operation.request.outputs[0], source, helped ? bytes - part : bytes, past_cache);
-  }
+  if (rank_ != root)
+    return in_pieces(operation, is_helped(rank_) ? bytes - part : bytes,
+                     [&](std::size_t from, std::size_t to) {
+                       move(operation.request.outputs[0] + from, source + from, to - from, past_cache);
+                     });
+  return in_pieces(operation, operation.helped ? part : 0, [&](std::size_t from, std::size_t to) {
+    const std::size_t at = bytes - part + from;
+    for (const int rank : members_)
+      if (is_helped(rank)) move(region_.bytes(place(rank)) + at, source + at, to - from, past_cache);
+  });
 }
 
 // Three hands on the same windows: fill mine, work on everybody's, finish with everybody's. Each is
@@ -251,9 +275,8 @@ bool Engine::run_windows(Operation& operation) {
       publish(&Control::filled, base + operation.filled);
       moved = true;
     }
-    int undone = -1;  // a lost rank's part; the windows are walked through all the same
     const std::uint64_t work = base + operation.worked;
-    if (operation.worked < operation.filled && everybody(&Control::filled, work + 1, &undone)) {
+    if (operation.worked < operation.filled && everybody(&Control::filled, work + 1)) {
       const std::size_t from = operation.worked * room;
       const auto window = [&](int rank) {
         return rank == rank_ ? request.input + from : region_.bytes(layout.window(rank, work));
@@ -269,16 +292,21 @@ bool Engine::run_windows(Operation& operation) {
     }
     const std::uint64_t finish = base + operation.finished;
     if (operation.finished < operation.worked &&
-        (!sliced || everybody(&Control::worked, finish + 1, &undone))) {
+        (!sliced || everybody(&Control::worked, finish + 1))) {
       if (sliced) collect_slices(operation, finish, operation.finished * room);
       ++operation.finished;
       publish(&Control::finished, base + operation.finished);
       moved = true;
     }
-    if (undone >= 0 && is_source(request, undone)) spoil(operation, Outcome::torn, undone);
   }
   if (operation.finished < operation.windows) return false;
   windows_used_ += operation.windows;
+  // The windows were walked through although a lost rank's part is missing, which does not change now.
+  for (const int rank : members_)
+    if (is_source(request, rank) &&
+        (fell_short(rank, &Control::filled, windows_used_) ||
+         (sliced && fell_short(rank, &Control::worked, windows_used_))))
+      spoil(operation, Outcome::torn, rank);
   return true;
 }
 

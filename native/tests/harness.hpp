@@ -42,6 +42,7 @@ inline Sizes tiny() {
   sizes.window = 192;
   sizes.windows = 3;
   sizes.channel = 64;
+  sizes.piece = 128;
   sizes.streamed = 4096;
   sizes.slab = 1 << 20;
   return sizes;

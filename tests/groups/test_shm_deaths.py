@@ -223,6 +223,40 @@ def test_a_rank_may_be_killed_at_any_moment(ranks):
     assert no_names_but(names)
 
 
+# -- what survivors say of a call ----------------------------------------------------------
+
+
+def lose_two_after_a_call(ctx):
+    """Rank 2 dies after a call; rank 3 gives up at the next and dies, too. Rank 1 did its share of
+    the first and has not seen its end yet."""
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    tensor = group.allocate((200_000,)).fill_(ctx.rank + 1)
+    group.barrier().wait()
+    if ctx.rank == 1:
+        ctx.store.wait([f"issued/{rank}" for rank in (0, 2, 3)])
+        work = group.allreduce(tensor)
+    else:
+        work = group.allreduce(tensor)
+        ctx.store.set(f"issued/{ctx.rank}", "")
+        work.wait()
+        if ctx.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(PeerLost):
+            group.allreduce(torch.ones(4)).wait()
+        if ctx.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+    while group._health.dead() != {2, 3}:
+        time.sleep(0.001)
+    group.forget([2, 3])
+    work.wait()
+    return tensor.unique().tolist()
+
+
+def test_survivors_agree_on_a_call_that_was_done_when_a_rank_gave_up(ranks):
+    found = ranks.run(lose_two_after_a_call, 4, expect_dead=[2, 3])
+    assert found[:2] == [[10.0], [10.0]]
+
+
 # -- in other waits ------------------------------------------------------------------------
 
 
@@ -351,6 +385,70 @@ def come_back_too_late(ctx):
 
 def test_who_wakes_up_after_the_deadline_leaves_the_others_tensors_alone(ranks):
     ranks.run(come_back_too_late, 2)
+
+
+PIECE = 256 * 1024  # bytes of each buffer that a rank touches between two looks; `layout.hpp`
+
+
+def be_stopped_in_the_middle(ctx, count):
+    """Rank 1 is stopped while it stores its half of a sum; rank 0 gives up, and goes on without."""
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    tensor = group.allocate((count,))
+    if ctx.rank == 1:
+        ctx.store.set("pid", str(os.getpid()))
+        with pytest.raises(GroupError):
+            while True:
+                sum_of_ones(group, tensor, LONG).wait()
+        ctx.store.set("tried", "")
+        return None
+    pid = int(ctx.store.get("pid"))
+    try:
+        while not stop_in_the_middle(group, tensor, pid):
+            os.kill(pid, signal.SIGCONT)
+        tensor.fill_(5)  # it is the caller's again
+        recycled = are_recycled(group)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    ctx.store.wait(["tried"])
+    written = (tensor != 5).nonzero().flatten()
+    spread = 0 if len(written) == 0 else int(written[-1] - written[0]) + 1
+    return spread * tensor.itemsize, recycled, are_recycled(group)
+
+
+def sum_of_ones(group, tensor, timeout):
+    tensor.fill_(1)
+    group.barrier().wait()
+    return group.allreduce(tensor, timeout=timeout)
+
+
+def stop_in_the_middle(group, tensor, pid):
+    """Stop a peer as soon as it has begun with its half; tells whether that was before the end."""
+    work = sum_of_ones(group, tensor, timedelta(seconds=1))
+    theirs = tensor.numpy()[len(tensor) // 2 :]
+    while theirs[0] == 1:
+        pass
+    os.kill(pid, signal.SIGSTOP)
+    await_stop(pid)
+    if theirs[-1] != 1:
+        os.kill(pid, signal.SIGCONT)
+        work.wait()
+        return False
+    with pytest.raises(CollectiveTimeout):
+        work.wait()
+    return True
+
+
+def are_recycled(group):
+    """Tell whether a new tensor gets the memory of one that has died."""
+    place = group.allocate((1000,)).data_ptr()
+    return group.allocate((1000,)).data_ptr() == place
+
+
+def test_who_was_stopped_in_the_middle_stores_one_piece_more_at_most(ranks):
+    (stored, recycled, recycled_later), _ = ranks.run(be_stopped_in_the_middle, 2, args=(8 << 20,))
+    assert stored <= PIECE
+    assert not recycled, "what a stopped rank may yet store into"
+    assert recycled_later, "now that it has let go"
 
 
 def be_stopped_again_and_again(ctx, count, shared):

@@ -265,6 +265,8 @@ class Slab:
         self._returned: deque[tuple[int, int]] = deque()
         """What dead tensors have left. They die on any thread and at any line, even in the middle
         of `allocate`, so this is all that their end may touch."""
+        self._suspect: deque[tuple[int, int]] = deque()
+        """The same, while a peer was stopped in the middle of a share: it may yet store there."""
         self._common: list[tuple[int, int, Any]] = []
         """Memory that peers have tensors of too: (offset, length, a byte of each who has)."""
 
@@ -277,9 +279,13 @@ class Slab:
             return torch.empty(*shape, dtype=dtype)
         length = _pages(count * dtype.itemsize)
         offset = self._claim(length)
-        buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(self._base + offset)
-        # Not at exit: peers may still be reading, and the kernel frees it all anyway.
-        weakref.finalize(buffer, self._release, offset, length).atexit = False
+        try:
+            buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(self._base + offset)
+            ended = weakref.finalize(buffer, self._release, offset, length)
+        except MemoryError:
+            self._release(offset, length)
+            raise
+        ended.atexit = False  # peers may still be reading, and the kernel frees it all anyway
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
 
     def allocate_common(self, nbytes: int) -> int:
@@ -313,8 +319,10 @@ class Slab:
             offset = self._take(length)
         try:
             self._engine.region.reserve(self._base + offset, length)
-        except RuntimeError as error:
-            self._returned.append((offset, length))
+        except BaseException as error:
+            self._release(offset, length)
+            if not isinstance(error, RuntimeError):
+                raise
             raise InvalidState(
                 f"no shared memory for {length} bytes: {error}. Free some tensors of "
                 "group.allocate, or give the machine (or container) more memory"
@@ -334,13 +342,18 @@ class Slab:
     def _release(self, offset: int, length: int) -> None:
         if os.getpid() != self._pid:  # a forked child's copy of a tensor that the parent still has
             return
-        self._engine.region.give_back(self._base + offset, length)
-        self._returned.append((offset, length))
+        if self._engine.is_untouched:
+            self._engine.region.give_back(self._base + offset, length)
+            self._returned.append((offset, length))
+        else:
+            self._suspect.append((offset, length))
 
     def _collect(self) -> None:
         """Join what has been returned to what is free."""
         if self._common:
             self._collect_common()
+        for _ in range(len(self._suspect)):
+            self._release(*self._suspect.popleft())
         if not self._returned:
             return
         while self._returned:

@@ -43,13 +43,6 @@ BATCH = 20
 """Programs that run on one group of processes, one after the other."""
 START = random.randrange(10**6, 10**9) if SOAK else 0
 """The first seed."""
-LEFT_OUT = (
-    "changes while others shadow",
-    "buffers of uneven accumulation",
-    "adding hooks in reentrant passes",
-)
-"""Features with a defect that is not mended yet; `UNFIXED` has a program for each."""
-
 pytestmark = [
     pytest.mark.filterwarnings("ignore:find_unused_parameters=True was specified"),
     pytest.mark.timeout(3600 if SOAK else 300),
@@ -57,10 +50,7 @@ pytestmark = [
 
 
 def program_of(seed, backend="local"):
-    program = draw(seed, backend=backend)
-    for feature in LEFT_OUT:
-        program = without(program, feature)
-    return program
+    return draw(seed, backend=backend)
 
 
 def report(failure, runner):
@@ -160,22 +150,14 @@ REGRESSIONS = {
     "hook that replaces the gradient": program(
         *[turn(REDUCED)] * 3, bucket="many", hooks=(Hook("replace", 3, when=2),)
     ),
-}
-
-
-@pytest.mark.parametrize("name", REGRESSIONS)
-def test_programs_that_failed_once(threads, name):
-    problem = run(REGRESSIONS[name], threads)
-    if problem is not None:
-        pytest.fail(str(Failure(REGRESSIONS[name], problem)), pytrace=False)
-
-
-UNFIXED = {
     "gradients that others have cleared stay on a rank that shadowed": program(
         turn(REDUCED), turn(REDUCED), comm_hook=True, uneven=Uneven((0, 1))
     ),
     "ranks differ in whether they sync buffers after a join": program(
         turn(LOCAL), turn(REDUCED), turn(REDUCED), buffers=True, uneven=Uneven((1, 2))
+    ),
+    "evaluation while others shadow": program(
+        turn(REDUCED, evaluates=True), buffers=True, comm_hook=True, uneven=Uneven((1, 0))
     ),
     "hook on a node of a parameter that arrives twice": program(
         turn({"uses": (63, 63), "penalty": (26, 26)}),
@@ -187,10 +169,11 @@ UNFIXED = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="a defect that is known")
-@pytest.mark.parametrize("name", UNFIXED)
-def test_programs_that_fail_still(threads, name):
-    assert run(UNFIXED[name], threads) is None
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_programs_that_failed_once(threads, name):
+    problem = run(REGRESSIONS[name], threads)
+    if problem is not None:
+        pytest.fail(str(Failure(REGRESSIONS[name], problem)), pytrace=False)
 
 
 # -- the fuzzer itself ---------------------------------------------------------------------

@@ -189,7 +189,9 @@ class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has i
             self._finish_forward(output)
         tracks = torch.is_grad_enabled()
         syncs = tracks and self.require_backward_grad_sync
-        if self.require_forward_param_sync != syncs:  # to set an attribute takes a module long
+        is_step = tracks or not self._join_config.enable  # who has no data does not see the others
+        # To set an attribute takes a module long.
+        if is_step and self.require_forward_param_sync != syncs:
             self.require_forward_param_sync = syncs
         if tracks:
             on_backward(output, on_any_backward(self.reducer, adds_up=self._reduce == "sum"))

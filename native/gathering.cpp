@@ -42,6 +42,7 @@ Piece memory_of(PyObject* tensor, int type, std::size_t bytes) {
 }
 
 void copy_bytes(char* target, const Piece& piece) {
+  if (target == piece.data) return;  // autograd has added to what is in the bucket
   if (piece.bytes < kLarge)
     std::memcpy(target, piece.data, piece.bytes);
   else

@@ -93,6 +93,14 @@ def hook(ddp, rows, step, rank):
     squares(ddp, rows).backward()
 
 
+def hook_accumulated(ddp, rows, step, rank):
+    """Halve what there is with every pass, so that hooks have to see the sum."""
+    with ddp.no_sync():
+        hook(ddp, rows, step, rank)
+        squares(ddp, rows * 2).backward()
+    squares(ddp, rows * 3).backward()
+
+
 def choose(which):
     def act(ddp, rows, step, rank):
         ddp(rows, *CHOICES[which](step, rank)).square().mean().backward()
@@ -165,6 +173,12 @@ CASES = {
     "scaled": Case(mlp, scale),
     "hooked": Case(mlp, hook),
     "hooked, many buckets": Case(mlp, hook, given={"bucket_cap_mb": TINY}),
+    "hooked, zeroed": Case(mlp, hook, clear=zero, given={"bucket_cap_mb": TINY}),
+    "hooked, added up": Case(mlp, hook, clear=keep, given={"bucket_cap_mb": TINY}),
+    "hooked, accumulated": Case(mlp, hook_accumulated),
+    "hooked, accumulated, of their own": Case(
+        mlp, hook_accumulated, given={"gradient_as_bucket_view": False}
+    ),
     "images": Case(Images, plain, 36),
     "images, statistics apart": Case(Images, plain, 36, given={"forward_sync_buffers": False}),
     "encoder": Case(encoder, plain, 24),

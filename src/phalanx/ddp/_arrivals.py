@@ -51,6 +51,8 @@ class Arrivals:
         self._callers: list[_Caller] = []
         self._announcing: list[Any] = []
         self._seen: list[int] = []
+        self._before: list[Any] = []
+        """What puts gradients from before a pass back when more comes; none if there are none."""
         self.is_learning = False
 
     def learn(self, notice: Notice) -> None:
@@ -70,7 +72,7 @@ class Arrivals:
             return
         told = weakref.WeakMethod(notice)
         for i, parameter in enumerate(self._parameters):
-            hook = _announce(told, under_way, i)
+            hook = _announce(told, under_way, self._before, i)
             with _hookable(parameter):
                 handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
             self._announcing.append(handle)
@@ -95,6 +97,10 @@ class Arrivals:
                     _Caller(self._find_node(last), counts[last], partial(_ready, told, number))
                 )
 
+    def put_back(self, notice: Notice) -> None:
+        """Call `notice` with a parameter before its gradient is accumulated, in this pass only."""
+        self._before.append(weakref.WeakMethod(notice))
+
     def restart(self) -> None:
         """Forget what was seen: a new pass begins."""
         self._seen.clear()
@@ -104,6 +110,7 @@ class Arrivals:
 
     def rearm(self) -> None:
         """Count from the start again: the next arrival may be of a pass that nobody announces."""
+        self._before.clear()
         for caller in self._callers:
             caller.restart()
 
@@ -194,7 +201,9 @@ class _Caller:
 # longer than the reducer, and must not keep it.
 
 
-def _announce(told: Any, under_way: UnderWay, i: int) -> Callable[[Tensor], None]:
+def _announce(
+    told: Any, under_way: UnderWay, before: list[Any], i: int
+) -> Callable[[Tensor], None]:
     """Make a hook that hardly ever has anything to tell."""
 
     def announce(_: Tensor) -> None:
@@ -202,6 +211,10 @@ def _announce(told: Any, under_way: UnderWay, i: int) -> Callable[[Tensor], None
             notice = told()
             if notice is not None:
                 notice(i)
+        if before:
+            put_back = before[0]()
+            if put_back is not None:
+                put_back(i)
 
     return announce
 

@@ -33,6 +33,7 @@ from ._comm_hook import HookWork
 from ._grad_bucket import GradBucket
 from ._header import CYCLE, NO_DATA, Header
 from ._in_backward import OptimizersInBackward
+from ._local_part import LocalPart
 from ._olds import first_of, pieces_of, put_aside
 from ._same_pass import assert_same_pass, refuse_late
 from ._scale import Scale
@@ -107,12 +108,25 @@ class Pass:
         self._works: list[Handle | HookWork] = []
         self._unused: list[int] = []
         self._olds = put_aside(setting.parameters)
-        self._kept: dict[int, Tensor] = {}
-        """Old gradients of parameters that this rank does not use, in case that nobody does."""
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        """Old gradients of parameters that this rank does not use, in case that nobody does; each
+        with a copy, for it may lie in the bucket."""
         self._own: dict[int, Tensor | None] = {}
         """Tensors for ``.grad`` where it is not to be a view, by parameter."""
 
     # -- while gradients arrive ------------------------------------------------------------
+
+    @property
+    def puts_back(self) -> bool:
+        """Whether there are old gradients that autograd may add to."""
+        return bool(self._olds) and self._scale.adds_new
+
+    def put_back(self, i: int) -> None:
+        """Have autograd add a gradient that comes now to the old one, so that hooks see the sum."""
+        old, parameter = self._olds[i], self._setting.parameters[i]
+        if old is not None and not isinstance(parameter, LocalPart):
+            parameter.grad = old
+            self._olds[i] = None
 
     def arrived(self, i: int) -> None:
         """Take notice of a gradient, in a pass to learn from: gather early, but launch nothing.
@@ -155,6 +169,9 @@ class Pass:
         if not self._scale.adds_new:
             news = [None] * len(news)
         bucket.gather(piece, news, olds, self._scale.factor)
+        if olds:
+            for i in piece.members:  # what comes late is not added to it again
+                self._olds[i] = None
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
         if not self._waiting[bucket.index]:
@@ -183,7 +200,7 @@ class Pass:
             if news[place] is None and not (self._olds_count and old is not None):
                 self._unused.append(i)
                 if old is not None:
-                    self._kept[i] = old.clone()
+                    self._kept[i] = old, old.clone()
 
     def _launch(self, bucket: Bucket) -> None:
         assert self._states[bucket.index] is State.GATHERED
@@ -403,7 +420,7 @@ class Pass:
             return own.copy_(result)
 
     def _as_it_was(self, i: int) -> Tensor | None:
-        old = self._olds[i] if self._olds else None
-        if old is not None and i in self._kept:
-            old.copy_(self._kept[i])
-        return old
+        if i not in self._kept:
+            return None
+        old, copy = self._kept[i]
+        return old.copy_(copy)

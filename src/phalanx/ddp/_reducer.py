@@ -225,6 +225,8 @@ class Reducer:
             self.scaling.scale(self.parameters, is_narrow=self._is_narrow),
             olds_count=self.is_unsynced,
         )
+        if self._under_way.puts_back:
+            self._arrivals.put_back(self._under_way.put_back)
 
     def _end_with_this_run(self) -> None:
         """End the pass when the run of autograd is over that calls us."""

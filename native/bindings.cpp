@@ -1,6 +1,7 @@
 // What Python sees of the engine: addresses and numbers, nothing of torch.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -149,6 +150,8 @@ NB_MODULE(_engine, module) {
       .def_rw("streamed", &Sizes::streamed)
       .def_rw("slab", &Sizes::slab);
 
+  nb::class_<Process>(module, "Process", nb::is_weak_referenceable()).def(nb::init<int>(), "pidfd"_a);
+
   nb::class_<Region>(module, "Region")
       .def_static("create", &Region::create, "where"_a, "ranks"_a, "sizes"_a)
       .def_static("open", &Region::open, "path"_a, "token"_a, "ranks"_a, "sizes"_a)
@@ -183,7 +186,10 @@ NB_MODULE(_engine, module) {
            })
       .def("share_cores", &Engine::share_cores)
       .def_prop_ro("cores", &Engine::cores)
-      .def("watch", &Engine::watch)
+      .def("watch", [](Engine& engine, int rank, std::shared_ptr<Process> process) {
+        engine.watch(rank, std::move(process));
+      })
+      .def("mark_present", &Engine::mark_present)
       .def("start_driver", &Engine::start_driver)
       .def("stop_driver", [](Engine& engine) { unlocked([&] { engine.stop_driver(); }); })
       .def_prop_ro("has_driver", &Engine::has_driver)

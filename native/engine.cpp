@@ -1,7 +1,5 @@
 #include "engine.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -29,15 +27,13 @@ Engine::Engine(Region region, int rank, int cores)
       pace_(pace_for(ranks_, cores)),
       mine_(region_.control(rank)),
       transfers_(region_, rank) {
-  std::fill(std::begin(pidfds_), std::end(pidfds_), -1);
   members_.reserve(static_cast<std::size_t>(ranks_));
-  mine_.present.publish(region_.token());
 }
+
+void Engine::mark_present() { mine_.present.publish(region_.token()); }
 
 Engine::~Engine() {
   stop_driver();  // before `driver_` goes, which the thread looks at
-  for (const int fd : pidfds_)
-    if (fd >= 0) ::close(fd);
 }
 
 void Engine::share_cores(int cores) {
@@ -45,7 +41,11 @@ void Engine::share_cores(int cores) {
   pace_ = pace_for(ranks_, cores);
 }
 
-void Engine::watch(int rank, int pidfd) { pidfds_[rank] = pidfd; }
+void Engine::watch(int rank, std::shared_ptr<const Process> process) {
+  processes_[rank] = std::move(process);
+}
+
+void Engine::watch(int rank, int pidfd) { watch(rank, std::make_shared<Process>(pidfd)); }
 
 std::uint64_t Engine::issue(Request request) {
   if (driver_) return driver_->hand_in(std::move(request));

@@ -28,6 +28,7 @@
 
 #include "copy.hpp"
 #include "layout.hpp"
+#include "process.hpp"
 #include "reduce.hpp"
 #include "region.hpp"
 #include "sync.hpp"
@@ -85,8 +86,12 @@ class Engine {
   void share_cores(int cores);
   int cores() const { return cores_; }
 
-  // Watches a peer through a descriptor that becomes readable when its process ends (a pidfd).
+  // Notices when the process of a peer ends. The second form takes a pidfd that no other engine uses.
+  void watch(int rank, std::shared_ptr<const Process> process);
   void watch(int rank, int pidfd);
+
+  // Tells the others that this rank has mapped the region and lacks nothing: they may begin.
+  void mark_present();
 
   // Has a thread do this rank's share in the background, before anything is issued; and ends it.
   void start_driver();
@@ -302,7 +307,7 @@ class Engine {
   Transfers transfers_;
   Watch watch_;
   Verdict failure_;
-  int pidfds_[kMaxRanks];
+  std::shared_ptr<const Process> processes_[kMaxRanks];
   std::unique_ptr<Driver> driver_;  // set before the first operation, or never; ends before the rest
 };
 

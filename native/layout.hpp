@@ -90,7 +90,7 @@ struct alignas(kPage) Control {
 
   Counter broken;    // odd while this rank has given up, and has its buffers to itself again
   Counter touching;  // odd while this rank reads or writes buffers of the others; moves with each piece
-  Counter present;  // the token, once this rank has mapped the region
+  Counter present;   // the token, once this rank has mapped the region and lacks nothing
   Bed bed;
 
   // For each rank that this one goes on without although it gave up before it died: the first

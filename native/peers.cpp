@@ -1,8 +1,6 @@
 // What an engine knows of the other ranks: who takes part, how far they are, who lives, and who may be
 // at whose buffers.
 
-#include <poll.h>
-
 #include <algorithm>
 
 #include "engine.hpp"
@@ -172,9 +170,7 @@ void Engine::look_for_dead() {
 }
 
 bool Engine::has_ended(int rank) const {
-  if (pidfds_[rank] < 0) return false;
-  pollfd poll{pidfds_[rank], POLLIN, 0};
-  return ::poll(&poll, 1, 0) == 1;
+  return processes_[rank] != nullptr && processes_[rank]->has_ended();
 }
 
 bool Engine::is_source(const Request& request, int rank) const {

@@ -13,6 +13,10 @@
 #include <system_error>
 #include <utility>
 
+#ifndef MADV_POPULATE_WRITE  // headers older than the kernel that may run this
+#define MADV_POPULATE_WRITE 23
+#endif
+
 namespace phalanx {
 
 namespace {
@@ -85,10 +89,20 @@ Region::Region(int& fd, Layout layout) : layout_(layout) {
   if (base == MAP_FAILED) fail("cannot map " + std::to_string(layout_.total) + " bytes");
   base_ = static_cast<char*>(base);
   fd_ = std::exchange(fd, -1);
+  // Linux 5.14 and later. The page is the header's, which is there in any case.
+  advises_ = ::sysconf(_SC_PAGESIZE) == static_cast<long>(kPage) &&
+             ::madvise(base_, kPage, MADV_POPULATE_WRITE) == 0;
+}
+
+void Region::drop_descriptor() noexcept {
+  if (!advises_ || fd_ < 0) return;
+  ::close(fd_);
+  fd_ = -1;
 }
 
 Region::Region(Region&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
+      advises_(other.advises_),
       path_(std::exchange(other.path_, {})),
       layout_(other.layout_),
       base_(std::exchange(other.base_, nullptr)),
@@ -98,6 +112,7 @@ Region::Region(Region&& other) noexcept
 Region Region::alias() const {
   Region same(layout_);
   same.fd_ = fd_;
+  same.advises_ = advises_;
   same.base_ = base_;
   same.owner_ = false;
   return same;
@@ -156,12 +171,14 @@ Region Region::open(const std::string& path, std::uint64_t token, int ranks, con
   if (header.magic != kMagic || header.version != kVersion || header.token != token ||
       header.ranks != static_cast<std::uint32_t>(ranks))
     throw std::runtime_error("what lies at " + path + " is not this group's region");
+  region.drop_descriptor();
   return region;
 }
 
 void Region::unlink() {
   if (!path_.empty() && !path_.starts_with("/proc/")) ::unlink(path_.c_str());
   path_.clear();
+  drop_descriptor();
 }
 
 std::uint64_t Region::offset_of(const void* address, std::size_t length) const {
@@ -172,6 +189,13 @@ std::uint64_t Region::offset_of(const void* address, std::size_t length) const {
 }
 
 void Region::reserve(std::size_t offset, std::size_t length) {
+  if (advises_) {
+    if (::madvise(bytes(offset), length, MADV_POPULATE_WRITE) == 0) return;
+    const int error = errno == EFAULT ? ENOSPC : errno;  // to touch it would be a SIGBUS
+    give_back(offset, length);
+    errno = error;
+    fail("no memory for " + std::to_string(length) + " shared bytes");
+  }
   if (const int error =
           ::posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(length))) {
     errno = error;
@@ -180,6 +204,10 @@ void Region::reserve(std::size_t offset, std::size_t length) {
 }
 
 void Region::give_back(std::size_t offset, std::size_t length) noexcept {
+  if (advises_) {
+    ::madvise(bytes(offset), length, MADV_REMOVE);
+    return;
+  }
   ::fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset),
               static_cast<off_t>(length));
 }

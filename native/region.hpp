@@ -31,7 +31,7 @@ class Region {
   const std::string& path() const { return path_; }  // what others open; empty once unlinked
   std::uint64_t token() const { return header().token; }
 
-  // Takes the name away; whoever has mapped the region keeps it.
+  // Takes the name away, and the descriptor behind it; whoever has mapped the region keeps it.
   void unlink();
 
   Header& header() const { return *at<Header>(0); }
@@ -54,8 +54,10 @@ class Region {
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
   }
+  void drop_descriptor() noexcept;
 
-  int fd_ = -1;
+  int fd_ = -1;  // only to map, unless the kernel needs it to reserve memory and to take it back
+  bool advises_ = false;  // whether the kernel does both by address
   std::string path_;
   Layout layout_;
   char* base_ = nullptr;

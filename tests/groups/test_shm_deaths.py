@@ -12,14 +12,18 @@ import signal
 import statistics
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, GroupError, PeerLost
+from phalanx.groups._roster import Member
+from phalanx.groups.backends._region import watch_peers
 from phalanx.testing import Fault, faults, kill, stop
 
 from .test_shm import no_names_but
@@ -487,3 +491,15 @@ def stop_and_go(pid, over):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
 def test_a_rank_may_be_stopped_at_any_moment(ranks, shared):
     ranks.run(be_stopped_again_and_again, 2, args=(150_000, shared))
+
+
+# -- whose process it is -------------------------------------------------------------------
+
+
+def test_a_pid_that_belongs_to_another_process_by_now_is_a_death():
+    """Nobody may watch a stranger for a peer: the peer's death would go unnoticed."""
+    me = Member.here()
+    peer = replace(me, pid=os.getppid(), started="1")  # a parent that started later
+    with pytest.raises(PeerLost, match="rank 1 .* died") as raised:
+        watch_peers(Mock(), 0, [me, peer])
+    assert raised.value.ranks == (1,)

@@ -175,15 +175,14 @@ def test_a_tensor_that_there_is_no_memory_for_is_refused(scarce):
 
 
 def shared_bytes():
-    """Tell how much memory stands behind the regions that this process holds."""
-    blocks = []
-    for descriptor in Path("/proc/self/fd").iterdir():
-        try:
-            if "memfd:phalanx" in os.readlink(descriptor):
-                blocks.append(os.stat(descriptor).st_blocks)
-        except FileNotFoundError:
-            continue
-    return 512 * sum(blocks)
+    """Tell how much memory of the regions that this process has mapped it can touch."""
+    total, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if not line.partition(" ")[0].endswith(":"):  # the line that begins a mapping
+            counts = "memfd:phalanx" in line
+        elif counts and line.startswith("Rss:"):
+            total += 1024 * int(line.split()[1])
+    return total
 
 
 def give_memory_back(ctx):

@@ -1,7 +1,10 @@
 """Groups out of groups: ranks that know each other say less, and promise the same."""
 
+import gc
 import os
+import resource
 import time
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from phalanx.errors import (
     InvalidArgument,
     PeerLost,
     RankMismatch,
+    RendezvousError,
     RendezvousTimeout,
     UnknownOption,
 )
@@ -187,12 +191,16 @@ def test_deadlines_hold_even_when_the_store_does_not_answer(ranks):
 # -- memory that cannot be shared at once --------------------------------------------------
 
 
+def fail(*_):
+    raise OSError("it is out of reach")
+
+
 def without_offer(ctx, backend, who):
     """Split where one rank cannot make or reach what is offered."""
     if ctx.rank == who:
         kept = RegionOffer.make, RegionOffer.take
         RegionOffer.make = lambda _: None
-        RegionOffer.take = lambda *_: "it is out of reach"
+        RegionOffer.take = fail
     try:
         group = ctx.group("gloo", timeout=SECONDS)
         part = ctx.closing(group.split_group([0, 1, 2], backend=backend))
@@ -206,3 +214,82 @@ def without_offer(ctx, backend, who):
 @pytest.mark.parametrize("backend", ["shm", "auto"])
 def test_a_region_out_of_reach_is_looked_for_in_the_ordinary_way(ranks, backend, who):
     assert ranks.run(without_offer, 3, args=(backend, who)) == [("shm", 3)] * 3
+
+
+# -- descriptors that run out --------------------------------------------------------------
+
+
+@contextmanager
+def few_descriptors(spare):
+    """Leave this process so many descriptors to open, and no more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    filler = []
+    try:
+        with suppress(OSError):
+            while True:
+                filler.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(spare):
+            os.close(filler.pop())
+        yield
+    finally:
+        for descriptor in filler:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def run_short(ctx, backend, who):
+    group = ctx.group("gloo", timeout=LONG)
+    outcomes = []
+    for spare in range(5):
+        group.barrier().wait()
+        started = time.monotonic()
+        try:
+            with few_descriptors(spare) if ctx.rank == who else nullcontext():
+                part = group.split_group([0, 1, 2], backend=backend)
+        except RendezvousError as error:
+            outcomes.append(f"rank {who}: " in str(error) or "open files" in str(error))
+        else:
+            assert total(part) == 3
+            part.shutdown()
+            outcomes.append("formed")
+        assert time.monotonic() - started < 10
+    return outcomes
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("backend", ["shm", "auto"])
+def test_out_of_descriptors_all_ranks_fail_or_none(ranks, backend, who):
+    """A rank that runs out after it mapped the region used to leave the others with a group."""
+    outcomes = ranks.run(run_short, 3, args=(backend, who))
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert (outcomes[0][0], outcomes[0][-1]) == (True, "formed")
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def open_many(ctx):
+    group = ctx.group("gloo", timeout=LONG)
+    group.split_group([0, 1, 2], backend="shm").shutdown()  # the first brings threads to life
+    gc.collect()
+    group.barrier().wait()
+    before = descriptors()
+    parts = [group.split_group([0, 1, 2], backend="shm") for _ in range(10)]
+    during = descriptors()
+    for part in parts:
+        assert total(part) == 3
+    group.barrier().wait()
+    for part in parts:
+        part.shutdown()
+    del part
+    parts.clear()
+    gc.collect()
+    return during - before, descriptors() - before
+
+
+def test_groups_in_shared_memory_share_descriptors(ranks):
+    """They take one for each peer's process, and give it back with the last group."""
+    assert ranks.run(open_many, 3) == [(2, 0)] * 3

@@ -10,7 +10,7 @@ of them connect in the ordinary way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
@@ -18,8 +18,7 @@ from torch._C._distributed_c10d import Store
 from ..errors import PeerLost, PhalanxError, RendezvousError, RendezvousTimeout
 from ._engine import Engine
 from ._forming import TURN, Forming
-from ._patient import PlainStore
-from ._roster import Member
+from ._patient import PatientStore, PlainStore
 from ._stores import own_connection
 from ._telling import Verdict
 from ._words import first_line
@@ -31,16 +30,16 @@ class Offer(Protocol):
     """Something that rank 0 makes and the others reach by what they are told of it."""
 
     def make(self) -> dict[str, Any] | None:
-        """Make it, on rank 0, and return what to tell the others; None if it cannot be made."""
+        """Make it, on rank 0, and return what to tell the others; may raise, or return None."""
 
-    def take(self, told: dict[str, Any]) -> str:
-        """Reach it, on the other ranks; returns why that cannot be done, if so."""
+    def take(self, told: dict[str, Any]) -> None:
+        """Reach it, on the other ranks; may raise."""
 
     def absent(self) -> list[int]:
         """List the ranks that have not reached it yet."""
 
-    def engine(self, members: Sequence[Member], options: dict[str, object]) -> Engine:
-        """Make this rank's engine of it; all ranks have reached it."""
+    def engine(self) -> Engine:
+        """Return this rank's engine; all ranks have theirs, so nothing may go wrong here."""
 
 
 class Connecting:
@@ -52,15 +51,15 @@ class Connecting:
         *,
         make: Callable[[Store], Engine],
         offer: Offer | None,
-        options: dict[str, object],
         lends_store: bool,
     ) -> None:
         self._forming = forming
         self._make_engine = make
         self._offer = offer
-        self._options = options
         self._lends_store = lends_store
         self._own_room: PlainStore | None = None
+        self._is_making = False
+        self._line: PatientStore | None = None
         self.verdict: Verdict = Verdict()
         """What the ranks have come to."""
 
@@ -74,7 +73,7 @@ class Connecting:
         forming = self._forming
 
         def meet() -> None:
-            self.verdict = forming.meet(lambda: None if self._offer is None else self._offer.make())
+            self.verdict = forming.meet(self._make_offer)
             check()
 
         def meet_and_connect() -> Engine:
@@ -86,7 +85,7 @@ class Connecting:
             return engine
 
         if background:
-            return forming.carry_out(meet_and_connect)
+            return forming.carry_out(meet_and_connect, self._look)
         forming.carry_out(meet)
         engine = self._make()
         forming.carry_out(self._await_others)
@@ -94,12 +93,28 @@ class Connecting:
 
     # -- by an offer -----------------------------------------------------------------------
 
+    def _make_offer(self) -> dict[str, Any] | None:
+        try:
+            return None if self._offer is None else self._offer.make()
+        except PeerLost:
+            raise
+        except Exception:  # noqa: BLE001 - whatever it is, the ordinary way may do without
+            self._offer = None  # with all that it has opened
+            return None
+
     def _take_offer(self) -> Engine | None:
+        try:
+            return self._try_offer()
+        finally:
+            self._offer = None  # where it was refused, with all that it has opened
+
+    def _try_offer(self) -> Engine | None:
         offer, told = self._offer, self.verdict.offer
         if offer is None or told is None:
             return None
-        why = "" if self._forming.rank == 0 else offer.take(told)
+        why = "" if self._forming.rank == 0 else _why_not(offer, told)
         if why:
+            self._offer = offer = None
             self.room.set("refused", f"rank {self._forming.rank}: {why}")
             return None
         pause, looked = 0.00005, time.monotonic()
@@ -111,26 +126,44 @@ class Connecting:
                 if self.room.has("refused"):
                     return None
                 self._check_time(f"{offer.absent()} did not reach what rank 0 has offered")
-        assert self._forming.roster is not None, "they have met"
-        return offer.engine(self._forming.roster.members, self._options)
+        return offer.engine()
 
     # -- in the ordinary way ---------------------------------------------------------------
 
     def _make(self) -> Engine:
         forming = self._forming
-        if self._lends_store:  # to which others may wish to talk while an engine connects
-            self._own_room = PlainStore(own_connection(forming.room.raw))
+        self._is_making = True
         try:
+            if self._lends_store:  # to which others may wish to talk while an engine connects
+                self._own_room = PlainStore(own_connection(forming.room.raw))
             return self._make_engine(self.room.under("engine").raw)
         except (PeerLost, RendezvousTimeout):
             raise
         except Exception as error:
             self.room.set("broken", f"rank {forming.rank}: {first_line(error)}")
-            if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError):
+            if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError | OSError):
                 raise
             forming.look()  # a death explains it better
             told = f"{forming.terms} did not connect: {first_line(error)}"
             raise RendezvousError(told) from error
+
+    def _look(self) -> None:
+        """Raise if no engine can come about, for this rank's may wait for one that failed."""
+        self._forming.look()
+        broken = self._ask_for_broken() if self._is_making else None
+        if broken is not None:
+            raise self._not_connected(broken)
+
+    def _ask_for_broken(self) -> bytes | None:
+        try:
+            if self._line is None:  # a connection that no engine waits on
+                self._line = PatientStore(PatientStore(self._forming.room.raw).connect())
+            return self._line.read("broken")
+        except Exception:  # noqa: BLE001 - who cannot ask learns it by the deadline
+            return None
+
+    def _not_connected(self, broken: bytes) -> RendezvousError:
+        return RendezvousError(f"{self._forming.terms} did not connect: {broken.decode()}")
 
     def _await_others(self) -> None:
         if self.room.add("connected", 1) == self._forming.terms.size:
@@ -139,10 +172,21 @@ class Connecting:
         while not self.room.await_all(["complete"], TURN):
             broken = self.room.read("broken")
             if broken is not None:
-                raise RendezvousError(f"{self._forming.terms} did not connect: {broken.decode()}")
+                raise self._not_connected(broken)
             self._check_time("some rank's engine is stuck")
 
     def _check_time(self, why: str) -> None:
         self._forming.check_given_up()
         if time.monotonic() >= self._forming.deadline:
             raise RendezvousTimeout(f"{self._forming.terms} did not connect in time: {why}")
+
+
+def _why_not(offer: Offer, told: dict[str, Any]) -> str:
+    """Take an offer, or return the reason that keeps this rank from it."""
+    try:
+        offer.take(told)
+    except PeerLost:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must not go ahead
+        return first_line(error) or type(error).__name__
+    return ""

@@ -286,14 +286,13 @@ def _connecting(forming: Forming, backend: Backend, recipe: Recipe, kin: Kin | N
     make_offer = backend.traits.offer
     offer = None
     if make_offer is not None and recipe.device.type == "cpu" and kin and kin.one_machine:
-        offer = make_offer(rank, size, kin.crowd)
+        offer = make_offer(rank, kin.members, kin.crowd, recipe.options)
     return Connecting(
         forming,
         make=lambda store: backend.factory(
             store, rank, size, recipe.timeout, recipe.device, **recipe.options
         ),
         offer=offer,
-        options=recipe.options,
         lends_store=kin is not None,
     )
 

@@ -8,7 +8,7 @@ methods in torch's list-and-options form, and may have the optional ones below.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
 
 from ..errors import GroupError, InternalError
+from ._roster import Member
 
 __all__ = [
     "REDUCTIONS",
@@ -282,9 +283,9 @@ class Traits:
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
-    offer: Callable[[int, int, int], Any] | None = None
+    offer: Callable[[int, Sequence[Member], int, dict[str, object]], Any] | None = None
     """Makes what rank 0 offers to ranks on the same machine (see `_connecting`), given a rank, the
-    group's size, and how many ranks there are on the machine."""
+    group's members, how many ranks there are on the machine, and the backend's options."""
     name_of: Callable[[Engine], str] | None = None
     """Tells the name of the engine that was chosen, where the backend is a choice."""
     check_options: Callable[[dict[str, object]], None] | None = None

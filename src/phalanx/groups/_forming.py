@@ -109,12 +109,15 @@ class Forming:
         """A part of the store that is the group's own."""
         return self._room
 
-    def carry_out(self, work: Callable[[], T]) -> T:
-        """Run a part of the forming on a borrowed thread, and notice deaths and the deadline."""
+    def carry_out(self, work: Callable[[], T], look: Callable[[], None] | None = None) -> T:
+        """Run a part of the forming on a borrowed thread, and notice deaths and the deadline.
+
+        `look` notices more than that, and raises too.
+        """
         if self._kin is not None and self.roster is None:
             self.roster = Roster(token="", members=self._kin.members)
         try:
-            return in_background(work, self.look)
+            return in_background(work, self.look if look is None else look)
         except BaseException as error:
             if not isinstance(error, PhalanxError):
                 self._given_up = RendezvousError(f"{self.terms} was given up by rank {self.rank}")

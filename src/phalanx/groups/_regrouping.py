@@ -73,7 +73,6 @@ def _connect(group: ProcessGroup, ranks: Sequence[int]) -> tuple[Engine, PlainSt
             room, mine, len(ranks), timeout, recipe.device, **recipe.options
         ),
         offer=None,
-        options=recipe.options,
         lends_store=True,
     )
     engine = connecting.run(lambda: None, background=backend.traits.connects_in_background)

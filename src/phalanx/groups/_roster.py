@@ -53,12 +53,22 @@ class Member:
         """Tell whether the process is provably gone; False where nobody here can know."""
         if self.machine != _machine():
             return False
-        return _look_up(self.pid)[0] != self.started
+        try:
+            return not self.has_its_pid()
+        except OSError:  # out of descriptors, say
+            return False
 
     @property
     def is_stopped(self) -> bool:
         """Tell whether the process is stopped by a signal; False where nobody here can know."""
-        return self.machine == _machine() and _look_up(self.pid) == (self.started, "T")
+        try:
+            return self.machine == _machine() and _look_up(self.pid) == (self.started, "T")
+        except OSError:
+            return False
+
+    def has_its_pid(self) -> bool:
+        """Tell whether the pid, on this machine, still is this process's; raises if unreadable."""
+        return _look_up(self.pid)[0] == self.started
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.host}"

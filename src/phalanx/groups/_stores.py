@@ -81,6 +81,8 @@ def _say_alone() -> None:
 
 def own_connection(store: Store) -> Store:
     """Open a second connection to a store."""
+    # Out of descriptors, torch would try again until the store's timeout; this raises at once.
+    socket.socket().close()
     clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone
 

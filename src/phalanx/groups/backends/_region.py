@@ -21,6 +21,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def share(
         engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
             engine.share_cores(verdict["cores"])
-            watch_peers(engine, rank, verdict["pids"])
+            watch_peers(engine, rank, [Member.from_json(told) for told in verdict["members"]])
             return engine
         refusals.append(f"{place}: {verdict['why']}")
     raise RendezvousError(
@@ -117,7 +118,7 @@ def _offer(
     peers: _Peers, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
 ) -> tuple[_engine.Engine | None, dict[str, Any]]:
     del rank
-    verdict: dict[str, Any] = {"pids": [], "cores": 1, "why": "", "lost": []}
+    verdict: dict[str, Any] = {"members": [], "cores": 1, "why": "", "lost": []}
     try:
         region = make_region(place, size, sizes)
     except (RuntimeError, OSError) as error:  # nanobind makes a RuntimeError of a system error
@@ -127,12 +128,13 @@ def _offer(
         return None, verdict
     path, token = region.path, region.token
     engine = _native(size).Engine(region, 0, usable_cores())
+    engine.mark_present()
     peers.tell(f"offer/{number}", {"path": path, "token": str(token)})
     if faultpoints.armed:
         faultpoints.reach("form:mapped")
     try:
         answers = [peers.hear(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
-        verdict["pids"] = [os.getpid(), *(answer["pid"] for answer in answers)]
+        verdict["members"] = [Member.here().to_json(), *(each["member"] for each in answers)]
         verdict["cores"] = _cores_of([_own_cores(), *(answer["cores"] for answer in answers)])
         verdict["why"] = _objections(engine, answers, peers, size)
     except Exception as error:
@@ -208,13 +210,13 @@ def _accept(
             token = int(offer["token"])
             region = made.Region.open(offer["path"], token, size, sizes or made.Sizes())
             engine, why = made.Engine(region, rank, usable_cores()), ""
+            engine.mark_present()
         except RuntimeError as error:
             why = f"rank {rank}: {error}"
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
-        peers.tell(
-            f"answer/{number}/{rank}", {"pid": os.getpid(), "cores": _own_cores(), "why": why}
-        )
+        answer = {"member": Member.here().to_json(), "cores": _own_cores(), "why": why}
+        peers.tell(f"answer/{number}/{rank}", answer)
     try:
         verdict: dict[str, Any] = peers.hear(f"verdict/{number}", 0)
     except PeerLost:
@@ -232,15 +234,31 @@ def _take_away(path: str) -> None:
         os.unlink(path)
 
 
-def watch_peers(engine: _engine.Engine, rank: int, pids: list[int]) -> None:
+_processes: WeakValueDictionary[Member, _engine.Process] = WeakValueDictionary()
+"""The processes that engines of this one watch: one descriptor for each, however many groups."""
+
+
+def watch_peers(engine: _engine.Engine, rank: int, members: Sequence[Member]) -> None:
     """Have the engine notice when a peer's process ends."""
-    for peer, pid in enumerate(pids):
-        if pid != pids[rank]:  # threads of one process need no watching
+    for peer, member in enumerate(members):
+        if member.pid != members[rank].pid:  # threads of one process need no watching
             try:
-                engine.watch(peer, os.pidfd_open(pid))
+                engine.watch(peer, _process_of(member))
             except ProcessLookupError:
-                told = f"rank {peer} (pid {pid}) died while forming"
+                told = f"rank {peer} ({member}) died while forming"
                 raise PeerLost(told, ranks=[peer]) from None
+
+
+def _process_of(member: Member) -> _engine.Process:
+    known = _processes.get(member)
+    if known is None:
+        assert native.engine is not None, "it has made the region"
+        known = native.engine.Process(os.pidfd_open(member.pid))
+        # Looked at last: the descriptor is of whoever has the pid, and that may be another by now.
+        if not member.has_its_pid():
+            raise ProcessLookupError
+        _processes[member] = known
+    return known
 
 
 def _native(size: int) -> Any:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import usable_cores
+from ...errors import InvalidState
 from .._engine import Engine
 from .._roster import Member
 from ._driver import OPTION, choose_driver
@@ -29,63 +30,65 @@ __all__ = ["RegionOffer"]
 class RegionOffer:
     """One rank's part in a region that is offered."""
 
-    def __init__(self, rank: int, size: int, crowd: int) -> None:
+    def __init__(
+        self, rank: int, members: Sequence[Member], crowd: int, options: dict[str, object]
+    ) -> None:
         self._rank = rank
-        self._size = size
+        self._members = members
+        self._size = len(members)
         self._crowd = crowd
-        self._engine: _engine.Engine | None = None
+        self._driver = options.get(OPTION)
+        self._native: _engine.Engine | None = None
+        self._engine: ShmEngine | None = None
 
     def make(self) -> dict[str, Any] | None:
         """Make the region, in memory that has no name."""
         made = native.engine
         if made is None or self._size > made.MAX_RANKS:
             return None
-        try:
-            region = make_region("memfd", self._size)
-        except (RuntimeError, OSError):
-            return None
+        region = make_region("memfd", self._size)
         told = {"path": region.path, "token": str(region.token)}
         self._enter(region)
         return told
 
-    def take(self, told: dict[str, Any]) -> str:
+    def take(self, told: dict[str, Any]) -> None:
         """Map the region."""
         made = native.engine
         if made is None:
-            return native.why_missing
-        try:
-            region = made.Region.open(told["path"], int(told["token"]), self._size, made.Sizes())
-        except RuntimeError as error:
-            return str(error)
-        self._enter(region)
-        return ""
+            raise InvalidState(native.why_missing)
+        self._enter(made.Region.open(told["path"], int(told["token"]), self._size, made.Sizes()))
 
     def absent(self) -> list[int]:
         """List the ranks that have not mapped it yet."""
-        assert self._engine is not None, "it was made or taken"
-        region = self._engine.region
+        assert self._native is not None, "it was made or taken"
+        region = self._native.region
         return [rank for rank in range(self._size) if not region.present(rank)]
 
-    def engine(self, members: Sequence[Member], options: dict[str, object]) -> Engine:
-        """Make the engine."""
+    def engine(self) -> Engine:
+        """Return the engine; all ranks have theirs."""
+        assert self._native is not None, "it was made or taken"
         assert self._engine is not None, "it was made or taken"
-        pids = [member.pid for member in members]
-        watch_peers(self._engine, self._rank, pids)
-        self._engine.region.unlink()
-        cores = _cores_of(pids)
-        # Others want the same cores: those of the larger group that these ranks come from.
-        self._engine.share_cores(max(1, cores * self._size // self._crowd))
-        driver = options.get(OPTION)
-        if driver is None and choose_driver(self._crowd, cores) == "caller":
-            driver = "caller"
-        return ShmEngine(self._engine, self._rank, self._size, driver)
+        self._native.region.unlink()
+        return self._engine
 
     def _enter(self, region: _engine.Region) -> None:
-        """Leave a mark in the region; the others wait for it."""
+        """Make the engine, and then leave a mark in the region, which the others wait for.
+
+        The mark comes last: whoever sees it goes ahead, so nothing may fail here afterwards.
+        """
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
         assert native.engine is not None, "it has made the region"
-        self._engine = native.engine.Engine(region, self._rank, usable_cores())
+        engine = native.engine.Engine(region, self._rank, usable_cores())
+        watch_peers(engine, self._rank, self._members)
+        cores = _cores_of([member.pid for member in self._members])
+        # Others want the same cores: those of the larger group that these ranks come from.
+        engine.share_cores(max(1, cores * self._size // self._crowd))
+        driver = self._driver
+        if driver is None and choose_driver(self._crowd, cores) == "caller":
+            driver = "caller"
+        self._native, self._engine = engine, ShmEngine(engine, self._rank, self._size, driver)
+        engine.mark_present()
 
 
 def _cores_of(pids: Sequence[int]) -> int:

@@ -14,13 +14,18 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from torch.distributed import DistNetworkError
+
 from ..errors import RankReport, RendezvousTimeout
 from ._failure import Failure
 from ._patient import PatientStore
+from ._words import first_line
 
 __all__ = ["Board"]
 
 T = TypeVar("T")
+
+NO_ANSWER = "the store does not answer: is its host alive?"
 
 
 class Board:
@@ -33,8 +38,8 @@ class Board:
         self._lost = False
         self._page = "failure"
         self._heard = 0  # the ring that this rank answered last
-        self.reachable = True
-        """Whether the store answered the last time it was asked."""
+        self.trouble = ""
+        """Why the store gave no answer the last time it was asked; empty if it did."""
 
     def ring(self) -> int:
         """Ask every rank to report; returns the number of this ring."""
@@ -104,11 +109,13 @@ class Board:
         try:
             answer = question()
         except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
-            self.reachable = False
-            return otherwise
-        except RuntimeError:  # the connection is closed, for good; torch logs every further try
-            self.reachable = False
+            self.trouble = NO_ANSWER
+        except DistNetworkError:  # the connection is closed, for good; torch logs every further try
+            self.trouble = NO_ANSWER
             self._lost = True
-            return otherwise
-        self.reachable = True
-        return answer
+        except Exception as error:  # noqa: BLE001 - out of threads, a user's store: it may pass
+            self.trouble = f"the store failed: {first_line(error) or type(error).__name__}"
+        else:
+            self.trouble = ""
+            return answer
+        return otherwise

@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 
 from torch._C._distributed_c10d import Store
+from torch.distributed import DistNetworkError
 
 from ..errors import RendezvousTimeout
 from ._patient import PatientStore
@@ -45,8 +46,11 @@ class Hall:
             most = self._take_step(self._enter(self._door), calls, seconds)
         except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
             most = None
-        except RuntimeError:  # the connection is closed, for good; torch logs every further try
+        except DistNetworkError:  # the connection is closed, for good; torch logs every further try
             self._is_lost = True
+            most = None
+        except Exception:  # noqa: BLE001 - out of threads, a user's store: it may pass
+            time.sleep(max(seconds, A_LOOK))
             most = None
         if most is None:
             return "waiting", 0
@@ -59,7 +63,7 @@ class Hall:
         """List the ranks that have not come, as far as is known."""
         store, turn = self._store, self._turn
         if store is not None and not self._is_lost:
-            with suppress(RuntimeError):  # the store does not answer
+            with suppress(Exception):  # the store does not answer
                 self._missing = [r for r in self._missing if not store.has(f"{turn}/{r}")]
         return self._missing
 

@@ -129,9 +129,9 @@ class Health:
 
     def doubt(self) -> str:
         """Tell, after what is said of others, if they may not have been heard."""
-        if self._board is None or self._board.reachable:
+        if self._board is None or not self._board.trouble:
             return ""
-        return " (and the store does not answer: is its host alive?)"
+        return f" (and {self._board.trouble})"
 
     def diagnose(self, pending: Pending, error: Exception) -> Failure:
         """Find the reason behind an engine's error."""

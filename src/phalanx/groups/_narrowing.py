@@ -115,7 +115,7 @@ def _let_go(group: ProcessGroup, mine: Narrowing, which: Callable[[_Kept], bool]
 
 def _sweep(room: PatientStore) -> None:
     """Take away what ranks have said to form an engine, but for what others may ask about."""
-    with suppress(RuntimeError):  # the store does not answer, and so has other troubles
+    with suppress(Exception):  # the store does not answer, and so has other troubles
         for key in room.all_keys():
             if key != "verdict":
                 room.delete(key)

@@ -8,6 +8,7 @@ stops waiting when its patience ends.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import queue
 import threading
@@ -21,6 +22,8 @@ from ..errors import RendezvousTimeout
 from ._stores import own_connection
 
 __all__ = ["PatientStore", "PlainStore", "borrow_thread", "is_exiting"]
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
@@ -135,13 +138,13 @@ class _Line:
         if stuck is not None and not stuck.is_set():
             raise RendezvousTimeout("the store does not answer")  # ask no more until it has
         answers: list[T] = []
-        errors: list[RuntimeError] = []
+        errors: list[BaseException] = []
         ended = threading.Event()
 
         def put() -> None:
             try:
                 answers.append(question())
-            except RuntimeError as error:
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever asks
                 errors.append(error)
             finally:
                 ended.set()
@@ -180,7 +183,10 @@ class _Threads:
         while True:
             job = inbox.get()
             self._out.add(me)
-            job()
+            try:
+                job()
+            except BaseException:  # noqa: BLE001 - a thread that ends here is waited for at exit
+                _log.exception("a job on a borrowed thread failed; please report this")
             del job  # what it worked on must not live until the next one comes
             self._out.discard(me)
             self._idle.append(inbox)

@@ -113,6 +113,38 @@ def test_survivors_build_a_new_group_and_go_on(ranks):
     assert [outcome[0], *outcome[2:]] == [0, 1, 2]
 
 
+def die_behind_a_busy_rank(ctx, backend):
+    """Rank 1, from which the others wait to hear, is in user code when rank 2 dies."""
+    group = ctx.group(backend, timeout=LONG)
+    group.barrier().wait()
+    if ctx.rank == 1:
+        ctx.store.wait(["noticed"])
+        return None
+    if ctx.rank == 2:
+        while not group._board._rings():  # rank 0 has begun to wonder
+            time.sleep(0.005)
+        ctx.store.set("died", str(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as caught:
+        group.broadcast(torch.ones(4), root=1).wait()
+    noticed = time.monotonic()
+    ctx.store.set("noticed", "")
+    assert caught.value.lost == (2,)
+    states = {rank: report.state for rank, report in caught.value.reports.items()}
+    assert states == {1: "busy", 2: "dead"}
+    assert "rank 1: busy elsewhere" in str(caught.value)
+    return noticed - float(ctx.store.get("died"))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_death_is_told_at_once_although_another_rank_is_busy(ranks, backend):
+    """No engine of torch's notices the death of a rank that it does not hear from."""
+    runs = [
+        ranks.run(die_behind_a_busy_rank, 3, args=(backend,), expect_dead=[2]) for _ in range(3)
+    ]
+    assert min(times[0] for times in runs) < 0.12
+
+
 def stall(ctx, seconds):
     group = ctx.group(timeout=LONG)
     group.broadcast(torch.ones(4)).wait()

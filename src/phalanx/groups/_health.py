@@ -29,7 +29,11 @@ ANSWER_TIME = 3 * INTERVAL
 """Seconds that a healthy rank needs at most to answer a ring, with time to spare."""
 
 AT_ONCE = 0.03
-"""Seconds for the same where the engine knows of a death: whoever waits too answers by itself."""
+"""Seconds for the same after a death, which is told at once: whoever waits too answers by itself,
+and the others are said to be busy."""
+
+NEXT_QUESTION = 0.1
+"""Seconds between two questions to the others about one overdue call."""
 
 DIAGNOSIS_TIME = 3.0
 """Seconds to find out why an engine's connection broke before saying only that it did."""
@@ -102,6 +106,10 @@ class Health:
         board = self._board
         if self.failure is not None or board is None:
             return self.failure
+        now = time.monotonic()
+        if not sure and now < pending.next_question and not self._needed(pending, self.dead()):
+            return None
+        pending.next_question = now + NEXT_QUESTION
         board.ring()
         known = board.failure()
         if known is not None:
@@ -185,8 +193,8 @@ class Health:
         """Make the error that this rank raises for `failure`."""
         if reports is None:
             asks = pending is not None and failure.kind in _MYSTERIES
-            known = failure.kind == "lost" and self._lost_ranks is not None
-            reports = self._gather_reports(AT_ONCE if known else ANSWER_TIME) if asks else {}
+            within = AT_ONCE if failure.kind == "lost" else ANSWER_TIME
+            reports = self._gather_reports(within) if asks else {}
         reports.pop(self.rank, None)  # this rank's own part is told by the error itself
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
@@ -330,15 +338,9 @@ class Health:
         """Find ranks that died before they did their part; `sure` when the engine failed too."""
         assert self._board is not None
         dead = self._needed(pending, self.dead() - set(self._board.left()))
-        if not dead:
-            pending.dead_since = None
-            return None
-        # What a rank did before it ended may be seen only now: look once more; later, where it may
-        # still be on its way.
-        now = time.monotonic()
-        first, pending.dead_since = pending.dead_since is None, pending.dead_since or now
-        patience = INTERVAL / 2 if self._lost_ranks is None else 0
-        if not sure and (first or now - pending.dead_since < patience):
+        # What a rank did before it ended may be seen only now: look once more.
+        first, pending.has_dead_peer = not pending.has_dead_peer, bool(dead)
+        if not dead or (first and not sure):
             return None
         who = self.name_all(dead)
         verb = "is" if len(dead) == 1 else "are"
@@ -401,7 +403,7 @@ class Health:
             if silent in ([], [self.rank]) or time.monotonic() >= until:
                 break
             time.sleep(0.01)
-        state = "silent" if within == ANSWER_TIME else "busy"
+        state = "busy" if within == AT_ONCE else "silent"
         return reports | {rank: RankReport(rank, state) for rank in silent}
 
     def _missing(self, call: Call, reports: Reports) -> list[int]:

@@ -17,7 +17,10 @@ class Pending:
     """The one rank that a send or receive depends on; None where it is everybody."""
 
     # Filled in once the call is overdue; most never are, so these cost an ordinary call nothing.
-    dead_since: float | None = None
+    has_dead_peer = False
+    """Whether a rank that the call needs was dead when somebody last looked."""
+    next_question = 0.0
+    """When the others are to be asked again; whether they live is seen without asking."""
 
     @property
     def deadline(self) -> float:

@@ -26,7 +26,8 @@ from ._record import Call
 __all__ = ["Work"]
 
 FIRST_LOOK = 0.25  # seconds that a call may take before anybody wonders
-NEXT_LOOK = 0.1
+NEXT_LOOK = 0.04
+LOOK_AGAIN = 0.02  # after a death, for what the dead rank did before it may arrive only now
 
 _FIRST_TURN = timedelta(seconds=FIRST_LOOK)
 _NO_TIMEOUT = timedelta(0)
@@ -210,7 +211,8 @@ class Work(dist.Work, Pending):
                 self._raise(failure)
             if time.monotonic() >= limit:
                 self._raise_timeout(limit, timeout)
-            self._wait_a_turn(min(NEXT_LOOK, limit - time.monotonic()))
+            turn = LOOK_AGAIN if self.has_dead_peer else NEXT_LOOK
+            self._wait_a_turn(min(turn, limit - time.monotonic()))
 
     def _is_done(self) -> bool:
         """Tell whether the engine is done; raise the reason if it is done badly."""

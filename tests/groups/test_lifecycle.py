@@ -70,6 +70,35 @@ def test_all_pairs_at_once(group, ctx):
                 pair.shutdown()
 
 
+def name_splits_alike(ctx):
+    first, second = ctx.group("gloo"), ctx.group("gloo")
+    parts = [
+        ctx.closing(parent.split_group([0, 1], group_name="x", group_desc=desc))
+        for parent, desc in ((first, "mine"), (second, None))
+    ]
+    assert [part.group_name for part in parts] == ["x", "x~1"]
+    assert [part.group_desc for part in parts] == ["mine", "gloo group of 2"]
+    assert len({part.label for part in parts}) == 2
+    assert [total(part) for part in parts] == [3, 3]
+    stores = [part.get_group_store() for part in parts]
+    stores[0].set(f"of the first, by {ctx.rank}", "")
+    assert not stores[1].check([f"of the first, by {ctx.rank}"]), "keys stay apart"
+
+
+def test_a_split_has_the_name_and_description_that_it_is_given(ranks):
+    """As upstream's; the first name is the parent's business, and torch knows each name once."""
+    ranks.run(name_splits_alike, 2)
+
+
+def test_a_merged_group_has_the_name_and_description_that_it_is_given(tmp_path):
+    group = new_group("gloo", store=f"file://{tmp_path}/a", rank=0, world_size=1)
+    store = dist.FileStore(f"{tmp_path}/b", 1)
+    merged = group.merge_remote_group(store, 1, group_name="m", group_desc="all")
+    assert (merged.group_name, merged.group_desc) == ("m", "all")
+    merged.shutdown()
+    group.shutdown()
+
+
 @pytest.mark.parametrize("ranks_given", [[], [0, 0], [2], [-1, 0], ["0"]])
 def test_a_split_of_no_such_ranks_is_refused(ranks_given):
     group = new_group("fake", rank=0, world_size=2)

@@ -184,12 +184,13 @@ def test_functional_collectives(ranks):
 
 def make_subgroups(ctx):
     with world(ctx):
-        outer = dist.new_group([0, 2])
+        outer = dist.new_group([0, 2], group_desc="both ends")
         again = dist.new_group([0, 2])
         if ctx.rank == 1:
             assert outer == again == dist.GroupMember.NON_GROUP_MEMBER
         else:
             assert outer.global_ranks == (0, 2)
+            assert outer.group_desc == "both ends"
             assert dist.get_group_rank(outer, 2) == 1
             for group in (outer, again):
                 tensor = torch.full((2,), float(ctx.rank))

@@ -255,3 +255,24 @@ def test_a_large_mesh_prints_in_a_line():
     with mesh:
         assert str(_mesh_resources.get_current_mesh()["tp"]).endswith("rank 100001 at (1,))")
     group.shutdown()
+
+
+# -- descriptions --------------------------------------------------------------------------
+
+
+def test_groups_are_described_by_their_axis_as_upstreams():
+    """Profilers and torch's flight recorder tell groups apart by these."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    try:
+        described = []
+        for make in (init_device_mesh, upstream.init_device_mesh):
+            unnamed = make("cpu", (2, 4))
+            mesh = make("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+            flat = mesh["dp", "cp"]._flatten()
+            groups = [unnamed.get_group(1), mesh.get_group("dp"), mesh.get_group("cp")]
+            described.append([group.group_desc for group in [*groups, flat.get_group()]])
+    finally:
+        dist.destroy_process_group()
+    ours, theirs = described
+    assert theirs == ["mesh_dim_1", "mesh_dp", "mesh_cp", "mesh_dp_cp"]
+    assert ours == theirs

@@ -21,7 +21,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_process_group
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ._create import adjusted, assemble, new_group, split_off
+from ._create import adjusted, assemble, new_group, split, split_off
 from ._current import default_group
 from ._forming import Purpose
 from ._group import ProcessGroup, Recipe
@@ -107,6 +107,7 @@ class Base(ABC):
         options: GroupOptions,
         *,
         name: str,
+        desc: str,
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
@@ -136,18 +137,13 @@ class _OurBase(Base):
         options: GroupOptions,
         *,
         name: str,
+        desc: str,
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        made = self._ours.split_group(
-            ranks,
-            options.timeout,
-            group_name=name,
-            backend=options.backend,
-            options=dict(options.options),
-            device=None if self.takes(device_type) else device_type,
-            purpose=purpose,
-        )
+        device = None if self.takes(device_type) else device_type
+        recipe = adjusted(options.applied_to(self._ours._recipe), device=device)
+        made = split(self._ours, ranks, recipe, name=name, desc=desc, purpose=purpose)
         assert made is not None, "this rank is one of them"
         return made
 
@@ -187,12 +183,13 @@ class _TorchBase(Base):
         options: GroupOptions,
         *,
         name: str,
+        desc: str,
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         backend, label = options.backend or self._backend_for(device_type), f"{self.label}/{name}"
         if options.native is not None or not _is_ours(backend):
-            return self._torch_group(ranks, options, backend, label, purpose)
+            return self._torch_group(ranks, options, backend, label, desc, purpose)
         return split_off(
             self._store,
             options.applied_to(self._recipe(backend, device_type)),
@@ -200,6 +197,7 @@ class _TorchBase(Base):
             rank=self.rank,
             ranks=ranks,
             global_ranks=self.global_ranks,
+            desc=desc,
             purpose=purpose,
         )
 
@@ -228,6 +226,7 @@ class _TorchBase(Base):
         options: GroupOptions,
         backend: str,
         label: str,
+        desc: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         """Make a group of torch's, under a name that does not depend on what this process has."""
@@ -249,7 +248,7 @@ class _TorchBase(Base):
             c10d.GroupName(f"{label} {token}"),
             backend_options=options.native,
             timeout=timeout,
-            group_desc=label,
+            group_desc=desc,
         )
         c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
         made: dist.ProcessGroup = group

@@ -110,9 +110,14 @@ def split(
     recipe: Recipe,
     *,
     name: str | None = None,
+    given_name: str = "",
+    desc: str = "",
     purpose: Purpose | None = None,
 ) -> ProcessGroup | None:
-    """Make a group of some ranks of another; None for the ranks that are not among them."""
+    """Make a group of some ranks of another; None for the ranks that are not among them.
+
+    Its keys are under a `name` within the parent's; torch gets to know it by its `given_name`.
+    """
     ranks = list(ranks)
     if not ranks or len(set(ranks)) != len(ranks):
         raise InvalidArgument(f"split_group takes different ranks, at least one, not {ranks}")
@@ -131,6 +136,8 @@ def split(
         family=parent._roster.members,
         next_turn=parent._count_split,
         lent_store=parent._lent_store,
+        given_name=given_name,
+        desc=desc,
         purpose=purpose,
     )
 
@@ -146,6 +153,8 @@ def split_off(
     family: Sequence[Member] | None = None,
     next_turn: Callable[[str], int] | None = None,
     lent_store: Store | None = None,
+    given_name: str = "",
+    desc: str = "",
     purpose: Purpose | None = None,
 ) -> ProcessGroup:
     """Make a group of `ranks`, which number those who share a store; `rank` is one of them.
@@ -156,7 +165,7 @@ def split_off(
     seats = list(ranks)
     mine, theirs = seats.index(rank), [global_ranks[each] for each in seats]
     if not backend.traits.needs_store:
-        return _build_alone(backend, recipe, label, mine, theirs)
+        return _build_alone(backend, recipe, label, mine, theirs, given_name=given_name, desc=desc)
     if store is None:
         raise UnknownOption(
             f"backend {recipe.backend!r} needs ranks that can meet, and those of this group are "
@@ -173,7 +182,16 @@ def split_off(
         )
     meeting = Meeting(store, mine, len(seats), lent_store=lent_store)
     return build(
-        backend, recipe, meeting, label, seats=seats, global_ranks=theirs, kin=kin, purpose=purpose
+        backend,
+        recipe,
+        meeting,
+        label,
+        seats=seats,
+        global_ranks=theirs,
+        given_name=given_name,
+        desc=desc,
+        kin=kin,
+        purpose=purpose,
     )
 
 
@@ -193,7 +211,13 @@ def assemble(
 
 
 def merge(
-    group: ProcessGroup, store: Store, size: int, *, timeout: timedelta | None, name: str | None
+    group: ProcessGroup,
+    store: Store,
+    size: int,
+    *,
+    timeout: timedelta | None,
+    name: str = "",
+    desc: str = "",
 ) -> ProcessGroup:
     """Make one group of several that meet in `store`."""
     recipe = adjusted(group._recipe, timeout=timeout)
@@ -216,7 +240,9 @@ def merge(
         global_ranks = list(range(size))
     meeting = Meeting(lobby.raw, first + group.rank(), size, lent_store=store)
     found = find_backend(recipe.backend)
-    return build(found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks)
+    return build(
+        found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks, desc=desc
+    )
 
 
 def build(
@@ -228,6 +254,8 @@ def build(
     seats: Sequence[int],
     global_ranks: Sequence[int],
     torch_name: str = "",
+    given_name: str = "",
+    desc: str = "",
     kin: Kin | None = None,
     purpose: Purpose | None = None,
 ) -> ProcessGroup:
@@ -273,6 +301,8 @@ def build(
         roster=forming.roster,
         global_ranks=global_ranks,
         torch_name=torch_name,
+        given_name=given_name,
+        desc=desc,
     )
     contradiction = None if connecting.verdict.alike else forming.contradiction()
     if contradiction is not None:
@@ -306,7 +336,14 @@ def _refuse_processes(backend: Backend, forming: Forming) -> None:
 
 
 def _build_alone(
-    backend: Backend, recipe: Recipe, label: str, rank: int, global_ranks: Sequence[int]
+    backend: Backend,
+    recipe: Recipe,
+    label: str,
+    rank: int,
+    global_ranks: Sequence[int],
+    *,
+    given_name: str = "",
+    desc: str = "",
 ) -> ProcessGroup:
     """Make a group whose ranks need not meet, for they never talk."""
     size = len(global_ranks)
@@ -331,6 +368,8 @@ def _build_alone(
         board=None,
         roster=Roster(token=uuid.uuid4().hex),
         global_ranks=global_ranks,
+        given_name=given_name,
+        desc=desc,
     )
 
 

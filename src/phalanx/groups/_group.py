@@ -73,10 +73,14 @@ class ProcessGroup(Members):
         roster: Roster,
         global_ranks: Sequence[int],
         torch_name: str = "",
+        given_name: str = "",
+        desc: str = "",
     ) -> None:
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = name
+        self._given_name = given_name
+        self._desc = desc
         self._rank = rank
         self._size = size
         self._recipe = recipe
@@ -133,18 +137,25 @@ class ProcessGroup(Members):
 
     @property
     def group_name(self) -> str:
-        """Tell the name under which torch finds the group in this process."""
+        """Tell the name under which torch finds the group in this process.
+
+        It is the one that was given, unless another group of this process has it.
+        """
         return self._torch_name
 
     @property
     def label(self) -> str:
-        """Tell the name that the group was given; it is the same on every rank."""
+        """Tell the group's full name, which is the same on every rank."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """Tell the group's description: its backend and size."""
-        return f"{self._backend} group of {self._size}"
+        """Tell the description that was given, or else the backend and size."""
+        return self._desc or f"{self._backend} group of {self._size}"
+
+    def _set_group_desc(self, desc: str) -> None:
+        """Take the description that torch gives a group that it has made."""
+        self._desc = desc
 
     @property
     def backend(self) -> str:
@@ -259,13 +270,21 @@ class ProcessGroup(Members):
         engine, so the survivors of a group that failed or was aborted can use it to go on. Backend,
         its options and the device are by default this group's.
         """
-        del opts, group_desc, device_types
+        del opts, device_types
         from . import _create as create  # here, for it makes groups and so imports this module
 
         recipe = create.adjusted(
             self._recipe, backend=backend, options=options, timeout=timeout, device=device
         )
-        return create.split(self, ranks, recipe, name=group_name, purpose=purpose)
+        return create.split(
+            self,
+            ranks,
+            recipe,
+            name=group_name,
+            given_name=group_name or "",
+            desc=group_desc or "",
+            purpose=purpose,
+        )
 
     def merge_remote_group(
         self,
@@ -280,10 +299,11 @@ class ProcessGroup(Members):
         Every rank of each group calls it. Groups are lined up by the global rank of their first
         member, then by name, so that the new ranks do not depend on who came first.
         """
-        del group_desc
         from ._create import merge  # here, for it makes groups and so imports this module
 
-        return merge(self, store, size, timeout=timeout, name=group_name)
+        return merge(
+            self, store, size, timeout=timeout, name=group_name or "", desc=group_desc or ""
+        )
 
     # -- ending ----------------------------------------------------------------------------
 

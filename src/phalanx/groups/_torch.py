@@ -45,9 +45,10 @@ def enter(group: ProcessGroup) -> c10d.GroupName:
 
 def _register(group: ProcessGroup) -> c10d.GroupName:
     """Register under the group's name, or one like it: thread ranks share a process."""
+    wanted = group._given_name or group.label
     with _naming:
         for number in count():
-            name = c10d.GroupName(f"{group.label}~{number}" if number else group.label)
+            name = c10d.GroupName(f"{wanted}~{number}" if number else wanted)
             try:
                 native._register_process_group(name, group)
             except RuntimeError:  # the name is taken

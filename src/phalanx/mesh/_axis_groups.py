@@ -56,7 +56,7 @@ class AxisGroups:
                 self._kept_by[id(keeper)] = keeper
 
     def find(
-        self, base: Base, ranks: Sequence[int], options: GroupOptions, *, use: Use
+        self, base: Base, ranks: Sequence[int], options: GroupOptions, *, use: Use, desc: str
     ) -> dist.ProcessGroup:
         """Return the group of these ranks, in this order, or make it."""
         device_type = use.root.device_type
@@ -72,7 +72,9 @@ class AxisGroups:
 
         def make() -> dist.ProcessGroup:
             purpose = self.ledger.purpose(base, ranks, use, label=f"{base.label}/{name}")
-            return base.make(ranks, options, name=name, device_type=device_type, purpose=purpose)
+            return base.make(
+                ranks, options, name=name, desc=desc, device_type=device_type, purpose=purpose
+            )
 
         return self._once((ranks, options, device_type), make)
 

@@ -192,7 +192,10 @@ class DeviceMesh:
             axis = self._only_axis("get_group") if mesh_dim is None else mesh_dim
             number = derive.find_axis(self, axis)
             name = self._names[number] if self._names else str(number)
-            group = self._family.make_group(self._layout[number], name, self._options[number])
+            desc = f"mesh_{name}" if self._names else f"mesh_dim_{number}"
+            group = self._family.make_group(
+                self._layout[number], name, self._options[number], desc=desc
+            )
         groups.keep(self, lambda: self._groups.update({mesh_dim: group}), era=era)
         return group
 

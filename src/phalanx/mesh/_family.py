@@ -118,8 +118,10 @@ class Family:
             ranks = torch.tensor(self.ranks, device="cpu")[positions]
         return ranks.to(torch.int32).reshape(layout.top_level_sizes)
 
-    def make_group(self, axis: FlatLayout, name: str, options: GroupOptions) -> dist.ProcessGroup:
-        """Return the group of this rank along an axis."""
+    def make_group(
+        self, axis: FlatLayout, name: str, options: GroupOptions, *, desc: str
+    ) -> dist.ProcessGroup:
+        """Return the group of this rank along an axis; the first axis that has it describes it."""
         position = self.require_position(f"it has no group along axis {name!r}")
         ranks = self.ranks_at(axis.group_of(position))
         if ranks in self.given and options == DEFAULT:
@@ -130,7 +132,7 @@ class Family:
                 f"of: {self.root} was made without a group of all its ranks"
             )
         use = Use(self.key, name, axis)
-        return self.groups.find(self.base, self.local(ranks), options, use=use)
+        return self.groups.find(self.base, self.local(ranks), options, use=use, desc=desc)
 
 
 def _own_rank(base: Base | None, numbers: Sequence[int] | None) -> int:

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -89,6 +90,96 @@ def use_name_again(ctx):
         group = ctx.group("local", name="phoenix")
         assert works(group)
         group.shutdown()
+
+
+# -- the port of a store that rank 0 hosts -------------------------------------------------
+
+
+def is_free(port):
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+        return True
+
+
+def time_until_free(port):
+    started = time.monotonic()
+    while not is_free(port):
+        assert time.monotonic() - started < 5, "the port is taken for good"
+        time.sleep(0.01)
+    return time.monotonic() - started
+
+
+def release(ctx, port, stays):
+    """Rank 0 ends all its groups; rank 1 does the same, or goes on with its own."""
+    url = f"tcp://127.0.0.1:{port}"
+    group = groups.new_group("gloo", SECONDS, store=url, rank=ctx.rank, world_size=2)
+    part = group.split_group([0, 1])
+    assert works(part)
+    if ctx.rank == 0:
+        group.shutdown()
+        assert not is_free(port), "there is a group on it yet"
+    part.shutdown()
+    if ctx.rank == 1 and not stays:
+        group.shutdown()
+    took = time_until_free(port) if ctx.rank == 0 else 0
+    ctx.store.set(f"free/{ctx.rank}", "")
+    ctx.store.wait(["free/0"])
+    group.shutdown()
+    return took
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_port_is_free_again_when_the_last_group_on_it_has_ended(ranks, stays):
+    """It was taken until the process ended, and a child could not use it."""
+    took, _ = ranks.run(release, 2, args=(free_port(), stays))
+    assert took < 1.5  # seconds; the promise is one, on a machine that does nothing else
+
+
+def meet_again_before_the_host(ctx, port):
+    place = {"store": f"tcp://127.0.0.1:{port}", "rank": ctx.rank, "world_size": 2}
+    group = groups.new_group("gloo", SECONDS, **place)
+    group.barrier().wait()
+    kept, group = group._hosted, group.shutdown()
+    if ctx.rank == 0:
+        while not kept._seen:  # the one who has come is in the way of its end
+            assert kept.store is not None
+            time.sleep(0.01)
+    again = ctx.closing(groups.new_group("gloo", SECONDS, **place))
+    assert works(again)
+    assert again._hosted is kept, "the same store, if this rank hosts it"
+    again.barrier().wait()
+    if ctx.rank == 0:
+        ctx.store.set("over", "")
+    ctx.store.wait(["over"])
+
+
+def test_a_store_is_not_closed_under_a_rank_that_waits_for_the_next_group(ranks):
+    ranks.run(meet_again_before_the_host, 2, args=(free_port(),))
+
+
+def test_a_rank_that_comes_while_a_store_closes_awaits_the_next(ranks):
+    port = free_port()
+    for _ in range(3):
+        ranks.run(by_url, 2, args=(f"tcp://127.0.0.1:{port}",))
+
+
+def test_a_port_that_is_about_to_be_free_is_waited_for():
+    """A parent, say, that has ended its groups and closes their store."""
+    port = free_port()
+    holder = socket.socket()
+    holder.bind(("127.0.0.1", port))
+    holder.listen()
+    closing = threading.Timer(0.2, holder.close)
+    closing.start()
+    url = f"tcp://127.0.0.1:{port}"
+    group = groups.new_group("gloo", SECONDS, store=url, rank=0, world_size=1)
+    assert works(group)
+    group.shutdown()
+    closing.join()
 
 
 # -- what cannot form ----------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, Unprepared
@@ -152,7 +153,7 @@ class TCPStoreBarrier(_StoreBarrier):
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
         within = timedelta(seconds=patience)
         self._line = Line(
-            lambda: meet(url, rank=rank, size=size, timeout=within).store,
+            lambda: _open(url, rank, size, within),
             prefix,
             rank=rank,
             size=size,
@@ -160,6 +161,13 @@ class TCPStoreBarrier(_StoreBarrier):
             patience=patience,
             address=None if rank == 0 else (host, port),
         )
+
+
+def _open(url: str, rank: int, size: int, within: timedelta) -> Store:
+    meeting = meet(url, rank=rank, size=size, timeout=within)
+    if meeting.hosted is not None:
+        meeting.hosted.stays = True  # for peers may use it when this rank's barrier is gone
+    return meeting.store
 
 
 @register_barrier

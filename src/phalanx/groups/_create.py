@@ -18,12 +18,13 @@ from ._board import Board
 from ._connecting import Connecting
 from ._forming import Forming, Kin, Purpose, next_default_name
 from ._group import ProcessGroup, Recipe
+from ._hosting import Hosted
 from ._merging import Block, line_up
 from ._patient import PatientStore
 from ._record import user_site
 from ._registry import Backend, find_backend
 from ._roster import Member, Roster
-from ._stores import Meeting, check_place, meet, own_connection
+from ._stores import Meeting, check_place, own_connection, visit
 from ._telling import Terms
 
 __all__ = [
@@ -67,11 +68,19 @@ def new_group(
     if not found.traits.needs_store:
         rank, world_size = check_place(rank, world_size)
         return _build_alone(found, recipe, name or backend, rank, range(world_size))
-    meeting = meet(store, rank=rank, size=world_size, timeout=timeout)
-    seats = range(meeting.size)
-    patience = timeout.total_seconds()
-    label = name or next_default_name(PatientStore(meeting.store, patience=patience), meeting.rank)
-    return build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
+    meeting = visit(store, rank=rank, size=world_size, timeout=timeout)
+    try:
+        seats = range(meeting.size)
+        own = PatientStore(meeting.store, patience=timeout.total_seconds())
+        label = name or next_default_name(own, meeting.rank)
+        return build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
+    except BaseException:
+        if meeting.hosted is not None:  # in whose store others may yet read why
+            meeting.hosted.note_closed(lambda: False)
+        raise
+    finally:
+        if meeting.visit is not None:
+            meeting.visit.end()
 
 
 def adjusted(
@@ -136,6 +145,7 @@ def split(
         family=parent._roster.members,
         next_turn=parent._count_split,
         lent_store=parent._lent_store,
+        hosted=parent._hosted,
         given_name=given_name,
         desc=desc,
         purpose=purpose,
@@ -153,6 +163,7 @@ def split_off(
     family: Sequence[Member] | None = None,
     next_turn: Callable[[str], int] | None = None,
     lent_store: Store | None = None,
+    hosted: Hosted | None = None,
     given_name: str = "",
     desc: str = "",
     purpose: Purpose | None = None,
@@ -180,7 +191,8 @@ def split_off(
             next_turn=partial(next_turn, f"{label} {seats}"),
             crowd=sum(member.machine == family[rank].machine for member in family),
         )
-    meeting = Meeting(store, mine, len(seats), lent_store=lent_store)
+    lease = None if hosted is None else hosted.lease()
+    meeting = Meeting(store, mine, len(seats), lent_store=lent_store, hosted=hosted, lease=lease)
     return build(
         backend,
         recipe,
@@ -295,6 +307,7 @@ def build(
         devices=chosen.traits.devices | {recipe.device.type},
         store=store,
         lent_store=meeting.lent_store,
+        hosted=meeting.hosted,
         board=Board(
             PatientStore(PrefixStore("board", store)), rank=meeting.rank, size=meeting.size
         ),

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from ._collective_base import SUM
 from ._engine import ClosedEngine, Engine, RawWork, Traits, noting, summing
 from ._failure import Failure
 from ._health import Health
+from ._hosting import others_are_gone
 from ._members import Members
 from ._record import Record, Recorder, user_site
 from ._refusal import cut_short, refuse
@@ -33,6 +35,7 @@ from ._work import Work
 if TYPE_CHECKING:
     from ._board import Board
     from ._forming import Purpose
+    from ._hosting import Hosted
     from ._narrowing import Narrowing
     from ._roster import Roster
 
@@ -69,6 +72,7 @@ class ProcessGroup(Members):
         devices: frozenset[str],
         store: Store | None,
         lent_store: Store | None = None,
+        hosted: Hosted | None = None,
         board: Board | None,
         roster: Roster,
         global_ranks: Sequence[int],
@@ -94,6 +98,8 @@ class ProcessGroup(Members):
         self._takes_cpu = "cpu" in devices
         self._store = store
         self._lent_store = lent_store  # kept, for it may be the one that hosts the group's
+        self._hosted = hosted  # the one that does, if this process opened it
+        self._lease = None if hosted is None else hosted.lease()
         self._roster = roster
         self._global_ranks = tuple(global_ranks)
         self._recorder = Recorder()
@@ -361,6 +367,10 @@ class ProcessGroup(Members):
         self._engine, self._narrowing = ClosedEngine(), None
         self._start_sum = summing(self._engine)
         retire(self._health)
+        if self._hosted is not None and self._board is not None:
+            gone = partial(others_are_gone, self._board, self._roster, self._rank)
+            self._hosted.note_closed(gone)
+            self._lease = None
 
     # -- a call ----------------------------------------------------------------------------
 

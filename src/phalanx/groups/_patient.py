@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +20,8 @@ from typing import Self, TypeVar
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..errors import RendezvousTimeout
-from ._stores import own_connection
 
-__all__ = ["PatientStore", "PlainStore", "borrow_thread", "is_exiting"]
+__all__ = ["PatientStore", "PlainStore", "borrow_thread", "is_exiting", "own_connection"]
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,14 @@ T = TypeVar("T")
 AT_EXIT = 1.0  # seconds
 FIRST_PAUSE, LAST_PAUSE = 5e-5, 2e-2  # seconds between two looks
 ANSWER_WITHIN = 2.0  # seconds; an answer on the same machine takes some 50 microseconds
+
+
+def own_connection(store: Store) -> Store:
+    """Open a second connection to a store."""
+    # Out of descriptors, torch would try again until the store's timeout; this raises at once.
+    socket.socket().close()
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
 
 
 class PlainStore:

@@ -7,7 +7,8 @@ import os
 import socket
 import sys
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
 from urllib.parse import parse_qsl, urlparse
@@ -18,15 +19,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..env import is_launched, read_rank_env
 from ..errors import InvalidArgument, InvalidType, RendezvousError, RendezvousTimeout
+from ._hosting import Hosted, Lease, Visit, find_hosted, host
+from ._patient import own_connection
 from ._words import first_line
 
-__all__ = ["Meeting", "await_listener", "check_place", "meet", "own_connection"]
+__all__ = ["Meeting", "await_listener", "check_place", "meet", "own_connection", "visit"]
 
 _log = logging.getLogger(__name__)
 
-_hosted: dict[tuple[int, int], Store] = {}
-"""Stores that this process hosts, by pid and port: for as long as it lives, since peers may be
-meeting there for the next group before this rank has ended the last."""
+RELEASED_WITHIN = 1.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,32 @@ class Meeting:
     size: int
     lent_store: Store | None = None
     """The caller's own store, which may be the one that hosts it all; kept alive."""
+    hosted: Hosted | None = None
+    """The store behind it, if this process hosts that."""
+    lease: Lease | None = None
+    """Keeps that one alive until the group has a lease of its own."""
+    visit: Visit | None = None
+    """Keeps one alive that a peer hosts."""
+    is_at_peers: bool = False
+    """Whether rank 0, another process or thread, hosts it."""
+
+
+def visit(
+    where: Store | str | None, *, rank: int | None, size: int | None, timeout: timedelta
+) -> Meeting:
+    """Do what `meet` does, and stay: a peer that is about to close its store does not.
+
+    Whoever calls it ends the visit when a group has formed, or has not.
+    """
+    until = time.monotonic() + timeout.total_seconds()
+    while True:
+        meeting = meet(where, rank=rank, size=size, timeout=timeout)
+        if not meeting.is_at_peers:
+            return meeting
+        try:
+            return replace(meeting, visit=Visit(meeting.store, seconds=timeout.total_seconds()))
+        except dist.DistNetworkError:  # it was closed under us: await the next one
+            timeout = timedelta(seconds=max(until - time.monotonic(), 0.001))
 
 
 def meet(
@@ -65,7 +92,7 @@ def meet(
     if url.scheme == "tcp":
         if not url.hostname or url.port is None:
             raise InvalidArgument(f"{where!r} must name a host and a port: tcp://10.0.0.1:29500")
-        return Meeting(_tcp_store(url.hostname, url.port, rank == 0, timeout), rank, size)
+        return _tcp_meeting(url.hostname, url.port, rank, size, rank == 0, timeout)
     if url.scheme == "file":
         return Meeting(_file_store(where, url.netloc + url.path, size), rank, size)
     return Meeting(_other_store(where, rank, size), rank, size)
@@ -77,14 +104,6 @@ def _say_alone() -> None:
     _log.warning(
         "phalanx: no launcher, so this is rank 0 of 1; for 4 ranks: phalanx run -n 4 %s", script
     )
-
-
-def own_connection(store: Store) -> Store:
-    """Open a second connection to a store."""
-    # Out of descriptors, torch would try again until the store's timeout; this raises at once.
-    socket.socket().close()
-    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
-    return clone
 
 
 def check_place(rank: int | None, size: int | None) -> tuple[int, int]:
@@ -113,22 +132,42 @@ def _from_environment(rank: int | None, size: int | None, timeout: timedelta) ->
             "`phalanx run` or `torchrun`, or pass store, rank and world_size yourself"
         )
     hosts = env.rank == 0 and not env.agent_store
-    store = _tcp_store(env.master_addr, env.master_port, hosts, timeout)
-    if env.agent_store:  # it outlives the ranks: what they left in it must not confuse the next
-        store = PrefixStore(f"attempt_{env.restart_count}", store)
+    place = env.master_addr, env.master_port, env.rank, env.world_size
+    meeting = _tcp_meeting(*place, hosts, timeout)
+    if not env.agent_store:
+        return meeting
+    # It outlives the ranks: what they left in it must not confuse the next.
+    store = PrefixStore(f"attempt_{env.restart_count}", meeting.store)
     return Meeting(store, env.rank, env.world_size)
 
 
-def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
+def _tcp_meeting(
+    address: str, port: int, rank: int, size: int, hosts: bool, timeout: timedelta
+) -> Meeting:
     if not hosts:
-        await_listener(host, port, timeout)
-    key = (os.getpid(), port)
-    if hosts and key in _hosted:
-        return own_connection(_hosted[key])
+        await_listener(address, port, timeout)
+        return Meeting(_tcp_store(address, port, False, timeout), rank, size, is_at_peers=True)
+    found = find_hosted(port) or host(_hosting_store(address, port, timeout), port)
+    hosted, lease = found
+    assert hosted.store is not None, "there is a lease"
+    # A connection without the server, which is not to live as long as anybody has this.
+    return Meeting(own_connection(hosted.store), rank, size, hosted=hosted, lease=lease)
+
+
+def _hosting_store(address: str, port: int, timeout: timedelta) -> Store:
+    try:
+        return _tcp_store(address, port, True, timeout)
+    except RendezvousError:
+        if not _await_free(port):
+            raise
+    return _tcp_store(address, port, True, timeout)
+
+
+def _tcp_store(address: str, port: int, hosts: bool, timeout: timedelta) -> Store:
     try:
         # Nobody waits for workers here: forming the group does, and can say who is missing.
-        store = TCPStore(
-            host,
+        return TCPStore(
+            address,
             port,
             is_master=hosts,
             timeout=timeout,
@@ -136,10 +175,20 @@ def _tcp_store(host: str, port: int, hosts: bool, timeout: timedelta) -> Store:
             multi_tenant=True,
         )
     except dist.DistNetworkError as error:
-        raise _explained(error, host, port) from error
-    if hosts:
-        _hosted[key] = store
-    return store
+        raise _explained(error, address, port) from error
+
+
+def _await_free(port: int) -> bool:
+    """Wait for a port that another process may be about to release, as `_hosting` says."""
+    until = time.monotonic() + RELEASED_WITHIN
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("", port))
+                return True
+        time.sleep(0.02)
+    return False
 
 
 def await_listener(host: str, port: int, timeout: timedelta) -> None:

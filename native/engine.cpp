@@ -183,7 +183,7 @@ Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nano
       return transfers_.has_news() || failure_.outcome == Outcome::aborted ||
              transfers_.status(ticket).state != Transfers::State::pending;
     };
-    if (aborted()) return status;
+    if (aborted()) return {Transfers::State::stopped, status.peer, status.bytes, false};
     if (!wait_a_while(mine_.bed, pace_, std::min(kNap, nanoseconds), news) &&
         status.peer >= 0 && has_ended(status.peer) && !news())
       return status;  // nothing more will come; the caller asks `dead`

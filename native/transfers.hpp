@@ -35,6 +35,7 @@ class Transfers {
     wrong_size,
     cancelled,
     starved,  // only told to who waits: pending, behind a message that there is no memory for
+    stopped,  // only told to who waits: pending, and nobody moves anything any more
   };
   struct Status {
     State state = State::pending;

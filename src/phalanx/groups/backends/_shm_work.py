@@ -22,7 +22,7 @@ __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
 # The numbers of `native/engine.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
-CANCELLED, STARVED = 3, 4  # of a transfer
+CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
 _LONG = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
 _A_TURN = timedelta(seconds=0.25)  # of a thread that must be home before the interpreter goes away
 
@@ -111,6 +111,8 @@ class ShmTransfer(ShmWork):
         while True:
             started = time.monotonic()
             status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG)
+            if status[0] == STOPPED:
+                raise EngineStopped
             if status[0] != PENDING:
                 return status
             # The engine stops waiting when it is in vain.

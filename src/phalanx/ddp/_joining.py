@@ -140,6 +140,7 @@ class Joining(Joinable):
             if self._is_left_by_others:
                 share_progress(self.reducer, root)
             share_gradients(self.reducer, root)
+            self.reducer.learn_anew()
             self.require_forward_param_sync = True  # whatever pass each rank has made last
         parameters = [parameter for _, parameter in self._survey.parameters]
         broadcast_tensors([*parameters, *self._survey.buffers()], self._channel, root=root)

@@ -157,6 +157,10 @@ class Reducer:
     def prepare_for_backward(self, outputs: object) -> None:
         """Accept a hint of torch's pipelines: here a pass is noticed when it begins."""
 
+    def learn_anew(self) -> None:
+        """Learn from the next pass what comes when; all ranks do."""
+        self._must_learn = True
+
     def _learn(self) -> None:
         self._must_learn = False
         self._arrivals.announce(self.begin_from_parameter, self._lifetime)
@@ -437,7 +441,6 @@ class Reducer:
         self._previous.clear()
         if order != self._arranged_by:
             self._arrange(order)
-        self._must_learn = True
 
     def adopt(self, other: Reducer) -> None:
         """Take over what the user has set on another, which this one replaces."""

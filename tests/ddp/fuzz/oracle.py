@@ -128,8 +128,9 @@ class Oracle:
         self.note(f"{number}", reduced=not turn.passes[-1].local)
 
     def evaluate(self) -> None:
-        if not self.joins:
-            self.sync_buffers()
+        if self.joins:
+            return  # it is no step, and nobody else has to know of it
+        self.sync_buffers()
         for rank in self.active:
             self.ranks[rank].syncs_buffers = False
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
-from phalanx.errors import GroupAborted, InvalidState, PeerLost, RendezvousTimeout
+from phalanx.errors import GroupAborted, InvalidState, PeerLost, RankMismatch, RendezvousTimeout
 from phalanx.groups import new_group
 from phalanx.testing import Fault, faults, kill
 from ports import free_port
@@ -251,3 +251,20 @@ def make_groups_here_and_there(ctx):
 
 def test_an_engine_runs_on_the_cores_of_whoever_made_it(ranks):
     ranks.run(make_groups_here_and_there, 1)
+
+
+def go_on_after_another_call(context):
+    group = context.group("shm", timeout=timedelta(seconds=10))
+    if context.rank == 0:
+        group.barrier()
+    else:
+        group.allreduce(torch.ones(3))
+        group.barrier()
+    with pytest.raises(RankMismatch, match="rank . called") as caught:
+        group.barrier().wait()
+    # The calls that are told are not the ones that differ, so nobody is sent to look for a root.
+    assert "reduction" not in str(caught.value)
+
+
+def test_a_call_that_nobody_waited_for_differs(ranks):
+    ranks.run(go_on_after_another_call, 2)

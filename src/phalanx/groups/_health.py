@@ -420,6 +420,8 @@ class Health:
         report = self._gather_reports().get(other)
         what = report.operation if report is not None else None
         site = report.site if report is not None else None
+        if report is not None and what is not None and report.sequence != call.sequence:
+            what = f"something else before {what} #{report.sequence}"  # which it has come to since
         mine = Side(self.rank, call.what, call.site)
         return mismatch(mine, Side(other, what or "something else", site or "?"), call)
 

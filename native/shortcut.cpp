@@ -97,6 +97,8 @@ nb::object new_call(PyObject* operation) {
 Engine::Issued number_and_issue(Shortcut* self, Request&& request, ShortWork* work) {
   if (self->engine == nullptr) return {};  // closed meanwhile: until here, others could run
   if (nb::steal(PyObject_CallNoArgs(self->is_ordered)).ptr() != Py_False) return {};
+  // The start of a call was cut short, twice: the long way brings the numbers in line.
+  if (known.starting.get(self->recorder).ptr() != Py_None) return {};
   const nb::object last = known.collectives.get(self->recorder);
   const nb::object sequence =
       nb::steal(PyLong_FromUnsignedLongLong(PyLong_AsUnsignedLongLong(last.ptr()) + 1));
@@ -305,6 +307,7 @@ bool prepare(nb::type_object call, nb::type_object recorder, nb::dict files, nb:
                                    {&of.transfer, "transfer"}})
     *slot = Slot(type, name);
   known.collectives = Slot(reinterpret_cast<PyTypeObject*>(recorder.ptr()), "collectives");
+  known.starting = Slot(reinterpret_cast<PyTypeObject*>(recorder.ptr()), "starting");
   known.inspect = table->inspect;
   known.call_type = type;
   call.inc_ref();

@@ -44,7 +44,7 @@ struct Known {
   struct {
     Slot sequence, operation, dtype, shape, tensors, started, ended, code, instruction, transfer;
   } call;
-  Slot collectives;                  // of a `_record.Recorder`
+  Slot collectives, starting;        // of a `_record.Recorder`
   PyObject* files = nullptr;         // `_record`'s dictionary: is this file internal?
   PyObject* user_frame = nullptr;    // `_record`'s search for the user's frame
   PyObject* fault_points = nullptr;  // the dictionary of that module

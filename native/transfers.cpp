@@ -78,12 +78,15 @@ Transfers::Status Transfers::status_of_wait(std::uint64_t ticket) const {
   const auto receive = std::find_if(receives_.begin(), receives_.end(),
                                     [&](const Receive& r) { return r.ticket == ticket; });
   if (receive == receives_.end()) return status(ticket);
+  const Inbox* last = nullptr;  // a receive from anybody is held up when nobody can get through
   for (int from = 0; from < ranks_; ++from) {
+    if (from == rank_ || (receive->from >= 0 && receive->from != from)) continue;
     const Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
-    if (inbox.starved && (receive->from == from || receive->from < 0))
-      return {State::starved, from, inbox.head.bytes};
+    if (!inbox.starved) return status(ticket);
+    last = &inbox;
   }
-  return status(ticket);
+  if (last == nullptr) return status(ticket);
+  return {State::starved, static_cast<int>(last - inboxes_.data()), last->head.bytes};
 }
 
 void Transfers::forget(std::uint64_t ticket) {

@@ -7,6 +7,7 @@ anybody has stored what the engine returned.
 
 import dis
 import gc
+import os
 import sys
 import weakref
 from contextlib import contextmanager
@@ -20,10 +21,12 @@ from torch.distributed import ReduceOp
 from torch.utils._pytree import tree_map
 
 from phalanx import groups, native
-from phalanx.errors import GroupAborted, GroupError
+from phalanx.errors import GroupAborted, GroupError, InvalidState, PeerLost
 from phalanx.groups import new_group
 from phalanx.groups._adapt import averaging
 from phalanx.groups._record import user_frame
+from phalanx.groups.backends.shm import ShmEngine
+from phalanx.testing import RankFailures
 
 LONG = timedelta(seconds=60)
 COUNT = 100_000  # more than the engine copies aside
@@ -299,3 +302,72 @@ def test_an_interrupt_is_not_taken_for_a_call_out_of_the_ordinary():
             assert nth > 2
             break
     group.shutdown()
+
+
+def be_interrupted_twice(ctx):
+    """The second one comes while the first is dealt with, so that is left to the next call."""
+    group = ctx.group("shm", timeout=LONG)
+    tensor = torch.ones(3)
+
+    def strike(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    if ctx.rank == 0:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(group._engine, "broadcast", strike, raising=False)
+            patch.setattr("phalanx.groups._group.cut_short", strike)
+            with pytest.raises(KeyboardInterrupt):
+                group.broadcast(tensor, 0)
+    for _ in range(2):
+        group.allreduce(tensor).wait()
+    group.broadcast(tensor, 0).wait()
+    return [record.sequence for record in group.records() if record.operation == "allreduce"]
+
+
+@pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+def test_the_short_way_leaves_a_start_that_was_cut_short_to_the_long_one(ranks):
+    first, second = ranks.run(be_interrupted_twice, 2)
+    assert first == second
+
+
+def be_interrupted_between_parts_when_a_rank_is_lost(ctx):
+    group = ctx.group("shm", timeout=LONG, driver="caller")
+    group.barrier().wait()
+    if ctx.rank == 2:
+        os._exit(9)
+    pending = group.allreduce(torch.ones(3))
+    tensors = [torch.full((COUNT,), 1.0), torch.full((COUNT,), 2.0)]
+    if ctx.rank == 1:
+        group.allreduce_coalesced(tensors)
+        with pytest.raises(PeerLost):
+            pending.wait()
+        ctx.store.wait(["refused"])
+        return True
+    real, parts = ShmEngine._in_place, count(1)
+
+    def strike(*args, **kwargs):
+        if next(parts) == 1:
+            return real(*args, **kwargs)
+        with pytest.raises(PeerLost):
+            pending.wait()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShmEngine, "_in_place", strike)
+        with pytest.raises(KeyboardInterrupt):
+            group.allreduce_coalesced(tensors)
+    kept = weakref.ref(tensors[0])
+    del tensors
+    gc.collect()
+    with pytest.raises(InvalidState, match="half begun"):
+        group.forget([2])
+    ctx.store.set("refused", "")
+    assert kept() is not None, "the engine has it"
+    return True
+
+
+@pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+def test_a_call_that_was_half_begun_when_a_rank_was_lost_is_not_gone_on_with(ranks):
+    with pytest.raises(RankFailures) as caught:
+        ranks.run(be_interrupted_between_parts_when_a_rank_is_lost, 3)
+    assert set(caught.value.failures) == {2}

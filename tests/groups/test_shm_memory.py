@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from phalanx import native
-from phalanx.errors import InvalidState
+from phalanx.errors import CollectiveTimeout, InvalidState
 from phalanx.groups.backends import _region
 from phalanx.groups.backends._region import share
 
@@ -302,10 +302,13 @@ def be_sent_more_than_there_is_memory_for(ctx):
     resource.setrlimit(resource.RLIMIT_AS, (mapped + length // 2, limits[1]))
     try:
         work = group.recv(small, 0, tag=2)
-        with pytest.raises(MemoryError, match=f"message of {length} bytes from rank 0"):
+        told = rf"recv float32\[4\] at .*message of {length} bytes from rank 0"
+        with pytest.raises(MemoryError, match=told):
             work.wait()
         assert not work.is_completed()
+        future = work.get_future()  # which waits until there is memory, or nothing in the way
         group.recv(large, 0, tag=1).wait()  # which needs none
+        future.wait()
         work.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_AS, limits)
@@ -315,3 +318,36 @@ def be_sent_more_than_there_is_memory_for(ctx):
 
 def test_an_unexpected_message_that_there_is_no_memory_for_is_told_and_kept(ranks):
     assert ranks.run(be_sent_more_than_there_is_memory_for, 2)[1] == [7.0] * 4
+
+
+def receive_from_anybody_beside_a_large_message(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    length = 96 * MIB
+    if ctx.rank == 0:
+        work = group.send(torch.arange(length // 8), 2, tag=1)
+        ctx.store.set("sent", "")
+        work.wait()
+        return None
+    if ctx.rank == 1:
+        ctx.store.wait(["starved"])
+        group.send(torch.full((4,), 7.0), 2, tag=2).wait()
+        return None
+    ctx.store.wait(["sent"])
+    large, small = torch.zeros(length // 8, dtype=torch.int64), torch.zeros(4)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + length // 2, limits[1]))
+    try:
+        work = group.recv_anysource(small, tag=2)
+        with pytest.raises(CollectiveTimeout):  # rank 0 is held up, and rank 1 is not
+            work.wait(timedelta(milliseconds=50))
+        ctx.store.set("starved", "")
+        work.wait()
+        group.recv(large, 0, tag=1).wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    return small.tolist()
+
+
+def test_a_receive_from_anybody_is_not_held_up_by_one_rank(ranks):
+    assert ranks.run(receive_from_anybody_beside_a_large_message, 3)[2] == [7.0] * 4

@@ -35,6 +35,7 @@ __all__ = [
     "NotYet",
     "PeerDead",
     "RawWork",
+    "Starved",
     "Traits",
     "is_about_peers",
     "noting",
@@ -64,6 +65,13 @@ class EngineMismatch(RuntimeError):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"ranks {first} and {second} call different operations")
         self.ranks = (first, second)
+
+
+class Starved(MemoryError):
+    """Raised by a wait for a message behind another that there is no memory for.
+
+    The call stays under way: the wait may be repeated.
+    """
 
 
 class NotYet(RuntimeError):

@@ -92,6 +92,8 @@ class Health:
         self._resume = _nothing
         self.half_begun = ""
         """A call that failed between two of its parts: ranks may have begun different ones."""
+        self.parts_begun: list[object] = []
+        """What the engine has got of it: going on without a lost rank would go on with these."""
         self._futures: list[Pending] = []
         self.in_flight: dict[Call, Pending] = {}
         """Calls whose end nobody has seen yet."""

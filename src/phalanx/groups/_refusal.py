@@ -81,12 +81,18 @@ def cut_short(
 def _fail_half_begun(group: ProcessGroup, call: Call, error: BaseException | None) -> None:
     by = "" if error is None else f" ({type(error).__name__})"
     cause = f"was interrupted{by} in the middle of starting it"
-    group._health.fail(
+    # Before the failure is known: if a rank was lost as well, and that came first, others would go
+    # on without it.
+    group._health.half_begun = call.what
+    group._health.parts_begun = [*group._begun]
+    failure = group._health.fail(
         Failure("aborted", group._rank, cause, operation=call.what, sequence=call.sequence)
     )
     group._recorder.starting = None
-    # The engine has been stopped; what it cannot stop keeps its memory itself.
     del group._begun[:]
+    if failure.kind == "aborted":
+        # The engine has been stopped; what it cannot stop keeps its memory itself.
+        group._health.parts_begun = []
     if error is None:
         refuse(group, call.operation)
 

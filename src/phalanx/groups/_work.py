@@ -17,7 +17,7 @@ from torch.futures import Future
 from .. import _faultpoints as faultpoints
 from ..errors import GroupError, PeerLeft, PeerLost
 from . import _futures as futures
-from ._engine import CallSpoiled, RawWork
+from ._engine import CallSpoiled, RawWork, Starved
 from ._failure import Failure
 from ._health import Health, Reports
 from ._pending import Pending
@@ -121,6 +121,8 @@ class Work(dist.Work, Pending):
             except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
                 pass
             self._wait_long(limit, timeout)  # out of the handler: what is no error is no context
+        except Starved as error:
+            raise Starved(f"{call.what} at {call.site} (rank {health.rank}): {error}") from None
         finally:
             health.waiting = None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from ...errors import InvalidState, PeerLeft, PeerLost
-from .._engine import CallSpoiled, EngineMismatch, EngineStopped, NotYet, PeerDead
+from .._engine import CallSpoiled, EngineMismatch, EngineStopped, NotYet, PeerDead, Starved
 from .._patient import borrow_thread, is_exiting
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
 CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
 _LONG = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
+_A_LOOK = 0.02  # seconds between two looks whether there is memory
 _A_TURN = timedelta(seconds=0.25)  # of a thread that must be home before the interpreter goes away
 
 
@@ -94,7 +95,7 @@ class ShmTransfer(ShmWork):
         """Move bytes until all have gone."""
         state, peer, length = self._await_end(timeout.total_seconds())
         if state == STARVED:  # it stays under way
-            raise MemoryError(
+            raise Starved(
                 f"no memory to set aside a message of {length} bytes from rank {peer}, which "
                 "comes before the one waited for: receive that one first, or free memory"
             )
@@ -152,6 +153,9 @@ def _fill(work: ShmWork, future: Future[Any]) -> None:
         try:
             work.wait(_A_TURN)
         except NotYet:
+            continue
+        except Starved:  # until somebody receives what is in the way, or frees memory
+            time.sleep(_A_LOOK)
             continue
         except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
             future.set_exception(error)

@@ -5,8 +5,10 @@
 // Every word that ranks synchronise with has one writer and only grows (but for `left_at`, which is
 // set back while nobody reads it; see `rejoin.cpp`). Whoever reads a value knows
 // that everything its writer did before is visible: a counter is stored with release and read with
-// acquire semantics at least. They are sequentially consistent besides, for one reason only: a rank
-// that goes to sleep must not miss the last store before it (see `sync.hpp`).
+// acquire semantics at least. They are sequentially consistent besides, for two reasons: a rank
+// that goes to sleep must not miss the last store before it (see `sync.hpp`), and of `touching` and `broken`
+// one side must see the other's store (see `reach_for_others`). `without` is the exception: `done`, which
+// is stored after it, publishes it.
 
 #pragma once
 

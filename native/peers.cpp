@@ -64,9 +64,9 @@ bool Engine::reach_for_others() {
 }
 
 // The same again after each piece: whoever was stopped in the middle of one, for however long, goes
-// no further than its end. The word moves, so that who waits can tell that the piece is stored. What
-// was read of a rank that gives up before this look may not be what it brought: the piece counts if that
-// rank goes on, and if it dies instead, the operation is torn.
+// no further than its end. The word moves, so that who waits can tell that the piece is stored. If a
+// rank gives up before this look, the piece just read may hold what it has overwritten. If it dies, the
+// operation is torn; if it goes on, it takes part with what it has there now.
 bool Engine::may_touch_more() {
   mine_.touching.publish(mine_.touching.read() + 2);
   return !anybody_gave_up();

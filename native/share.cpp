@@ -152,7 +152,8 @@ class Shares {
   const bool streams_;  // more is touched than stays in the cache
 };
 
-// Returns whether this rank's share is done; only windows may take several turns.
+// Returns whether this rank's share is done. That may take several turns: windows wait for peers, and a
+// direct share stops when a member gives up, to go on at `reached`.
 bool Engine::share(Operation& operation) {
   if (operation.in_windows) return run_windows(operation);
   const Request& request = operation.request;
@@ -185,7 +186,9 @@ bool Engine::share(Operation& operation) {
 }
 
 // Goes through bytes [0, length) a piece at a time, from where it was left; `piece(from, to)` touches no
-// other bytes of any rank's buffer. Stops where somebody has given up, to be gone on with later.
+// other bytes of any rank's buffer. Stops where somebody has given up, to be gone on with later. The
+// members of an operation must be the same then, for they decide on the slices: `refresh_members` keeps
+// whoever had arrived, also when it has died since.
 template <class Piece>
 bool Engine::in_pieces(Operation& operation, std::size_t length, Piece&& piece) {
   while (operation.reached < length) {

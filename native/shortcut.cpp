@@ -97,7 +97,7 @@ nb::object new_call(PyObject* operation) {
 Engine::Issued number_and_issue(Shortcut* self, Request&& request, ShortWork* work) {
   if (self->engine == nullptr) return {};  // closed meanwhile: until here, others could run
   if (nb::steal(PyObject_CallNoArgs(self->is_ordered)).ptr() != Py_False) return {};
-  // The start of a call was cut short, twice: the long way brings the numbers in line.
+  // A start and its clean-up were both interrupted: `cut_short` on the long way repairs the numbers.
   if (known.starting.get(self->recorder).ptr() != Py_None) return {};
   const nb::object last = known.collectives.get(self->recorder);
   const nb::object sequence =

@@ -127,7 +127,7 @@ _STATES = {
     "waiting": "waiting",
     "idle": "alive, in user code",
     "failed": "gave up",
-    "busy": "busy elsewhere (a death is told without waiting for its answer)",
+    "busy": "busy (a death is raised without waiting for its report)",
     "silent": "does not answer (its interpreter is blocked, or its machine is out of reach)",
     "stopped": "stopped by a signal",
     "left": "left the group",

@@ -1,4 +1,6 @@
-"""What a reducer asks of autograd: whether a run makes gradients of ours, and not to record."""
+"""What a reducer asks of autograd: which run is under way and within which other one, whether it
+makes gradients of ours, and not to record.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def _stack() -> Iterator[FrameType]:
 
 _PYTHON_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 """What autograd calls for a function that is written in Python."""
-_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+_RUN_BACKWARD = getattr(
+    getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
+)
 """What runs autograd, in the thread that asks for it."""
 
 

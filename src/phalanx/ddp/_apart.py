@@ -6,8 +6,8 @@ add up to one (sums, weights, ranks that may leave), they are kept apart, and ad
 over. If local passes are added to them first (`no_sync`), a copy is kept, to be subtracted from
 what is reduced in the end.
 
-*Local* gradients stand for what this rank has processed, until the user zeroes them: then there are
-none any more, or they had values and have none.
+*Local* gradients are those of passes in `no_sync`. They count as zeroed when every ``.grad`` is
+None, or when they were nonzero after the last local pass and are all zero now.
 """
 
 from __future__ import annotations
@@ -117,16 +117,18 @@ class PreviousGrads:
         self._is_known = False
 
     def forget_dropped(self) -> bool:
-        """Forget gradients that were zeroed after the last local pass; tell whether all were."""
+        """Forget gradients that were zeroed after the last local pass; return whether all were.
+
+        Raises `InvalidState` if they were modified in a way that hides what is already reduced.
+        """
         for parameter, kept in [*self._reduced.items()]:
             if not _has_values(parameter.grad):
                 del self._reduced[parameter]
             elif self._is_known and kept.was_changed(parameter):
                 raise InvalidState(
-                    "gradients were changed after a backward pass in no_sync() had added to "
-                    "reduced ones, so the part that is reduced already cannot be told from the "
-                    "rest: call zero_grad() before accumulating, or change gradients after they "
-                    "are reduced"
+                    ".grad was modified after a backward pass in no_sync() added to reduced "
+                    "gradients, so the reduced part cannot be separated. Call zero_grad() before "
+                    "accumulating, or modify gradients only after they are reduced"
                 )
         if self._had_values:
             return not any(_has_values(p.grad) for p in self._held)

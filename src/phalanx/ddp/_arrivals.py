@@ -13,9 +13,10 @@ be put aside, or scaled, before anything is added to it.
 Users hook gradients too, and may change ``.grad`` in a hook. A call takes the gradients of a piece
 away, so it has to come after all hooks of the parameter that calls. Autograd runs post-accumulate
 hooks of the tensor and then post-hooks of its ``AccumulateGrad`` node, each in the order of
-registration. So the hooks that call are post-hooks of nodes, and every pass begins with moving them
-behind those that were registered since. In a pass that is learnt from, where any parameter calls,
-gradients are taken when one of another piece comes.
+registration. So in an ordinary pass the hooks that call are post-hooks of nodes, and every pass
+begins with moving them behind those that were registered since. In a pass that is learnt from,
+every parameter calls, with a post-accumulate hook, and gradients are taken when one of another
+piece comes.
 """
 
 from __future__ import annotations

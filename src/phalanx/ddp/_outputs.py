@@ -14,8 +14,9 @@ from torch import Tensor, nn
 __all__ = ["find_tensors", "is_reference", "on_backward"]
 
 _LIMIT = 10_000
-"""How many values are looked at once an object was met that is not a container. It may lead to
-anything, a vocabulary say. A pass whose outputs are not found begins at its first parameter."""
+"""How many more values to visit after the first object that is not a container: it can reach
+anything, a tokenizer's vocabulary for example. A pass whose outputs were not found begins at its
+first parameter."""
 _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType)
 _OPAQUE = (FunctionType, BuiltinFunctionType, nn.Module)
 """What is no output, although it may lead to tensors."""

@@ -8,11 +8,13 @@ Every bucket goes through the same states, in plan order:
 ``LAUNCHED``  the bucket is being reduced;
 ``FINISHED``  it holds the result, and ``.grad`` shows it.
 
-Autograd never sees the bucket: a pass begins with every ``.grad`` put aside, and what arrives after
-a piece was gathered makes a new tensor, a *late* gradient. So a bucket that was launched too early
-is not corrupted, and it does not matter how often, or whether, a parameter is reached. Whether
-anybody was late, and which parameters nobody used, all ranks learn from the header, and in the rare
-case reduce what came late in one more round.
+Autograd never writes into a bucket that is launched: a pass begins with every ``.grad`` put aside,
+and what arrives after a piece was gathered makes a new tensor, a *late* gradient. (It may add to
+the last bucket, which is launched when backward is over, and to an old gradient that lies in a
+bucket which is not gathered yet.) So a bucket that was launched too early is not corrupted, and it
+does not matter how often, or whether, a parameter is reached. Whether anybody was late, and which
+parameters nobody used, all ranks learn from the header, and in the rare case reduce what came late
+in one more round.
 """
 
 from __future__ import annotations
@@ -83,9 +85,9 @@ class Pass:
         """The parameters that have been stepped, by identity."""
         self.timing = timing
         self.is_surprised = False
-        """The graph was not the one that was learnt from."""
+        """This rank's graph differs from the recorded one."""
         self.has_surprised = False
-        """So it was on some rank."""
+        """Some rank's graph does; known when the header has come."""
         self._states = [State.WAITING if b.pieces else State.GATHERED for b in setting.buckets]
         self._waiting = [len(bucket.pieces) for bucket in setting.buckets]
         """How many pieces of each bucket have not been gathered."""

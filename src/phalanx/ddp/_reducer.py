@@ -1,8 +1,9 @@
 """Reduces the gradients of a module: one pass after the other, on buckets that it arranges.
 
-A gradient's way: autograd makes it and the last one of a bucket calls (`_arrivals`); the pass under
-way copies the bucket's gradients into flat storage and launches it (`_pass`, `_buckets`); the group
-reduces it in place (`_channel`); ``.grad`` becomes a view of the storage.
+A gradient's way: autograd makes it and the last one of a piece calls (`_arrivals`); the pass under
+way copies the piece's gradients into flat storage and launches a bucket when all of its pieces are
+there (`_pass`, `_buckets`); the group reduces it in place (`_channel`); ``.grad`` becomes a view of
+the storage.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class Reducer:
         """Whether the next backward pass is reduced; asked when it begins."""
         self._passes = self._reduced = 0
         self._lifetime: UnderWay = [_none]
-        """Asks for the callback that autograd keeps until it is done with the pass under way."""
+        """Returns None once autograd has dropped the pass under way: a weak reference to the queued
+        callback, or `OuterRun.is_under_way`."""
         self.is_unsynced = False
         """Gradients hold what only this rank has."""
         self.keeps_apart = False
@@ -450,8 +452,8 @@ class Reducer:
             self.optimizers = other.optimizers
         elif other.optimizers:
             raise InvalidState(
-                "the parameters were replaced, and their optimizers in backward are those of the "
-                "old ones: load without assign=True, or wrap the module again afterwards"
+                "load_state_dict(assign=True) replaced parameters that have an optimizer in "
+                "backward. Load without assign=True, or wrap the module and register again"
             )
 
     def close(self) -> None:

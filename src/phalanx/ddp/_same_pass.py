@@ -25,7 +25,8 @@ def assert_same_pass(header: Header, channel: Channel, number: int, proof: Named
         raise RankMismatch(
             f"ranks have reduced the gradients of different backward passes ({told}): a rank "
             "has kept one local with no_sync() that others reduced, or called backward more "
-            "often. The gradients are of no use; make the same calls on every rank",
+            "often. The gradients are invalid; call backward and no_sync() the same way on every "
+            "rank",
             group=group,
             operation="backward",
         )
@@ -46,7 +47,7 @@ def refuse_late(names: Sequence[str]) -> None:
     raise InvalidState(
         f"gradients of {', '.join(map(repr, names))} came after their bucket was reduced, and "
         "optimizers in backward step when a bucket is: the graph has changed although "
-        "static_graph=True says that it does not. Parameters are of no use; go back to a "
+        "static_graph=True says that it does not. The parameters are invalid; go back to a "
         "checkpoint, and leave static_graph=True out"
     )
 

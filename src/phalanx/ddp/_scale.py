@@ -129,7 +129,7 @@ class WeightedMean(Scale):
     def __init__(self, factor: float, weight: float, *, unit: float, adds_new: bool) -> None:
         self._unit = unit
         self.factor = factor / unit
-        """What one gradient of this rank stands for: the weight of its last pass."""
+        """The weight of this rank's last pass that had one, in units."""
         self.weight = weight
         """What they stand for together, since gradients were reduced last."""
         self.adds_new = adds_new

@@ -48,8 +48,8 @@ class Weights:
             weight = float(weight)
             if weight and not SMALLEST <= weight <= LARGEST:  # nor is NaN
                 raise InvalidArgument(
-                    f"a weight is a number of samples: 0, or between {SMALLEST} and {LARGEST}, got "
-                    f"{weight}. Only proportions matter: scale the weights of all ranks alike"
+                    f"weight must be 0 or between {SMALLEST:g} and {LARGEST:g}, got {weight:g}. "
+                    "Only ratios matter: scale the weights of all ranks by the same factor"
                 )
         self._current = weight
 
@@ -72,7 +72,7 @@ class Weights:
         """Take the current weight into account, before gradients are added to those there are."""
         weight = self._current
         self._before = self._sum
-        if not weight:  # of weight 0: its gradients are not added
+        if not weight:  # none is set, or 0: nothing to count
             return
         if self._last is not None and self._last != weight:
             _scale(parameters, self._last / weight)

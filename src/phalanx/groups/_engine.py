@@ -107,7 +107,7 @@ _GLOO_TRANSPORT = re.compile(
 def is_about_peers(error: Exception) -> bool:
     """Tell whether an engine's error is about a peer rather than about the arguments.
 
-    The only place where something depends on the text of an error, and only of Gloo's.
+    The only place that looks at the text of a foreign engine's error, and only of Gloo's.
     """
     if isinstance(error, PeerDead | EngineStopped | dist.DistBackendError | dist.DistNetworkError):
         return True

@@ -93,7 +93,7 @@ class Health:
         self.half_begun = ""
         """A call that failed between two of its parts: ranks may have begun different ones."""
         self.parts_begun: list[object] = []
-        """What the engine has got of it: going on without a lost rank would go on with these."""
+        """Keeps what the engine has got of it alive; nothing reads it."""
         self._futures: list[Pending] = []
         self.in_flight: dict[Call, Pending] = {}
         """Calls whose end nobody has seen yet."""
@@ -451,7 +451,7 @@ def mismatch(mine: Side, theirs: Side, call: Call) -> Failure:
     sides = sorted((mine, theirs))
     cause = "ranks disagree: " + ", ".join(map(str, sides))
     if mine.what == theirs.what:
-        cause += "; not in what is shown here, but in the reduction (sum, mean, ...) or the root"
+        cause += "; the calls shown are equal, so they differ in the reduce op or in the root"
     return Failure(
         kind="mismatch",
         by=mine.rank,

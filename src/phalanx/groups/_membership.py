@@ -68,19 +68,19 @@ def forget(group: ProcessGroup, ranks: Sequence[int]) -> None:
     if alive:
         raise InvalidArgument(
             f"forget: {ranks_text(sorted(alive))} {'is' if len(alive) == 1 else 'are'} alive; "
-            "only who was lost can be gone on without, anybody else leaves by itself"
+            "forget() accepts only dead ranks, and a live rank must call leave()"
         )
     failure = group._health.failure
     if failure is not None and failure.kind != "lost":
         refuse(group, "forget")
     if group._health.half_begun:
         raise InvalidState(
-            f"forget: {group._health.half_begun} was half begun on some ranks and not on others; "
-            "go on with those who are left in a new group, of split_group"
+            f"forget: {group._health.half_begun} was interrupted while starting, so ranks may have "
+            "issued different parts of it; create a new group of the survivors with split_group"
         )
     lost = set(failure.ranks if failure is not None else ()) - gone
     if lost:
-        raise InvalidArgument(f"forget: {ranks_text(sorted(lost))} was lost, too; pass error.lost")
+        raise InvalidArgument(f"forget: {ranks_text(sorted(lost))} also died; pass error.lost")
     group._health.go_on(gone, engine.forget)
 
 

@@ -23,7 +23,7 @@ def refuse(group: ProcessGroup, operation: str) -> NoReturn:
     if group._closed and (failure is None or failure.kind == "aborted"):
         hint = "make a new one with new_group or split_group"
         if group._is_away:
-            hint = "this rank is a member again after rejoin, which all ranks call"
+            hint = "call rejoin() on every rank to become a member again"
         raise GroupAborted(
             f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; {hint}",
             group=group._name,
@@ -32,8 +32,8 @@ def refuse(group: ProcessGroup, operation: str) -> NoReturn:
     assert failure is not None
     error = group._health.error(failure, None, None)
     error.add_note(
-        f"{operation} at {user_site()} was refused: the group has failed before. "
-        "Make a new one of the ranks that are left, with split_group or new_group."
+        f"{operation} at {user_site()} was refused: the group has already failed. "
+        "Create a new group of the surviving ranks with split_group or new_group."
     )
     raise error
 
@@ -80,7 +80,7 @@ def cut_short(
 
 def _fail_half_begun(group: ProcessGroup, call: Call, error: BaseException | None) -> None:
     by = "" if error is None else f" ({type(error).__name__})"
-    cause = f"was interrupted{by} in the middle of starting it"
+    cause = f"was interrupted{by} while starting the call"
     # Before the failure is known: if a rank was lost as well, and that came first, others would go
     # on without it.
     group._health.half_begun = call.what
@@ -110,5 +110,5 @@ def _refuse_start(
         failure = group._health.fail(group._health.diagnose(work, error))
         raise group._health.error(failure, work, call) from error
     raise InvalidArgument(
-        f"{call.what} at {call.site}: {group._backend} cannot do this: {first_line(error)}"
+        f"{call.what} at {call.site}: {group._backend} rejected the call: {first_line(error)}"
     ) from error

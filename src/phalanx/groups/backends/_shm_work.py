@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PENDING", "ShmPart", "ShmTransfer", "ShmWork"]
 
-# The numbers of `native/engine.hpp`.
+# The numbers of `native/engine.hpp`; those of transfers are in `native/transfers.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
 CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
 _LONG = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
@@ -96,8 +96,8 @@ class ShmTransfer(ShmWork):
         state, peer, length = self._await_end(timeout.total_seconds())
         if state == STARVED:  # it stays under way
             raise Starved(
-                f"no memory to set aside a message of {length} bytes from rank {peer}, which "
-                "comes before the one waited for: receive that one first, or free memory"
+                f"out of memory while buffering a message of {length} bytes from rank {peer} that "
+                "was sent before the one being received. Receive that message first, or free memory"
             )
         self._memory = None
         self._owner._transfers.pop(self.ticket, None)
@@ -170,6 +170,6 @@ def _error(outcome: int, first: int, second: int) -> RuntimeError:
     if outcome == ROOTLESS:
         return CallSpoiled(PeerLeft, first, f"its root, rank {first}, has left the group")
     if outcome == TORN:
-        told = f"rank {first} died in the middle of it: what the tensors hold is undefined"
+        told = f"rank {first} died during the call; the contents of its tensors are undefined"
         return CallSpoiled(PeerLost, first, told)
     return PeerDead(first) if outcome == DEAD else EngineStopped()

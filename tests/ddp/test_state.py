@@ -146,6 +146,67 @@ def test_both_kinds_of_keys_are_loaded_into_a_part(group, prefix):
 
 
 @alone
+@pytest.mark.parametrize("prefix", ["", "module."], ids=["plain", "prefixed"])
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "part"])
+def test_a_further_entry_does_not_change_what_the_others_mean(group, prefix, nested):
+    ddp = DDP(mlp(), process_group=group)
+    values = seeded(mlp, seed=9).state_dict()
+    outer, path = (nn.Sequential(ddp), "0.") if nested else (ddp, "")
+    state = {path + prefix + key: value for key, value in values.items()}
+    told = outer.load_state_dict(state | {f"{path}epoch": torch.tensor(3)}, strict=False)
+    assert not told.missing_keys
+    assert [name.removesuffix("epoch") for name in told.unexpected_keys] in (
+        [path],
+        [path + "module."],
+    )
+    assert all(map(torch.equal, ddp.module.state_dict().values(), values.values()))
+
+
+class WithMore(DDP):
+    """A subclass that has a state of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.register_buffer("steps", torch.zeros(()))
+        self.norm = nn.BatchNorm1d(2)
+        self.extra = 0
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+@alone
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "part"])
+def test_a_subclass_loads_its_own_state(group, nested):
+    def made(extra):
+        ddp = WithMore(seeded(mlp, seed=extra), process_group=group)
+        ddp.extra = extra
+        ddp.steps.fill_(extra)
+        return (nn.Sequential(ddp), ddp) if nested else (ddp, ddp)
+
+    (outer, ddp), (other, its) = made(1), made(2)
+    outer.load_state_dict(other.state_dict())
+    assert (ddp.extra, ddp.steps.item()) == (2, 2)
+    assert all(map(torch.equal, ddp.parameters(), its.parameters()))
+    ddp.load_state_dict(seeded(mlp, seed=5).state_dict() | {"steps": torch.tensor(7)}, strict=False)
+    assert ddp.steps.item() == 7
+    assert all(map(torch.equal, ddp.module.parameters(), seeded(mlp, seed=5).parameters()))
+
+
+@alone
+def test_names_that_a_part_has_no_longer_are_converted(group):
+    """Only the part knows them, so they have to reach it."""
+    normed = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+    ddp = DDP(normed, process_group=group)
+    old = {"weight_g": torch.ones(2, 1), "weight_v": torch.eye(2), "bias": torch.ones(2)}
+    assert not any(ddp.load_state_dict(old))
+    assert torch.equal(normed.weight, torch.eye(2))
+
+
+@alone
 def test_a_part_that_is_called_module_itself(group):
     class Called(nn.Module):
         def __init__(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -60,8 +60,9 @@ class DataParallelState(nn.Module):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load a state with ``module.`` before each name, or with the module's own names."""
-        if not _has_prefix(self.module, state_dict, ""):
-            state_dict = _with_prefix(state_dict)
+        renamed = _plain_names(self, state_dict)
+        if renamed:
+            state_dict = _with_prefix(state_dict, renamed)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _take_over(self) -> None:
@@ -114,32 +115,46 @@ def _take_over(wrapper: DataParallelState, _: Any) -> None:
 
 def _accept_both(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Have torch find the entries of a wrapper, if they have the names of the module itself."""
-    module = getattr(wrapper, "module")  # noqa: B009 - nn.Module does not know its attributes
-    own = {name: value for name, value in state_dict.items() if name.startswith(prefix)}
-    if _has_prefix(module, own, prefix):
-        return
-    for name in own:
-        del state_dict[name]
-    for name, value in own.items():
-        state_dict[prefix + PREFIX + name.removeprefix(prefix)] = value
+    names = [name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)]
+    renamed = _plain_names(wrapper, names)
+    values = {name: state_dict.pop(prefix + name) for name in renamed}
+    for name, value in values.items():
+        state_dict[prefix + PREFIX + name] = value
 
 
-def _has_prefix(module: nn.Module, state: Mapping[str, Any], prefix: str) -> bool:
-    """Tell whether names in a state are those of the wrapper: ``module.`` comes before each.
+def _plain_names(wrapper: nn.Module, names: Iterable[str]) -> set[str]:
+    """Return the names of a state that lack the ``module.`` of the wrapper; none if it is its own.
 
-    It may be the name of a part of the module, too. Then what fits better is meant.
+    A part of the module may be called ``module`` too, and any state may have further entries, so
+    what counts is how many names are known either way.
     """
-    names = [name.removeprefix(prefix) for name in state]
-    if not all(name.startswith(PREFIX) for name in names):
-        return False
-    known = module.state_dict().keys()
-    fitting = sum(name.removeprefix(PREFIX) in known for name in names)
-    return fitting >= sum(name in known for name in names)
+    names = set(names)
+    plain = set(wrapper.get_submodule("module").state_dict())
+    own = _names_beside_module(wrapper) | {PREFIX + name for name in plain}
+    as_own, as_plain = len(names & own), len(names & plain)
+    if as_plain <= as_own and (as_own or any(name.startswith(PREFIX) for name in names)):
+        return set()
+    # A part of the module may know names that it has no longer, so unknown ones go there too.
+    others = {name for name in names - own if not name.startswith(PREFIX)}
+    lacking = names & plain | others
+    return {name for name in lacking if PREFIX + name not in names or PREFIX + name in lacking}
 
 
-def _with_prefix(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Put ``module.`` before each name, and before those of the modules whose version is told."""
-    prefixed = OrderedDict((PREFIX + name, value) for name, value in state.items())
+def _names_beside_module(wrapper: nn.Module) -> set[str]:
+    """Return the names in its state of what a subclass has registered on the wrapper itself."""
+    state: dict[str, Any] = {}
+    wrapper._save_to_state_dict(state, "", keep_vars=True)
+    for name, child in wrapper.named_children():
+        if name != "module":
+            child.state_dict(destination=state, prefix=f"{name}.")
+    return set(state)
+
+
+def _with_prefix(state: Mapping[str, Any], renamed: set[str]) -> dict[str, Any]:
+    """Put ``module.`` before names, and before those of the modules whose version is told."""
+    prefixed = OrderedDict(
+        (PREFIX + name if name in renamed else name, value) for name, value in state.items()
+    )
     versions = getattr(state, "_metadata", None)
     if versions is not None:
         prefixed._metadata = OrderedDict(  # type: ignore[attr-defined]

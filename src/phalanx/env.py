@@ -19,6 +19,8 @@ __all__ = ["RankEnv", "is_launched", "local_ranks", "read_rank_env", "usable_cor
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SIZES_ELSEWHERE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """What MPI and Slurm call the number of processes that they have started."""
+_RANK_ELSEWHERE = "PMIX_RANK"
+"""What a launcher that speaks PMIx always sets; some of them do not tell the number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         local_rank=_number(environ, "LOCAL_RANK", maximum=(local_world_size or world_size) - 1),
         local_world_size=local_world_size,
         node_rank=_number(environ, "GROUP_RANK"),
-        master_addr=environ.get("MASTER_ADDR") or None,
+        master_addr=_text(environ, "MASTER_ADDR") or None,
         master_port=_number(environ, "MASTER_PORT", maximum=65535),
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
@@ -64,9 +66,11 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether anything tells that this process is one of several ranks, or which one."""
-    if any(environ.get(name, "").strip() for name in _PLACE):
+    if any(_text(environ, name) for name in _PLACE):
         return True
-    return any(environ.get(name, "1") != "1" for name in _SIZES_ELSEWHERE)
+    sizes = {_text(environ, name) for name in _SIZES_ELSEWHERE} - {""}
+    rank = _text(environ, _RANK_ELSEWHERE)
+    return bool(sizes - {"1"}) or rank not in ("", "0") or (rank == "0" and not sizes)
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
@@ -106,7 +110,7 @@ def _required(
 def _number(
     environ: Mapping[str, str], name: str, *, minimum: int = 0, maximum: int | None = None
 ) -> int | None:
-    text = environ.get(name, "").strip()
+    text = _text(environ, name)
     if not text:
         return None
     bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
@@ -114,6 +118,10 @@ def _number(
     if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
         raise InvalidArgument(f"{name}={text!r} in the environment is not a number {bounds}")
     return int(text)
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    return environ.get(name, "").strip()
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int]:

@@ -37,7 +37,8 @@ def test_a_group_of_one_rank_is_made_and_told_in_one_line(alone, caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [*((name, "1") for name in PLACE), ("SLURM_STEP_NUM_TASKS", "4")]
+    ("name", "value"),
+    [*((name, "1") for name in PLACE), ("SLURM_STEP_NUM_TASKS", "4"), ("PMIX_RANK", "0")],
 )
 def test_half_a_place_is_a_mistake(alone, name, value):
     alone.setenv(name, value)
@@ -52,3 +53,19 @@ def test_whoever_asks_for_the_environment_is_told_that_it_says_nothing(alone):
         new_group(store="env://")
     alone.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert not is_launched()
+
+
+@pytest.mark.parametrize(
+    ("environ", "launched"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": ""}, False),
+        ({"SLURM_STEP_NUM_TASKS": " 1", "RANK": " ", "PMIX_RANK": " "}, False),
+        ({"PMI_SIZE": " 2"}, True),
+        ({"PMIX_RANK": "1"}, True),
+        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}, False),
+        ({"PMIX_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"}, True),
+    ],
+)
+def test_what_other_launchers_tell(environ, launched):
+    assert is_launched(environ) == launched

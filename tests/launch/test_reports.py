@@ -1,12 +1,17 @@
 """What is shown of the errors that ranks write to stderr."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 import phalanx
 from phalanx.launch import _reports
+from phalanx.launch._output import Pump
 from phalanx.launch._reports import ReportReader, SeenReports
+from phalanx.launch._screen import Source
+
+from .conftest import eventually
 
 INSIDE = f"{Path(phalanx.__file__).parent}/groups/_work.py"
 TORCH = "/opt/lib/python3.11/site-packages/torch/_tensor.py"
@@ -27,6 +32,7 @@ def lost(rank, *, after=""):
     )
 
 
+USAGE = "usage: train.py [-h]\n                [--lr LR]\ntrain.py: error: "
 SHORT = [
     "Traceback (most recent call last):",
     *frame("train.py").splitlines(),
@@ -35,6 +41,22 @@ SHORT = [
     "  rank 1: gave up",
     "  rank 3: dead",
 ]
+
+
+class Recorder:
+    """A screen that keeps what it shows."""
+
+    def __init__(self):
+        self.shown = []
+
+    def lines(self, _, texts):
+        self.shown += [text.decode() for text in texts]
+
+    def unfinished(self, source, text, *, is_progress):
+        pass
+
+    def flush(self):
+        pass
 
 
 class Stream:
@@ -48,6 +70,10 @@ class Stream:
 
     def close(self):
         return self._shown(self.reader.release())
+
+    def read(self, text):
+        """Return all that is shown of a whole stream."""
+        return [*self.write(text), *self.close()]
 
     @staticmethod
     def _shown(lines):
@@ -82,7 +108,7 @@ def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
     for rank, written, shown in [
         (0, text, text.splitlines()),
         (1, other, other.splitlines()),
-        (2, text, ["(the same ValueError as on rank 0)"]),
+        (2, text, ["(the same ValueError as on rank 0)", "more"]),
     ]:
         stream = Stream(rank, seen)
         stream.write(written)
@@ -94,13 +120,100 @@ def test_a_usage_error_is_shown_once():
     shown = []
     for rank in range(2):
         stream = Stream(rank, seen)
-        stream.write("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --foo\n")
-        shown += stream.close()
+        shown += stream.write(f"{USAGE}unrecognized arguments: --foo\nbye\n")
+        assert not stream.close()
     assert shown == [
-        "usage: train.py [-h]",
-        "train.py: error: unrecognized arguments: --foo",
+        *f"{USAGE}unrecognized arguments: --foo".splitlines(),
+        "bye",
         "(the same usage error as on rank 0)",
+        "bye",
     ]
+
+
+def traceback(message):
+    return f"Traceback (most recent call last):\n{frame('a.py')}{message}\n"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (traceback("ValueError: matrix rank 0"), traceback("ValueError: matrix rank 1")),
+        (traceback("step 1 of another thread"), traceback("step 1 of another thread")),
+        (f"{USAGE}unrecognized arguments: x", f"{USAGE}unrecognized arguments: y"),
+        ("usage: memory 50%\nstep 1\n", "usage: memory 50%\nstep 1\n"),
+        ("usage: memory 50%\n", "usage: memory 50%\n"),
+        ("usage: memory 50%\n" + traceback("KeyError"), "usage: memory 50%\n  of 3 GB\n"),
+        (lost(0), lost(1).replace("#9", "#10")),
+    ],
+)
+def test_what_is_not_the_same_is_shown_whole(first, second):
+    seen = SeenReports()
+    Stream(0, seen).read(first)
+    stream, alone = Stream(1, seen), Stream(1)
+    assert stream.read(second) == alone.read(second)
+    if "phalanx" not in second:
+        assert Stream(1, SeenReports()).read(second) == second.splitlines()
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "step 1\nsaved checkpoint-1",
+        "  rank 1: 3 samples skipped",
+        "y\ny\nx",
+        "\nx",
+        "  rank 0: gave up\n  rank 3: dead",
+    ],
+)
+def test_lines_after_a_traceback_are_shown_on_every_rank(after):
+    """It may have been logged, and these are no part of its message."""
+    seen = SeenReports()
+    Stream(0, seen).read(f"{traceback('ValueError: no')}{after}\n")
+    shown = Stream(1, seen).read(f"{traceback('ValueError: no')}{after}\n")
+    assert shown == ["(the same ValueError as on rank 0)", *after.splitlines()]
+
+
+@pytest.mark.parametrize("after", ["saved step 12", "  rank 1: 3 samples skipped", "  note"])
+def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
+    seen = SeenReports()
+    Stream(0, seen).read(lost(0, after=after))
+    shown = Stream(1, seen).read(lost(1, after=after))
+    assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)", after]
+
+
+def test_an_error_of_ours_that_names_every_rank_is_shown_once():
+    text = traceback("phalanx.errors.RankMismatch: rank 0 called barrier; rank 1 called allreduce")
+    seen = SeenReports()
+    Stream(0, seen).read(text)
+    assert len(Stream(1, seen).read(text)) == 1
+
+
+def test_what_torch_has_not_labelled_gets_no_label():
+    stream = Stream(labelled=False)
+    labelled = [f"[rank0]: {line}" for line in traceback("ValueError: no").splitlines()]
+    assert stream.read("\n".join([*labelled, "bye"])) == [*labelled, "bye"]
+
+
+def test_a_report_is_shown_before_what_the_rank_prints_next(monkeypatch):
+    monkeypatch.setattr(_reports, "QUIET", 60.0)
+    monkeypatch.setattr(_reports, "LONGEST_HOLD", 60.0)
+    screen = Recorder()
+    pump = Pump(screen)
+    out, err = os.pipe(), os.pipe()
+    reader = ReportReader(SeenReports(), 0)
+    pump.add(os.fdopen(out[0], "rb", buffering=0), Source("", rank=0))
+    pump.add(os.fdopen(err[0], "rb", buffering=0), Source("", is_error=True, rank=0), reader)
+    pump.start()
+    try:
+        os.write(err[1], traceback("ValueError: no").encode())
+        eventually(lambda: reader.is_holding)
+        os.write(out[1], b"next\n")
+        eventually(lambda: screen.shown[-1:] == ["next"])
+    finally:
+        os.close(out[1])
+        os.close(err[1])
+        pump.finish(timeout=10)
+    assert screen.shown == [*traceback("ValueError: no").splitlines(), "next"]
 
 
 def test_torch_need_not_name_the_rank_again():

@@ -135,6 +135,8 @@ class Pump:
         return True
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
+        if lines and self._holding and not stream.source.is_error:
+            self._show_what_was_before(stream.source)
         if stream.reports is not None:
             lines = stream.reports.feed(lines, time.monotonic())
             if stream.reports.is_holding:
@@ -151,6 +153,13 @@ class Pump:
         now = time.monotonic()
         for reports, source in [*self._holding.items()]:
             if reports.due() <= now:
+                self._release(reports, source)
+
+    def _show_what_was_before(self, stdout: Source) -> None:
+        """Show the report that the same process has written to stderr, if it is whole."""
+        process = stdout.label, stdout.rank
+        for reports, source in [*self._holding.items()]:
+            if (source.label, source.rank) == process and reports.may_be_complete:
                 self._release(reports, source)
 
     def _release(self, reports: ReportReader, source: Source) -> None:

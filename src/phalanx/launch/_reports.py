@@ -6,7 +6,13 @@ rank and the screen: it holds a report back until it is complete, leaves out wha
 shows only one line if another rank has reported the same.
 
 Nothing is lost by holding back: a report is shown when the stream ends, when nothing follows it for
-`QUIET` seconds, or `LONGEST_HOLD` seconds after it began. Lines that are no report pass at once.
+`QUIET` seconds, when the process writes to stdout, or `LONGEST_HOLD` seconds after it began. Lines
+that are no report pass at once.
+
+A traceback need not be the end of a rank: it may be logged, and other lines follow. Nothing tells
+them from a message of several lines. So what is left out where a rank repeats the report of another
+ends at the line that names the exception, and whatever comes after it is shown. Only errors of
+phalanx have known lines there: what each rank was doing.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ..errors import _STATES
 
 __all__ = ["ReportReader", "SeenReports"]
 
@@ -40,7 +48,12 @@ _OURS = "phalanx.errors."
 _PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
 _TORCH = ("/site-packages/torch/", "/dist-packages/torch/")
 _FILE = re.compile(r'  File "(?P<path>[^"]*)", line ')
-_STATE_OF_RANK = re.compile(r"  rank \d+[: ]")
+_USAGE_ERROR = re.compile(r"\S.*: error: ")
+_EXCEPTION = re.compile(r"[^\s:]+(:|$)")
+_STATE_OF_RANK = re.compile(
+    rf"  rank \d+(: ({'|'.join(map(re.escape, _STATES.values()))})(,|$)| never arrived$"
+    r"| arrived at use \d)"
+)
 _LAST_WORDS = (_HEADER, "Fatal Python error")
 
 
@@ -60,6 +73,16 @@ class _Part:
         return self.message[0].startswith(_OURS)
 
     @property
+    def length(self) -> int:
+        """How many lines of the message are known to belong to it."""
+        if not self.header:
+            return len(self.message)
+        place = 1
+        while self.is_ours and self.message[place:] and _STATE_OF_RANK.match(self.message[place]):
+            place += 1
+        return place
+
+    @property
     def is_internal(self) -> bool:
         """Whether no frame of it is the user's."""
         return all(_is_internal(frame) for frame in self.frames)
@@ -77,6 +100,11 @@ class _Report:
     """A chain of exceptions; or a usage error, which is all message."""
 
     parts: list[_Part]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it ends as Python and argparse do; another thread may have written in between."""
+        return all(not part.header or _EXCEPTION.match(part.message[0]) for part in self.parts)
 
     @property
     def kind(self) -> str:
@@ -103,11 +131,29 @@ class _Report:
     def lines(self, *, most: int | None = None) -> list[str]:
         return [line for part in self.parts for line in _lines(part, most)]
 
+    def rest(self) -> list[str]:
+        """Return the lines after it; some may belong to its message."""
+        last = self.parts[-1]
+        return last.message[last.length :]
+
     def key(self, rank: int | None) -> tuple[str, ...]:
-        """Return what is the same on two ranks that report the same error."""
-        frames = [line for part in self.parts for frame in part.frames for line in frame]
-        heads = [line for part in self.parts for line in part.message[: 1 if part.header else None]]
-        return tuple(_of_any_rank(line, rank) for line in [*frames, *heads])
+        """Return what is the same on two ranks that report the same error.
+
+        Errors of phalanx are the same apart from what each rank was doing and, with a `rank` to
+        leave out, from the rank that reports them.
+        """
+        *before, last = self.parts
+        lines = [line for part in before for line in _key(part, part.message, rank)]
+        return (*lines, *_key(last, last.message[: last.length], rank))
+
+
+def _key(part: _Part, message: Sequence[str], rank: int | None) -> Iterator[str]:
+    yield part.link
+    for frame in part.frames:
+        yield from frame
+    if part.is_ours:
+        message = [_of_any_rank(each, rank) for each in message if not _STATE_OF_RANK.match(each)]
+    yield from message
 
 
 def _lines(part: _Part, most: int | None) -> Iterator[str]:
@@ -142,8 +188,8 @@ def _parse(lines: Sequence[str]) -> Iterator[_Report | str]:
     place = 0
     while place < len(lines):
         if lines[place].startswith(_USAGE):
-            end = _end_of_message(lines, place)
-            parts = [_Part(header="", message=[*lines[place:end]])]
+            end = _end_of_usage(lines, place)
+            parts = [_Part(header="", message=[*lines[place:end]])] if end else []
         else:
             end, parts = _parse_chain(lines, place)
         if parts:
@@ -195,26 +241,38 @@ def _end_of_message(lines: Sequence[str], place: int) -> int:
     return len(lines)
 
 
+def _end_of_usage(lines: Sequence[str], place: int) -> int:
+    """Return where a usage error that begins with a line ends; 0 if it is none."""
+    for end in range(place + 1, len(lines)):
+        if _USAGE_ERROR.match(lines[end]):
+            return end + 1
+        if not _continues_usage(lines[end]):
+            break
+    return 0
+
+
+def _continues_usage(line: str) -> bool:
+    return not line[:1].strip()
+
+
 class SeenReports:
     """The reports of all ranks in one attempt."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, ...], tuple[int | None, set[str]]] = {}
+        self._first: dict[tuple[str, ...], int | None] = {}
 
     def shown(self, report: _Report, rank: int | None) -> list[str]:
         """Return what to show: all of it, or that another rank has reported the same."""
-        message = report.parts[-1].message
-        key, said = report.key(rank), {_of_any_rank(line, rank) for line in message}
-        first, words = self._first.setdefault(key, (rank, said))
-        if first == rank or rank is None:
+        if rank is None or not report.is_whole:
             return report.lines()
-        # What was written after the message may be something else, and is shown.
-        new = [
-            line
-            for line in message[1:]
-            if _of_any_rank(line, rank) not in words and not _STATE_OF_RANK.match(line)
-        ]
-        return [f"(the same {report.kind} as on rank {first})", *new]
+        # An error that names each rank reads the same on all of them; most name the one it is on.
+        keys = report.key(None), report.key(rank)
+        first = next((self._first[key] for key in keys if key in self._first), rank)
+        for key in keys:
+            self._first.setdefault(key, rank)
+        if first == rank:
+            return report.lines()
+        return [f"(the same {report.kind} as on rank {first})", *report.rest()]
 
 
 class ReportReader:
@@ -231,7 +289,6 @@ class ReportReader:
         self._keeps_label = not labelled
         self._held: list[str] = []
         self._is_complete = False
-        """Whether what is held may be all of a report; in the middle of frames it is not."""
         self._has_label = False
         self._began = self._last = 0.0
         self._last_report: list[str] = []
@@ -242,6 +299,11 @@ class ReportReader:
     def is_holding(self) -> bool:
         """Whether lines wait to be shown."""
         return bool(self._held)
+
+    @property
+    def may_be_complete(self) -> bool:
+        """Whether what is held may be all of a report; in the middle of frames it is not."""
+        return self._is_complete
 
     def due(self) -> float:
         """Return when the held lines have to be shown, on the clock that `feed` is told."""
@@ -261,9 +323,12 @@ class ReportReader:
         shown: list[bytes] = []
         for line in lines:
             text = self._without_torchs_label(line)
+            is_labelled = text is not line
+            if self._held and not self._continues(text, is_labelled=is_labelled):
+                shown += self.release()
             if self._held or (text.startswith(_STARTS) and not self._full):
-                self._hold(text, now, is_labelled=text is not line)
-                if len(self._held) > MOST_HELD:
+                self._hold(text, now, is_labelled=is_labelled)
+                if len(self._held) > MOST_HELD or self._is_whole_usage():
                     shown += self.release()
             else:
                 self._remember(text)
@@ -280,6 +345,20 @@ class ReportReader:
         elif text[:1].strip():
             self._is_complete = True
         self._held.append(text)
+
+    def _continues(self, line: bytes, *, is_labelled: bool) -> bool:
+        """Whether a line can belong to what is held."""
+        if line.strip() and is_labelled != self._has_label:
+            return False
+        text = line.decode(errors="surrogateescape")
+        return (
+            not self._held[0].startswith(_USAGE)
+            or _continues_usage(text)
+            or _USAGE_ERROR.match(text) is not None
+        )
+
+    def _is_whole_usage(self) -> bool:
+        return self._held[0].startswith(_USAGE) and bool(_end_of_usage(self._held, 0))
 
     def release(self) -> list[bytes]:
         """Return what is held, shortened."""

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import phalanx.ddp
 from phalanx.ddp import DDP
+from phalanx.errors import InvalidState
 
 from .whole import (
     ROWS,
@@ -21,6 +22,7 @@ from .whole import (
     compare,
     everywhere,
     mlp,
+    on_pairs,
     operations,
     seeded,
     share,
@@ -262,3 +264,107 @@ def test_a_wrapper_that_nobody_needs_goes_away(group):
     assert gone() is None
     squares(module, torch.ones(1, 5)).backward()  # which the hooks that are left do not disturb
     assert all(p.grad is not None for p in module.parameters())
+
+
+# -- all of torch's names ------------------------------------------------------------------
+
+INHERITED = {
+    "_active_ddp_module": None,
+    "_assign_modules_buffers": lambda ddp: ddp._assign_modules_buffers(),
+    "_build_debug_param_to_name_mapping": lambda ddp: ddp._build_debug_param_to_name_mapping(
+        list(ddp.parameters())
+    ),
+    "_build_params_for_reducer": lambda ddp: ddp._build_params_for_reducer(),
+    "_check_and_sync_module_buffers": None,
+    "_get_parameters": lambda ddp: list(ddp._get_parameters(ddp.module)),
+}
+"""What needs nothing that torch's constructor makes, and how it is called if one rank can do it."""
+REFUSED = (
+    "_check_global_requires_backward_grad_sync",
+    "_ddp_init_helper",
+    "_delayed_all_reduce_hook",
+    "_fire_reducer_autograd_hook",
+    "_match_all_reduce_for_bwd_pass",
+    "_match_unused_params_allreduce",
+    "_module_wait_for_copy_hook",
+    "_register_accum_grad_hook",
+    "_register_delay_all_reduce_hook",
+    "_root_copy_hook",
+)
+
+
+def test_every_name_of_torchs_class_is_overridden_or_known_to_work():
+    def owner(name):
+        return next(each for each in DDP.__mro__ if name in vars(each))
+
+    names = {name for name in vars(TorchDDP) if owner(name) is TorchDDP}
+    assert names <= INHERITED.keys(), "a version of torch has more: override, or add to the table"
+
+
+@alone
+@pytest.mark.parametrize("name", [name for name, call in INHERITED.items() if call])
+def test_what_is_inherited_works(group, name):
+    INHERITED[name](DDP(mlp(), process_group=group))
+
+
+@on_pairs
+def test_a_rank_without_data_takes_the_buffers_of_another(group):
+    ddp = DDP(nn.BatchNorm1d(2), process_group=group)
+    ddp.module.running_mean.fill_(group.rank() + 1)
+    if group.rank() == 0:
+        ddp._sync_module_buffers(ddp._find_common_rank(ddp._distributed_rank, True))
+    else:
+        ddp._check_and_sync_module_buffers()
+    assert ddp.module.running_mean.tolist() == [1, 1]
+
+
+@alone
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_works_on_torchs_internals_says_what_to_use(group, name):
+    ddp = DDP(mlp(), process_group=group)
+    with pytest.raises(
+        InvalidState, match=rf"^{name}\(\) works on the internals.*: (use|pass|wrap)"
+    ):
+        getattr(ddp, name)(False)
+
+
+@everywhere
+def test_a_forward_pass_in_its_three_parts(group):
+    ddp, whole = wrapped(mlp, group)
+    for step in range(3):
+        rows = batch(step, group.size())
+        ddp._lazy_init()
+        inputs, kwargs = ddp._pre_forward(share(rows, group))
+        output = ddp._run_ddp_forward(*inputs, **kwargs)
+        ddp._post_forward(output).square().mean().backward()
+        whole(rows).square().mean().backward()
+        assert_same_gradients(ddp.module, whole)
+        ddp.zero_grad()
+        whole.zero_grad()
+    assert ddp._distributed_rank == group.rank()
+
+
+@alone
+def test_a_subclass_overrides_a_part_of_forward(group):
+    class Doubling(DDP):
+        def _run_ddp_forward(self, *inputs, **kwargs):
+            return 2 * super()._run_ddp_forward(*inputs, **kwargs)
+
+        def _post_forward(self, output):
+            self._clear_grad_buffer()
+            return super()._post_forward(output) + 1
+
+    ddp = Doubling(mlp(), process_group=group)
+    rows = torch.ones(1, 5)
+    torch.testing.assert_close(ddp(rows), 2 * ddp.module(rows) + 1)
+
+
+@alone
+def test_small_checks_of_torchs_class(group):
+    ddp = DDP(mlp(), process_group=group)
+    ddp._check_default_group()
+    ddp._setup_in_backward_optimizers()
+    with pytest.raises(KeyError, match="what"):
+        ddp._log_and_throw(KeyError, "what")
+    with pytest.raises(TypeError):
+        ddp._check_comm_hook(None)

@@ -45,8 +45,8 @@ class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has i
     Takes what torch's class of the same name takes, and needs none of its hints: parameters that
     are not used, graphs that change, and activation checkpointing are right by default.
 
-    It derives from torch's class, so that whatever asks for one of that takes it. Nothing of
-    torch's runs, its constructor included.
+    It derives from torch's class, so that whatever asks for one of that takes it. Torch's
+    constructor does not run, so every method that needs what it makes is overridden.
     """
 
     mixed_precision: MixedPrecision | None  # type: ignore[assignment]
@@ -168,6 +168,14 @@ class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has i
         """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
         keep_compiler_out()
         began = time.perf_counter()
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
+        self.reducer.forward_seconds += time.perf_counter() - began
+        return output
+
+    @not_compiled
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Begin a step; return the inputs, on the device of the module."""
         if self._join_config.enable:
             self._begin_step_of_join()
         if torch.is_grad_enabled():
@@ -179,12 +187,19 @@ class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has i
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
+        return inputs, kwargs
+
+    @not_compiled
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
             run = compilable(self.module)
             if self._precision is None:
-                output = run(*inputs, **kwargs)
-            else:
-                output = self._precision.run(run, inputs, kwargs)
+                return run(*inputs, **kwargs)
+            return self._precision.run(run, inputs, kwargs)
+
+    @not_compiled
+    def _post_forward(self, output: Any) -> Any:
+        """Have the backward pass from an output reduced; return the output."""
         if self.buffer_hook is not None:
             self._finish_forward(output)
         tracks = torch.is_grad_enabled()
@@ -195,7 +210,6 @@ class DistributedDataParallel(  # type: ignore[misc]  # what torch's class has i
             self.require_forward_param_sync = syncs
         if tracks:
             on_backward(output, on_any_backward(self.reducer, adds_up=self._reduce == "sum"))
-        self.reducer.forward_seconds += time.perf_counter() - began
         return output
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch import nn
@@ -13,11 +13,30 @@ from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._channel import Channel
+from ._comm_hook import check_hook
 from ._compiling import Inside, running
 from ._reducer import Reducer
 from .hooks import allreduce_hook, fp16_compress_hook
 
 __all__ = ["UpstreamNames"]
+
+
+_MIXED_PRECISION = "pass mixed_precision= when you wrap the module"
+_DELAY = "pass delay_all_reduce_named_params= when you wrap the module"
+_JOIN = "use ddp.join() or phalanx.join.Join"
+NOT_HERE = {
+    "_ddp_init_helper": "wrap the module again, or call _update_process_group() for another group",
+    "_register_accum_grad_hook": "use register_comm_hook()",
+    "_fire_reducer_autograd_hook": "use register_comm_hook()",
+    "_delayed_all_reduce_hook": _DELAY,
+    "_register_delay_all_reduce_hook": _DELAY,
+    "_root_copy_hook": _MIXED_PRECISION,
+    "_module_wait_for_copy_hook": _MIXED_PRECISION,
+    "_check_global_requires_backward_grad_sync": _JOIN,
+    "_match_all_reduce_for_bwd_pass": _JOIN,
+    "_match_unused_params_allreduce": _JOIN,
+}
+"""Methods that work on the internals of torch's class, and what to use instead."""
 
 
 class UpstreamNames:
@@ -40,6 +59,19 @@ class UpstreamNames:
 
     def _inside_ddp_forward(self) -> AbstractContextManager[None]:
         return Inside(self)
+
+    def _lazy_init(self) -> None:
+        """Do nothing: the constructor leaves nothing to the first forward pass."""
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._channel.rank
+
+    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
+        raise err_type(err_msg)
+
+    def _check_default_group(self) -> None:
+        """Do nothing: a module is copied and pickled whichever group it has."""
 
     # -- parameters ------------------------------------------------------------------------
 
@@ -84,6 +116,9 @@ class UpstreamNames:
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Accept a hint of torch's: here the entries of sparse gradients are found."""
 
+    def _clear_grad_buffer(self) -> None:
+        """Do nothing: gradients that are reduced late have no buffer of their own."""
+
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce in another group from now on; between steps, and on every rank of it."""
         self._check_reducer_finalized()
@@ -97,6 +132,9 @@ class UpstreamNames:
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         raise NotImplementedError
+
+    def _check_comm_hook(self, hook: Callable[[Any, Any], Any]) -> None:
+        check_hook(hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: c10d.BuiltinCommHookType) -> None:
         """Register a hook that torch has in C++, by its name there."""
@@ -115,6 +153,9 @@ class UpstreamNames:
     ) -> Optimizer:
         """Have an optimizer step at the end of every backward pass that is reduced; return it."""
         return self.reducer.optimizers.fuse(optim, optim_params, *args, **kwargs)
+
+    def _setup_in_backward_optimizers(self) -> None:
+        """Do nothing: the reducer looks for them itself."""
 
     # -- logging ---------------------------------------------------------------------------
 
@@ -145,3 +186,18 @@ class UpstreamNames:
             data["avg_backward_compute_time"] = int((last.backward - last.exposed) * 1e9)
             data["avg_backward_comm_time"] = int(last.exposed * 1e9)
         return data
+
+
+def _refusing(name: str, instead: str) -> Callable[..., NoReturn]:
+    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
+        raise InvalidState(
+            f"{name}() works on the internals of torch's class, which phalanx does not have: "
+            f"{instead}"
+        )
+
+    refuse.__name__, refuse.__qualname__ = name, f"{UpstreamNames.__qualname__}.{name}"
+    return refuse
+
+
+for _name, _instead in NOT_HERE.items():
+    setattr(UpstreamNames, _name, _refusing(_name, _instead))

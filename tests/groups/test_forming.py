@@ -1,10 +1,13 @@
 """How ranks meet, and what they are told when they cannot."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -13,6 +16,8 @@ import torch.distributed as dist
 
 from phalanx import groups
 from phalanx.errors import (
+    GroupAborted,
+    GroupError,
     InvalidArgument,
     InvalidState,
     InvalidType,
@@ -21,6 +26,11 @@ from phalanx.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
+from phalanx.groups import _stores
+from phalanx.groups._board import Board
+from phalanx.groups._hosting import ClosedGroup
+from phalanx.groups._patient import PatientStore
+from phalanx.groups._roster import Member, Roster
 from phalanx.testing import Died, Fault, kill
 from ports import free_port
 
@@ -113,30 +123,171 @@ def time_until_free(port):
     return time.monotonic() - started
 
 
-def release(ctx, port, stays):
-    """Rank 0 ends all its groups; rank 1 does the same, or goes on with its own."""
+def hosted_group(ctx, port, backend="gloo", timeout=SECONDS, **options):
     url = f"tcp://127.0.0.1:{port}"
-    group = groups.new_group("gloo", SECONDS, store=url, rank=ctx.rank, world_size=2)
+    place = {"store": url, "rank": ctx.rank, "world_size": ctx.size}
+    return groups.new_group(backend, timeout, **place, **options)
+
+
+def look_often(hosted, times=20):
+    """Do what the watcher does in five seconds."""
+    if hosted is not None:
+        hosted._idle_since = time.monotonic() - 60
+        for _ in range(times):
+            hosted.attend()
+
+
+def release(ctx, port):
+    group = hosted_group(ctx, port)
     part = group.split_group([0, 1])
     assert works(part)
     if ctx.rank == 0:
         group.shutdown()
         assert not is_free(port), "there is a group on it yet"
     part.shutdown()
-    if ctx.rank == 1 and not stays:
-        group.shutdown()
+    group.shutdown()
     took = time_until_free(port) if ctx.rank == 0 else 0
-    ctx.store.set(f"free/{ctx.rank}", "")
-    ctx.store.wait(["free/0"])
+    if ctx.rank == 0:
+        ctx.store.set("free", "")
+    ctx.store.wait(["free"])
+    return took
+
+
+def test_a_port_is_free_again_when_the_last_group_on_it_has_ended(ranks):
+    """It was taken until the process ended, and a child could not use it."""
+    took, _ = ranks.run(release, 2, args=(free_port(),))
+    assert took < 1.5  # seconds; the promise is one, on a machine that does nothing else
+
+
+def call_late(ctx, port, backend, how):
+    group = hosted_group(ctx, port, backend)
+    group.barrier().wait()
+    hosted = group._hosted
+    if ctx.rank == 0:
+        group.shutdown() if how == "shutdown" else group.abort("it rained")
+        del group
+        look_often(hosted)
+        ctx.store.set("looked", "")
+        return time_until_free(port)
+    ctx.store.wait(["looked"])
+    began = time.monotonic()
+    with pytest.raises(GroupError, match="rank 0 .*(shut|left|aborted)"):
+        works(group)
+    took = time.monotonic() - began
     group.shutdown()
     return took
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_port_is_free_again_when_the_last_group_on_it_has_ended(ranks, stays):
-    """It was taken until the process ended, and a child could not use it."""
-    took, _ = ranks.run(release, 2, args=(free_port(), stays))
-    assert took < 1.5  # seconds; the promise is one, on a machine that does nothing else
+@pytest.mark.parametrize("how", ["shutdown", "abort"])
+@pytest.mark.parametrize("backend", ["gloo", "shm"])
+def test_a_late_rank_learns_that_the_host_of_the_store_has_left(ranks, backend, how):
+    """The store was closed half a second after, and the late rank waited out its deadline."""
+    _, took = ranks.run(call_late, 2, args=(free_port(), backend, how), timeout=30)
+    assert took < 5  # seconds, of the ten that it may take
+
+
+def test_a_member_out_of_sight_is_not_waited_for_without_end(monkeypatch):
+    here = Member.here()
+    far = replace(here, machine="another")
+    board = Board(PatientStore(dist.HashStore()), rank=0, size=2)
+    closed = {each: ClosedGroup(board, Roster("", (here, each)), 0) for each in (here, far)}
+    assert not closed[here].is_over()
+    assert not closed[far].is_over()
+    monkeypatch.setattr("phalanx.groups._hosting.UNSEEN", 0.0)
+    assert not closed[here].is_over(), "it lives, as can be seen"
+    assert closed[far].is_over()
+
+
+def split_what_is_left(ctx, port):
+    group = hosted_group(ctx, port)
+    group.barrier().wait()
+    if ctx.rank == 0:
+        group.abort("rank 2 is slow")
+    else:
+        with pytest.raises(GroupAborted):
+            group.barrier().wait()
+        group.abort()
+    ctx.store.set(f"aborted/{ctx.rank}", "")
+    ctx.store.wait([f"aborted/{rank}" for rank in range(3)])
+    if ctx.rank == 0:
+        look_often(group._hosted)
+        ctx.store.set("looked", "")
+    ctx.store.wait(["looked"])
+    if ctx.rank < 2:
+        part = group.split_group([0, 1])
+        assert works(part)
+        part.shutdown()
+    group.shutdown()
+
+
+def test_a_hosted_group_that_was_aborted_can_be_split(ranks):
+    """The store went away with the group that was aborted."""
+    ranks.run(split_what_is_left, 3, args=(free_port(),))
+
+
+def test_a_split_of_a_group_whose_store_is_closed_is_refused():
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    group = groups.new_group("gloo", SECONDS, store=url, rank=0, world_size=1)
+    group.shutdown()
+    time_until_free(port)
+    with pytest.raises(InvalidState, match="store of this group is closed"):
+        group.split_group([0])
+
+
+def fork_and_meet_again(ctx, port):
+    group = hosted_group(ctx, port)
+    group.barrier().wait()
+    hosted = group._hosted
+    child = None
+    if ctx.rank == 0:
+        child = os.fork()
+        if child == 0:  # a worker of a data loader, say
+            time.sleep(60)
+            os._exit(0)
+    try:
+        group.shutdown()
+        ctx.store.set(f"down/{ctx.rank}", "")
+        ctx.store.wait(["down/0", "down/1"])
+        if ctx.rank == 0:
+            look_often(hosted)
+            ctx.store.set("looked", "")
+        ctx.store.wait(["looked"])
+        again = ctx.closing(hosted_group(ctx, port))
+        assert works(again)
+        again.barrier().wait()
+    finally:
+        if child is not None:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_store_stays_if_a_forked_child_has_its_port(ranks):
+    """The child kept the port taken, for a store that nobody hosted any more."""
+    ranks.run(fork_and_meet_again, 2, args=(free_port(),))
+
+
+def test_an_error_that_is_kept_does_not_keep_the_port():
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}"
+    with pytest.raises(RendezvousTimeout) as kept:
+        groups.new_group("gloo", SECOND / 10, store=url, rank=0, world_size=2)
+    assert time_until_free(port) < 2
+    assert kept.tb is not None
+
+
+def test_waiting_for_a_listener_counts_against_the_deadline(monkeypatch):
+    """Who waited for rank 0 to listen had all of its time once more to connect."""
+    given = []
+    monkeypatch.setattr(_stores, "await_listener", lambda *_: time.sleep(0.2))
+    monkeypatch.setattr(_stores, "_tcp_store", lambda *args: given.append(args[-1]) or Connected())
+    _stores.meet("tcp://127.0.0.1:1", rank=1, size=2, timeout=SECOND)
+    assert given[0] <= SECOND * 0.8
+
+
+class Connected:
+    def set_timeout(self, timeout):
+        assert timeout == SECOND, "later questions have all the time"
 
 
 def meet_again_before_the_host(ctx, port):

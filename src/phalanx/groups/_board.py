@@ -93,6 +93,15 @@ class Board:
                 found[rank] = (int(data["sequence"]), str(data["site"]))
         return found
 
+    def close(self) -> None:
+        """Say that this rank has closed the group after it failed, and asks nothing any more."""
+        self._write(f"closed/{self._rank}", {})
+
+    def has_closed(self, rank: int) -> bool:
+        """Tell whether a rank has shut the group down or closed it."""
+        told = self._store
+        return self._ask(lambda: told.has(f"left/{rank}") or told.has(f"closed/{rank}"), False)
+
     def _rings(self) -> int:
         return int(self._ask(lambda: self._store.read("alarm"), None) or self._heard)
 

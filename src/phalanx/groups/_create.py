@@ -74,11 +74,11 @@ def new_group(
         own = PatientStore(meeting.store, patience=timeout.total_seconds())
         label = name or next_default_name(own, meeting.rank)
         return build(found, recipe, meeting, label, seats=seats, global_ranks=seats)
-    except BaseException:
-        if meeting.hosted is not None:  # in whose store others may yet read why
-            meeting.hosted.note_closed(lambda: False)
-        raise
     finally:
+        # The group has a lease of its own. An error that somebody keeps must not keep the store:
+        # those who may yet read there why are visitors.
+        if meeting.lease is not None:
+            meeting.lease.end()
         if meeting.visit is not None:
             meeting.visit.end()
 
@@ -193,18 +193,22 @@ def split_off(
         )
     lease = None if hosted is None else hosted.lease()
     meeting = Meeting(store, mine, len(seats), lent_store=lent_store, hosted=hosted, lease=lease)
-    return build(
-        backend,
-        recipe,
-        meeting,
-        label,
-        seats=seats,
-        global_ranks=theirs,
-        given_name=given_name,
-        desc=desc,
-        kin=kin,
-        purpose=purpose,
-    )
+    try:
+        return build(
+            backend,
+            recipe,
+            meeting,
+            label,
+            seats=seats,
+            global_ranks=theirs,
+            given_name=given_name,
+            desc=desc,
+            kin=kin,
+            purpose=purpose,
+        )
+    finally:
+        if lease is not None:
+            lease.end()
 
 
 def assemble(
@@ -320,6 +324,7 @@ def build(
     contradiction = None if connecting.verdict.alike else forming.contradiction()
     if contradiction is not None:
         group.abort()
+        group._end_lease()  # though the error's traceback keeps the group
         raise contradiction
     return group
 

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +21,7 @@ from ._collective_base import SUM
 from ._engine import ClosedEngine, Engine, RawWork, Traits, noting, summing
 from ._failure import Failure
 from ._health import Health
-from ._hosting import others_are_gone
+from ._hosting import ClosedGroup
 from ._members import Members
 from ._record import Record, Recorder, user_site
 from ._refusal import cut_short, refuse
@@ -319,6 +318,7 @@ class ProcessGroup(Members):
             return
         self._health.leave(user_site())
         self._retire()
+        self._end_lease()
 
     def abort(self, why: str = "") -> None:
         """Break the group on every rank: calls under way raise `GroupAborted`, and say why."""
@@ -330,6 +330,7 @@ class ProcessGroup(Members):
         self._health.attend_futures()
         if hasattr(self._engine, "abort"):
             self._engine.abort()
+        self._health.leave(site)
         self._retire()
 
     def _close(self, how: str) -> bool:
@@ -368,9 +369,12 @@ class ProcessGroup(Members):
         self._start_sum = summing(self._engine)
         retire(self._health)
         if self._hosted is not None and self._board is not None:
-            gone = partial(others_are_gone, self._board, self._roster, self._rank)
-            self._hosted.note_closed(gone)
-            self._lease = None
+            self._hosted.note_closed(ClosedGroup(self._board, self._roster, self._rank))
+
+    def _end_lease(self) -> None:
+        """Do without the hosted store, of which groups can be split off no longer than it lives."""
+        if self._lease is not None:
+            self._lease.end()
 
     # -- a call ----------------------------------------------------------------------------
 

@@ -202,12 +202,16 @@ class Health:
 
     def leave(self, site: str) -> None:
         """Tell the others that this rank takes part in nothing after its last call."""
-        if self._board is not None and self.failure is None and self._is_the_rank():
+        if self._board is None or not self._is_the_rank():
+            return
+        if self.failure is None:
             self._board.leave(sequence=self._recorder.collectives, site=site)
+        else:  # which is what the others are to hear of
+            self._board.close()
 
     def exit(self) -> None:
         """Tell the others that this rank's program has ended in good order."""
-        if not self.closed:
+        if not self.closed and self.failure is None:
             self.leave("the end of its program")
 
     def _is_the_rank(self) -> bool:

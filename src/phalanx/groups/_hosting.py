@@ -1,8 +1,12 @@
 """Stores that this process hosts for its peers, and when their ports are free again.
 
 A group on such a store has a lease. When the last lease ends, the store stays until every other
-member of the groups that were closed last has left or died, for they may be reading why a group has
-ended; at most `LINGER` seconds. The watcher looks.
+member of every group that was closed has closed it too or died, for until then it may ask why the
+group has ended. Of a member on another machine nobody here can tell whether it lives, so it is
+waited for no longer than `UNSEEN` seconds. The watcher looks.
+
+A forked child has the listening socket too and keeps the port taken, so a process that has forked
+keeps the store.
 
 Peers that have come for the next group before this rank does are visitors: they say so in the
 store, and it is not closed under them. A visitor announces itself and then looks whether the store
@@ -18,13 +22,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable
+from collections import deque
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import RendezvousTimeout
+from ..errors import InvalidState, RendezvousTimeout
 from ._patient import PatientStore
 from ._roster import Member, Roster
 from ._watch import watch
@@ -32,18 +37,45 @@ from ._watch import watch
 if TYPE_CHECKING:
     from ._board import Board
 
-__all__ = ["Hosted", "Lease", "Visit", "find_hosted", "host", "others_are_gone"]
+__all__ = ["Hosted", "Lease", "Visit", "find_hosted", "host"]
 
-LINGER = 0.5  # seconds; with two looks of the watcher it is not a whole one
-RECENT = 1.0  # seconds for which the end of a group matters to its members
+LINGER = 0.5  # seconds, where no group was closed; with two looks of the watcher it is not a whole
+UNSEEN = 600.0  # seconds for a member on another machine to close its group
 CLOSING = "phalanx/closing"
 VISITOR = "phalanx/visitor/"
 
 
 class Lease:
-    """Keeps a hosted store alive; groups, and whoever is about to form one, share it."""
+    """Keeps a hosted store alive, until it is ended or garbage."""
 
-    __slots__ = ("__weakref__",)
+    def __init__(self, hosted: Hosted) -> None:
+        self._hosted = hosted
+        hosted._leases.add(self)
+
+    def end(self) -> None:
+        """Give it up."""
+        self._hosted._leases.discard(self)
+
+
+class ClosedGroup:
+    """A group that this rank has closed, and the members that have not."""
+
+    def __init__(self, board: Board, roster: Roster, rank: int) -> None:
+        self._board = board
+        self._members = roster.members
+        self._awaited = [each for each in range(len(roster.members)) if each != rank]
+        self._since = time.monotonic()
+
+    def is_over(self) -> bool:
+        """Whether every other member has closed it or died."""
+        while self._awaited and self._is_gone(self._awaited[-1]):
+            self._awaited.pop()
+        return not self._awaited
+
+    def _is_gone(self, rank: int) -> bool:
+        member = self._members[rank]
+        is_late = time.monotonic() - self._since > UNSEEN and not member.is_here
+        return is_late or member.is_dead or self._board.has_closed(rank)
 
 
 class Hosted:
@@ -55,20 +87,24 @@ class Hosted:
         self.key = os.getpid(), port
         self.stays = False
         """Whether it is kept for as long as the process lives."""
-        self._lease: weakref.ref[Lease] | None = None
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._idle_since: float | None = None
-        self._closed: list[tuple[float, Callable[[], bool]]] = []
+        self._closed: deque[ClosedGroup] = deque()
         self._seen: dict[str, float] = {}
 
     def lease(self) -> Lease:
-        """Return a share in the store."""
+        """Return a lease; raises `InvalidState` if the store is closed."""
         with _lock:
-            return self._share()
+            if self.store is None:
+                raise InvalidState(
+                    "the store of this group is closed: rank 0 hosted it until all ranks had shut "
+                    "their groups down; make a new group with new_group"
+                )
+            return Lease(self)
 
-    def note_closed(self, is_over: Callable[[], bool]) -> None:
-        """Remember a group that was closed; `is_over` tells whether all others are gone too."""
-        with _lock:
-            self._closed.append((time.monotonic(), is_over))
+    def note_closed(self, group: ClosedGroup) -> None:
+        """Keep the store until all members of a group have closed it."""
+        self._closed.append(group)
 
     def attend(self) -> None:
         """Close the store if it is time to; the watcher calls this."""
@@ -86,27 +122,28 @@ class Hosted:
     def exit(self) -> None:
         """Do nothing: the end of the process frees the port."""
 
-    def _share(self) -> Lease:
-        lease = None if self._lease is None else self._lease()
-        if lease is None:
-            lease = Lease()
-            self._lease = weakref.ref(lease)
-        return lease
-
     def _is_leased(self) -> bool:
-        return self.stays or (self._lease is not None and self._lease() is not None)
+        return self.stays or len(self._leases) > 0
 
     def _is_due(self) -> bool:
         now = time.monotonic()
-        with _lock:
-            recent = self._closed = [each for each in self._closed if now - each[0] < RECENT]
-            if self._is_leased():
-                self._idle_since = None
-                return False
+        had_closed = bool(self._closed)
+        if self._is_leased():
+            self._idle_since = None
+            self._drop_one()
+            return False
         if self._idle_since is None:
             self._idle_since = now
-        left = bool(recent) and all(is_over() for _, is_over in recent)
-        return left or now - self._idle_since >= LINGER
+        while self._closed and self._closed[0].is_over():
+            self._closed.popleft()
+        return not self._closed and (had_closed or now - self._idle_since >= LINGER)
+
+    def _drop_one(self) -> None:
+        """Forget one closed group that is over, for a program may close many; one at a look."""
+        if self._closed:
+            oldest = self._closed.popleft()
+            if not oldest.is_over():
+                self._closed.append(oldest)
 
     def _has_visitors(self, store: Store) -> bool:
         """Say that the store is about to close, and see whether anybody waits in it."""
@@ -164,20 +201,26 @@ def find_hosted(port: int) -> tuple[Hosted, Lease] | None:
     """Return the store that this process hosts at a port, with a lease, if there is one."""
     with _lock:
         found = _hosted.get((os.getpid(), port))
-        return None if found is None else (found, found._share())
+        return None if found is None else (found, Lease(found))
 
 
 def host(store: Store, port: int) -> tuple[Hosted, Lease]:
     """Host a store from now on."""
+    _notice_forks()
     made = Hosted(store, port)
     with _lock:
         made = _hosted.setdefault(made.key, made)
-        lease = made._share()
+        lease = Lease(made)
     watch(made)
     return made, lease
 
 
-def others_are_gone(board: Board, roster: Roster, rank: int) -> bool:
-    """Tell whether every other member of a group has left it or died."""
-    left, dead = board.left(), set(roster.dead())
-    return all(each in left or each in dead or each == rank for each in range(len(roster.members)))
+@lru_cache(maxsize=1)
+def _notice_forks() -> None:
+    os.register_at_fork(after_in_parent=_keep_all)
+
+
+def _keep_all() -> None:
+    # Without the lock, which another thread may hold.
+    for hosted in list(_hosted.values()):
+        hosted.stays = True

@@ -49,6 +49,11 @@ class Member:
         return asdict(self)
 
     @property
+    def is_here(self) -> bool:
+        """Whether the process is on this machine, so that its death can be seen."""
+        return self.machine == _machine()
+
+    @property
     def is_dead(self) -> bool:
         """Tell whether the process is provably gone; False where nobody here can know."""
         if self.machine != _machine():

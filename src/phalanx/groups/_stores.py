@@ -145,13 +145,23 @@ def _tcp_meeting(
     address: str, port: int, rank: int, size: int, hosts: bool, timeout: timedelta
 ) -> Meeting:
     if not hosts:
-        await_listener(address, port, timeout)
-        return Meeting(_tcp_store(address, port, False, timeout), rank, size, is_at_peers=True)
+        store = _peers_store(address, port, timeout)
+        return Meeting(store, rank, size, is_at_peers=True)
     found = find_hosted(port) or host(_hosting_store(address, port, timeout), port)
     hosted, lease = found
     assert hosted.store is not None, "there is a lease"
     # A connection without the server, which is not to live as long as anybody has this.
     return Meeting(own_connection(hosted.store), rank, size, hosted=hosted, lease=lease)
+
+
+def _peers_store(address: str, port: int, timeout: timedelta) -> Store:
+    """Connect to a store that a peer hosts; all of it takes no longer than `timeout`."""
+    until = time.monotonic() + timeout.total_seconds()
+    await_listener(address, port, timeout)
+    left = timedelta(seconds=max(until - time.monotonic(), 0.001))
+    store = _tcp_store(address, port, False, left)
+    store.set_timeout(timeout)  # of later questions
+    return store
 
 
 def _hosting_store(address: str, port: int, timeout: timedelta) -> Store:

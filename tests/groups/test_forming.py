@@ -26,11 +26,13 @@ from phalanx.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from phalanx.groups import _stores
+from phalanx.groups import _create, _patient, _registry, _stores, _torch
 from phalanx.groups._board import Board
+from phalanx.groups._connecting import Connecting
 from phalanx.groups._hosting import ClosedGroup
 from phalanx.groups._patient import PatientStore
 from phalanx.groups._roster import Member, Roster
+from phalanx.groups.backends._region_offer import RegionOffer
 from phalanx.testing import Died, Fault, kill
 from ports import free_port
 
@@ -500,3 +502,93 @@ assert dict(os.environ) == before
 assert not logging.getLogger("phalanx").handlers
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# -- a rank that fails on the way and lives on ---------------------------------------------
+
+
+def no_reason(*_, **__):
+    raise RuntimeError("my reason")
+
+
+def leave_the_program(*_, **__):
+    raise SystemExit(3)
+
+
+def fail_in_factory(monkeypatch, error):
+    for name in ("gloo", "shm"):
+        changed = replace(_registry._backends[name], factory=error)
+        monkeypatch.setitem(_registry._backends, name, changed)
+
+
+FAILING = {
+    "factory": lambda patch: fail_in_factory(patch, no_reason),
+    "exit": lambda patch: fail_in_factory(patch, leave_the_program),
+    "check": lambda patch: patch.setattr(_create, "_refuse_processes", no_reason),
+    "others": lambda patch: patch.setattr(Connecting, "_await_others", no_reason),
+    "offer": lambda patch: patch.setattr(RegionOffer, "absent", no_reason),
+    "construct": lambda patch: patch.setattr(_torch, "enlist", no_reason),
+}
+
+
+def fail_and_live_on(ctx, where, backend):
+    world = ctx.group("gloo", timeout=timedelta(seconds=20))
+    began = time.monotonic()
+    if ctx.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            FAILING[where](patch)
+            with pytest.raises((RuntimeError, SystemExit)):
+                world.split_group([0, 1], backend=backend)
+    else:
+        told = "rank 1.* SystemExit" if where == "exit" else "rank 1.* my reason"
+        with pytest.raises((RendezvousError, GroupError), match=told):
+            world.split_group([0, 1], backend=backend).barrier().wait()
+    took = time.monotonic() - began
+    ctx.store.set(f"raised/{ctx.rank}", "")
+    ctx.store.wait(["raised/0", "raised/1"])
+    return took
+
+
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [
+        ("factory", "gloo"),
+        ("exit", "gloo"),
+        ("check", "gloo"),
+        ("others", "gloo"),
+        ("construct", "gloo"),
+        ("construct", "shm"),
+        ("offer", "shm"),
+    ],
+)
+def test_the_others_hear_of_a_rank_that_fails_while_forming(ranks, where, backend):
+    """They waited out their deadline, in the forming or in the first call."""
+    assert max(ranks.run(fail_and_live_on, 2, args=(where, backend), timeout=30)) < 5
+
+
+def borrowed_threads():
+    return set() if _patient._threads is None else set(_patient._threads._out)
+
+
+def fail_without_a_word(ctx):
+    before = borrowed_threads()
+    if ctx.rank == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            fail_in_factory(patch, no_reason)
+            with pytest.raises(RendezvousError):
+                ctx.group("shm", timeout=SECONDS)
+    else:
+        with pytest.raises(RendezvousError, match="rank 1: my reason"):
+            ctx.group("shm", timeout=SECONDS)
+        began = time.monotonic()
+        while borrowed_threads() - before and time.monotonic() - began < 3:
+            time.sleep(0.01)
+        assert not borrowed_threads() - before, "no thread waits for rank 1 any more"
+    ctx.store.set(f"raised/{ctx.rank}", "")
+    ctx.store.wait(["raised/0", "raised/1"])
+
+
+def test_nobody_waits_on_in_a_forming_that_was_given_up(ranks, capfd):
+    """A thread did, until the deadline, and torch told of each of its waits on the screen."""
+    ranks.run(fail_without_a_word, 2)
+    assert "waitForInput" not in capfd.readouterr().err

@@ -9,15 +9,30 @@ from typing import TypeVar
 
 from ._patient import borrow_thread
 
-__all__ = ["in_background"]
+__all__ = ["in_background", "is_given_up"]
 
 T = TypeVar("T")
 
 LOOK_EVERY = 0.25  # seconds
 
 
+class _Job(threading.local):
+    """What the calling thread does for another."""
+
+    given_up: threading.Event | None = None
+
+
+_job = _Job()
+
+
+def is_given_up() -> bool:
+    """Whether this thread works for a caller that waits no longer; to be asked between waits."""
+    return _job.given_up is not None and _job.given_up.is_set()
+
+
 def in_background(work: Callable[[], T], look: Callable[[], None]) -> T:
     """Run `work` on a borrowed thread and return what it does; `look` may raise meanwhile."""
+    given_up = threading.Event()
     done: list[T] = []
     errors: list[BaseException] = []
     ended = threading.Event()
@@ -26,6 +41,7 @@ def in_background(work: Callable[[], T], look: Callable[[], None]) -> T:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def run() -> None:
+        _job.given_up = given_up
         try:
             if cores is not None:
                 os.sched_setaffinity(0, cores)
@@ -33,11 +49,16 @@ def in_background(work: Callable[[], T], look: Callable[[], None]) -> T:
         except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
             errors.append(error)
         finally:
+            _job.given_up = None
             ended.set()
 
     borrow_thread(run)
-    while not ended.wait(LOOK_EVERY):
-        look()
+    try:
+        while not ended.wait(LOOK_EVERY):
+            look()
+    except BaseException:
+        given_up.set()
+        raise
     if errors:
         raise errors[0]
     return done[0]

@@ -1,6 +1,8 @@
 """How a rank that forms a group gets its engine, and when the group is there: when all have one.
 
-Otherwise a rank that is done with the group at once would hang up on those still connecting.
+Otherwise a rank that is done with the group at once would hang up on those still connecting. A rank
+that fails on the way, in whatever, writes down why under `broken`, and the others look there; those
+who have their group already read it on the board.
 
 Where ranks know each other to be on one machine, an engine may be made of what rank 0 offers with
 its verdict, and be ready without another word in the store. If any rank cannot take the offer, all
@@ -11,12 +13,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Store
 
 from ..errors import PeerLost, PhalanxError, RendezvousError, RendezvousTimeout
+from ._board import Board
 from ._engine import Engine
+from ._failure import Failure
 from ._forming import TURN, Forming
 from ._patient import PatientStore, PlainStore
 from ._stores import own_connection
@@ -58,8 +63,8 @@ class Connecting:
         self._offer = offer
         self._lends_store = lends_store
         self._own_room: PlainStore | None = None
-        self._is_making = False
-        self._line: PatientStore | None = None
+        self._has_told = False
+        self._lines: dict[PlainStore, PatientStore] = {}
         self.verdict: Verdict = Verdict()
         """What the ranks have come to."""
 
@@ -70,6 +75,24 @@ class Connecting:
 
     def run(self, check: Callable[[], None], *, background: bool) -> Engine:
         """Meet the others and return an engine; `check` may refuse those who have come."""
+        try:
+            return self._run(check, background=background)
+        except BaseException as error:
+            if not self._is_known(error):
+                self.give_up(error)
+            raise
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the others why this rank has no group, whether or not they have theirs."""
+        rank, size = self._forming.rank, self._forming.terms.size
+        with suppress(Exception):  # who is not told learns it by the deadline
+            line = self._line()
+            self._tell(error, line.set)
+            board = Board(line.under("board"), rank=rank, size=size)
+            board.fail(Failure("engine", rank, f"could not form the group: {_reason(error)}"))
+            board.close()
+
+    def _run(self, check: Callable[[], None], *, background: bool) -> Engine:
         forming = self._forming
 
         def meet() -> None:
@@ -86,10 +109,52 @@ class Connecting:
 
         if background:
             return forming.carry_out(meet_and_connect, self._look)
-        forming.carry_out(meet)
+        forming.carry_out(meet, self._look)
         engine = self._make()
-        forming.carry_out(self._await_others)
+        forming.carry_out(self._await_others, self._look)
         return engine
+
+    # -- what goes wrong -------------------------------------------------------------------
+
+    def _is_known(self, error: BaseException) -> bool:
+        """Whether the others learn of an error by themselves: a death, a deadline, a verdict."""
+        if not self._forming.has_signed_in:
+            return True  # which is all that they need to know
+        met = bool(self.verdict.token)
+        return isinstance(error, (PeerLost, RendezvousTimeout) if met else PhalanxError)
+
+    def _tell(self, error: BaseException, write: Callable[[str, str], None]) -> None:
+        """Write down, once, why this rank has no engine."""
+        if not self._has_told:
+            self._has_told = True
+            write("broken", f"rank {self._forming.rank}: {_reason(error)}")
+
+    def _line(self) -> PatientStore:
+        """Return a connection to the room that no engine waits on."""
+        room = self._forming.room
+        line = self._lines.get(room)
+        if line is None:
+            line = self._lines[room] = PatientStore(PatientStore(room.raw).connect())
+        return line
+
+    def _look(self) -> None:
+        """Raise if no engine can come about, for this rank's may wait for one that failed."""
+        self._forming.look()
+        broken = self._ask_for_broken()
+        if broken is not None:
+            raise self._not_connected(broken)
+
+    def _ask_for_broken(self) -> bytes | None:
+        if not self._forming.has_signed_in:
+            return None
+        try:
+            return self._line().read("broken")
+        except Exception:  # noqa: BLE001 - who cannot ask learns it by the deadline
+            return None
+
+    def _not_connected(self, broken: bytes) -> RendezvousError:
+        self._has_told = True  # as somebody has
+        return RendezvousError(f"{self._forming.terms} did not connect: {broken.decode()}")
 
     # -- by an offer -----------------------------------------------------------------------
 
@@ -132,7 +197,6 @@ class Connecting:
 
     def _make(self) -> Engine:
         forming = self._forming
-        self._is_making = True
         try:
             if self._lends_store:  # to which others may wish to talk while an engine connects
                 self._own_room = PlainStore(own_connection(forming.room.raw))
@@ -140,30 +204,12 @@ class Connecting:
         except (PeerLost, RendezvousTimeout):
             raise
         except Exception as error:
-            self.room.set("broken", f"rank {forming.rank}: {first_line(error)}")
+            self._tell(error, self.room.set)
             if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError | OSError):
                 raise
             forming.look()  # a death explains it better
-            told = f"{forming.terms} did not connect: {first_line(error)}"
+            told = f"{forming.terms} did not connect: {_reason(error)}"
             raise RendezvousError(told) from error
-
-    def _look(self) -> None:
-        """Raise if no engine can come about, for this rank's may wait for one that failed."""
-        self._forming.look()
-        broken = self._ask_for_broken() if self._is_making else None
-        if broken is not None:
-            raise self._not_connected(broken)
-
-    def _ask_for_broken(self) -> bytes | None:
-        try:
-            if self._line is None:  # a connection that no engine waits on
-                self._line = PatientStore(PatientStore(self._forming.room.raw).connect())
-            return self._line.read("broken")
-        except Exception:  # noqa: BLE001 - who cannot ask learns it by the deadline
-            return None
-
-    def _not_connected(self, broken: bytes) -> RendezvousError:
-        return RendezvousError(f"{self._forming.terms} did not connect: {broken.decode()}")
 
     def _await_others(self) -> None:
         if self.room.add("connected", 1) == self._forming.terms.size:
@@ -188,5 +234,12 @@ def _why_not(offer: Offer, told: dict[str, Any]) -> str:
     except PeerLost:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must not go ahead
-        return first_line(error) or type(error).__name__
+        return _reason(error)
     return ""
+
+
+def _reason(error: BaseException) -> str:
+    name = type(error).__name__
+    if not isinstance(error, Exception):  # whose text says little: the code of an exit
+        return name
+    return first_line(error) or name

@@ -300,27 +300,31 @@ def build(
     tell = backend.traits.name_of
     chosen = backend if tell is None else find_backend(tell(engine))
     store = connecting.room.raw
-    group = ProcessGroup(
-        name=label,
-        rank=meeting.rank,
-        size=meeting.size,
-        recipe=recipe,
-        backend=chosen.name,
-        engine=engine,
-        traits=chosen.traits,
-        devices=chosen.traits.devices | {recipe.device.type},
-        store=store,
-        lent_store=meeting.lent_store,
-        hosted=meeting.hosted,
-        board=Board(
-            PatientStore(PrefixStore("board", store)), rank=meeting.rank, size=meeting.size
-        ),
-        roster=forming.roster,
-        global_ranks=global_ranks,
-        torch_name=torch_name,
-        given_name=given_name,
-        desc=desc,
-    )
+    try:
+        group = ProcessGroup(
+            name=label,
+            rank=meeting.rank,
+            size=meeting.size,
+            recipe=recipe,
+            backend=chosen.name,
+            engine=engine,
+            traits=chosen.traits,
+            devices=chosen.traits.devices | {recipe.device.type},
+            store=store,
+            lent_store=meeting.lent_store,
+            hosted=meeting.hosted,
+            board=Board(
+                PatientStore(PrefixStore("board", store)), rank=meeting.rank, size=meeting.size
+            ),
+            roster=forming.roster,
+            global_ranks=global_ranks,
+            torch_name=torch_name,
+            given_name=given_name,
+            desc=desc,
+        )
+    except BaseException as error:  # the others have theirs, and would wait in their first call
+        connecting.give_up(error)
+        raise
     contradiction = None if connecting.verdict.alike else forming.contradiction()
     if contradiction is not None:
         group.abort()

@@ -109,6 +109,11 @@ class Forming:
         """A part of the store that is the group's own."""
         return self._room
 
+    @property
+    def has_signed_in(self) -> bool:
+        """Whether this rank has a room, and others may know that it has come."""
+        return self._room is not self._hall
+
     def carry_out(self, work: Callable[[], T], look: Callable[[], None] | None = None) -> T:
         """Run a part of the forming on a borrowed thread, and notice deaths and the deadline.
 

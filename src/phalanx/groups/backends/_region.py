@@ -26,12 +26,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError
 
 from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import usable_cores
 from ...errors import InvalidState, PeerLost, RendezvousError, RendezvousTimeout
+from .._background import is_given_up
+from .._patient import PlainStore
 from .._roster import Member
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Slab", "make_region", "share", "watch_peers"]
 
-TURN = timedelta(milliseconds=50)  # for which others cannot ask on the same connection
+TURN = 0.05  # seconds between two looks for a peer's death
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 GRAIN = 4096  # bytes; slab memory is handed out in pages
 
@@ -77,7 +78,7 @@ class _Peers:
     """What the ranks tell each other until they share memory."""
 
     def __init__(self, store: Store, timeout: timedelta) -> None:
-        self._store = store
+        self._store = PlainStore(store)
         self._until = time.monotonic() + timeout.total_seconds()
 
     def tell(self, key: str, data: object) -> None:
@@ -89,29 +90,23 @@ class _Peers:
 
         In turns, for others ask on the same connection whether somebody has died.
         """
-        while not self._has_come(key):
+        while not self._store.await_all([key], TURN):
             self._look_at(rank, key)
-        return json.loads(self._store.get(key))
-
-    def _has_come(self, key: str) -> bool:
-        with suppress(DistStoreError):
-            self._store.wait([key], TURN)
-            return True
-        return False
+        return json.loads(self._store.fetch(key))
 
     def _look_at(self, rank: int, key: str) -> None:
+        if is_given_up():
+            raise RendezvousError("sharing memory was given up by this rank")
         member = self.member(rank)
-        if member is not None and member.is_dead and not self._store.check([key]):
+        if member is not None and member.is_dead and not self._store.has(key):
             raise PeerLost(f"rank {rank} ({member}) died while forming", ranks=[rank])
         if time.monotonic() >= self._until:
             raise RendezvousTimeout(f"rank {rank} did not come to share memory in time")
 
     def member(self, rank: int) -> Member | None:
         """Tell which process a rank is, once it has said so."""
-        key = f"here/{rank}"
-        if not self._store.check([key]):
-            return None
-        return Member.from_json(json.loads(self._store.get(key)))
+        told = self._store.read(f"here/{rank}")
+        return None if told is None else Member.from_json(json.loads(told))
 
 
 def _offer(

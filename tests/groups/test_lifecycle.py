@@ -90,6 +90,28 @@ def test_a_split_has_the_name_and_description_that_it_is_given(ranks):
     ranks.run(name_splits_alike, 2)
 
 
+def name_where_it_is_taken(ctx):
+    world = ctx.group("gloo")
+    alone = world.split_group([1], group_name="tp")  # None on rank 0
+    first, second = (world.split_group([0, 1], group_name="tp") for _ in range(2))
+    if ctx.rank == 0:
+        first.shutdown()
+    third = world.split_group([0, 1], group_name="tp")
+    names = [group.group_name for group in (first, second, third)]
+    assert [total(group) for group in (second, third)] == [3, 3]
+    for group in (alone, first, second, third):
+        if group is not None:
+            group.shutdown()
+    again = ctx.closing(world.split_group([0, 1], group_name="tp"))
+    return [*names, again.group_name]
+
+
+def test_a_name_is_the_same_on_all_ranks_though_it_is_taken_on_some(ranks):
+    """Each rank took the first that was free on it; functional collectives look groups up by it."""
+    names = ranks.run(name_where_it_is_taken, 2)
+    assert names == [["tp~1", "tp~2", "tp~3", "tp"]] * 2
+
+
 def test_a_merged_group_has_the_name_and_description_that_it_is_given(tmp_path):
     group = new_group("gloo", store=f"file://{tmp_path}/a", rank=0, world_size=1)
     store = dist.FileStore(f"{tmp_path}/b", 1)

@@ -26,6 +26,7 @@ from ._registry import Backend, find_backend
 from ._roster import Member, Roster
 from ._stores import Meeting, check_place, own_connection, visit
 from ._telling import Terms
+from ._torch import next_number
 
 __all__ = [
     "DEFAULT_TIMEOUT",
@@ -290,6 +291,7 @@ def build(
         timeout=recipe.timeout,
         kin=kin,
         purpose=purpose,
+        name_number=0 if torch_name else next_number(given_name or label),
     )
     connecting = _connecting(forming, backend, recipe, kin)
     engine = connecting.run(
@@ -320,6 +322,7 @@ def build(
             global_ranks=global_ranks,
             torch_name=torch_name,
             given_name=given_name,
+            name_number=connecting.verdict.name_number,
             desc=desc,
         )
     except BaseException as error:  # the others have theirs, and would wait in their first call

@@ -87,6 +87,7 @@ class Forming:
         timeout: timedelta,
         kin: Kin | None = None,
         purpose: Purpose | None = None,
+        name_number: int = 0,
     ) -> None:
         self.terms = terms
         self.rank = rank
@@ -97,6 +98,7 @@ class Forming:
         self._member = Member.here() if kin is None else kin.members[rank]
         self._kin = kin
         self._purpose = purpose
+        self._name_number = name_number
         self._timeout = timeout
         self._started = time.monotonic()
         self.deadline = self._started + timeout.total_seconds()
@@ -180,7 +182,8 @@ class Forming:
                 self._refuse_second_claim()
         self._room = self._hall.under(str(self._turn))
         purpose = "" if self._purpose is None else self._purpose.text
-        signed = SignIn(self.terms, self._member, self._turn, purpose).to_json()
+        sign_in = SignIn(self.terms, self._member, self._turn, purpose, self._name_number)
+        signed = sign_in.to_json()
         here = f"phalanx/{self.terms.room}/{self._turn}"
         notes = {} if self._purpose is None else self._purpose.notes()
         self._store.set_all(
@@ -214,7 +217,7 @@ class Forming:
     def _like(self, rank: int) -> str:
         """Name a key that only a rank which says all the same writes."""
         purpose = "" if self._purpose is None else self._purpose.text
-        said = repr((self.terms.key(), purpose)).encode()
+        said = repr((self.terms.key(), purpose, self._name_number)).encode()
         return f"like/{hashlib.blake2b(said, digest_size=8).hexdigest()}/{rank}"
 
     # -- rank 0 ----------------------------------------------------------------------------
@@ -234,7 +237,8 @@ class Forming:
         members = () if self._kin else (self._member, *(signed[r].member for r in others))
         purpose = "" if self._purpose is None else self._purpose.text
         alike = all(each.purpose == purpose for each in signed.values())
-        made = Verdict(uuid.uuid4().hex, members, alike, offer())
+        number = max([self._name_number, *(each.name_number for each in signed.values())])
+        made = Verdict(uuid.uuid4().hex, members, alike, offer(), number)
         return self._settle(made)
 
     def _collect(self, signed: dict[int, SignIn]) -> bool:

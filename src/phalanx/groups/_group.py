@@ -77,12 +77,14 @@ class ProcessGroup(Members):
         global_ranks: Sequence[int],
         torch_name: str = "",
         given_name: str = "",
+        name_number: int = 0,
         desc: str = "",
     ) -> None:
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = name
         self._given_name = given_name
+        self._name_number = name_number  # what tells it from others of that name, on all ranks
         self._desc = desc
         self._rank = rank
         self._size = size
@@ -144,7 +146,8 @@ class ProcessGroup(Members):
     def group_name(self) -> str:
         """Tell the name under which torch finds the group in this process.
 
-        It is the one that was given, unless another group of this process has it.
+        It is the one that was given, with a number if a group of any of its ranks has that already.
+        It is the same on every rank, unless ranks are threads of one process.
         """
         return self._torch_name
 

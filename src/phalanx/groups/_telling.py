@@ -64,19 +64,23 @@ class SignIn:
     member: Member
     turn: int
     purpose: str
+    name_number: int = 0
+    """The first that is free on this rank, and all after it, to tell groups of one name apart."""
 
     def to_json(self) -> str:
         """Write it down."""
         # Not by `asdict`, which takes as long as all the rest.
         told = {"terms": vars(self.terms), "member": vars(self.member)}
-        return json.dumps({**told, "turn": self.turn, "purpose": self.purpose})
+        rest = {"turn": self.turn, "purpose": self.purpose, "name_number": self.name_number}
+        return json.dumps({**told, **rest})
 
     @classmethod
     def from_json(cls, text: bytes) -> SignIn:
         """Read what `to_json` wrote."""
         data = json.loads(text)
         terms = Terms(**{**data["terms"], "seats": tuple(data["terms"]["seats"])})
-        return cls(terms, Member.from_json(data["member"]), data["turn"], data["purpose"])
+        rest = data["turn"], data["purpose"], data["name_number"]
+        return cls(terms, Member.from_json(data["member"]), *rest)
 
 
 _TELLABLE: dict[str, type[GroupError] | type[RendezvousError]] = {
@@ -95,6 +99,8 @@ class Verdict:
     """Whether all have the same purpose."""
     offer: dict[str, Any] | None = None
     """What rank 0 has made for the others to share."""
+    name_number: int = 0
+    """The first that is free on all ranks."""
     error: PhalanxError | None = None
     """Why there is no group."""
     here: tuple[int, ...] | None = None
@@ -105,9 +111,8 @@ class Verdict:
         if self.error is not None:
             return json.dumps({"error": _told(self.error), "here": self.here})
         members = [member.to_json() for member in self.members]
-        return json.dumps(
-            {"token": self.token, "members": members, "alike": self.alike, "offer": self.offer}
-        )
+        told = {"token": self.token, "members": members, "alike": self.alike}
+        return json.dumps({**told, "offer": self.offer, "name_number": self.name_number})
 
     @classmethod
     def from_json(cls, text: bytes) -> Verdict:

@@ -20,9 +20,11 @@ from ._engine import Engine
 if TYPE_CHECKING:
     from ._group import ProcessGroup
 
-__all__ = ["enlist", "enter", "strike"]
+__all__ = ["enlist", "enter", "next_number", "strike"]
 
 _naming = threading.Lock()
+_numbers: dict[str, set[int]] = {}
+"""By the name that was wanted: the numbers that groups of this process have with it."""
 
 
 def enlist(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
@@ -43,18 +45,58 @@ def enter(group: ProcessGroup) -> c10d.GroupName:
     return name
 
 
-def _register(group: ProcessGroup) -> c10d.GroupName:
-    """Register under the group's name, or one like it: thread ranks share a process."""
-    wanted = group._given_name or group.label
+def next_number(wanted: str) -> int:
+    """Return a number that is free with a name in this process, as are all greater ones.
+
+    So the greatest that any rank returns is free on all of them.
+    """
     with _naming:
-        for number in count():
-            name = c10d.GroupName(f"{wanted}~{number}" if number else wanted)
+        number = max(_numbers.get(wanted, ()), default=-1) + 1
+        while _is_taken(_numbered(wanted, number)):  # by a group that is torch's
+            number += 1
+    return number
+
+
+def _numbered(wanted: str, number: int) -> c10d.GroupName:
+    return c10d.GroupName(f"{wanted}~{number}" if number else wanted)
+
+
+def _is_taken(name: c10d.GroupName) -> bool:
+    try:
+        native._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _register(group: ProcessGroup) -> c10d.GroupName:
+    """Register under the name that the ranks agreed on, or the next: threads share a process."""
+    wanted = _wanted(group)
+    with _naming:
+        for number in count(group._name_number):
+            name = _numbered(wanted, number)
             try:
                 native._register_process_group(name, group)
             except RuntimeError:  # the name is taken
                 continue
+            _numbers.setdefault(wanted, set()).add(number)
             return name
     raise AssertionError("count() has no end")
+
+
+def _wanted(group: ProcessGroup) -> str:
+    return group._given_name or group.label
+
+
+def _free(group: ProcessGroup) -> None:
+    wanted = _wanted(group)
+    with _naming:
+        numbers = _numbers.get(wanted, set())
+        numbers.difference_update(
+            [each for each in numbers if _numbered(wanted, each) == group.group_name]
+        )
+        if not numbers:
+            _numbers.pop(wanted, None)
 
 
 def _lend_engine(group: ProcessGroup, engine: Engine) -> None:
@@ -71,5 +113,6 @@ def strike(group: ProcessGroup) -> None:
     if group not in c10d._world.pg_names:
         return
     native._unregister_process_group(c10d.GroupName(group.group_name))
+    _free(group)
     for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
         table.pop(group, None)

@@ -29,7 +29,7 @@ from phalanx.errors import (
 from phalanx.groups import _create, _patient, _registry, _stores, _torch
 from phalanx.groups._board import Board
 from phalanx.groups._connecting import Connecting
-from phalanx.groups._hosting import ClosedGroup
+from phalanx.groups._hosting import VISITOR, ClosedGroup
 from phalanx.groups._patient import PatientStore
 from phalanx.groups._roster import Member, Roster
 from phalanx.groups.backends._region_offer import RegionOffer
@@ -296,7 +296,11 @@ def meet_again_before_the_host(ctx, port):
     place = {"store": f"tcp://127.0.0.1:{port}", "rank": ctx.rank, "world_size": 2}
     group = groups.new_group("gloo", SECONDS, **place)
     group.barrier().wait()
-    kept, group = group._hosted, group.shutdown()
+    kept = group._hosted
+    if ctx.rank == 0:
+        while not any(key.startswith(VISITOR) for key in kept.store.list_keys()):
+            time.sleep(0.01)  # else it might be gone before the other comes
+    group = group.shutdown()
     if ctx.rank == 0:
         while not kept._seen:  # the one who has come is in the way of its end
             assert kept.store is not None

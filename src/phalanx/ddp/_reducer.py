@@ -452,8 +452,8 @@ class Reducer:
             self.optimizers = other.optimizers
         elif other.optimizers:
             raise InvalidState(
-                "load_state_dict(assign=True) replaced parameters that have an optimizer in "
-                "backward. Load without assign=True, or wrap the module and register again"
+                "load_state_dict(assign=True) replaced parameters with optimizers in backward. "
+                "Load without assign=True, or wrap the module and register again"
             )
 
     def close(self) -> None:

@@ -83,8 +83,8 @@ class DataParallelState(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         if self.reducer.optimizers:
             raise InvalidState(
-                "a wrapped module is copied without its optimizers in backward: copy ddp.module, "
-                "and wrap and register again"
+                "cannot copy or pickle a wrapped module that has optimizers in backward. Copy "
+                "ddp.module, wrap it and register the optimizers again"
             )
         state = {name: value for name, value in vars(self).items() if name not in LEFT_BEHIND}
         state["_synchronises"] = self.reducer.synchronises

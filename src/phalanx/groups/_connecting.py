@@ -26,7 +26,7 @@ from ._forming import TURN, Forming
 from ._patient import PatientStore, PlainStore
 from ._stores import own_connection
 from ._telling import Verdict
-from ._words import first_line
+from ._words import first_line, ranks_text
 
 __all__ = ["Connecting", "Offer"]
 
@@ -190,7 +190,9 @@ class Connecting:
                 looked = time.monotonic()
                 if self.room.has("refused"):
                     return None
-                self._check_time(f"{offer.absent()} did not reach what rank 0 has offered")
+                self._check_time(
+                    f"{ranks_text(offer.absent())} did not map the memory that rank 0 offered"
+                )
         return offer.engine()
 
     # -- in the ordinary way ---------------------------------------------------------------

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -285,6 +286,18 @@ def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
 # -- messages that there is no memory for --------------------------------------------------
 
 
+@contextmanager
+def memory_left(nbytes):
+    """Let this process map so many bytes more in the body."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def be_sent_more_than_there_is_memory_for(ctx):
     group = ctx.group("shm", timeout=LONG)
     length = 96 * MIB
@@ -297,10 +310,7 @@ def be_sent_more_than_there_is_memory_for(ctx):
         return None
     ctx.store.wait(["sent"])
     large, small = torch.zeros(length // 8, dtype=torch.int64), torch.zeros(4)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + length // 2, limits[1]))
-    try:
+    with memory_left(length // 2):
         work = group.recv(small, 0, tag=2)
         told = rf"recv float32\[4\] at .*message of {length} bytes from rank 0"
         with pytest.raises(MemoryError, match=told):
@@ -310,8 +320,6 @@ def be_sent_more_than_there_is_memory_for(ctx):
         group.recv(large, 0, tag=1).wait()  # which needs none
         future.wait()
         work.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
     assert torch.equal(large, torch.arange(length // 8))
     return small.tolist()
 
@@ -334,18 +342,13 @@ def receive_from_anybody_beside_a_large_message(ctx):
         return None
     ctx.store.wait(["sent"])
     large, small = torch.zeros(length // 8, dtype=torch.int64), torch.zeros(4)
-    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (mapped + length // 2, limits[1]))
-    try:
+    with memory_left(length // 2):
         work = group.recv_anysource(small, tag=2)
         with pytest.raises(CollectiveTimeout):  # rank 0 is held up, and rank 1 is not
             work.wait(timedelta(milliseconds=50))
         ctx.store.set("starved", "")
         work.wait()
         group.recv(large, 0, tag=1).wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
     return small.tolist()
 
 

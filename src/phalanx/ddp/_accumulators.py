@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from ._local_part import whole
 
-__all__ = ["Accumulators", "OuterRun", "this_run", "without_graph"]
+__all__ = ["Accumulators", "OuterRun", "node_of", "this_run", "without_graph"]
 
 
 class Accumulators:
@@ -50,8 +50,12 @@ class Accumulators:
                 yield self._node(i)
 
     def _node(self, i: int) -> Any:
-        # Not kept: autograd makes another when the type of a parameter changes.
-        return torch.autograd.graph.get_gradient_edge(whole(self._parameters[i])).node
+        return node_of(self._parameters[i])
+
+
+def node_of(parameter: Parameter) -> Any:
+    """Return the node that fills ``.grad`` now; a change of type makes autograd use another."""
+    return torch.autograd.graph.get_gradient_edge(whole(parameter)).node
 
 
 def this_run() -> int | None:

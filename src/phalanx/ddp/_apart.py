@@ -61,12 +61,10 @@ class PreviousGrads:
 
     def keep_reduced(self, parameters: Sequence[Parameter]) -> None:
         """Keep a copy of the gradients that there are, before local ones are added to them."""
-        for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None and _has_values(gradient):
-                self._reduced[parameter] = _Reduced(gradient.detach().clone())
-                # Not a view of a bucket: those have one version in common.
-                parameter.grad = gradient.detach().clone()
+        self.take_off(parameters)
+        for parameter, kept in self._reduced.items():
+            # Not the view of a bucket that it was: those have one version in common.
+            parameter.grad = kept.value.clone()
 
     def take_off(self, parameters: Sequence[Parameter]) -> None:
         """Keep the gradients that there are, and leave none."""

@@ -28,11 +28,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._local_part import whole
+from ._accumulators import node_of
 
 __all__ = ["Arrivals", "UnderWay"]
 
@@ -46,7 +45,7 @@ class Arrivals:
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
-        self._nodes = [_node_of(parameter) for parameter in parameters]
+        self._nodes = [node_of(parameter) for parameter in parameters]
         """Keeps the ``AccumulateGrad`` nodes and users' hooks on them: parameters do so weakly."""
         self._handles: list[Any] = []
         self._callers: list[_Caller] = []
@@ -132,7 +131,7 @@ class Arrivals:
 
     def _find_node(self, i: int) -> Any:
         if self._parameters[i].requires_grad:  # autograd makes another when the type changes
-            self._nodes[i] = _node_of(self._parameters[i])
+            self._nodes[i] = node_of(self._parameters[i])
         return self._nodes[i]
 
     def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
@@ -155,10 +154,6 @@ def _hookable(parameter: Parameter) -> Generator[None, None, None]:
     finally:
         if is_frozen:
             parameter.requires_grad_(False)
-
-
-def _node_of(parameter: Parameter) -> Any:
-    return torch.autograd.graph.get_gradient_edge(whole(parameter)).node
 
 
 class _Caller:

@@ -105,24 +105,21 @@ class ShmTransfer(ShmWork):
             return True
         if state == CANCELLED:
             raise CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group")
-        raise RuntimeError(f"rank {peer} sent {length} bytes, which is not what was expected")
+        raise RuntimeError(f"rank {peer} sent {length} bytes; the receive buffer has another size")
 
     def _await_end(self, seconds: float) -> tuple[int, int, int]:
         """Wait until it has ended, at most for so long unless that is 0; tells how it did."""
         while True:
-            started = time.monotonic()
             status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG)
             if status[0] == STOPPED:
                 raise EngineStopped
             if status[0] != PENDING:
                 return status
-            # The engine stops waiting when it is in vain.
+            # The engine stops waiting when the peer has ended.
             if status[1] in self._owner.lost_ranks():
                 raise PeerDead(status[1])
             if seconds:
                 raise NotYet
-            if time.monotonic() - started < _LONG:
-                raise EngineStopped
 
     def cancel(self) -> None:
         """Take it back, unless a part of it has gone."""

@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: demo test native-test soak lint format bench clean
+.PHONY: demo test test-slow native-test soak lint format bench clean
 
 demo: $(READY)
 	$(BIN)/phalanx run -n 2 examples/digits.py
@@ -13,7 +13,11 @@ demo: $(READY)
 # On three processes, for two cores: much of the time goes into waiting, for deadlines and for peers. The
 # files that take longest come first (tests/conftest.py), and not those that have most tests.
 test: $(READY)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(ARGS)
+
+# Whole programs, compilers and random kills: what takes seconds each.
+test-slow: $(READY)
+	$(BIN)/python -m pytest -n 2 -m slow $(ARGS)
 
 # The engine's own tests, under the sanitizers that fit together.
 native-test: $(READY)

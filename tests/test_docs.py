@@ -28,6 +28,7 @@ def use_the_documented_backend(ctx, source):
     assert group.records()[-1].operation == "allreduce"
 
 
+@pytest.mark.slow
 def test_the_documented_backend_of_ones_own_works(ranks):
     source = code("docs/groups.md", containing="register_backend(")
     function = re.search(r"def .*?\n\n", source, flags=re.DOTALL).group()
@@ -76,6 +77,7 @@ def programs():
         yield from ((page.stem, block) for block in blocks if "new_group()" in block)
 
 
+@pytest.mark.slow
 def test_programs_run(tmp_path):
     """All in one launch, for that takes longer than any of them."""
     found = list(programs())

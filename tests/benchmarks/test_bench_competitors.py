@@ -90,6 +90,7 @@ def test_limits():
     assert ThreadRanks(2).run(limits) == [(0, True, 5, 1), (0, False, 0, 1)]
 
 
+@pytest.mark.slow
 def test_an_allreduce_from_end_to_end():
     (entry,) = run([find("allreduce")], quick=True, repeats=2, tell=lambda _: None).entries
     (case,) = entry.cases

@@ -110,6 +110,7 @@ def test_every_hook_takes_part_and_sends_what_it_should(ranks):
         assert abs(four - two - two_more_columns) < SLACK
 
 
+@pytest.mark.slow
 def test_the_picture_has_every_competitor_and_is_always_the_same(tmp_path):
     pytest.importorskip("matplotlib")
     names = [PLAIN, *HOOKS]

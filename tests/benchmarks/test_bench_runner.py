@@ -19,6 +19,7 @@ def nothing(_):
     pass
 
 
+@pytest.mark.slow
 def test_known_numbers_come_out():
     told = []
     (entry,) = run([load("tiny_entry")], tell=told.append).entries
@@ -103,6 +104,7 @@ def test_the_list():
     assert [line.partition(":")[0] for line in done.output.splitlines()] == names()
 
 
+@pytest.mark.slow
 def test_a_real_entry_from_end_to_end(tmp_path):
     kept = tmp_path / "results" / "out.json"
     began = time.monotonic()

@@ -110,6 +110,7 @@ checkpointer.save(sys.argv[1], large)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
     (tmp_path / "file").touch()
     paths = [str(tmp_path / "c"), str(tmp_path / "file" / "c"), str(tmp_path / "d")]
@@ -137,6 +138,7 @@ print(checkpointer.save(sys.argv[1], {"step": 1})[1].exception(60))
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_would_run_twice_is_told(tmp_path):
     (tmp_path / "script.py").write_text(UNGUARDED)
     done = subprocess.run(
@@ -194,6 +196,7 @@ def kill_at_random(ranks, folder, *, rounds, kills, seed):
         assert same({"model": {"weight": weight}, "step": newest["step"]}, newest)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if SOAK else 300)
 def test_writers_are_killed_at_random_instants(ranks, tmp_path):
     kill_at_random(ranks, str(tmp_path), rounds=ROUNDS, kills=KILLS, seed=random.randrange(10**6))
@@ -245,6 +248,7 @@ def notes_of(folder):
     return [int(pid) for pid, _ in notes], max(int(step) for _, step in notes)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600 if SOAK else 300)
 def test_ranks_are_killed_at_random_instants(ranks, tmp_path):
     folder, newest = str(tmp_path), 0

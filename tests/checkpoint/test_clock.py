@@ -148,6 +148,7 @@ def jumping_clock(tmp_path):
     return library
 
 
+@pytest.mark.slow
 def test_nothing_heeds_a_clock_that_jumps(tmp_path, jumping_clock):
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path, str(free_port())],

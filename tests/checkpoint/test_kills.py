@@ -110,6 +110,7 @@ def save_until_killed(ctx, path, first, seconds, victims):
             progress.write(b"%d\n" % step)
 
 
+@pytest.mark.slow
 def test_any_rank_is_killed_at_any_instant(ranks, tmp_path):
     path = str(tmp_path / "c")
     duration = max(ranks.run(time_a_save, 2, args=(path,)))

@@ -70,6 +70,7 @@ def train_compiled(way, group, backend, *, steps=3):
     assert graphs.graphs
 
 
+@pytest.mark.slow
 @pairs
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
 @pytest.mark.parametrize("way", ["inside", "outside", "function"])
@@ -77,6 +78,7 @@ def test_a_module_a_wrapper_and_a_function_around_it_are_compiled(group, way):
     train_compiled(way, group, "eager")
 
 
+@pytest.mark.slow
 @over_groups(backends=("local", "shm"), sizes=(4,), timeout=60, reuse=True)
 def test_it_is_right_with_a_backward_that_is_compiled_too(group):
     train_compiled("outside", group, "aot_eager")
@@ -114,6 +116,7 @@ def compiling_into(kernels):
         yield
 
 
+@pytest.mark.slow
 @over_groups(backends=("shm", "local"), sizes=(2, 4), timeout=150)  # a C++ compiler takes its time
 def test_it_is_right_with_the_default_backend(group, kernels):
     with compiling_into(kernels):
@@ -134,6 +137,7 @@ def deep():
     return nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
 
 
+@pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2, 4), timeout=60, reuse=True)
 def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group):
     torch._dynamo.reset()

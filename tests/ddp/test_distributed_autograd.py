@@ -161,6 +161,7 @@ BODIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are using a Backend")  # as RPC itself does
 def test_with_workers(tmp_path):
     with RankPool(4, preload=("phalanx.ddp",)) as pool:

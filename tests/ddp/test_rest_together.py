@@ -95,6 +95,7 @@ def test_features_change_no_gradient_whatever_else_is_set(group, feature):
     check(feature, group, [*SETTINGS, *HOOKS])
 
 
+@pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2,), timeout=40, reuse=True)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of which the compiler asks
 def test_the_compiler_changes_no_gradient_whatever_else_is_set(group):

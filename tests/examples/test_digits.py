@@ -10,6 +10,8 @@ import sys
 import pytest
 from example_scripts import ROOT, load
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "examples" / "digits.py"
 LAUNCHERS = {
     "phalanx": ["phalanx", "run", "-n", "2"],

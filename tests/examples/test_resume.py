@@ -15,6 +15,8 @@ from example_scripts import ROOT, load
 from phalanx.checkpoint import STOPPED, Folder
 from phalanx.testing import RankFailures
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = ROOT / "examples" / "resume.py"
 OPTIONS = {"epochs": 4, "every": 20}
 LAST = 4 * 29  # steps of four epochs at two ranks

@@ -4,7 +4,10 @@ import contextlib
 import io
 import re
 
+import pytest
 from example_scripts import load
+
+pytestmark = pytest.mark.slow
 
 
 def run_main(ctx):

@@ -51,6 +51,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_calls_are_under_way(tmp_path):
     """A future of ours, one of torch's, and a thread that waits; none takes the process along."""
     (tmp_path / "program.py").write_text(PROGRAM)

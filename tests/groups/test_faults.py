@@ -431,6 +431,7 @@ group.allreduce(torch.ones(100)).wait()
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_lost_a_peer_exits_at_once(tmp_path):
     command = [sys.executable, "-c", SCRIPT, tmp_path]
     began = time.monotonic()

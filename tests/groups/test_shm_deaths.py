@@ -200,6 +200,7 @@ def go_on(ctx, group, victim):
     rest.shutdown()
 
 
+@pytest.mark.slow
 def test_a_rank_may_be_killed_at_any_moment(ranks):
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)

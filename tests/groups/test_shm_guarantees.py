@@ -213,6 +213,7 @@ def send_the_end_of_something_long(ctx):
     assert received.tolist() == (list(range(100)) if ctx.rank == 1 else [0] * 100)
 
 
+@pytest.mark.slow
 def test_positions_have_more_than_32_bits(ranks):
     ranks.run(send_the_end_of_something_long, 2)
 

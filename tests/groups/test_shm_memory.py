@@ -131,6 +131,7 @@ def found_by_ranks(scarce, what):
     return scarce[what]["found"]
 
 
+@pytest.mark.slow
 def test_a_small_dev_shm_and_no_memfd_are_avoided(scarce):
     expected = {"backend": "shm", "sum": [2.0]}
     assert found_by_ranks(scarce, "a file will do") == [expected] * 2

@@ -332,6 +332,7 @@ def compare(program, rank, found, expected):
             )
 
 
+@pytest.mark.slow
 def test_random_programs_end_as_on_threads(ranks, threads):
     first = random.randrange(1 << 30) if SEED is None else int(SEED)
     for seed in range(first, first + (PROGRAMS if SEED is None else 1)):

@@ -345,6 +345,7 @@ EXIT = """
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_may_exit_with_work_pending():
     command = [sys.executable, "-c", textwrap.dedent(EXIT)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -406,6 +406,7 @@ SCRIPT = """
 """  # many a script does not bother to destroy the group
 
 
+@pytest.mark.slow
 @WITH_ENGINE
 def test_a_plain_script_needs_one_line_more(tmp_path):
     script = tmp_path / "script.py"

@@ -147,6 +147,7 @@ def test_a_self_test_that_hangs_ends_and_says_where():
     assert measurements == []
 
 
+@pytest.mark.slow
 def test_doctor(phalanx):
     done = phalanx("doctor", "--json")
     read = json.loads(done.stdout)

@@ -83,6 +83,7 @@ def test_no_option_no_machines():
     assert Machines(node_rank=0)
 
 
+@pytest.mark.slow
 def test_torchrun_takes_over(phalanx, script):
     path = script(
         """

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from .conftest import clean_env
 
 SCRIPT = """
@@ -20,6 +22,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.slow
 def test_ranks_meet(script):
     command = ["phalanx", "run", "-n", "2", "--no-prefix", "--max-restarts", "1"]
     done = subprocess.run(

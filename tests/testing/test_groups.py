@@ -86,6 +86,7 @@ def test_also(ranks):
 """
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_once(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "test_failing.py").write_text(FAILING)

@@ -48,6 +48,7 @@ def is_running(pid):
     return state != "Z"
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_parent_is_killed(tmp_path):
     here = str(Path(__file__).parents[1])
     command = [sys.executable, "-c", PARENT, here, str(tmp_path)]

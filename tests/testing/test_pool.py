@@ -217,6 +217,7 @@ def parent_pid(ctx):
     return os.getppid()
 
 
+@pytest.mark.slow
 def test_a_pool_survives_the_loss_of_its_template():
     with RankPool(1) as pool:
         pool.start()

@@ -1,5 +1,6 @@
 """Every hook learns to read handwritten digits about as well as plain averages do."""
 
+import pytest
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -90,6 +91,7 @@ def learn(group, hook, state, around=None):
     return (model(test).argmax(1) == answers).float().mean().item()
 
 
+@pytest.mark.slow
 @over_groups(backends=("shm",), sizes=(2,), reuse=True, timeout=90.0)
 def test_every_hook_learns_to_read(group):
     torch.set_num_threads(1)

@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -120,6 +121,7 @@ def run_example(ctx, names):
     return printed.getvalue()
 
 
+@pytest.mark.slow
 def test_the_example_tells_how_much_less_is_sent(ranks):
     names = ["allreduce", "fp16", "topk"]
     printed, other = ranks.run(run_example, 2, args=(names,), timeout=60)

@@ -16,6 +16,7 @@ import builtins
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -144,13 +145,26 @@ class Source:
                 top.update(line.body)
             elif is_typing_block(line):
                 for inner in line.body.body:
-                    typing_only.update(getattr(inner, "body", ()) if isinstance(inner, cst.SimpleStatementLine) else ())
+                    typing_only.update(
+                        getattr(inner, "body", ())
+                        if isinstance(inner, cst.SimpleStatementLine)
+                        else ()
+                    )
         for node in all_nodes(self.tree):
             if isinstance(node, cst.Import):
                 for alias in node.names:
                     name = dotted(alias.name)
                     asname = alias.asname.name.value if alias.asname else None
-                    yield Import(node, "", name, asname, 0, name in known, node in typing_only, node in top or node in typing_only)
+                    yield Import(
+                        node,
+                        "",
+                        name,
+                        asname,
+                        0,
+                        name in known,
+                        node in typing_only,
+                        node in top or node in typing_only,
+                    )
             elif isinstance(node, cst.ImportFrom):
                 level = len(node.relative)
                 base = dotted(node.module) if node.module else ""
@@ -158,11 +172,25 @@ class Source:
                     package = self.name.split(".")
                     package = package[: len(package) - level + (1 if self.is_package else 0)]
                     base = ".".join([*package, *([base] if base else [])])
-                aliases = [("*", None)] if isinstance(node.names, cst.ImportStar) else [
-                    (a.name.value, a.asname.name.value if a.asname else None) for a in node.names
-                ]
+                aliases = (
+                    [("*", None)]
+                    if isinstance(node.names, cst.ImportStar)
+                    else [
+                        (a.name.value, a.asname.name.value if a.asname else None)
+                        for a in node.names
+                    ]
+                )
                 for name, asname in aliases:
-                    yield Import(node, base, name, asname, level, f"{base}.{name}" in known, node in typing_only, node in top or node in typing_only)
+                    yield Import(
+                        node,
+                        base,
+                        name,
+                        asname,
+                        level,
+                        f"{base}.{name}" in known,
+                        node in typing_only,
+                        node in top or node in typing_only,
+                    )
 
     def accesses(self, each: Import):
         scope = self.scopes.get(each.statement)
@@ -195,7 +223,11 @@ def flat(line: cst.CSTNode):
 
 
 def is_typing_block(node: cst.CSTNode) -> bool:
-    return isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING"
+    return (
+        isinstance(node, cst.If)
+        and isinstance(node.test, cst.Name)
+        and node.test.value == "TYPE_CHECKING"
+    )
 
 
 def all_nodes(tree: cst.CSTNode):
@@ -229,7 +261,9 @@ class Tree:
                 problem(f"[names] {module} defines no {name}")
         covered = {m.split(".")[1] for m in plan.new_module}
         for name, source in self.sources.items():
-            in_package = not source.is_package and name.count(".") >= 2 and name.split(".")[1] in covered
+            in_package = (
+                not source.is_package and name.count(".") >= 2 and name.split(".")[1] in covered
+            )
             if in_package and name not in plan.new_module:
                 problem(f"{name} is in no module of the map")
         words = {old.rpartition(".")[2] for old in plan.new_module} | set(plan.members)
@@ -263,7 +297,9 @@ class Tree:
         result |= {old: news.pop() for old, news in named.items() if len(news) == 1}
         return result | self.plan.members
 
-    def home(self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()) -> tuple[str, str]:
+    def home(
+        self, module: str, name: str, seen: frozenset[tuple[str, str]] = frozenset()
+    ) -> tuple[str, str]:
         """Find the module that defines a name, through re-exports."""
         source = self.sources.get(module)
         if source is None or (module, name) in seen:
@@ -318,19 +354,28 @@ class Rewriter(cst.CSTTransformer):
         return updated.with_changes(body=updated.body.with_changes(body=lines))
 
     def _field(self, statement):  # type: ignore[no-untyped-def]
-        if isinstance(statement, cst.AnnAssign) and isinstance(statement.target, cst.Name) and statement.target.value in self.members:
+        if (
+            isinstance(statement, cst.AnnAssign)
+            and isinstance(statement.target, cst.Name)
+            and statement.target.value in self.members
+        ):
             return statement.with_changes(target=cst.Name(self.members[statement.target.value]))
         if isinstance(statement, cst.Assign):
             targets = [
                 t.with_changes(target=cst.Name(self.members[t.target.value]))
-                if isinstance(t.target, cst.Name) and t.target.value in self.members else t
+                if isinstance(t.target, cst.Name) and t.target.value in self.members
+                else t
                 for t in statement.targets
             ]
             return statement.with_changes(targets=targets)
         return statement
 
     def leave_Arg(self, original, updated):  # type: ignore[no-untyped-def]
-        if updated.keyword and updated.keyword.value in self.members and updated.keyword.value in self.tree.fields:
+        if (
+            updated.keyword
+            and updated.keyword.value in self.members
+            and updated.keyword.value in self.tree.fields
+        ):
             return updated.with_changes(keyword=cst.Name(self.members[updated.keyword.value]))
         return updated
 
@@ -340,8 +385,10 @@ class Rewriter(cst.CSTTransformer):
         if self.source.is_package and f"{self.source.name}.{bare}" in self.tree.plan.new_module:
             new = self.tree.plan.new_module[f"{self.source.name}.{bare}"]
             text = f'"{new.removeprefix(self.source.name + ".")}"'
-        elif self.source.is_package and self.source.name in self.tree.sources and (
-            self.tree.new_name(self.source.name, bare) != bare
+        elif (
+            self.source.is_package
+            and self.source.name in self.tree.sources
+            and (self.tree.new_name(self.source.name, bare) != bare)
         ):
             text = f'"{self.tree.new_name(self.source.name, bare)}"'
         elif bare in self.members:
@@ -403,7 +450,9 @@ def edits(tree: Tree, source: Source) -> tuple[dict[cst.CSTNode, object], list[I
         scope = access.scope
         while not isinstance(scope, GlobalScope):
             if any(a.name == new for a in scope.assignments):
-                problem(f"{source.path.relative_to(ROOT)}: {new} is shadowed by a local of {getattr(scope, 'name', scope)}")
+                problem(
+                    f"{source.path.relative_to(ROOT)}: {new} is shadowed by a local of {getattr(scope, 'name', scope)}"
+                )
             scope = scope.parent
         node = access.node
         while isinstance(node, cst.Attribute):
@@ -421,7 +470,9 @@ def edits(tree: Tree, source: Source) -> tuple[dict[cst.CSTNode, object], list[I
             else:
                 target = node
                 if not isinstance(target, cst.Name):
-                    target = next(n for n in all_nodes(node) if isinstance(n, cst.Name) and n.value == name)
+                    target = next(
+                        n for n in all_nodes(node) if isinstance(n, cst.Name) and n.value == name
+                    )
                 replaced[target] = cst.Name(new)
             for access in assignment.references:
                 rename(access, new)
@@ -430,7 +481,11 @@ def edits(tree: Tree, source: Source) -> tuple[dict[cst.CSTNode, object], list[I
             replaced[node.name] = cst.Name(plan.names[source.name, node.name.value])
 
     for statement, group in source.by_statement.items():
-        ours = [each for each in group if each.base.startswith(PACKAGE) or each.name.startswith(PACKAGE + ".")]
+        ours = [
+            each
+            for each in group
+            if each.base.startswith(PACKAGE) or each.name.startswith(PACKAGE + ".")
+        ]
         if not ours:
             continue
         lines: list[cst.BaseSmallStatement] = []
@@ -445,13 +500,18 @@ def edits(tree: Tree, source: Source) -> tuple[dict[cst.CSTNode, object], list[I
         unchanged = [cst.Module([]).code_for_node(l) for l in lines]
         if len(group) > 1 and len({u.split(" import ")[0] for u in unchanged}) == 1:
             names = ", ".join(u.split(" import ")[1] for u in unchanged)
-            lines = [cst.parse_statement(f"{unchanged[0].split(' import ')[0]} import {names}").body[0]]
+            lines = [
+                cst.parse_statement(f"{unchanged[0].split(' import ')[0]} import {names}").body[0]
+            ]
         if not lines:
             replaced[parent] = cst.RemoveFromParent()
         else:
             first = lambda u, lines=lines: cst.FlattenSentinel(
                 [u.with_changes(body=[lines[0]])]
-                + [cst.SimpleStatementLine(body=[l], trailing_whitespace=u.trailing_whitespace) for l in lines[1:]]
+                + [
+                    cst.SimpleStatementLine(body=[l], trailing_whitespace=u.trailing_whitespace)
+                    for l in lines[1:]
+                ]
             )
             replaced[parent] = first
     return replaced, top
@@ -463,7 +523,9 @@ def one_import(tree, source, each, here, in_src, rename, replaced) -> str | None
     if each.base == "" and each.name.startswith(PACKAGE + "."):
         return f"import {plan.moved(each.name)}" + (f" as {each.asname}" if each.asname else "")
     if not each.base.startswith(PACKAGE):
-        return f"from {each.base} import {each.name}" + (f" as {each.asname}" if each.asname else "")
+        return f"from {each.base} import {each.name}" + (
+            f" as {each.asname}" if each.asname else ""
+        )
     if each.is_module:
         old = f"{each.base}.{each.name}"
         new = plan.moved(old)
@@ -487,23 +549,35 @@ def one_import(tree, source, each, here, in_src, rename, replaced) -> str | None
                     replaced[parent] = cst.Attribute(value=cst.Name(local), attr=cst.Name(attr))
             else:
                 if gone:
-                    problem(f"{source.path.relative_to(ROOT)}: module {each.name} is used as an object")
+                    problem(
+                        f"{source.path.relative_to(ROOT)}: module {each.name} is used as an object"
+                    )
                 replaced[name] = cst.Name(local)
                 call = parent
                 while isinstance(call, (cst.Arg,)):
                     call = source.parents[call]
-                if isinstance(call, cst.Call) and len(call.args) > 1 and isinstance(call.args[1].value, cst.SimpleString):
+                if (
+                    isinstance(call, cst.Call)
+                    and len(call.args) > 1
+                    and isinstance(call.args[1].value, cst.SimpleString)
+                ):
                     string = call.args[1].value
                     renamed = tree.new_name(old, string.raw_value)
                     replaced[string] = cst.SimpleString(f'"{renamed}"')
         if gone:
             return None
-        return f"from {relative(here, base, source, each.level)} import {bare}" + (f" as {asname}" if asname else "")
+        return f"from {relative(here, base, source, each.level)} import {bare}" + (
+            f" as {asname}" if asname else ""
+        )
     if each.name == "*":
         return f"from {relative(here, plan.moved(each.base), source, each.level)} import *"
     new_name = tree.new_name(each.base, each.name)
-    new_base = plan.moved(each.base)
-    gone = new_base == here and in_src
+    origin = each.base
+    if each.base in tree.sources and not tree.sources[each.base].is_package:
+        origin = tree.home(each.base, each.name)[0]
+        origin = origin if origin in tree.sources else each.base
+    new_base = plan.moved(origin)
+    gone = new_base == here and in_src and origin in plan.new_module
     local = new_name if gone or not each.asname else each.asname
     asname = each.asname
     if asname == each.name and asname:  # a re-export, `X as X`
@@ -513,14 +587,18 @@ def one_import(tree, source, each, here, in_src, rename, replaced) -> str | None
             rename(access, local)
     if gone:
         return None
-    return f"from {relative(here, new_base, source, each.level)} import {new_name}" + (f" as {asname}" if asname else "")
+    return f"from {relative(here, new_base, source, each.level)} import {new_name}" + (
+        f" as {asname}" if asname else ""
+    )
 
 
 def check_shadow(source: Source, access, new: str) -> None:  # type: ignore[no-untyped-def]
     scope = access.scope
     while not isinstance(scope, GlobalScope):
         if any(a.name == new for a in scope.assignments):
-            problem(f"{source.path.relative_to(ROOT)}: {new} is shadowed by a local of {getattr(scope, 'name', scope)}")
+            problem(
+                f"{source.path.relative_to(ROOT)}: {new} is shadowed by a local of {getattr(scope, 'name', scope)}"
+            )
         scope = scope.parent
 
 
@@ -560,31 +638,50 @@ def merge(tree: Tree, new: str, olds: list[str]) -> Merged:
             if each.base == "" and not each.name.startswith(PACKAGE):
                 text = f"import {each.name}" + (f" as {each.asname}" if each.asname else "")
             elif not each.base.startswith(PACKAGE) and each.base:
-                text = f"from {each.base} import {each.name}" + (f" as {each.asname}" if each.asname else "")
+                text = f"from {each.base} import {each.name}" + (
+                    f" as {each.asname}" if each.asname else ""
+                )
             if text is None or text == "from __future__ import annotations":
                 continue
             (result.typing_only if each.typing_only else result.runtime).add(text)
-            local = text.rpartition(" as ")[2] if " as " in text else text.rpartition("import ")[2].split(".")[0]
+            local = (
+                text.rpartition(" as ")[2]
+                if " as " in text
+                else text.rpartition("import ")[2].split(".")[0]
+            )
             if result.bound.setdefault(local, text) != text:
                 problem(f"{new}: {local} is imported twice: {result.bound[local]!r} and {text!r}")
             if not each.typing_only and each.base.startswith(PACKAGE):
-                result.uses.add(tree.plan.moved(f"{each.base}.{each.name}" if each.is_module else each.base))
+                result.uses.add(
+                    tree.plan.moved(f"{each.base}.{each.name}" if each.is_module else each.base)
+                )
         body = []
         for index, line in enumerate(source.tree.body):
             if index == 0 and is_docstring(line):
                 result.docs.append(line.body[0].value.evaluated_value)
                 continue
-            if isinstance(line, cst.SimpleStatementLine) and all(isinstance(s, (cst.Import, cst.ImportFrom)) for s in line.body):
+            if isinstance(line, cst.SimpleStatementLine) and all(
+                isinstance(s, (cst.Import, cst.ImportFrom)) for s in line.body
+            ):
                 if line.trailing_whitespace.comment or any(l.comment for l in line.leading_lines):
-                    problem_note(f"{old}: comment at an import: {cst.Module([]).code_for_node(line).strip()}")
+                    problem_note(
+                        f"{old}: comment at an import: {cst.Module([]).code_for_node(line).strip()}"
+                    )
                 continue
             if isinstance(line, cst.SimpleStatementLine) and is_all(line):
-                for node in all_nodes(line):
+                for node in all_nodes(line) if old == new or new not in olds else ():
                     if isinstance(node, cst.SimpleString):
                         result.exported.append(tree.new_name(old, node.raw_value))
                 continue
             if is_typing_block(line):
-                rest = [s for s in line.body.body if not (isinstance(s, cst.SimpleStatementLine) and all(isinstance(x, (cst.Import, cst.ImportFrom)) for x in s.body))]
+                rest = [
+                    s
+                    for s in line.body.body
+                    if not (
+                        isinstance(s, cst.SimpleStatementLine)
+                        and all(isinstance(x, (cst.Import, cst.ImportFrom)) for x in s.body)
+                    )
+                ]
                 if rest:
                     problem_note(f"{old}: more than imports under TYPE_CHECKING")
                     line = line.with_changes(body=line.body.with_changes(body=rest))
@@ -623,7 +720,9 @@ def defined_names(line: cst.CSTNode) -> set[str]:
     if isinstance(line, cst.SimpleStatementLine):
         for statement in line.body:
             if isinstance(statement, cst.Assign):
-                found |= {t.target.value for t in statement.targets if isinstance(t.target, cst.Name)}
+                found |= {
+                    t.target.value for t in statement.targets if isinstance(t.target, cst.Name)
+                }
             elif isinstance(statement, cst.AnnAssign) and isinstance(statement.target, cst.Name):
                 found.add(statement.target.value)
             elif isinstance(statement, cst.TypeAlias):
@@ -632,11 +731,19 @@ def defined_names(line: cst.CSTNode) -> set[str]:
 
 
 def is_docstring(line: cst.CSTNode) -> bool:
-    return isinstance(line, cst.SimpleStatementLine) and isinstance(line.body[0], cst.Expr) and isinstance(line.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    return (
+        isinstance(line, cst.SimpleStatementLine)
+        and isinstance(line.body[0], cst.Expr)
+        and isinstance(line.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
 
 
 def is_all(line: cst.SimpleStatementLine) -> bool:
-    return any(isinstance(s, cst.Assign) and any(isinstance(t.target, cst.Name) and t.target.value == "__all__" for t in s.targets) for s in line.body)
+    return any(
+        isinstance(s, cst.Assign)
+        and any(isinstance(t.target, cst.Name) and t.target.value == "__all__" for t in s.targets)
+        for s in line.body
+    )
 
 
 def ordered(tree: Tree, olds: list[str]) -> list[str]:
@@ -659,6 +766,7 @@ def ordered(tree: Tree, olds: list[str]) -> list[str]:
 
 def assemble(tree: Tree, new: str, merged: Merged) -> str:
     doc = tree.plan.docs.get(new) or "\n\n".join(d.strip() for d in merged.docs)
+    doc = "\n\n".join(map(wrapped, doc.split("\n\n")))
     quotes = 'r"""' if "\\" in doc else '"""'
     end = "\n" if "\n" in doc else ""
     text = [f'{quotes}{doc}{end}"""', ""]
@@ -670,10 +778,20 @@ def assemble(tree: Tree, new: str, merged: Merged) -> str:
     bare = new.rpartition(".")[2]
     if merged.exported and (not bare.startswith("_") or bare == "_public"):
         text += ["", "__all__ = [", *(f'    "{name}",' for name in sorted(merged.exported)), "]"]
-    return "\n".join(text) + "\n\n\n" + "\n\n".join(body.strip("\n") + "\n" for body in merged.bodies)
+    return (
+        "\n".join(text) + "\n\n\n" + "\n\n".join(body.strip("\n") + "\n" for body in merged.bodies)
+    )
 
 
-def check_cycles(merged: dict[str, Merged], tree: Tree) -> None:
+def wrapped(paragraph: str) -> str:
+    """Wrap running text at 100 columns; leave lists, tables and code alone."""
+    lines = paragraph.split("\n")
+    if max(map(len, lines)) <= 96 or any(line[:1] in " =-`*" for line in lines):
+        return paragraph
+    return textwrap.fill(" ".join(lines), 96, break_long_words=False, break_on_hyphens=False)
+
+
+def check_cycles(merged: dict[str, Merged]) -> None:
     graph = {name: set(each.uses) & set(merged) - {name} for name, each in merged.items()}
     while True:
         try:
@@ -696,14 +814,12 @@ def main() -> int:
         print("\n".join(PROBLEMS))
         return 1
     merged = {new: merge(tree, new, olds) for new, olds in plan.parts.items()}
-    check_cycles(merged, tree)
+    check_cycles(merged)
     rewritten: dict[Path, str] = {}
     for source in [*tree.sources.values(), *tree.others]:
         if source.name in plan.new_module or not tree.affected.search(source.text):
             continue
-        replaced, top = edits(tree, source)
-        if top:  # a module outside the map: rewrite its imports in place
-            merged_one = source
+        replaced, _ = edits(tree, source)
         text = rewrite_in_place(tree, source, replaced)
         rewritten[source.path] = text
     for note in NOTES:
@@ -743,16 +859,30 @@ def rewrite_in_place(tree: Tree, source: Source, replaced: dict[cst.CSTNode, obj
                 texts.append(text)
         lines = [cst.parse_statement(text) for text in texts]
         replaced[source.parents[statement]] = lambda u, lines=lines: cst.FlattenSentinel(
-            [lines[0].with_changes(leading_lines=u.leading_lines, trailing_whitespace=u.trailing_whitespace), *lines[1:]]
+            [
+                lines[0].with_changes(
+                    leading_lines=u.leading_lines, trailing_whitespace=u.trailing_whitespace
+                ),
+                *lines[1:],
+            ]
         )
     return source.tree.visit(Rewriter(tree, source, replaced)).code
 
 
 def rewrite_texts(tree: Tree) -> None:
     """Rewrite documentation and configuration: dotted names, backticks, members after a dot, public class names."""
-    public = {old: new for (_, old), new in tree.plan.names.items() if old[:1].isupper() and old not in ("Line",)}
+    public = {
+        old: new
+        for (_, old), new in tree.plan.names.items()
+        if old[:1].isupper() and old not in ("Line",)
+    }
     exported = {name for s in tree.sources.values() if s.is_package for name in tree.public(s.name)}
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "pyproject.toml", ROOT / "Makefile"]:
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        ROOT / "pyproject.toml",
+        ROOT / "Makefile",
+    ]:
         text = mentions(tree, path.read_text())
         for old, new in public.items():
             if old in exported or old == "FolderInUse":

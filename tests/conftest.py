@@ -72,17 +72,17 @@ LONGEST = (
     "test_docs.py",
     "examples/test_resume.py",
     "checkpoint/test_async_deaths.py",
-    "groups/test_faults.py",
+    "groups/test_failure_detection.py",
     "ddp/test_same_as_torch.py",
     "ddp/test_fuzz.py",
     "ddp/test_comm_hook.py",
     "ddp/test_uneven.py",
     "checkpoint/test_async.py",
-    "groups/test_roll_call.py",
+    "groups/test_update_membership.py",
     "groups/test_collectives.py",
     "launch/test_torch.py",
     "benchmarks/test_bench_runner.py",
-    "groups/test_forming.py",
+    "groups/test_rendezvous.py",
 )
 """The files that take longest, few tests though some have: if one came last, it would run alone."""
 

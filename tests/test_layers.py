@@ -18,7 +18,7 @@ LAYERS = [
     {"ddp", "checkpoint"},
     {"launch"},
     {"testing"},
-    {"_registration"},
+    {"_backend_registration"},
     {"__init__", "__main__"},
 ]
 """From the bottom up; what shares a line knows nothing of its neighbours."""
@@ -30,7 +30,7 @@ FREE_OF_TORCH = {
     "_faultpoints",
     "_signals",
     "launch",
-    "_registration",
+    "_backend_registration",
     "__init__",
     "__main__",
 }

@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.entry import Aim, Competitors, entry
 from benchmarks.stats import Compare
-from phalanx.groups._record import Call, Recorder
+from phalanx.groups._flight_recorder import Call, FlightRecorder
 from phalanx.testing import RankContext
 
 
-class Blank(Recorder):
+class Blank(FlightRecorder):
     """A recorder that hands out the same call again and again."""
 
     def __init__(self) -> None:

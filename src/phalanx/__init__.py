@@ -19,7 +19,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from ._registration import register_with_torch as _register_with_torch
+from ._backend_registration import register_with_torch as _register_with_torch
 
 if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel

@@ -1,12 +1,12 @@
 """Named points in the library at which a test may make a rank fail.
 
-This module is at the bottom of the layers so that any of them may mark a point; what happens
+This module is at the bottom of the layers so that every layer can mark points; what happens
 there is decided by `phalanx.testing.faults`. A marked point reads::
 
     if _faultpoints.armed:
         _faultpoints.reach(f"{operation}:before")
 
-so that a program that injects nothing pays for one load and one truth test, and builds no string.
+so a program that injects no faults pays one load and one branch, and formats no string.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-__all__ = ["Handler", "arm", "armed", "disarm", "reach"]
+FaultHandler = Callable[[str], None]
 
-Handler = Callable[[str], None]
-
-armed: tuple[Handler, ...] = ()
+armed: tuple[FaultHandler, ...] = ()
 """What is called with the name of every point reached; replaced, never changed in place."""
 
 _lock = threading.Lock()
@@ -30,14 +28,14 @@ def reach(name: str) -> None:
         handler(name)
 
 
-def arm(handler: Handler) -> None:
+def arm(handler: FaultHandler) -> None:
     """Call `handler` at every point from now on."""
     global armed  # noqa: PLW0603 - one global is the whole cost of a point
     with _lock:
         armed = (*armed, handler)
 
 
-def disarm(handler: Handler) -> None:
+def disarm(handler: FaultHandler) -> None:
     """Stop calling `handler`."""
     global armed  # noqa: PLW0603
     with _lock:

@@ -1,14 +1,15 @@
-"""What signals are called, and how a rank says that it left because of one."""
+"""Names of signals, and the exit status of a rank that stopped on request.
+
+The launcher reads both without importing torch.
+"""
 
 from __future__ import annotations
 
 import signal
 
-__all__ = ["STOPPED", "STOP_WORDS", "signal_name"]
-
 STOPPED = 75
 """Exit code of a rank that was asked to stop and has saved its work; EX_TEMPFAIL: try again."""
-STOP_WORDS = "stopped on request"
+STOPPED_PREFIX = "stopped on request"
 """How such a rank's last words begin."""
 
 

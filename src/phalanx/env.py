@@ -16,10 +16,17 @@ from phalanx.errors import InvalidArgument
 
 __all__ = ["RankEnv", "is_launched", "local_ranks", "read_rank_env", "usable_cores"]
 
-_PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_SIZES_ELSEWHERE = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+_RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+_OTHER_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """What MPI and Slurm call the number of processes that they have started."""
-_RANK_ELSEWHERE = "PMIX_RANK"
+_PMIX_RANK_VARIABLE = "PMIX_RANK"
 """What a launcher that speaks PMIx always sets; some of them do not tell the number of ranks."""
 
 
@@ -66,10 +73,10 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether anything tells that this process is one of several ranks, or which one."""
-    if any(_text(environ, name) for name in _PLACE):
+    if any(_text(environ, name) for name in _RANK_VARIABLES):
         return True
-    sizes = {_text(environ, name) for name in _SIZES_ELSEWHERE} - {""}
-    rank = _text(environ, _RANK_ELSEWHERE)
+    sizes = {_text(environ, name) for name in _OTHER_WORLD_SIZE_VARIABLES} - {""}
+    rank = _text(environ, _PMIX_RANK_VARIABLE)
     return bool(sizes - {"1"}) or rank not in ("", "0") or (rank == "0" and not sizes)
 
 

@@ -111,7 +111,7 @@ class RankReport:
     """Seconds since it began its last call of the group."""
 
     def __str__(self) -> str:
-        parts = [f"rank {self.rank}: {_STATES[self.state]}"]
+        parts = [f"rank {self.rank}: {_STATE_TEXTS[self.state]}"]
         if self.operation is not None:
             number = "" if self.sequence is None else f" #{self.sequence}"
             verb = "in" if self.state == "waiting" else "last call was"
@@ -123,7 +123,7 @@ class RankReport:
         return ", ".join(parts)
 
 
-_STATES = {
+_STATE_TEXTS = {
     "waiting": "waiting",
     "idle": "alive, in user code",
     "failed": "gave up",

@@ -21,13 +21,7 @@ from phalanx.checkpoint import (
     wrap_future,
 )
 from phalanx.checkpoint._progress import Meter, enter, expect, listening, wrote
-from phalanx.errors import (
-    InvalidArgument,
-    InvalidState,
-    SaveFailed,
-    SaveTimeout,
-    UnsupportedState,
-)
+from phalanx.errors import InvalidArgument, InvalidState, SaveFailed, SaveTimeout, UnsupportedState
 
 from .states import load, plain, same, together
 from .writers import checkpointer, late, stopped, wait_until

@@ -11,12 +11,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from phalanx.checkpoint import (
-    Alike,
-    CheckpointStagerConfig,
-    DefaultStager,
-    RankInfo,
-)
+from phalanx.checkpoint import Alike, CheckpointStagerConfig, DefaultStager, RankInfo
 from phalanx.checkpoint._staging_memory import Buffer
 from phalanx.errors import InvalidState, SaveFailed
 

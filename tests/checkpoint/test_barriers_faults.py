@@ -8,10 +8,7 @@ import pytest
 
 from phalanx.checkpoint._barrier_keys import step_of
 from phalanx.checkpoint._barrier_line import Line
-from phalanx.errors import (
-    BarrierTimeout,
-    InvalidState,
-)
+from phalanx.errors import BarrierTimeout, InvalidState
 
 from .places import (
     LONG,

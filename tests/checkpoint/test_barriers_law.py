@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 
 from phalanx.checkpoint._barrier_line import Line
-from phalanx.errors import (
-    BarrierTimeout,
-)
+from phalanx.errors import BarrierTimeout
 
 from .places import (
     LONG,

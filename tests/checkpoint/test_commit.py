@@ -10,7 +10,7 @@ import torch
 
 from phalanx import _faultpoints
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
-from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._document import MANIFEST
 from phalanx.checkpoint._storage import data_file_name, share_of_removal, storage_at
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, SaveFailed

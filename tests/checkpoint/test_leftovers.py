@@ -5,9 +5,9 @@ import os
 import pytest
 import torch
 
+from phalanx.checkpoint._document import MANIFEST
 from phalanx.checkpoint._files import LocalStorage
 from phalanx.checkpoint._locks import Lock
-from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint._storage import data_file_name
 from phalanx.checkpoint._upkeep import remove_leftovers
 from phalanx.errors import FolderInUse, SaveFailed

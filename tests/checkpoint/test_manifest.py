@@ -6,8 +6,9 @@ import re
 import pytest
 import torch
 
-from phalanx.checkpoint._manifest import MANIFEST, Manifest
-from phalanx.checkpoint._tensors import checksum
+from phalanx.checkpoint._bytes import checksum
+from phalanx.checkpoint._document import MANIFEST
+from phalanx.checkpoint._manifest import Manifest
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import DamagedCheckpoint
 

@@ -16,13 +16,8 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
     register_codec,
 )
-from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.errors import (
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    MissingKeys,
-    StateMismatch,
-)
+from phalanx.checkpoint._document import MANIFEST
+from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
 from .states import load, mixed, same, saved, trained
 

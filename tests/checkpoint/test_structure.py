@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.checkpoint import Alike, PerRank, RNGState, make_sync_checkpointer, register_codec
-from phalanx.checkpoint._encoding import Malformed, decode, encode
+from phalanx.checkpoint._document import Malformed
+from phalanx.checkpoint._encoding import decode, encode
 from phalanx.checkpoint._paths import display, name_of
 from phalanx.checkpoint._structure import MAX_DEPTH, Branch, TensorLeaf, leaves, parse, rebuild
 from phalanx.checkpoint._verify import verify

@@ -21,7 +21,7 @@ from torch.distributed import FileStore
 from phalanx import native
 from phalanx.errors import PhalanxError
 from phalanx.groups import new_group
-from phalanx.groups.backends._region import Slab, share
+from phalanx.groups.backends._shm_region import Slab, share_region
 
 CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
@@ -120,7 +120,7 @@ def exhaust(rank, size, meeting, folder):
     """Take all memory that there is, in a slab that has room for more."""
     sizes = native.engine.Sizes()
     sizes.small, sizes.window, sizes.channel, sizes.slab = 1024, 4096, 4096, 256 * MIB
-    engine = share(FileStore(meeting, size), rank, size, sizes=sizes, places=[folder])
+    engine = share_region(FileStore(meeting, size), rank, size, sizes=sizes, places=[folder])
     slab = Slab(engine, rank)
     kept, told = [], ""
     while not told:

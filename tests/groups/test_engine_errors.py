@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import InvalidArgument
-from phalanx.groups._engine import EngineStopped, PeerDead, is_about_peers
+from phalanx.groups._engine import EngineStopped, PeerDead, is_peer_failure
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
@@ -24,7 +24,7 @@ CLOSED = (
     ],
 )
 def test_these_are_about_a_peer(error):
-    assert is_about_peers(error)
+    assert is_peer_failure(error)
 
 
 @pytest.mark.parametrize(
@@ -39,4 +39,4 @@ def test_these_are_about_a_peer(error):
     ],
 )
 def test_these_are_not(error):
-    assert not is_about_peers(error)
+    assert not is_peer_failure(error)

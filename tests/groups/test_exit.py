@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from phalanx import native
-from phalanx.groups.backends import _shm_work
+from phalanx.groups.backends import shm
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 
@@ -70,7 +70,7 @@ def test_a_program_may_end_while_calls_are_under_way(tmp_path):
 
 def wait_longer_than_the_engine_does(ctx, how):
     group = ctx.group("shm", timeout=LONG, driver="caller")
-    usual, _shm_work._LONG = _shm_work._LONG, 0.02  # an hour, usually
+    usual, shm._LONG_WAIT = shm._LONG_WAIT, 0.02  # an hour, usually
     try:
         tensor = torch.full((3,), float(ctx.rank + 1))
         if ctx.rank == 1:
@@ -89,7 +89,7 @@ def wait_longer_than_the_engine_does(ctx, how):
         call.wait()
         return tensor.tolist()
     finally:
-        _shm_work._LONG = usual
+        shm._LONG_WAIT = usual
 
 
 @pytest.mark.parametrize("how", ["future", "call", "transfer"])

@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_map
 from phalanx import groups, native
 from phalanx.errors import GroupAborted, GroupError, InvalidState, PeerLost
 from phalanx.groups import new_group
-from phalanx.groups._adapt import averaging
-from phalanx.groups._record import user_frame
+from phalanx.groups._flight_recorder import user_frame
+from phalanx.groups._reductions import averaging
 from phalanx.groups.backends.shm import ShmEngine
 from phalanx.testing import RankFailures
 
@@ -315,7 +315,7 @@ def be_interrupted_twice(ctx):
     if ctx.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group._engine, "broadcast", strike, raising=False)
-            patch.setattr("phalanx.groups._group.cut_short", strike)
+            patch.setattr("phalanx.groups._process_group.reconcile_interrupted_start", strike)
             with pytest.raises(KeyboardInterrupt):
                 group.broadcast(tensor, 0)
     for _ in range(2):
@@ -360,7 +360,7 @@ def be_interrupted_between_parts_when_a_rank_is_lost(ctx):
     del tensors
     gc.collect()
     with pytest.raises(InvalidState, match="interrupted while starting"):
-        group.forget([2])
+        group.exclude([2])
     ctx.store.set("refused", "")
     assert kept() is not None, "the engine has it"
     return True

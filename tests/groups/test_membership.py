@@ -19,7 +19,7 @@ from phalanx.errors import (
     PeerLost,
     RankMismatch,
 )
-from phalanx.groups import _group
+from phalanx.groups import _process_group
 from phalanx.testing import Fault, kill
 
 LONG = timedelta(seconds=60)
@@ -45,7 +45,7 @@ def has_left(group, *leavers):
     """Have ranks leave, by themselves or at a roll call; tells whether this one has."""
     leaves = group.rank() in leavers
     if not group.can_leave:
-        group.roll_call(not leaves)
+        group.update_membership(not leaves)
     elif leaves:
         group.leave()
     return leaves
@@ -316,13 +316,13 @@ def leave_while_another_thread_calls(ctx):
         may_go_on.set()
         ctx.store.set("go", "")
 
-    class Paused(_group.Work):
+    class Paused(_process_group.Work):
         def __init__(self, *args):
             is_there.set()
             may_go_on.wait()
             super().__init__(*args)
 
-    usual, _group.Work = _group.Work, Paused
+    usual, _process_group.Work = _process_group.Work, Paused
     try:
         caller = threading.Thread(target=call)
         caller.start()
@@ -331,7 +331,7 @@ def leave_while_another_thread_calls(ctx):
         group.leave()  # begun before this rank leaves, the call is waited for
         caller.join()
     finally:
-        _group.Work = usual
+        _process_group.Work = usual
     assert group.records()[-1].ended is not None
 
 
@@ -400,10 +400,10 @@ def test_a_group_may_be_closed_while_it_is_left(ranks):
 
 def cannot_go_on(ctx):
     group = ctx.group("gloo")
-    with pytest.raises(InvalidState, match="leave: gloo cannot go on without .*roll_call"):
+    with pytest.raises(InvalidState, match="leave: gloo cannot go on without .*update_membership"):
         group.leave()
-    with pytest.raises(InvalidState, match="forget: gloo cannot go on without .*split_group"):
-        group.forget([0])
+    with pytest.raises(InvalidState, match="exclude: gloo cannot go on without .*split_group"):
+        group.exclude([0])
     assert group.members == tuple(range(ctx.size))
 
 
@@ -430,7 +430,7 @@ def lose_one_who_never_came(ctx, way):
         work.wait()
     with pytest.raises(PeerLost, match="is dead"):
         group.barrier()
-    group.forget(caught.value.lost)
+    group.exclude(caught.value.lost)
     work.wait()
     assert tensor.unique().tolist() == [2.0]
     go_on(group, way, 2.0)
@@ -454,11 +454,11 @@ def lose_one_in_the_middle(ctx, way):
         assert tensor.unique().tolist() == [3.0]
         with pytest.raises(PeerLost):
             group.barrier().wait()
-        group.forget([1])
+        group.exclude([1])
     else:
         with pytest.raises(PeerLost, match="is dead"):
             work.wait()
-        group.forget([1])
+        group.exclude([1])
         with pytest.raises(PeerLost, match="rank 1 died during the call") as caught:
             work.wait()
         assert caught.value.lost == (1,)
@@ -482,7 +482,7 @@ def lose_two(ctx):
             break
         except PeerLost as error:
             lost |= set(error.lost)
-            group.forget(error.lost)
+            group.exclude(error.lost)
     assert lost == {1, 3}
     assert tensor.tolist() == [2.0] * 5
     go_on(group, "in place", 2.0)
@@ -504,7 +504,7 @@ def receive_after_a_death(ctx):
     if received is not None:
         with pytest.raises(PeerLost):
             received.wait()
-    group.forget([1])
+    group.exclude([1])
     if received is None:
         group.send(torch.ones(2), 0).wait()
     else:
@@ -538,9 +538,9 @@ def test_what_a_rank_leaves_behind_is_whole_even_if_it_exits_in_good_order(ranks
 def forget_the_living(ctx):
     group = ctx.group("shm")
     with pytest.raises(InvalidArgument, match="rank 1 is alive"):
-        group.forget([1])
+        group.exclude([1])
     with pytest.raises(InvalidArgument, match="rank 5 is not a rank"):
-        group.forget([5])
+        group.exclude([5])
     group.barrier().wait()
 
 

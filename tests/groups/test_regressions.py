@@ -49,7 +49,7 @@ def leave_after_the_last_call(ctx, how):
         if how == "shutdown":
             group.shutdown()
         else:
-            group._health.exit()  # what the interpreter's end does
+            group._detector.exit()  # what the interpreter's end does
         ctx.store.set("gone", "")
         faults.reach("ended")
     work.wait()

@@ -312,7 +312,7 @@ def lose_one_who_has_not_entered(ctx):
     assert caught.value.lost == (1,)
     with pytest.raises(PeerLost, match="is dead"):
         group.rejoin()
-    group.forget(caught.value.lost)
+    group.exclude(caught.value.lost)
     group.rejoin()
     go_on_with_rounds(group)
 
@@ -330,7 +330,7 @@ def lose_one_who_has_entered(ctx):
     work = group.allreduce(tensor)
     with pytest.raises(PeerLost) as caught:
         work.wait()
-    group.forget(caught.value.lost)
+    group.exclude(caught.value.lost)
     work.wait()
     assert tensor.tolist() == [2.0] * 3
     go_on_with_rounds(group)
@@ -348,7 +348,7 @@ def persist(group, action):
         try:
             return action()
         except PeerLost as error:
-            group.forget(error.lost)
+            group.exclude(error.lost)
 
 
 def go_through_rounds(ctx, counts, moment):
@@ -394,7 +394,7 @@ def die_elsewhere(ctx):
         other.barrier()  # where it is killed, as a member that never comes
     with pytest.raises(PeerLost, match="rank 1 .* is dead"):
         group.rejoin()
-    group.forget([1])
+    group.exclude([1])
     group.rejoin()
     assert total(group) == 2.0
 

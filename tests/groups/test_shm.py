@@ -20,11 +20,11 @@ from phalanx.errors import (
     PeerLost,
     RendezvousError,
 )
-from phalanx.groups.backends._region import share
+from phalanx.groups.backends._shm_region import share_region
 from phalanx.testing import Fault, kill, stop
 
-from .test_checks import DISAGREEMENTS, disagree
-from .test_faults import call
+from .test_call_consistency import DISAGREEMENTS, disagree
+from .test_failure_detection import call
 
 LONG = timedelta(seconds=60)
 engine = native.engine
@@ -96,7 +96,7 @@ def test_shared_memory_is_given_back(ranks):
 def share_at(ctx, places):
     sizes = engine.Sizes()
     sizes.slab = 1 << 20
-    shared = share(ctx.store, ctx.rank, ctx.size, sizes=sizes, places=places)
+    shared = share_region(ctx.store, ctx.rank, ctx.size, sizes=sizes, places=places)
     value = torch.full((3,), float(ctx.rank + 1))
     arguments = (2, 0, 0, 1.0, 0, value.data_ptr(), value.nbytes, value.numel())
     assert shared.wait(shared.issue_in_place(*arguments, [], SimpleNamespace()), 10.0)[0] == 1
@@ -128,7 +128,7 @@ def test_a_file_will_do(ranks, tmp_path):
 
 def share_nowhere(ctx):
     with pytest.raises(RendezvousError, match="cannot share memory"):
-        share(ctx.store, ctx.rank, ctx.size, places=["no such folder"])
+        share_region(ctx.store, ctx.rank, ctx.size, places=["no such folder"])
 
 
 def test_ranks_that_cannot_share_memory_are_told(ranks):

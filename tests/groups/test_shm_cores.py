@@ -5,7 +5,7 @@ import os
 import pytest
 
 from phalanx import native
-from phalanx.groups.backends._region import _cores_of, share
+from phalanx.groups.backends._shm_region import _shared_core_count, share_region
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 
@@ -14,7 +14,7 @@ def keep_to_one_core(ctx, choose):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[choose[ctx.rank]]})
     try:
-        return share(ctx.store, ctx.rank, ctx.size).cores
+        return share_region(ctx.store, ctx.rank, ctx.size).cores
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -52,4 +52,4 @@ def test_so_have_those_of_a_split(ranks, choose, between_them):
     ],
 )
 def test_the_union_counts_and_the_smallest_quota(told, count):
-    assert _cores_of(told) == count
+    assert _shared_core_count(told) == count

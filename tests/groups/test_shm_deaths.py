@@ -22,8 +22,8 @@ import torch
 
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, GroupError, PeerLost
-from phalanx.groups._roster import Member
-from phalanx.groups.backends._region import watch_peers
+from phalanx.groups._peers import Member
+from phalanx.groups.backends._shm_region import watch_peers
 from phalanx.testing import Fault, faults, kill, stop
 
 from .test_shm import no_names_but
@@ -250,9 +250,9 @@ def lose_two_after_a_call(ctx):
             group.allreduce(torch.ones(4)).wait()
         if ctx.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    while group._health.dead() != {2, 3}:
+    while group._detector.dead() != {2, 3}:
         time.sleep(0.001)
-    group.forget([2, 3])
+    group.exclude([2, 3])
     work.wait()
     return tensor.unique().tolist()
 
@@ -294,7 +294,7 @@ def end_in_good_order_without_the_share(ctx):
     tensor = torch.ones(700_000)
     if ctx.rank == 1:
         group.allreduce(tensor)
-        group._health.exit()
+        group._detector.exit()
         ctx.store.set("died", str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     ctx.store.wait(["died"])

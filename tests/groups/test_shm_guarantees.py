@@ -20,7 +20,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import native
-from phalanx.groups.backends._region import share
+from phalanx.groups.backends._shm_region import share_region
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 
@@ -181,7 +181,7 @@ FINISHED, MISMATCH = 1, 3  # of `native/engine.hpp`
 
 def tell_lengths_apart(ctx):
     """Lengths that are alike in their last 32 bits are not the same."""
-    engine = share(ctx.store, ctx.rank, ctx.size)
+    engine = share_region(ctx.store, ctx.rank, ctx.size)
     place, _ = engine.region.slab(ctx.rank)
     length = 4 * GIB * ctx.rank + 20_000
     arguments = (ALLREDUCE, UINT8, 0, 1.0, 0, place, length, length)
@@ -197,7 +197,7 @@ def send_the_end_of_something_long(ctx):
     """Rank 0 brings 4 GiB of nothing, which take no memory, and a few bytes after them."""
     sizes = native.engine.Sizes()
     sizes.window = 16 << 20  # fewer and larger ones, for speed
-    engine = share(ctx.store, ctx.rank, ctx.size, sizes=sizes)
+    engine = share_region(ctx.store, ctx.rank, ctx.size, sizes=sizes)
     received = torch.zeros(100, dtype=torch.uint8)
     if ctx.rank == 0:
         source = mmap.mmap(-1, 4 * GIB + 100, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

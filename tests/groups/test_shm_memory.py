@@ -18,8 +18,8 @@ import torch
 
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, InvalidState
-from phalanx.groups.backends import _region
-from phalanx.groups.backends._region import share
+from phalanx.groups.backends import _shm_region
+from phalanx.groups.backends._shm_region import share_region
 
 from .test_shm_deaths import regions, settled
 
@@ -59,7 +59,9 @@ def be_spied_on(ctx, place):
     sizes.slab = MIB
     shared = []
     forming = threading.Thread(
-        target=lambda: shared.append(share(ctx.store, ctx.rank, 2, sizes=sizes, places=[place]))
+        target=lambda: shared.append(
+            share_region(ctx.store, ctx.rank, 2, sizes=sizes, places=[place])
+        )
     )
     forming.start()
     if ctx.rank == 0:
@@ -275,8 +277,8 @@ def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
 ):
     setting = tmp_path / "overcommit_memory"
     setting.write_text(mode)
-    monkeypatch.setattr(_region, "OVERCOMMIT", setting)
-    region = _region.make_region("memfd", 2)
+    monkeypatch.setattr(_shm_region, "OVERCOMMIT_SETTING", setting)
+    region = _shm_region.make_region("memfd", 2)
     _, slab = region.slab(0)
     found = os.stat(region.path)
     taken = found.st_blocks * 512

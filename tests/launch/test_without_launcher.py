@@ -7,7 +7,7 @@ import torch
 
 from phalanx.env import is_launched
 from phalanx.errors import InvalidArgument
-from phalanx.groups import _stores, new_group
+from phalanx.groups import _store, new_group
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -16,9 +16,9 @@ PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", 
 def alone(monkeypatch):
     for name in PLACE:
         monkeypatch.delenv(name, raising=False)
-    _stores._say_alone.cache_clear()
+    _store._warn_no_launcher.cache_clear()
     yield monkeypatch
-    _stores._say_alone.cache_clear()
+    _store._warn_no_launcher.cache_clear()
 
 
 def test_a_group_of_one_rank_is_made_and_told_in_one_line(alone, caplog):

@@ -11,9 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from phalanx.errors import (
-    NotInMesh,
-)
+from phalanx.errors import NotInMesh
 from phalanx.groups import new_group, process_group
 from phalanx.mesh import _mesh_resources, init_device_mesh
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import GroupAborted, InvalidState, RankMismatch
-from phalanx.groups import _registry, new_group
-from phalanx.groups._registry import Backend
+from phalanx.groups import _backend_registry, new_group
+from phalanx.groups._backend_registry import Backend
 from phalanx.groups.backends import fake
 from phalanx.mesh import DeviceMesh, init_device_mesh
 from phalanx.testing import over_groups
@@ -49,7 +49,9 @@ class Gate:
 def gate(monkeypatch):
     gate = Gate()
     # Not by `register_backend`, for good: other tests list those that there are.
-    monkeypatch.setitem(_registry._backends, "gated", Backend("gated", gate.make, fake.TRAITS))
+    monkeypatch.setitem(
+        _backend_registry._backends, "gated", Backend("gated", gate.make, fake.TRAITS)
+    )
     return gate
 
 

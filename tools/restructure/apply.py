@@ -839,6 +839,7 @@ def main() -> int:
     rewrite_texts(tree)
     for old, new in plan.tests.items():
         subprocess.run(["git", "mv", f"tests/{old}", f"tests/{new}"], cwd=ROOT, check=True)
+    rewrite_test_names(tree)
     ruff = [sys.executable, "-m", "ruff"]
     subprocess.run([*ruff, "check", "-q", "--fix", "--select", "I,F401,TC", "."], cwd=ROOT)
     subprocess.run([*ruff, "format", "-q", "."], cwd=ROOT)
@@ -892,6 +893,24 @@ def rewrite_texts(tree: Tree) -> None:
         for old, new in tree.plan.tests.items():
             text = text.replace(f"tests/{old}", f"tests/{new}")
         path.write_text(text)
+
+
+def rewrite_test_names(tree: Tree) -> None:
+    """Rewrite what names a test file that was renamed: imports from it, and its path."""
+    for path in [*ROOT.glob("tests/**/*.py"), ROOT / "Makefile", *ROOT.glob("tools/mutants/*")]:
+        if not path.is_file():
+            continue
+        text = before = path.read_text()
+        for old, new in tree.plan.tests.items():
+            was, now = Path(old), Path(new)
+            text = text.replace(old, new)
+            package = was.parts[-2] if len(was.parts) > 1 else ""
+            if path.parent.name == package or f"{package}.{was.stem}" in text:
+                text = re.sub(rf"(from [\w.]*\.){was.stem}(?= import)", rf"\g<1>{now.stem}", text)
+                text = re.sub(rf"(from \. import .*\b){was.stem}\b", rf"\g<1>{now.stem}", text)
+                text = text.replace(f"{was.stem}.py", f"{now.stem}.py")
+        if text != before:
+            path.write_text(text)
 
 
 if __name__ == "__main__":

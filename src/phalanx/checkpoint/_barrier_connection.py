@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from ..errors import InvalidState, RendezvousTimeout
-from ..groups._background import in_background
-from ..groups._stores import await_listener
+from ..groups._store import wait_for_listener
+from ..groups._store_client import in_background
 
 __all__ = ["Address", "Connection", "address_of", "await_key"]
 
@@ -55,7 +55,7 @@ class Connection:
         self.was_cut = False
         self.deadline = time.monotonic() + patience
         if address is not None:  # before others are kept from connecting, this process's host too
-            await_listener(*address, timedelta(seconds=patience))
+            wait_for_listener(*address, timedelta(seconds=patience))
         if not _opening.acquire(timeout=patience):
             raise RendezvousTimeout("the store does not answer")
         try:

@@ -23,8 +23,8 @@ from ..errors import (
     RendezvousError,
 )
 from ..groups import ProcessGroup, Work
-from ..groups._stores import own_connection
-from ..groups._words import first_line
+from ..groups._formatting import first_line
+from ..groups._store_client import clone_connection
 from ._barrier_connection import address_of
 from ._barrier_line import Line
 from ._barrier_words import check_text
@@ -127,7 +127,7 @@ class GroupLine:
             assert store is not None, "a group that can fail was formed in a store"
             try:
                 self._line = Line(
-                    lambda: own_connection(store),
+                    lambda: clone_connection(store),
                     self.prefix,
                     rank=self._group.rank(),
                     size=self._group.size(),
@@ -147,7 +147,7 @@ class GroupLine:
         self._own = own = self._group.split_group(ranks, timeout=self._timeout, group_name=name)
         # The first thing that `own.barrier` tries, without the call; it has nothing to say where
         # the long way has to be taken.
-        self._start = own._short.barrier if own is not None and own._short else _nothing
+        self._start = own._fast_path.barrier if own is not None and own._fast_path else _nothing
 
 
 def _nothing() -> None:

@@ -21,8 +21,9 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, Unprepared
 from ..groups import ProcessGroup
-from ..groups._current import default_group
-from ..groups._stores import check_place, meet, own_connection
+from ..groups._factory import default_group
+from ..groups._store import check_rank_and_size, open_store
+from ..groups._store_client import clone_connection
 from ._barrier_connection import address_of
 from ._barrier_group import GroupLine
 from ._barrier_line import Line
@@ -143,7 +144,7 @@ class TCPStoreBarrier(_StoreBarrier):
         timeout_secs: int,
     ):
         del use_checkpoint_barrier_tcpstore_libuv
-        rank, size = check_place(
+        rank, size = check_rank_and_size(
             _whole("global_rank", global_rank), _whole("global_world_size", global_world_size)
         )
         prefix = _text("barrier_prefix", barrier_prefix)
@@ -164,7 +165,7 @@ class TCPStoreBarrier(_StoreBarrier):
 
 
 def _open(url: str, rank: int, size: int, within: timedelta) -> Store:
-    meeting = meet(url, rank=rank, size=size, timeout=within)
+    meeting = open_store(url, rank=rank, size=size, timeout=within)
     if meeting.hosted is not None:
         meeting.hosted.stays = True  # for peers may use it when this rank's barrier is gone
     return meeting.store
@@ -201,7 +202,7 @@ _default_lines: WeakKeyDictionary[dist.ProcessGroup, Line] = WeakKeyDictionary()
 def _default_line() -> Line:
     store = _get_default_store()
     return Line(
-        lambda: own_connection(store),
+        lambda: clone_connection(store),
         "dist_barrier",
         rank=dist.get_rank(),
         size=dist.get_world_size(),

@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from ..errors import BarrierError, BarrierTimeout, RendezvousError
-from ..groups._words import first_line, ranks_text
+from ..groups._formatting import first_line, format_ranks
 from ._barrier_connection import Address, Connection, await_key
 from ._barrier_epoch import Epoch
 from ._barrier_keys import FAILED, OPEN, PASSED, Keys, arrivals, peek, read_all, step_of
@@ -279,7 +279,7 @@ class Line:
     def _fail(self, use: int, cause: str) -> None:
         """Begin an epoch after `use`, which has failed for this cause and by missing ranks."""
         progress = {rank: at for rank, at in enumerate(self._progress()) if at < use}
-        told = f"missing {ranks_text(sorted(progress))}" if progress else "the last came too late"
+        told = f"missing {format_ranks(sorted(progress))}" if progress else "the last came too late"
         failure = Failure(use, self.rank, f"{cause}: {told}", progress)
         key = f"{self._epoch.uses}{use}"
         won = self._epoch.turn(use + 1, failure)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from ..env import read_rank_env
 from ..errors import InvalidArgument
-from ..groups._current import default_group
+from ..groups._factory import default_group
 from ._async_checkpointer import AsyncCheckpointer
+from ._barrier_kinds import BarrierConfig, create_barrier_from_config
 from ._checkpoint_process import CheckpointProcess
 from ._checkpoint_reader import CheckpointReader
 from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
@@ -19,7 +20,6 @@ from ._checkpointer import SyncCheckpointer
 from ._config import CheckpointerConfig
 from ._staging import DefaultStager
 from ._types import RankInfo
-from .barriers import BarrierConfig, create_barrier_from_config
 
 __all__ = [
     "default_rank_info",

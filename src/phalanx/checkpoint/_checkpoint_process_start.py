@@ -21,17 +21,7 @@ from .. import errors
 from .._signals import signal_name
 from ..errors import CheckpointError, InvalidArgument, SaveFailed, SaveTimeout, WriterLost
 from ._checkpoint_process_child import Setup
-from ._checkpoint_process_link import (
-    Done,
-    Exit,
-    Failed,
-    Link,
-    Ready,
-    Refuse,
-    Reply,
-    Request,
-    Write,
-)
+from ._checkpoint_process_link import Done, Exit, Failed, Link, Ready, Refuse, Reply, Request, Write
 from ._notes import job_name
 from ._progress import Meter
 

@@ -26,9 +26,10 @@ import msgspec
 from ..errors import SaveFailed, StateMismatch
 from ._alike import Part, elements, own_share, sizes_of
 from ._digests import find_differences, marked_apart
+from ._document import FileEntry, HeaderEntry
 from ._dtypes import name_of_dtype
 from ._encoding import encode
-from ._manifest import FileEntry, HeaderEntry, Manifest
+from ._manifest import Manifest
 from ._marks import Piece
 from ._meeting import Company
 from ._paths import Path

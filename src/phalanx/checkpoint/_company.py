@@ -11,9 +11,9 @@ import torch.distributed as dist
 from ..env import read_rank_env
 from ..errors import InvalidType
 from ..groups import ProcessGroup
-from ..groups._current import default_group
+from ..groups._factory import default_group
+from ._barrier_kinds import DistBarrier, GroupBarrier
 from ._types import RankInfo
-from .barriers import DistBarrier, GroupBarrier
 
 __all__ = ["find_group", "meet_in"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ._barrier_kinds import BarrierConfig
 from ._checkpoint_process import CheckpointProcessConfig
 from ._checkpoint_writer import CheckpointWriterConfig
 from ._staging import CheckpointStagerConfig
-from .barriers import BarrierConfig
 
 __all__ = ["CheckpointerConfig"]
 

@@ -14,7 +14,8 @@ import xxhash
 from torch import Tensor
 
 from ..errors import CheckpointNotFound, DamagedCheckpoint
-from ._manifest import MANIFEST, Manifest, PieceEntry
+from ._document import MANIFEST, PieceEntry
+from ._manifest import Manifest
 from ._storage import Snapshot, Source, Storage
 from ._structure import Node, TensorLeaf
 from ._tensors import memory

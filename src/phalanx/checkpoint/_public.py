@@ -1,7 +1,18 @@
 """The public names of `phalanx.checkpoint`, which are loaded when the first of them is used."""
 
+from .._signals import STOPPED
 from . import barriers  # noqa: F401 - a public name of the package, as a module of its own
 from ._async_checkpointer import AsyncCheckpointer
+from ._barrier_kinds import (
+    BARRIER_REGISTRY,
+    Barrier,
+    BarrierConfig,
+    DistBarrier,
+    GroupBarrier,
+    TCPStoreBarrier,
+    create_barrier_from_config,
+    register_barrier,
+)
 from ._builder import make_async_checkpointer, make_sync_checkpointer
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._checkpoint_reader import CheckpointReader
@@ -15,18 +26,8 @@ from ._marks import Alike, PerRank
 from ._progress import SaveProgress, SaveReport
 from ._rng import RNGState
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
-from ._stopping import STOPPED, StopRequest
+from ._stopping import StopRequest
 from ._types import STATE_DICT, RankInfo
-from .barriers import (
-    BARRIER_REGISTRY,
-    Barrier,
-    BarrierConfig,
-    DistBarrier,
-    GroupBarrier,
-    TCPStoreBarrier,
-    create_barrier_from_config,
-    register_barrier,
-)
 
 __all__ = [
     "BARRIER_REGISTRY",

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 
-from .._signals import STOP_WORDS, STOPPED, signal_name
+from .._signals import STOPPED, STOPPED_PREFIX, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
 from ._company import find_group
@@ -167,7 +167,7 @@ class StopRequest:
             cause = "" if self._decided in (0, _BY_PROGRAM) else f" ({signal_name(self._decided)})"
             saved = "" if step is None else f" after saving step {step}"
             with suppress(OSError):  # nobody may be left to read it
-                print(f"{STOP_WORDS}{saved}{cause}", file=sys.stderr, flush=True)
+                print(f"{STOPPED_PREFIX}{saved}{cause}", file=sys.stderr, flush=True)
         raise SystemExit(STOPPED)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._current import default_group
+from ..groups._factory import default_group
 from ._plan import MIB, Caps, Delay
 from ._precision import MixedPrecision, check_precision, setting_of
 from ._sync_batch_norm import SyncBatchNorm

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import native
-from ..groups._shortcut import NUMBERS, can_read_tensors
+from ..groups._fast_path import DTYPE_NUMBERS, can_read_tensors
 from ._local_part import local
 from ._plan import BucketPlan
 
@@ -143,7 +143,7 @@ class DenseBucket(Bucket):
         """Tell whether gradients may be copied as bytes: in CPU memory, and as their bits read."""
         return (
             self.flat.device.type == "cpu"
-            and self.flat.dtype in NUMBERS
+            and self.flat.dtype in DTYPE_NUMBERS
             and can_read_tensors()
             and all(view.is_contiguous() for view in self.views)
         )
@@ -206,7 +206,7 @@ class DenseBucket(Bucket):
         if native.engine is None or self._addresses is None:
             return False
         into, sizes = self._addresses[places.start], self._sizes[places]
-        return bool(native.engine.gather(into, news, sizes, NUMBERS[self.flat.dtype], factor))
+        return bool(native.engine.gather(into, news, sizes, DTYPE_NUMBERS[self.flat.dtype], factor))
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:

@@ -50,7 +50,7 @@ class Channel:
 
     def is_busy(self) -> bool:
         """Tell whether calls of this rank are under way, as far as the group says."""
-        return self._ours is not None and self._ours._health.is_busy()
+        return self._ours is not None and self._ours._detector.is_busy()
 
     def failure(self) -> GroupError | None:
         """Return why the group cannot go on, if it cannot and says so."""

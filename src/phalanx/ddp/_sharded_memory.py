@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import InvalidState, RankMismatch
 from ..groups import ProcessGroup
-from ..groups._common import allocate_common
+from ..groups._process_group import allocate_shared
 from ._channel import Channel
 
 __all__ = ["Exchange", "OneCopy", "Sent", "make_exchanges"]
@@ -138,7 +138,7 @@ class OneCopy(Exchange):
             mine = [p for p, o in zip(self.parameters, self.owners, strict=True) if o == owner]
             ends = list(accumulate((-(-p.nbytes // ALIGNED) * ALIGNED for p in mine), initial=0))
             if mine:
-                memory = allocate_common(self._group, ends[-1], owner=owner).numpy()
+                memory = allocate_shared(self._group, ends[-1], owner=owner).numpy()
                 for p, start in zip(mine, ends, strict=False):
                     flat = torch.frombuffer(memory, dtype=p.dtype, count=p.numel(), offset=start)
                     views[id(p)] = flat.as_strided(p.shape, p.stride())

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._current import default_group
+from ..groups._factory import default_group
 from ._channel import Channel
 
 __all__ = ["SyncBatchNorm"]

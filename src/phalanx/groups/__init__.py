@@ -7,12 +7,11 @@ on, and errors that name the rank, the operation and the line of code.
 
 from torch.distributed import ReduceOp
 
-from ._create import DEFAULT_TIMEOUT, new_group
-from ._current import current_process_group, process_group
+from ._backend_registry import ProcessGroupFactory, register_backend
 from ._engine import Traits
-from ._group import ProcessGroup
-from ._record import Record
-from ._registry import ProcessGroupFactory, register_backend
+from ._factory import DEFAULT_TIMEOUT, current_process_group, new_group, process_group
+from ._flight_recorder import Record
+from ._process_group import ProcessGroup
 from ._work import Work
 
 __all__ = [

@@ -1,13 +1,21 @@
-"""What a group asks of the engine that moves its bytes.
+"""The interface between a process group and the engine that moves its bytes.
 
-torch's own engines (`ProcessGroupGloo`, `ProcessGroupNCCL`, or a whole `ProcessGroup`) have this
-shape already, so a backend may hand one out as it is. An engine written in Python has the same
-methods in torch's list-and-options form, and may have the optional ones below.
+torch's engines (`ProcessGroupGloo`, `ProcessGroupNCCL`, or a whole `ProcessGroup`) already have
+this interface, so a backend may return one as it is. An engine written in Python has the same
+methods in torch's list-and-options form and may have the optional ones described at `Engine`.
+`Traits` states what an engine supports; the group makes up for the rest. `PythonWork` and
+`JointWork` are work handles for such engines.
+
+Errors cross this interface as exception types. Only `is_peer_failure` looks at the text of an
+error, and only of Gloo's, which has no other way to tell a broken connection from a bad
+argument.
 """
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,26 +30,7 @@ from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
 
 from ..errors import GroupError, InternalError
-from ._roster import Member
-
-__all__ = [
-    "REDUCTIONS",
-    "TRANSFERS",
-    "CallSpoiled",
-    "ClosedEngine",
-    "Engine",
-    "EngineMismatch",
-    "EngineStopped",
-    "NotYet",
-    "PeerDead",
-    "RawWork",
-    "Starved",
-    "Traits",
-    "is_about_peers",
-    "noting",
-    "summing",
-]
-
+from ._peers import Member
 
 REDUCTIONS = frozenset(
     {
@@ -55,7 +44,7 @@ REDUCTIONS = frozenset(
 )
 
 
-TRANSFERS = "sends and receives"
+TRANSFERS_IN_FLIGHT = "sends and receives"
 """What an engine says that is under way when a rank cannot leave for it."""
 
 
@@ -67,14 +56,14 @@ class EngineMismatch(RuntimeError):
         self.ranks = (first, second)
 
 
-class Starved(MemoryError):
+class ReceiveBufferExhausted(MemoryError):
     """Raised by a wait for a message behind another that there is no memory for.
 
     The call stays under way: the wait may be repeated.
     """
 
 
-class NotYet(RuntimeError):
+class WorkNotDone(RuntimeError):
     """Raised by an engine's work that has not ended when the timeout of `wait` has passed."""
 
     def __init__(self) -> None:
@@ -104,7 +93,7 @@ _GLOO_TRANSPORT = re.compile(
 )
 
 
-def is_about_peers(error: Exception) -> bool:
+def is_peer_failure(error: Exception) -> bool:
     """Tell whether an engine's error is about a peer rather than about the arguments.
 
     The only place that looks at the text of a foreign engine's error, and only of Gloo's.
@@ -114,7 +103,7 @@ def is_about_peers(error: Exception) -> bool:
     return type(error) is RuntimeError and _GLOO_TRANSPORT.match(str(error)) is not None
 
 
-class CallSpoiled(RuntimeError):
+class CallFailed(RuntimeError):
     """Raised by an engine's work when this call failed, alike on every rank, and no other did."""
 
     def __init__(self, kind: type[GroupError], rank: int, told: str) -> None:
@@ -155,18 +144,18 @@ real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for 
 An interrupt may come between the engine's start of a call and the moment when its handle is stored.
 So an engine has ``begun``, a list that the group sets: it puts the handle of each call there in the
 same step in which it takes the call, or before. The group empties it when the handle is safe. For
-an engine without it, `noting` does this around every method, which is as good for one in C++.
+an engine without it, `track_started_works` does this around every method, which is as good for one in C++.
 
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
 next; ``leave()``, after which this rank does not, or which names what is under way instead;
 ``rejoin(calls, seconds)``, one step of entering again or some time of waiting for it, which tells
 how far this rank has come (``waiting``, ``entering``, ``entered``) and the most `calls` of all;
-``awaited()``, the ranks that it waits for there; and perhaps ``forget(rank)``, to go on without a
+``awaited()``, the ranks that it waits for there; and perhaps ``exclude(rank)``, to go on without a
 rank that is dead. The work of a send or receive may have ``cancel()``, to take it back.
 For an engine without ``leave()`` the group makes up (`_narrowing`, `_hall`).
 """
 
-_REAL = frozenset(
+_REAL_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -181,7 +170,7 @@ _REAL = frozenset(
 )
 
 
-_STARTS = frozenset(
+_STARTING_METHODS = frozenset(
     {
         "_allgather_base",
         "_reduce_scatter_base",
@@ -204,15 +193,15 @@ _STARTS = frozenset(
 """The methods that return a handle."""
 
 
-def noting(engine: Engine, begun: list[Any]) -> Engine:
+def track_started_works(engine: Engine, begun: list[Any]) -> Engine:
     """Have an engine put the handles of what it starts into a list."""
     if hasattr(engine, "begun"):
         engine.begun = begun
         return engine
-    return _Noted(engine, begun)
+    return _TrackedEngine(engine, begun)
 
 
-class _Noted:
+class _TrackedEngine:
     """An engine that does not know of `begun`, and whose handles are noted all the same."""
 
     def __init__(self, engine: Engine, begun: list[Any]) -> None:
@@ -221,13 +210,13 @@ class _Noted:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
-        if name in _STARTS:
-            found = partial(_note, self.begun, found)
+        if name in _STARTING_METHODS:
+            found = partial(_start_and_track, self.begun, found)
             setattr(self, name, found)  # so that the next call finds it sooner
         return found
 
 
-def _note(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
+def _start_and_track(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
     # Signals raise exceptions between two steps of the interpreter. To call the method and to store
     # what it returns is one step here, for it is all done by `extend`.
     calling = starmap(method, (args,))
@@ -240,15 +229,15 @@ def _note(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWo
         if len(begun) == known:
             begun += [None]  # the method is itself in Python: it may have started something
         raise
-    return cast(RawWork, begun[-1])
+    return cast("RawWork", begun[-1])
 
 
-def summing(engine: Engine) -> Callable[[Tensor], RawWork]:
+def plain_sum_method(engine: Engine) -> Callable[[Tensor], RawWork]:
     """Return an engine's quickest way to add up a tensor over all ranks."""
     if hasattr(engine, "sum"):
-        return cast(Callable[[Tensor], RawWork], engine.sum)
+        return cast("Callable[[Tensor], RawWork]", engine.sum)
     options = AllreduceOptions()  # made once, for that takes as long as all the rest
-    return lambda tensor: cast(RawWork, engine.allreduce([tensor], options))
+    return lambda tensor: cast("RawWork", engine.allreduce([tensor], options))
 
 
 class ClosedEngine:
@@ -292,7 +281,7 @@ class Traits:
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
     offer: Callable[[int, Sequence[Member], int, dict[str, object]], Any] | None = None
-    """Makes what rank 0 offers to ranks on the same machine (see `_connecting`), given a rank, the
+    """Makes what rank 0 offers to ranks on the same machine (see `_engine_setup`), given a rank, the
     group's members, how many ranks there are on the machine, and the backend's options."""
     name_of: Callable[[Engine], str] | None = None
     """Tells the name of the engine that was chosen, where the backend is a choice."""
@@ -304,4 +293,118 @@ class Traits:
     @property
     def real_dtypes(self) -> frozenset[torch.dtype]:
         """List the common types of real numbers that it knows."""
-        return _REAL if self.dtypes is None else _REAL & self.dtypes
+        return _REAL_DTYPES if self.dtypes is None else _REAL_DTYPES & self.dtypes
+
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class JointWork:
+    """Done when all of its parts are."""
+
+    def __init__(self, parts: Sequence[RawWork]) -> None:
+        self._parts = list(parts)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Wait for every part within one timeout."""
+        until = time.monotonic() + timeout.total_seconds()
+        failure: RuntimeError | None = None
+        for part in self._parts:
+            try:
+                if timeout <= _NO_TIMEOUT:
+                    part.wait()
+                else:
+                    part.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
+            except RuntimeError as error:  # wait for the others all the same: all or nothing
+                failure = error
+        if failure is not None:
+            raise failure
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether every part has ended."""
+        return all(part.is_completed() for part in self._parts)
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of every part's future."""
+        return torch.futures.collect_all([part.get_future() for part in self._parts])
+
+    def result(self) -> list[Tensor]:
+        """Return what every part filled."""
+        return [tensor for part in self._parts for tensor in part.result()]
+
+    def _source_rank(self) -> int:
+        return -1
+
+
+class PythonWork:
+    """A call that some thread ends with `finish`."""
+
+    def __init__(self, outputs: list[Tensor]) -> None:
+        self._outputs = outputs
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        self._source = -1
+        self._future: Future[Any] | None = None
+        self.cancel: Callable[[], None] = _cancel_nothing
+        """Takes a transfer back that nobody has met."""
+        # For what must happen once: the end, and the making and filling of the future.
+        self._lock = threading.Lock()
+
+    def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
+        """End the call, well or badly; only the first end counts."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._source = source
+            self._ended.set()
+            future = self._future
+        if future is not None:  # outside of the lock, for this runs whatever hangs on it
+            self._fill(future)
+
+    @property
+    def has_future(self) -> bool:
+        """Whether somebody has asked for the future."""
+        return self._future is not None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Block until the call has ended; raises ``RuntimeError`` if it has not, or badly."""
+        if not self._ended.wait(timeout.total_seconds() or None):
+            raise WorkNotDone
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Tell whether the call has ended, well or badly."""
+        return self._ended.is_set()
+
+    def get_future(self) -> Future[Any]:
+        """Return a future of the output tensors."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future: Future[Any] = Future()
+            self._future = future
+            ended = self._ended.is_set()
+        if ended:
+            self._fill(future)
+        return future
+
+    def result(self) -> list[Tensor]:
+        """Return the output tensors."""
+        return self._outputs
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def _fill(self, future: Future[Any]) -> None:
+        if self._error is not None:
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._outputs)
+
+
+def _cancel_nothing() -> None:
+    """Take back what cannot be."""

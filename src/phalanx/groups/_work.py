@@ -1,4 +1,13 @@
-"""The handle of a call: waits with a deadline, and explains itself when it cannot go on."""
+"""The handle of a call: waiting with a deadline, completing its future, and failing.
+
+`Work.wait` blocks in the engine for `OVERDUE_AFTER` seconds. Only then does it ask the
+`FailureDetector`, in short intervals, whether the call can still succeed. The second half of the module handles
+calls that never started: refused because the group is closed or has failed, or interrupted by a signal
+while the engine was taking them.
+
+Several threads may wait for one `Work`. What must happen once happens under `Work._once`; no
+other lock is taken and no user code runs while it is held.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -15,29 +25,54 @@ from torch import Tensor
 from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupError, PeerLeft, PeerLost
-from . import _futures as futures
-from ._engine import CallSpoiled, RawWork, Starved
-from ._failure import Failure
-from ._health import Health, Reports
-from ._pending import Pending
-from ._record import Call
+from ..errors import GroupAborted, GroupError, InvalidArgument, PeerLeft, PeerLost, PhalanxError
+from ._engine import CallFailed, RawWork, ReceiveBufferExhausted, is_peer_failure
+from ._failure_detector import FailureDetector, PendingCall, Reports
+from ._flight_recorder import Call, user_site
+from ._formatting import first_line
+from ._status_store import Failure
 
-__all__ = ["Work"]
+if TYPE_CHECKING:
+    from ._process_group import ProcessGroup
 
-FIRST_LOOK = 0.25  # seconds that a call may take before anybody wonders
-NEXT_LOOK = 0.04
-LOOK_AGAIN = 0.02  # after a death, for what the dead rank did before it may arrive only now
 
-_FIRST_TURN = timedelta(seconds=FIRST_LOOK)
+def fail_future(future: Future[Any], error: Exception) -> None:
+    """End a future badly: whoever waits for it, in Python or C++, gets the error."""
+    future._set_unwrap_func(_FailedResult.tell)
+    # A copy, and copies of that for those who ask: what is raised refers to the frames it went
+    # through, those to the future, and a circle through C++ is never collected.
+    future.set_result(_FailedResult(copy(error)))
+
+
+class _FailedResult:
+    """Stands where the result would be."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def tell(self) -> NoReturn:
+        """Raise the error."""
+        raise copy(self._error)
+
+    def __reduce__(self) -> NoReturn:
+        self.tell()  # C++ pickles a result to find the tensors in it
+
+
+OVERDUE_AFTER = 0.25  # seconds that a call may take before anybody wonders
+OVERDUE_POLL_INTERVAL = 0.04
+DEAD_PEER_POLL_INTERVAL = (
+    0.02  # after a death, for what the dead rank did before it may arrive only now
+)
+
+_FIRST_WAIT = timedelta(seconds=OVERDUE_AFTER)
 _NO_TIMEOUT = timedelta(0)
 _init_base = dist.Work.__init__
 
 
-class Work(dist.Work, Pending):
+class Work(dist.Work, PendingCall):
     """One call of a group, under way or done."""
 
-    __slots__ = ("_health", "_once", "_outputs", "call", "raw", "timeout")
+    __slots__ = ("_detector", "_once", "_outputs", "call", "raw", "timeout")
 
     raw: RawWork
     """The engine's handle; set when the engine has taken the call."""
@@ -53,7 +88,7 @@ class Work(dist.Work, Pending):
 
     def __init__(
         self,
-        health: Health,
+        health: FailureDetector,
         call: Call,
         timeout: float,
         raw: RawWork | None,
@@ -62,7 +97,7 @@ class Work(dist.Work, Pending):
         _init_base(self)
         self.call = call
         self.timeout = timeout
-        self._health = health
+        self._detector = health
         if raw is not None:
             self.raw = raw
         self._outputs = outputs
@@ -75,15 +110,15 @@ class Work(dist.Work, Pending):
         if wrap is not None:
             self.raw = wrap(self.raw, self.timeout)
 
-    def ends_with(self, finish: Callable[[], None]) -> None:
+    def set_finish(self, finish: Callable[[], None]) -> None:
         """Have the result finished by a function, once, before anybody sees it."""
         self._finish = finish
 
-    def is_gathered(self) -> None:
+    def mark_gathered(self) -> None:
         """Say that there is a tensor of every rank."""
         self._is_gathered = True
 
-    def is_settled(self) -> None:
+    def mark_settled(self) -> None:
         """Say that the call was seen to its end before there was this work."""
         self._settled = True
 
@@ -102,9 +137,9 @@ class Work(dist.Work, Pending):
 
     def await_engine(self, timeout: timedelta = _NO_TIMEOUT) -> None:
         """Block until the engine is done, well; raise the reason if that cannot be."""
-        if self._error is not None and not self._is_revived():
+        if self._error is not None and not self._was_resumed():
             raise self._error
-        health, call = self._health, self.call
+        health, call = self._detector, self.call
         if health.streams:
             self._wait_on_stream(timeout)
             return
@@ -113,7 +148,7 @@ class Work(dist.Work, Pending):
         if timeout is not _NO_TIMEOUT:
             limit = self._limit(timeout)
         left = limit - time.monotonic()
-        turn = _FIRST_TURN if left > FIRST_LOOK else timedelta(seconds=max(left, 0.001))
+        turn = _FIRST_WAIT if left > OVERDUE_AFTER else timedelta(seconds=max(left, 0.001))
         try:
             try:
                 self.raw.wait(turn)
@@ -121,24 +156,26 @@ class Work(dist.Work, Pending):
             except RuntimeError:  # not yet, or failed: `_is_done` asks again and knows
                 pass
             self._wait_long(limit, timeout)  # out of the handler: what is no error is no context
-        except Starved as error:
-            raise Starved(f"{call.what} at {call.site} (rank {health.rank}): {error}") from None
+        except ReceiveBufferExhausted as error:
+            raise ReceiveBufferExhausted(
+                f"{call.what} at {call.site} (rank {health.rank}): {error}"
+            ) from None
         finally:
             health.waiting = None
 
     def await_part(self) -> None:
         """Block until a part of a call is done that is still being started."""
-        self._health.begun(self.call, self)
+        self._detector.begun(self.call, self)
         try:
             self.await_engine()
         except GroupError:
-            self._health.half_begun = self.call.what
+            self._detector.half_started = self.call.what
             raise
-        self._health.ended(self.call)
+        self._detector.ended(self.call)
 
     def is_completed(self) -> bool:
         """Tell whether the call has ended, well or badly."""
-        if self._settled or self.exception() or self._health.failure is not None:
+        if self._settled or self.exception() or self._detector.failure is not None:
             return True
         if not self.raw.is_completed():
             return False
@@ -156,7 +193,7 @@ class Work(dist.Work, Pending):
 
     def exception(self) -> GroupError | None:
         """Return what the call failed with, if it has."""
-        if self._error is not None and self._is_revived():
+        if self._error is not None and self._was_resumed():
             return None
         return self._error
 
@@ -166,7 +203,7 @@ class Work(dist.Work, Pending):
 
     def synchronize(self) -> None:
         """Order what follows on the current stream after the call."""
-        if self._health.streams:
+        if self._detector.streams:
             self.wait()
 
     def block_current_stream(self) -> None:
@@ -181,13 +218,13 @@ class Work(dist.Work, Pending):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the tensors that the call fills."""
-        if self._health.streams and self._finish is None:
+        if self._detector.streams and self._finish is None:
             return self.raw.get_future()
         with self._once:
             if self._future is not None:
                 return self._future
             self._future = Future()
-        self._health.look_after(self)
+        self._detector.watch_future(self)
         self.raw.get_future().add_done_callback(self._complete_future)
         return self._future
 
@@ -205,16 +242,16 @@ class Work(dist.Work, Pending):
 
     def _wait_long(self, limit: float, timeout: timedelta) -> None:
         while not self._is_done():
-            if self.peer is not None and self.peer in self._health.absent():
-                self._await_no_more(self.peer)
+            if self.peer is not None and self.peer in self._detector.absent():
+                self._fail_without_peer(self.peer)
                 return
-            failure = self._health.look(self)
+            failure = self._detector.look(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
                 self._raise_timeout(limit, timeout)
-            turn = LOOK_AGAIN if self.has_dead_peer else NEXT_LOOK
-            self._wait_a_turn(min(turn, limit - time.monotonic()))
+            turn = DEAD_PEER_POLL_INTERVAL if self.has_dead_peer else OVERDUE_POLL_INTERVAL
+            self._wait_briefly(min(turn, limit - time.monotonic()))
 
     def _is_done(self) -> bool:
         """Tell whether the engine is done; raise the reason if it is done badly."""
@@ -222,23 +259,23 @@ class Work(dist.Work, Pending):
             return False
         try:
             self.raw.wait()
-        except CallSpoiled as spoiled:
-            raise self._spoil(spoiled) from None
+        except CallFailed as spoiled:
+            raise self._fail_call(spoiled) from None
         except RuntimeError as error:
-            self._raise(self._health.diagnose(self, error), error)
+            self._raise(self._detector.diagnose(self, error), error)
         return True
 
-    def _await_no_more(self, peer: int) -> None:
+    def _fail_without_peer(self, peer: int) -> None:
         """Take what a rank sent before it left, or say that nothing will come."""
         if self._is_done():
             return
-        if self._health.is_forgotten(peer):
-            raise self._spoil(CallSpoiled(PeerLost, peer, f"rank {peer} is dead"))
+        if self._detector.is_excluded(peer):
+            raise self._fail_call(CallFailed(PeerLost, peer, f"rank {peer} is dead"))
         if hasattr(self.raw, "cancel"):
             self.raw.cancel()  # or it would take what that rank sends when it is back
-        raise self._spoil(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
+        raise self._fail_call(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
 
-    def _wait_a_turn(self, seconds: float) -> None:
+    def _wait_briefly(self, seconds: float) -> None:
         with suppress(RuntimeError):  # not yet, or failed: `_is_done` knows
             self.raw.wait(timedelta(seconds=max(seconds, 0.001)))
 
@@ -246,7 +283,7 @@ class Work(dist.Work, Pending):
         try:
             self.raw.wait(timeout) if timeout > _NO_TIMEOUT else self.raw.wait()
         except RuntimeError as error:
-            self._raise(self._health.diagnose(self, error), error)
+            self._raise(self._detector.diagnose(self, error), error)
 
     # -- ending ----------------------------------------------------------------------------
 
@@ -257,7 +294,7 @@ class Work(dist.Work, Pending):
         if call.ended is None:
             call.ended = time.monotonic()
         self._settled = True
-        self._health.ended(call)
+        self._detector.ended(call)
         if faultpoints.armed:
             faultpoints.reach(f"{self.call.operation}:after")
 
@@ -274,21 +311,21 @@ class Work(dist.Work, Pending):
 
     def _fail(self, failure: Failure, reports: Reports | None = None) -> GroupError:
         """Fail the group, and this call with it; returns the error."""
-        self._failure = failure = self._health.fail(failure)
-        self._error = error = self._health.error(failure, self, self.call, reports)
+        self._failure = failure = self._detector.fail(failure)
+        self._error = error = self._detector.error(failure, self, self.call, reports)
         return error
 
-    def _is_revived(self) -> bool:
+    def _was_resumed(self) -> bool:
         """Tell whether the group has left behind what this call failed with, and forget it then."""
-        if self._failure is None or self._health.failure is self._failure:
+        if self._failure is None or self._detector.failure is self._failure:
             return False
         self._failure = self._error = None
         self.timeout += time.monotonic() - self.call.started  # the time until now was for nothing
         return True
 
-    def _spoil(self, spoiled: CallSpoiled) -> GroupError:
+    def _fail_call(self, spoiled: CallFailed) -> GroupError:
         """End this call, and no other, with an error, which is returned."""
-        call, health = self.call, self._health
+        call, health = self.call, self._detector
         self._error = error = spoiled.kind(
             f"{call.what} #{call.sequence} at {call.site} (group {health.name!r}, "
             f"rank {health.rank}): {spoiled}",
@@ -304,9 +341,9 @@ class Work(dist.Work, Pending):
     def _raise_timeout(self, limit: float, timeout: timedelta) -> NoReturn:
         """Give up; for good only if it is the call's own deadline that has passed."""
         if limit < self.deadline:
-            failure, reports = self._health.timed_out(self, after=timeout.total_seconds())
-            raise self._health.error(failure, self, self.call, reports) from None
-        failure, reports = self._health.timed_out(self, after=self.timeout)
+            failure, reports = self._detector.timed_out(self, after=timeout.total_seconds())
+            raise self._detector.error(failure, self, self.call, reports) from None
+        failure, reports = self._detector.timed_out(self, after=self.timeout)
         raise self._fail(failure, reports) from None
 
     # -- futures: somebody waits where we have no hand in ----------------------------------
@@ -315,12 +352,12 @@ class Work(dist.Work, Pending):
         """Pass on the engine's result; runs on the engine's thread."""
         try:
             raw.wait()
-        except CallSpoiled as spoiled:
-            self._end_future(self._spoil(spoiled))
+        except CallFailed as spoiled:
+            self._end_future(self._fail_call(spoiled))
             spoiled.__traceback__ = None
             return
         except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
-            self._fail_future(self._health.diagnose(self, error))
+            self._fail_future(self._detector.diagnose(self, error))
             # It leads to this frame, and from here back to the future that holds it, in C++, where
             # no collector sees the circle.
             error.__traceback__ = None
@@ -336,15 +373,15 @@ class Work(dist.Work, Pending):
             return self._outputs
         return [torch.stack([each.view_as(self._outputs[0]) for each in self._outputs])]
 
-    def attend_future(self) -> bool:
+    def check_future(self) -> bool:
         """End the future if the call cannot succeed any more, and tell whether it has ended."""
         if self._future_ended:
             return True
-        failure = self._health.failure
-        if failure is None and self.call.age > FIRST_LOOK:
-            failure = self._health.look(self)
+        failure = self._detector.failure
+        if failure is None and self.call.age > OVERDUE_AFTER:
+            failure = self._detector.look(self)
             if failure is None and self.call.age > self.timeout:
-                failure, _ = self._health.timed_out(self, after=self.timeout)
+                failure, _ = self._detector.timed_out(self, after=self.timeout)
         if failure is not None:
             self._fail_future(failure)
         return self._future_ended
@@ -356,7 +393,7 @@ class Work(dist.Work, Pending):
     def _end_future(self, error: GroupError) -> None:
         if self._claim_future():
             assert self._future is not None
-            futures.fail(self._future, error)
+            fail_future(self._future, error)
 
     def _claim_future(self) -> bool:
         """Tell whether the caller is the first who ends the future."""
@@ -364,3 +401,100 @@ class Work(dist.Work, Pending):
             first = not self._future_ended
             self._future_ended = True
             return first
+
+
+def refuse(group: ProcessGroup, operation: str) -> NoReturn:
+    """Say why nothing can be called any more: the group was closed, or has failed."""
+    failure = group._detector.failure
+    if group._closed and (failure is None or failure.kind == "aborted"):
+        hint = "make a new one with new_group or split_group"
+        if group._has_left:
+            hint = "call rejoin() on every rank to become a member again"
+        raise GroupAborted(
+            f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; {hint}",
+            group=group._name,
+            operation=operation,
+        )
+    assert failure is not None
+    error = group._detector.error(failure, None, None)
+    error.add_note(
+        f"{operation} at {user_site()} was refused: the group has already failed. "
+        "Create a new group of the surviving ranks with split_group or new_group."
+    )
+    raise error
+
+
+def reconcile_interrupted_start(
+    group: ProcessGroup,
+    work: Work | None,
+    error: BaseException | None = None,
+    *,
+    is_whole: bool = False,
+) -> None:
+    """Bring the numbers of calls in line with the engine after the start of one was cut short.
+
+    An engine's error may have done that, or an interrupt: an exception that a signal's handler has
+    raised, anywhere. What counts is what the engine has got. Nothing: the number is taken back. The
+    call: it is under way, whoever waits for it. A part of the call: the group has failed, for this
+    rank's next call would meet the rest of this one on the others.
+
+    `is_whole` says that one handle in `begun` is the call and not a part of it. An interrupt in
+    here leaves `starting` set, and the next call does this again; `error` is None then.
+    """
+    call, begun = group._recorder.starting, group._started_works
+    if call is None:  # it had no number yet
+        return
+    if isinstance(error, GroupError):  # a part has failed, and was waited for
+        group._recorder.undo(call)
+        del begun[:]
+        return
+    has_all = work is not None and hasattr(work, "raw")
+    raw = begun[0] if is_whole and len(begun) == 1 else None
+    if work is not None and not has_all and raw is not None:
+        has_all = getattr(raw, "ticket", None) != 0
+        work.raw = raw
+    if work is not None and has_all:
+        if not call.transfer:
+            group._detector.in_flight[call] = work
+        group._recorder.starting = None
+        del begun[:]
+    elif begun:
+        _fail_half_started(group, call, error)
+    else:
+        _refuse_start(group, call, work, error)
+
+
+def _fail_half_started(group: ProcessGroup, call: Call, error: BaseException | None) -> None:
+    by = "" if error is None else f" ({type(error).__name__})"
+    cause = f"was interrupted{by} while starting the call"
+    # Before the failure is known: if a rank was lost as well, and that came first, others would go
+    # on without it.
+    group._detector.half_started = call.what
+    group._detector.started_parts = [*group._started_works]
+    failure = group._detector.fail(
+        Failure("aborted", group._rank, cause, operation=call.what, sequence=call.sequence)
+    )
+    group._recorder.starting = None
+    del group._started_works[:]
+    if failure.kind == "aborted":
+        # The engine has been stopped; what it cannot stop keeps its memory itself.
+        group._detector.started_parts = []
+    if error is None:
+        refuse(group, call.operation)
+
+
+def _refuse_start(
+    group: ProcessGroup, call: Call, work: Work | None, error: BaseException | None
+) -> None:
+    """Say why the engine did not even start: a broken connection, or the arguments."""
+    group._recorder.undo(call)
+    if work is None or isinstance(error, PhalanxError):
+        return  # nobody had spoken to the engine yet, or the error says what is wrong
+    if not isinstance(error, RuntimeError | ValueError | TypeError):
+        return  # which is none of an engine's
+    if group._detector.failure is not None or is_peer_failure(error):
+        failure = group._detector.fail(group._detector.diagnose(work, error))
+        raise group._detector.error(failure, work, call) from error
+    raise InvalidArgument(
+        f"{call.what} at {call.site}: {group._backend} rejected the call: {first_line(error)}"
+    ) from error

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMismatch
-from ..groups._adapt import as_bytes
-from ..groups._current import default_group
+from ..groups._factory import default_group
+from ..groups._reductions import as_bytes
 from ._cards import device_of, exchange
 from ._trees import Column, Disagreement, build, columns, merge, outline, parse, take
 

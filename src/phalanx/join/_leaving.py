@@ -25,11 +25,11 @@ class Leaving:
     def begin_step(self) -> None:
         """Go on among those who have data."""
         if not self._group.can_leave:
-            self._group.roll_call()
+            self._group.update_membership()
 
     def see_others_off(self) -> int:
         """Leave, sleep until nobody has data, and be a member again; nothing is made up for."""
         if not self._group.can_leave:
-            self._group.roll_call(stays=False)
+            self._group.update_membership(stays=False)
         self._group.rejoin()
         return 0

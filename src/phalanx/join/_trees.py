@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, InvalidType
-from ..groups._words import dtype_name
+from ..groups._formatting import dtype_name
 
 __all__ = [
     "Column",

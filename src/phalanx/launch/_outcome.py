@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .._signals import STOP_WORDS, STOPPED, signal_name
+from .._signals import STOPPED, STOPPED_PREFIX, signal_name
 
 __all__ = ["Outcome", "RankExit", "describe", "describe_code"]
 
@@ -139,7 +139,7 @@ def describe(outcome: Outcome) -> str:
 def _last_words_of_stop(outcome: Outcome) -> str:
     """Quote the rank that says what was saved."""
     words = [line for each in outcome.exits for line in each.last_words]
-    return next((line for line in words if line.startswith(STOP_WORDS)), STOP_WORDS)
+    return next((line for line in words if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
 
 
 def describe_code(code: int) -> str:

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import _STATES
+from ..errors import _STATE_TEXTS
 
 __all__ = ["ReportReader", "SeenReports"]
 
@@ -51,7 +51,7 @@ _FILE = re.compile(r'  File "(?P<path>[^"]*)", line ')
 _USAGE_ERROR = re.compile(r"\S.*: error: ")
 _EXCEPTION = re.compile(r"[^\s:]+(:|$)")
 _STATE_OF_RANK = re.compile(
-    rf"  rank \d+(: ({'|'.join(map(re.escape, _STATES.values()))})(,|$)| never arrived$"
+    rf"  rank \d+(: ({'|'.join(map(re.escape, _STATE_TEXTS.values()))})(,|$)| never arrived$"
     r"| arrived at use \d)"
 )
 _LAST_WORDS = (_HEADER, "Fatal Python error")

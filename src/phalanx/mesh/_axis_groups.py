@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch.distributed as dist
 
 from ..errors import InvalidState
-from ..groups._bases import DEFAULT, Base, GroupOptions, end
-from ..groups._words import runs
+from ..groups._formatting import format_rank_ranges
+from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
 from ._consistency import Ledger, Use
 
 __all__ = ["AxisGroups", "axis_groups"]
@@ -56,7 +56,7 @@ class AxisGroups:
                 self._kept_by[id(keeper)] = keeper
 
     def find(
-        self, base: Base, ranks: Sequence[int], options: GroupOptions, *, use: Use, desc: str
+        self, base: ParentGroup, ranks: Sequence[int], options: GroupOptions, *, use: Use, desc: str
     ) -> dist.ProcessGroup:
         """Return the group of these ranks, in this order, or make it."""
         device_type = use.root.device_type
@@ -65,7 +65,7 @@ class AxisGroups:
                 f"group {base.label!r} was destroyed: {use.root.text} gets no more groups, make it "
                 "on another one"
             )
-        if options == DEFAULT and ranks == range(base.size) and base.takes(device_type):
+        if options == DEFAULT_OPTIONS and ranks == range(base.size) and base.takes(device_type):
             self.ledger.announce(base, use)
             return base.group
         name = f"mesh {_short(ranks)}{options.label}"
@@ -87,7 +87,7 @@ class AxisGroups:
                 keeper.let_go()  # an engine's threads and memory end with the last who has it
         for future in made.values():
             if future.exception() is None:  # otherwise who has asked for it is told
-                end(future.result())
+                end_group(future.result())
 
     def _once(self, key: _Key, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
         with self._lock:
@@ -112,7 +112,7 @@ def _short(ranks: Sequence[int]) -> str:
     """Write ranks in short, the same on every rank: ``0-6:2`` is 0, 2, 4, 6."""
     if isinstance(ranks, range) and ranks.step > 1 and len(ranks) > 1:
         return f"{ranks[0]}-{ranks[-1]}:{ranks.step}"
-    return runs(ranks)
+    return format_rank_ranges(ranks)
 
 
 # Groups of torch's own take no attributes, so this stands in for one: it has nothing of a group

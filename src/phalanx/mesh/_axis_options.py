@@ -10,7 +10,7 @@ from typing import Any
 from torch._C._distributed_c10d import Backend
 
 from ..errors import InvalidMesh, InvalidType
-from ..groups._bases import DEFAULT, GroupOptions
+from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
 
 __all__ = ["Override", "Overrides", "for_axes", "for_one_axis"]
 
@@ -31,7 +31,7 @@ def for_axes(
 ) -> tuple[GroupOptions, ...]:
     """Return the options of every axis, from overrides by name or number or one for each axis."""
     if overrides is None:
-        return (DEFAULT,) * ndim
+        return (DEFAULT_OPTIONS,) * ndim
     if not isinstance(overrides, Mapping):
         if isinstance(overrides, str) or not isinstance(overrides, Sequence):
             raise InvalidType(
@@ -44,7 +44,7 @@ def for_axes(
                 "one for each, or a dict for some of them"
             )
         return tuple(map(for_one_axis, overrides))
-    found = [DEFAULT] * ndim
+    found = [DEFAULT_OPTIONS] * ndim
     given: dict[int, int | str] = {}
     for key, value in overrides.items():
         axis = _axis(key, ndim, names)
@@ -69,7 +69,7 @@ def _axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
 def for_one_axis(value: Override | Sequence[Any] | None) -> GroupOptions:
     """Read one override."""
     if value is None:
-        return DEFAULT
+        return DEFAULT_OPTIONS
     if isinstance(value, str):
         return GroupOptions(backend=value)
     if isinstance(value, tuple | list) and len(value) == 2:
@@ -81,7 +81,7 @@ def for_one_axis(value: Override | Sequence[Any] | None) -> GroupOptions:
 
 def _options(value: object) -> GroupOptions:
     if value is None:
-        return DEFAULT
+        return DEFAULT_OPTIONS
     if isinstance(value, timedelta):
         return GroupOptions(timeout=value)
     if isinstance(value, Backend.Options):

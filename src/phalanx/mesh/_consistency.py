@@ -23,11 +23,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..errors import RankMismatch
-from ..groups._bases import Base
+from ..groups._subgroups import ParentGroup
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
-    from ..groups._patient import PatientStore, PlainStore
+    from ..groups._store_client import BlockingStoreClient, StoreClient
 
 __all__ = ["AxisPurpose", "Ledger", "RootKey", "Use"]
 
@@ -86,7 +86,7 @@ class Ledger:
         self._entries: dict[RootKey, _Entry] = {}
         self._lock = threading.Lock()  # over `_entries`, for moments
         self._announced = ""  # the record that others were told last, where no group was made
-        self._store: PatientStore | None = None
+        self._store: StoreClient | None = None
 
     def note(self, root: RootKey) -> None:
         """Remember that a mesh was made."""
@@ -103,14 +103,14 @@ class Ledger:
             entry.axes.setdefault(name, {})[axis] = None
 
     def purpose(
-        self, base: Base, ranks: Sequence[int], use: Use, *, label: str
+        self, base: ParentGroup, ranks: Sequence[int], use: Use, *, label: str
     ) -> AxisPurpose | None:
         """Note that an axis is used, and return what its members tell each other, if they talk."""
         if not base.talks or len(ranks) == 1:
             return None
         return AxisPurpose(base.rank, ranks, use, self._record(use), label)
 
-    def announce(self, base: Base, use: Use) -> None:
+    def announce(self, base: ParentGroup, use: Use) -> None:
         """Tell the others of an axis that needs no group made, and compare as far as is known."""
         purpose = self.purpose(base, range(base.size), use, label=base.label)
         if purpose is None or purpose.told == self._announced:
@@ -156,7 +156,9 @@ class AxisPurpose:
         """Return this rank's record, for others to read."""
         return {_key(self.rank): self.told}
 
-    def contradiction(self, store: PlainStore, members: Sequence[int]) -> RankMismatch | None:
+    def contradiction(
+        self, store: BlockingStoreClient, members: Sequence[int]
+    ) -> RankMismatch | None:
         """Return what is wrong with one of these members of the group, if anything is."""
         for member in self._nearest(members):
             said = store.read(_key(self.ranks[member]))

@@ -10,7 +10,7 @@ import torch
 
 from ..env import read_rank_env
 from ..errors import InvalidState
-from ..groups._current import default_group
+from ..groups._factory import default_group
 
 if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh

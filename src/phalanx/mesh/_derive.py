@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
-from ..groups._bases import GroupOptions
+from ..groups._subgroups import GroupOptions
 from ._axis_options import Override, Overrides, for_axes, for_one_axis
 from ._checks import check_names
 from .layout import FlatLayout, MeshLayout

@@ -6,13 +6,13 @@ import os
 import warnings
 
 from ..errors import InvalidMesh
-from ..groups._bases import Base
+from ..groups._subgroups import ParentGroup
 from ._current_mesh import device_module
 
 __all__ = ["choose_device"]
 
 
-def choose_device(device_type: str, base: Base) -> None:
+def choose_device(device_type: str, base: ParentGroup) -> None:
     """Select the device of this rank, unless the program has used one of that type already.
 
     The launcher's ``LOCAL_RANK`` says which. Without it, ranks are taken to be dealt out to

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import InvalidMesh, InvalidType
-from ..groups._bases import Base, GroupOptions, base_of, find_base
+from ..groups._subgroups import GroupOptions, ParentGroup, default_parent_group, parent_group
 from . import _derive as derive
 from ._axis_options import Override, Overrides, for_axes
 from ._checks import check_device_type, check_names, check_ranks, read_ranks
@@ -49,9 +49,9 @@ class DeviceMesh:
         names = check_names(mesh_dim_names or None, len(sizes))
         check_device_type(device_type)
         options = for_axes(backend_override, len(sizes), names)
-        base: Base | None = None
+        base: ParentGroup | None = None
         if group is not None or _init_backend:
-            base = find_base(device_type) if group is None else base_of(group)
+            base = default_parent_group(device_type) if group is None else parent_group(group)
         check_ranks(ranks, size=None if base is None else base.size)
         found(
             self,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidState, NotInMesh
-from ..groups._bases import DEFAULT, Base, GroupOptions
+from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup
 from ._axis_groups import AxisGroups, axis_groups
 from ._checks import as_range
 from ._consistency import RootKey, Use
@@ -36,7 +36,7 @@ class Family:
         device_type: str,
         ranks: Sequence[int],
         *,
-        base: Base | None,
+        base: ParentGroup | None,
         rank: int | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
@@ -124,7 +124,7 @@ class Family:
         """Return the group of this rank along an axis; the first axis that has it describes it."""
         position = self.require_position(f"it has no group along axis {name!r}")
         ranks = self.ranks_at(axis.group_of(position))
-        if ranks in self.given and options == DEFAULT:
+        if ranks in self.given and options == DEFAULT_OPTIONS:
             return self.given[ranks]
         if self.base is None:
             raise InvalidState(
@@ -135,7 +135,7 @@ class Family:
         return self.groups.find(self.base, self.local(ranks), options, use=use, desc=desc)
 
 
-def _own_rank(base: Base | None, numbers: Sequence[int] | None) -> int:
+def _own_rank(base: ParentGroup | None, numbers: Sequence[int] | None) -> int:
     if base is not None:
         return base.rank if numbers is None else numbers[base.rank]
     return dist.get_rank() if dist.is_initialized() else 0
@@ -157,7 +157,7 @@ def found(
     base = family.base
     if base is not None:
         for each in options:
-            if each is not DEFAULT:
+            if each is not DEFAULT_OPTIONS:
                 base.check(each)
         choose_device(family.device_type, base)
     mesh._become(family, layout, names, options)

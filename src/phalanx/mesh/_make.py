@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InvalidMesh, InvalidType
-from ..groups._bases import DEFAULT, GroupOptions, base_of, find_base, resolve
-from ._axis_options import Overrides, for_axes
-from ._checks import (
-    as_range,
-    check_device_type,
-    check_names,
-    check_ranks,
-    check_shape,
-    read_ranks,
+from ..groups._subgroups import (
+    DEFAULT_OPTIONS,
+    GroupOptions,
+    default_parent_group,
+    parent_group,
+    resolve_group,
 )
+from ._axis_options import Overrides, for_axes
+from ._checks import as_range, check_device_type, check_names, check_ranks, check_shape, read_ranks
 from ._device_mesh import DeviceMesh
 from ._family import Family, found
 from .layout import MeshLayout
@@ -46,7 +45,7 @@ def init_device_mesh(
     check_device_type(device_type)
     options = for_axes(backend_override, len(sizes), names)
     layout = MeshLayout.from_sizes_strides(sizes)
-    base = find_base(device_type) if group is None else base_of(group)
+    base = default_parent_group(device_type) if group is None else parent_group(group)
     ranks = range(layout.numel())
     check_ranks(ranks, size=base.size)
     return found(blank(), Family(device_type, ranks, base=base), layout, names, options)
@@ -94,9 +93,9 @@ def from_groups(
     names = check_names(names, len(sizes))
     check_ranks(ranks, size=None)
     members = dist.get_process_group_ranks(groups[0])
-    base = base_of(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD else None
+    base = parent_group(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD else None
     family = Family(device_type, ranks, base=base, rank=members[groups[0].rank()])
-    options = (DEFAULT,) * len(sizes)
+    options = (DEFAULT_OPTIONS,) * len(sizes)
     made = found(blank(), family, MeshLayout.from_sizes_strides(sizes), names, options)
     for axis, group in enumerate(groups):
         give(made, axis, group)
@@ -122,10 +121,10 @@ def _from_one(
         given = mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh
         raise InvalidMesh(f"mesh {given} does not fit a group of the ranks {list(members)}")
     names = check_names(names, 1)
-    family = Family(device_type, members, base=base_of(group), numbers=members)
+    family = Family(device_type, members, base=parent_group(group), numbers=members)
     layout = MeshLayout.from_sizes_strides((len(members),))
     family.given[members] = group
-    return found(blank(), family, layout, names, (DEFAULT,))
+    return found(blank(), family, layout, names, (DEFAULT_OPTIONS,))
 
 
 def give(mesh: DeviceMesh, axis: int, group: dist.ProcessGroup) -> None:
@@ -178,12 +177,12 @@ class _Known:
     def family(self) -> Family:
         """Make the family again, with such of its groups as are known here."""
         name, size = self.group or ("", 0)
-        group = resolve(name)
-        base = base_of(group) if group is not None and group.size() == size else None
+        group = resolve_group(name)
+        base = parent_group(group) if group is not None and group.size() == size else None
         rank = self.rank if base is None else None
         made = Family(self.device_type, self.ranks, base=base, rank=rank, numbers=self.numbers)
         for ranks, name in self.given:
-            group = resolve(name)
+            group = resolve_group(name)
             if group is not None and as_range(dist.get_process_group_ranks(group)) == ranks:
                 made.given[ranks] = group
         return made

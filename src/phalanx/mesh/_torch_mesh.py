@@ -13,7 +13,7 @@ from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import InvalidState, InvalidType
-from ..groups._bases import DEFAULT, find_base
+from ..groups._subgroups import DEFAULT_OPTIONS, default_parent_group
 from ._checks import as_range
 from ._device_mesh import DeviceMesh
 from ._family import Family, found
@@ -87,18 +87,18 @@ def from_torch(mesh: TorchMesh) -> DeviceMesh:
         raise InvalidType(f"from_torch takes a torch DeviceMesh, not {mesh!r}")
     root = mesh._get_root_mesh()
     ranks = as_range(root._rank_map.tolist())
-    family = Family(root.device_type, ranks, base=find_base(root.device_type))
+    family = Family(root.device_type, ranks, base=default_parent_group(root.device_type))
     layout = _ours(root._layout)
-    made = found(blank(), family, layout, root.mesh_dim_names, (DEFAULT,) * len(layout))
+    made = found(blank(), family, layout, root.mesh_dim_names, (DEFAULT_OPTIONS,) * len(layout))
     family.torch_root = root
     for name, flat in root._flatten_mapping.items():
-        family.flattened[name] = made._derive(_ours(flat._layout), (name,), (DEFAULT,))
+        family.flattened[name] = made._derive(_ours(flat._layout), (name,), (DEFAULT_OPTIONS,))
         _take_groups(family.flattened[name], flat)
     _take_groups(made, root)
     if mesh is root:
         return made
     layout = _ours(mesh._layout)
-    derived = made._derive(layout, mesh.mesh_dim_names or (), (DEFAULT,) * len(layout))
+    derived = made._derive(layout, mesh.mesh_dim_names or (), (DEFAULT_OPTIONS,) * len(layout))
     _take_groups(derived, mesh)
     return derived
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.groups._record import Call, Recorder
+from phalanx.groups._flight_recorder import Call, FlightRecorder
 from phalanx.groups._work import Work
 
 MAX_RANKS: int
@@ -124,7 +124,7 @@ class Shortcut:
         engine: Engine,
         owner: object,
         order: Lock,
-        recorder: Recorder,
+        recorder: FlightRecorder,
         calls: deque[Call],
         in_flight: dict[Call, Any],
         grow: Any,
@@ -139,7 +139,7 @@ class Shortcut:
 def prepare_shortcuts(
     *,
     call: type[Call],
-    recorder: type[Recorder],
+    recorder: type[FlightRecorder],
     files: dict[str, bool],
     user_frame: Any,
     fault_points: dict[str, Any],

@@ -10,8 +10,8 @@ from typing import Any
 
 from .. import native
 from ..groups import ProcessGroup
-from ..groups import _torch as torch_tables
-from ..groups._registry import find_backend
+from ..groups import _torch_integration as torch_tables
+from ..groups._backend_registry import find_backend
 from ._context import RankContext
 from ._function_reference import Reference
 from ._outcome import RankFailures
@@ -128,7 +128,7 @@ def _on_group(
     finally:
         if keeps:
             # Whoever destroys torch's default group meanwhile ends all groups that torch knows of.
-            torch_tables.strike(group)
+            torch_tables.unregister_group(group)
 
 
 _kept_groups: dict[tuple[int | None, str], ProcessGroup] = {}
@@ -143,7 +143,7 @@ def _kept(over: Over, context: RankContext, options: dict[str, Any]) -> ProcessG
         _kept_groups.pop(key).abort()
     key = (context.generation, f"{over} {options} {context.timeout}")
     if key in _kept_groups:
-        _kept_groups[key]._torch_name = torch_tables.enter(_kept_groups[key])
+        _kept_groups[key]._torch_name = torch_tables.add_to_torch_tables(_kept_groups[key])
     else:
         _kept_groups[key] = over.form(context, options)
         context.leave_open()

@@ -22,9 +22,9 @@ def chain(*parts: Wrapper | Hook) -> Hook:
     for part in parts:
         _check_callable(part, part)
     *wrappers, last = parts
-    hook = cast(Hook, last)
+    hook = cast("Hook", last)
     for wrapper in reversed(wrappers):
-        hook = _wrapped(cast(Wrapper, wrapper), hook)
+        hook = _wrapped(cast("Wrapper", wrapper), hook)
     return hook
 
 

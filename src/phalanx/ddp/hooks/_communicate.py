@@ -17,8 +17,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.futures import Future, collect_all
 
 from ...errors import InvalidState, InvalidType
-from ...groups import ProcessGroup
-from ...groups import _futures as futures
+from ...groups import ProcessGroup, _work
 from .._channel import Channel, Handle
 
 __all__ = [
@@ -47,7 +46,7 @@ def check_group(group: Any) -> dist.ProcessGroup | None:
 def group_of(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.ProcessGroup:
     """Choose the group: the one that was given, else the module's, else torch's default group."""
     if given is not None:
-        return cast(dist.ProcessGroup, check_group(given))
+        return cast("dist.ProcessGroup", check_group(given))
     # Torch's own bucket does not know its group.
     found: dist.ProcessGroup | None = getattr(bucket, "group", None)
     found = found or dist.group.WORLD
@@ -62,7 +61,7 @@ def group_of(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.Proces
 def new_subgroup(**options: Any) -> dist.ProcessGroup:
     """Have torch divide a group of its own into equal parts, and return this rank's."""
     mine, _ = dist.new_subgroups(**options)  # type: ignore[no-untyped-call]
-    return cast(dist.ProcessGroup, mine)
+    return cast("dist.ProcessGroup", mine)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> Handle:
@@ -136,7 +135,7 @@ def _settled(future: Future[Tensor], make: Callable[[], Tensor]) -> Future[Tenso
         with torch.no_grad():  # the thread may be anybody's
             value = make()
     except Exception as error:  # noqa: BLE001 - whoever waits for the future gets it
-        futures.fail(future, error)
+        _work.fail_future(future, error)
         # It leads to this frame, and that to the future which holds it, where nobody collects.
         error.__traceback__ = None
     else:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from ...errors import InvalidArgument
-from ._communicate import Handle, average, group_of, start_average, when_done
+from .._channel import Handle
+from ._communicate import average, group_of, start_average, when_done
 from ._feedback import add_held, hold, is_finite
 from ._hook import GradBucket, dense_buffer
 from ._low_rank import Factors, Shape, multiply, multiply_transposed

@@ -1,4 +1,4 @@
-"""One file per backend; `groups._registry` names them."""
+"""One file per backend; `groups._backend_registry` names them."""
 
 from __future__ import annotations
 

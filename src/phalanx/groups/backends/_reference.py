@@ -1,8 +1,8 @@
-"""What each collective means, in plain tensor code: the reference for every other engine.
+"""The meaning of each collective in plain tensor code: the reference for every engine.
 
-A function gets the arguments of every rank that takes part, in rank order, and fills their outputs.
-Sums are added up by rank, never by arrival, so the same inputs give the same bits. What a rank that
-has left would have filled stays as it is.
+A function gets the arguments of every participating rank, in rank order, and fills their
+outputs. Sums are added up in rank order, never by arrival, so equal inputs give equal bits.
+What a departed rank would have filled stays as it is.
 """
 
 from __future__ import annotations
@@ -15,24 +15,8 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ...errors import PeerLeft
-from .._adapt import averaging, plain_op
-from .._engine import CallSpoiled
-
-__all__ = [
-    "allgather",
-    "allgather_base",
-    "allreduce",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "put",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_base",
-    "scatter",
-]
+from .._engine import CallFailed
+from .._reductions import averaging, plain_op
 
 Arguments = Mapping[int, tuple[Any, ...]]
 """One tuple of arguments per rank that takes part, in rank order."""
@@ -47,16 +31,19 @@ _BINARY: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
-_NARROW = (torch.float16, torch.bfloat16)
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
-def combine(op: Any, tensors: Sequence[Tensor]) -> Tensor:
+def reduce_in_rank_order(op: Any, tensors: Sequence[Tensor]) -> Tensor:
     """Reduce tensors in the order given; half precision is added up in single."""
     kind = plain_op(op)
     if tensors[0].is_sparse:
         return _combine_sparse(tensors, kind)
     dtype = tensors[0].dtype
-    wide = [tensor.detach().float() if dtype in _NARROW else tensor.detach() for tensor in tensors]
+    wide = [
+        tensor.detach().float() if dtype in _HALF_PRECISION else tensor.detach()
+        for tensor in tensors
+    ]
     total = wide[0].clone()
     for tensor in wide[1:]:
         total = _BINARY[kind](total, tensor)
@@ -76,34 +63,34 @@ def _combine_sparse(tensors: Sequence[Tensor], kind: Any) -> Tensor:
 
 def allreduce(calls: Arguments) -> None:
     """Give everybody the reduction of everybody's tensors."""
-    first, opts = _any(calls)
+    first, opts = _first_arguments(calls)
     for place in range(len(first)):
         tensors = [tensors[place] for tensors, _ in calls.values()]
-        total = combine(opts.reduceOp, tensors)
+        total = reduce_in_rank_order(opts.reduceOp, tensors)
         for tensor in tensors:
-            put(tensor, total)
+            copy_into(tensor, total)
 
 
 def reduce(calls: Arguments) -> None:
     """Give the root the reduction of everybody's tensors."""
-    opts = _any(calls)[-1]
-    total = combine(opts.reduceOp, [tensors[0] for tensors, _ in calls.values()])
-    put(_root(calls)[0][0], total)
+    opts = _first_arguments(calls)[-1]
+    total = reduce_in_rank_order(opts.reduceOp, [tensors[0] for tensors, _ in calls.values()])
+    copy_into(_root_arguments(calls)[0][0], total)
 
 
 def broadcast(calls: Arguments) -> None:
     """Give everybody the root's tensor."""
-    root = _root(calls)
+    root = _root_arguments(calls)
     for call in calls.values():
         if call is not root:
-            put(call[0][0], root[0][0])
+            copy_into(call[0][0], root[0][0])
 
 
 def allgather(calls: Arguments) -> None:
     """Give everybody everybody's tensor, in a list."""
     for outputs, _, _ in calls.values():
         for rank, (_, inputs, _) in calls.items():
-            put(outputs[0][rank], inputs[0])
+            copy_into(outputs[0][rank], inputs[0])
 
 
 def allgather_base(calls: Arguments) -> None:
@@ -112,42 +99,45 @@ def allgather_base(calls: Arguments) -> None:
         rows = output.detach().view(-1, mine.numel()) if mine.numel() else None
         for rank, (_, part, _) in calls.items():
             if rows is not None:
-                put(rows[rank], part)
+                copy_into(rows[rank], part)
 
 
 def gather(calls: Arguments) -> None:
     """Give the root everybody's tensor."""
-    outputs = _root(calls)[0]
+    outputs = _root_arguments(calls)[0]
     for rank, (_, inputs, _) in calls.items():
-        put(outputs[0][rank], inputs[0])
+        copy_into(outputs[0][rank], inputs[0])
 
 
 def scatter(calls: Arguments) -> None:
     """Give everybody their tensor of the root's list."""
-    inputs = _root(calls)[1]
+    inputs = _root_arguments(calls)[1]
     for rank, (outputs, _, _) in calls.items():
-        put(outputs[0], inputs[0][rank])
+        copy_into(outputs[0], inputs[0][rank])
 
 
 def reduce_scatter(calls: Arguments) -> None:
     """Give rank i the reduction of everybody's i-th tensor."""
-    opts = _any(calls)[-1]
+    opts = _first_arguments(calls)[-1]
     for rank, (outputs, _, _) in calls.items():
-        put(
-            outputs[0], combine(opts.reduceOp, [inputs[0][rank] for _, inputs, _ in calls.values()])
+        copy_into(
+            outputs[0],
+            reduce_in_rank_order(
+                opts.reduceOp, [inputs[0][rank] for _, inputs, _ in calls.values()]
+            ),
         )
 
 
 def reduce_scatter_base(calls: Arguments) -> None:
     """Give rank i the reduction of everybody's i-th part."""
-    opts = _any(calls)[-1]
+    opts = _first_arguments(calls)[-1]
     for rank, (output, _, _) in calls.items():
         count = output.numel()
         parts = [
             whole.detach().reshape(-1)[rank * count : (rank + 1) * count]
             for _, whole, _ in calls.values()
         ]
-        put(output, combine(opts.reduceOp, parts))
+        copy_into(output, reduce_in_rank_order(opts.reduceOp, parts))
 
 
 def alltoall_base(calls: Arguments) -> None:
@@ -158,14 +148,14 @@ def alltoall_base(calls: Arguments) -> None:
     for rank, (output, _, into, _, _) in calls.items():
         places = output.detach().split(into)
         for sender, sent in pieces.items():
-            put(places[sender], sent[rank])
+            copy_into(places[sender], sent[rank])
 
 
 def alltoall(calls: Arguments) -> None:
     """Give rank i everybody's i-th tensor."""
     for rank, (outputs, _, _) in calls.items():
         for sender, (_, inputs, _) in calls.items():
-            put(outputs[sender], inputs[rank])
+            copy_into(outputs[sender], inputs[rank])
 
 
 def barrier(calls: Arguments) -> None:
@@ -173,7 +163,7 @@ def barrier(calls: Arguments) -> None:
     del calls
 
 
-def put(target: Tensor, value: Tensor) -> None:
+def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy a value into a tensor of as many elements."""
     if target.is_sparse:
         target.zero_().add_(value)  # a detached view would not see the new entries
@@ -185,14 +175,14 @@ def put(target: Tensor, value: Tensor) -> None:
     target.detach().copy_(value.detach().reshape(target.shape))
 
 
-def _any(calls: Arguments) -> tuple[Any, ...]:
+def _first_arguments(calls: Arguments) -> tuple[Any, ...]:
     """Take what all ranks say alike from one of them."""
     return next(iter(calls.values()))
 
 
-def _root(calls: Arguments) -> tuple[Any, ...]:
+def _root_arguments(calls: Arguments) -> tuple[Any, ...]:
     """Find what the root brought; every rank's options, which come last, tell who it is."""
-    root = _any(calls)[-1].rootRank
+    root = _first_arguments(calls)[-1].rootRank
     if root not in calls:
-        raise CallSpoiled(PeerLeft, root, f"its root, rank {root}, has left the group")
+        raise CallFailed(PeerLeft, root, f"its root, rank {root}, has left the group")
     return calls[root]

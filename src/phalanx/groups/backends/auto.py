@@ -1,7 +1,7 @@
-"""Auto: the fastest engine that these ranks can have.
+"""Auto: the fastest engine that these ranks can use.
 
-Shared memory if every rank has mapped and marked the same region, which is tried and not guessed;
-NCCL for CUDA devices; Gloo otherwise. All ranks come to the same answer.
+Shared memory if every rank has mapped the same region, which is tried, not guessed; NCCL for
+CUDA devices; Gloo otherwise. All ranks come to the same answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from ...errors import RendezvousError, RendezvousTimeout
 from .._engine import Engine
 from . import gloo, nccl, refuse_options, shm
 
-__all__ = ["TRAITS", "make"]
+__all__ = [
+    "TRAITS",
+    "make",
+]
 
 
 def make(

@@ -1,7 +1,8 @@
 """Fake: no communication, any number of ranks.
 
-For planning: a mesh of 100,000 ranks fits a laptop when only one of them exists. Every call ends
-at once, as if all ranks held what this one holds; reductions leave their input as it is.
+For planning: a mesh of 100,000 ranks fits a laptop when only one of them exists. Every call
+completes at once, as if all ranks held what this rank holds; reductions leave their input
+unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .._engine import REDUCTIONS, Engine, Traits
+from .._engine import REDUCTIONS, Engine, PythonWork, Traits
 from . import refuse_options
-from ._python_work import PythonWork
 
-__all__ = ["TRAITS", "make"]
+__all__ = [
+    "TRAITS",
+    "make",
+]
+
 
 Tensors = list[Tensor]
 

@@ -1,4 +1,4 @@
-"""Gloo: torch's own engine for CPU tensors over TCP."""
+"""Gloo: torch's engine for CPU tensors over TCP."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
-from .._engine import Engine, RawWork, Traits
-from .._patient import borrow_thread
+from .._engine import Engine, PythonWork, RawWork, Traits
+from .._store_client import borrow_thread
 from . import refuse_options
-from ._python_work import PythonWork
 
-__all__ = ["TRAITS", "make"]
+__all__ = [
+    "TRAITS",
+    "make",
+]
 
 
 def make(

@@ -1,8 +1,10 @@
 """Local: ranks are threads of one process.
 
-The last rank to arrive does the work for all (`_reference` has the arithmetic), so no thread waits
-inside a call and nothing depends on the order of arrival. Slow, exact and easy to reason about:
-what the other backends are tested against.
+The last rank to arrive does the work for all (`_reference` has the arithmetic), so no thread
+waits inside a call and nothing depends on the order of arrival. Slow, exact and easy to reason
+about: the other backends are tested against it.
+
+`_Hub._lock` guards bookkeeping only; tensors are touched outside of it.
 """
 
 from __future__ import annotations
@@ -21,16 +23,28 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ...errors import PeerLeft
-from .._engine import REDUCTIONS, TRANSFERS, CallSpoiled, Engine, EngineStopped, Traits
-from .._patient import borrow_thread
-from .._words import Side
+from .._engine import (
+    REDUCTIONS,
+    TRANSFERS_IN_FLIGHT,
+    CallFailed,
+    Engine,
+    EngineStopped,
+    PythonWork,
+    Traits,
+)
+from .._formatting import RankCall
+from .._store_client import borrow_thread
 from . import _reference as reference
 from . import refuse_options
-from ._python_work import PythonWork
 
-__all__ = ["TRAITS", "alone", "make"]
+__all__ = [
+    "TRAITS",
+    "make",
+    "single_rank_engine",
+]
 
-A_LOOK = 0.05  # seconds between two looks for threads that have ended
+
+THREAD_POLL_INTERVAL = 0.05  # seconds between two looks for threads that have ended
 
 Tensors = list[Tensor]
 Function = Callable[[reference.Arguments], None]
@@ -51,7 +65,7 @@ class _Slot:
                 raise RuntimeError("ranks called different operations")
             with torch.no_grad():
                 functions.pop()({rank: self.arrived[rank][1] for rank in sorted(self.arrived)})
-        except CallSpoiled as spoiled:
+        except CallFailed as spoiled:
             error = spoiled
         except (RuntimeError, ValueError, IndexError) as caught:
             error = RuntimeError(str(caught))
@@ -69,7 +83,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class _Post:
+class _PendingTransfer:
     """One side of a transfer that waits for the other."""
 
     source: int | None
@@ -79,18 +93,18 @@ class _Post:
     tensor: Tensor
     work: PythonWork
 
-    def matches(self, other: _Post) -> bool:
+    def matches(self, other: _PendingTransfer) -> bool:
         """Tell whether a send and a receive belong together."""
         same = (self.target, self.tag) == (other.target, other.tag)
         return same and (None in (self.source, other.source) or self.source == other.source)
 
 
 @dataclass(frozen=True)
-class _Statement:
+class _DeclaredCall:
     """What the first rank to arrive said that it calls."""
 
     said: str
-    side: Side
+    side: RankCall
     heard: set[int] = field(default_factory=set)
 
 
@@ -104,9 +118,9 @@ class _Hub:
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)  # for who waits to be a member again
         self._slots: dict[int, _Slot] = {}
-        self._statements: dict[int, _Statement] = {}
-        self._sends: list[_Post] = []
-        self._receives: list[_Post] = []
+        self._statements: dict[int, _DeclaredCall] = {}
+        self._sends: list[_PendingTransfer] = []
+        self._receives: list[_PendingTransfer] = []
         self._left_at: dict[int, int] = {}
         """The first call that a rank takes no part in, for those who have left."""
         self._standing: dict[int, tuple[int, int]] = {}
@@ -124,7 +138,7 @@ class _Hub:
         try:
             with self._lock:
                 if self._aborted:
-                    return _refused(work)
+                    return _stopped(work)
                 sequence = engine.sequence + 1
                 slot = self._slots.setdefault(sequence, _Slot())
                 is_last = len(slot.arrived) + 1 == len(self._members(sequence))
@@ -157,7 +171,7 @@ class _Hub:
             others: set[int | None] = {p.target for p in self._sends if p.source == rank}
             others |= {p.source for p in self._receives if p.target == rank}
             if others & (set(range(self._size)) - set(self._left_at)):
-                return TRANSFERS
+                return TRANSFERS_IN_FLIGHT
             self._left_at[rank] = sequence
             whole = {
                 number: slot
@@ -170,7 +184,7 @@ class _Hub:
             whole[number].run()
         return ""
 
-    def come_back(self, rank: int, standing: tuple[int, int]) -> int:
+    def announce_rejoin(self, rank: int, standing: tuple[int, int]) -> int:
         """Say that a rank is back; the last lets all in. Returns the turn to wait for."""
         with self._lock:
             turn = self._returns
@@ -193,7 +207,7 @@ class _Hub:
                 left = until - time.monotonic()
                 if left <= 0:
                     break
-                self._news.wait(min(left, A_LOOK))
+                self._news.wait(min(left, THREAD_POLL_INTERVAL))
             return self._agreed if self._returns > turn else None
 
     def _is_waiting_in_vain(self) -> bool:
@@ -208,22 +222,22 @@ class _Hub:
     def _members(self, sequence: int) -> list[int]:
         return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
 
-    def agree(self, sequence: int, said: str, side: Side) -> Side | None:
+    def agree(self, sequence: int, said: str, side: RankCall) -> RankCall | None:
         """Compare with the first rank to arrive, and return its side if it says something else."""
         with self._lock:
-            first = self._statements.setdefault(sequence, _Statement(said, side))
+            first = self._statements.setdefault(sequence, _DeclaredCall(said, side))
             if first.heard == {side.rank}:  # it was interrupted before it arrived, and calls again
-                first = self._statements[sequence] = _Statement(said, side)
+                first = self._statements[sequence] = _DeclaredCall(said, side)
             first.heard.add(side.rank)
             if len(first.heard) == len(self._members(sequence)):
                 del self._statements[sequence]
         return None if first.said == said else first.side
 
-    def send(self, post: _Post) -> PythonWork:
+    def send(self, post: _PendingTransfer) -> PythonWork:
         """Hand a tensor to a receive that waits for it, or wait for one."""
         return self._match(post, self._receives, self._sends, lambda other: _deliver(post, other))
 
-    def receive(self, post: _Post) -> PythonWork:
+    def receive(self, post: _PendingTransfer) -> PythonWork:
         """Take a tensor from a send that waits, or wait for one."""
         return self._match(post, self._sends, self._receives, lambda other: _deliver(other, post))
 
@@ -238,20 +252,20 @@ class _Hub:
             self._receives.clear()
             self._news.notify_all()
         for work in works:
-            _refused(work)
+            _stopped(work)
 
     def _match(
         self,
-        post: _Post,
-        waiting: list[_Post],
-        queue: list[_Post],
-        deliver: Callable[[_Post], None],
+        post: _PendingTransfer,
+        waiting: list[_PendingTransfer],
+        queue: list[_PendingTransfer],
+        deliver: Callable[[_PendingTransfer], None],
     ) -> PythonWork:
-        other: _Post | None = None
+        other: _PendingTransfer | None = None
         try:
             with self._lock:
                 if self._aborted:
-                    return _refused(post.work)
+                    return _stopped(post.work)
                 other = next((other for other in waiting if other.matches(post)), None)
                 if other is None:
                     peer = post.target if queue is self._sends else post.source
@@ -267,11 +281,13 @@ class _Hub:
             raise
         return post.work
 
-    def _withdraw(self, queue: list[_Post], post: _Post, peer: int | None) -> None:
+    def _withdraw(
+        self, queue: list[_PendingTransfer], post: _PendingTransfer, peer: int | None
+    ) -> None:
         with self._lock:
             queue[:] = [other for other in queue if other is not post]
         if peer is not None:
-            post.work.finish(CallSpoiled(PeerLeft, peer, f"rank {peer} has left the group"))
+            post.work.finish(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
 
 
 _hubs: dict[str, _Hub] = {}
@@ -294,7 +310,7 @@ class LocalEngine:
         self._hub.threads[self._rank] = threading.current_thread()  # whose life counts from now on
         return self._hub.arrive(self, self._rank, function, arguments)
 
-    def agree(self, sequence: int, said: str, side: Side) -> Side | None:
+    def agree(self, sequence: int, said: str, side: RankCall) -> RankCall | None:
         """Compare a call with that of the first rank to make it, and return its side if unlike."""
         return self._hub.agree(sequence, said, side)
 
@@ -318,7 +334,7 @@ class LocalEngine:
         """Take a step towards being a member again, or wait for it; tells how far it has come."""
         self._hub.threads[self._rank] = threading.current_thread()
         if self._turn is None:
-            self._turn = self._hub.come_back(self._rank, (self.sequence, calls))
+            self._turn = self._hub.announce_rejoin(self._rank, (self.sequence, calls))
             return "waiting", 0
         agreed = self._hub.await_all(self._turn, seconds)
         if agreed is None:
@@ -383,28 +399,32 @@ class LocalEngine:
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
         """Send to one rank."""
-        return self._hub.send(_Post(self._rank, peer, tag, tensors[0], PythonWork([])))
+        return self._hub.send(_PendingTransfer(self._rank, peer, tag, tensors[0], PythonWork([])))
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
         """Receive from one rank."""
-        return self._hub.receive(_Post(peer, self._rank, tag, tensors[0], PythonWork(tensors)))
+        return self._hub.receive(
+            _PendingTransfer(peer, self._rank, tag, tensors[0], PythonWork(tensors))
+        )
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
         """Receive from anybody."""
-        return self._hub.receive(_Post(None, self._rank, tag, tensors[0], PythonWork(tensors)))
+        return self._hub.receive(
+            _PendingTransfer(None, self._rank, tag, tensors[0], PythonWork(tensors))
+        )
 
 
-def _deliver(send: _Post, receive: _Post) -> None:
+def _deliver(send: _PendingTransfer, receive: _PendingTransfer) -> None:
     error: Exception | None = None
     try:
-        reference.put(receive.tensor, send.tensor)
+        reference.copy_into(receive.tensor, send.tensor)
     except (RuntimeError, ValueError) as caught:
         error = RuntimeError(str(caught))
     receive.work.finish(error, source=-1 if send.source is None else send.source)
     send.work.finish(error)
 
 
-def _end_both(post: _Post, other: _Post, error: Exception) -> None:
+def _end_both(post: _PendingTransfer, other: _PendingTransfer, error: Exception) -> None:
     post.work.finish(error)
     other.work.finish(error)
 
@@ -413,7 +433,7 @@ def _interrupted(rank: int | None) -> Exception:
     return RuntimeError(f"rank {rank} was interrupted while it carried out the call")
 
 
-def _refused(work: PythonWork) -> PythonWork:
+def _stopped(work: PythonWork) -> PythonWork:
     work.finish(EngineStopped())
     return work
 
@@ -431,7 +451,7 @@ def make(
     return LocalEngine(_enter_hub(store, rank, world_size), rank)
 
 
-def alone() -> Engine:
+def single_rank_engine() -> Engine:
     """Make an engine of one rank, who has nobody to meet."""
     return LocalEngine(_Hub(1), 0)
 

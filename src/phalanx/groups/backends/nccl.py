@@ -1,4 +1,4 @@
-"""NCCL: torch's own engine for CUDA devices."""
+"""NCCL: torch's engine for CUDA devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from torch._C._distributed_c10d import Store
 from ...errors import InvalidState, UnknownOption
 from .._engine import Engine, Traits
 
-__all__ = ["TRAITS", "apply_options", "make"]
+__all__ = [
+    "TRAITS",
+    "apply_options",
+    "make",
+]
 
 
 def apply_options(target: object, options: dict[str, object]) -> None:

@@ -1,37 +1,252 @@
 """Shared memory: ranks on one machine read and write each other's buffers.
 
-The engine is native (see ``native/`` and ``docs/design.md``); here it gets torch's call forms. A
-call says that this rank is ready, and the rank's share of the work is done when it next enters the
-engine, or by a thread in the background where there is a core for one (`_driver`).
+The engine is native (`native/`, `docs/design.md`); this module gives it torch's call forms and
+work handles. A call announces that this rank is ready; the rank's share of the work is done
+when it next enters the engine, or by a driver thread if there is a core for one. `RegionOffer`
+is the short way to form a group of ranks that are known to be on one machine.
+
+A handle keeps the memory of its call alive until the engine is done with it, whoever else drops
+it. A forked child is not a rank: its engines refuse every call.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch.futures import Future
 
+from ... import _faultpoints as faultpoints
 from ... import native
-from ...errors import InvalidState
-from .._adapt import plain_op
-from .._engine import REDUCTIONS, TRANSFERS, Engine, RawWork, Traits
-from .._joint import JointWork
-from ._driver import OPTION, check_driver, start_driver
-from ._region import Slab, share
-from ._shm_work import PENDING, ShmPart, ShmTransfer, ShmWork
+from ...env import local_ranks, usable_cores
+from ...errors import InvalidArgument, InvalidState, PeerLeft, PeerLost, UnknownOption
+from .._engine import (
+    REDUCTIONS,
+    TRANSFERS_IN_FLIGHT,
+    CallFailed,
+    Engine,
+    EngineMismatch,
+    EngineStopped,
+    JointWork,
+    PeerDead,
+    RawWork,
+    ReceiveBufferExhausted,
+    Traits,
+    WorkNotDone,
+)
+from .._peers import Member
+from .._reductions import plain_op
+from .._store_client import borrow_thread, is_exiting
+from ._shm_region import Slab, make_region, share_region, watch_peers
 
 if TYPE_CHECKING:
     from ...native import _engine
 
-__all__ = ["TRAITS", "make"]
+__all__ = [
+    "TRAITS",
+    "make",
+]
+
+
+Driver = Literal["thread", "caller"]
+DRIVER_OPTION = "driver"
+
+
+def check_driver(options: dict[str, object]) -> None:
+    """Refuse options that are none, and drivers that there are not."""
+    unknown = sorted(set(options) - {DRIVER_OPTION})
+    if unknown:
+        raise UnknownOption(f"shm takes no options but {DRIVER_OPTION}, and was given {unknown[0]}")
+    asked = options.get(DRIVER_OPTION)
+    if asked not in (None, "thread", "caller"):
+        raise InvalidArgument(f"{DRIVER_OPTION} is 'thread', 'caller' or None, not {asked!r}")
+
+
+def choose_driver(size: int, cores: int) -> Driver:
+    """Choose for `size` ranks with `cores` between them: a thread if there are more cores."""
+    if size == 1 or usable_cores() == 1:  # never waits for anybody; has no core for a thread
+        return "caller"
+    return "thread" if cores > max(size, local_ranks() or 0) else "caller"
+
+
+def start_driver(engine: _engine.Engine, asked: object, size: int) -> Driver:
+    """Start the thread of an engine if it is asked for, or chosen; tell who drives."""
+    if (asked or choose_driver(size, engine.cores)) == "caller":
+        return "caller"
+    try:
+        engine.start_driver()
+    except RuntimeError as error:  # what nanobind makes of a system error
+        if asked is None:
+            return "caller"
+        raise InvalidState(f"no thread could be started to drive this rank: {error}") from error
+    return "thread"
+
+
+# The numbers of `native/engine.hpp`; those of transfers are in `native/transfers.hpp`.
+PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
+CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
+_LONG_WAIT = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
+_MEMORY_POLL_INTERVAL = 0.02  # seconds between two looks whether there is memory
+_FUTURE_WAIT = timedelta(
+    seconds=0.25
+)  # of a thread that must be home before the interpreter goes away
+
+
+class ShmWork:
+    """A call under way; it keeps the memory that it works on."""
+
+    __slots__ = ("_future", "_memory", "_owner", "ticket")
+
+    def __init__(self, owner: ShmEngine, memory: object) -> None:
+        self._owner = owner
+        self.ticket = 0
+        """The engine's number of the call, which it sets itself; counts from 1."""
+        self._memory = memory
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Do this rank's share and wait for the others'."""
+        seconds = timeout.total_seconds()
+        verdict = self._owner._engine.wait(self.ticket, seconds or _LONG_WAIT)
+        while verdict[0] == PENDING and not seconds:
+            verdict = self._owner._engine.wait(self.ticket, _LONG_WAIT)
+        if verdict[0] == FINISHED:
+            return True
+        if verdict[0] == PENDING:
+            raise WorkNotDone
+        raise _outcome_error(*verdict)
+
+    def is_completed(self) -> bool:
+        """Do what can be done now, and tell whether the call has ended."""
+        return self._owner._engine.test(self.ticket)[0] != PENDING
+
+    def get_future(self) -> Future[Any]:
+        """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
+        if self._future is None:
+            self._future = Future()
+            borrow_thread(partial(_complete_future, self, self._future))
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        """Return nothing; the group knows the outputs."""
+        return []
+
+    def _source_rank(self) -> int:
+        return -1
+
+
+class ShmPart(ShmWork):
+    """A part of a call, which is nobody's if its root has left."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Wait as for any call; a part without a root is done."""
+        try:
+            return super().wait(timeout)
+        except CallFailed as spoiled:
+            if spoiled.kind is not PeerLeft:
+                raise
+            return True
+
+
+class ShmTransfer(ShmWork):
+    """A send or receive under way."""
+
+    __slots__ = ()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Move bytes until all have gone."""
+        state, peer, length = self._await_end(timeout.total_seconds())
+        if state == STARVED:  # it stays under way
+            raise ReceiveBufferExhausted(
+                f"out of memory while buffering a message of {length} bytes from rank {peer} that "
+                "was sent before the one being received. Receive that message first, or free memory"
+            )
+        self._memory = None
+        self._owner._transfers.pop(self.ticket, None)
+        if state == FINISHED:
+            return True
+        if state == CANCELLED:
+            raise CallFailed(PeerLeft, peer, f"rank {peer} has left the group")
+        raise RuntimeError(f"rank {peer} sent {length} bytes; the receive buffer has another size")
+
+    def _await_end(self, seconds: float) -> tuple[int, int, int]:
+        """Wait until it has ended, at most for so long unless that is 0; tells how it did."""
+        while True:
+            status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG_WAIT)
+            if status[0] == STOPPED:
+                raise EngineStopped
+            if status[0] != PENDING:
+                return status
+            # The engine stops waiting when the peer has ended.
+            if status[1] in self._owner.lost_ranks():
+                raise PeerDead(status[1])
+            if seconds:
+                raise WorkNotDone
+
+    def cancel(self) -> None:
+        """Take it back, unless a part of it has gone."""
+        if self._owner._engine.cancel_transfer(self.ticket):
+            self._memory = None
+            self._owner._transfers.pop(self.ticket, None)
+
+    def __del__(self) -> None:
+        if self.ticket == 0:  # it never began
+            return
+        with suppress(InvalidState):  # a forked child has no engine
+            self._owner._engine.forget_transfer(self.ticket)
+        if self._memory is not None:  # for all that is known, it has not ended
+            self._owner._transfers[self.ticket] = self._memory
+            self._owner._dropped.add(self.ticket)
+
+    def is_completed(self) -> bool:
+        """Move what can be moved now, and tell whether it has ended."""
+        return self._owner._engine.test_transfer(self.ticket)[0] != PENDING
+
+    def _source_rank(self) -> int:
+        return self._owner._engine.test_transfer(self.ticket)[1]
+
+
+def _complete_future(work: ShmWork, future: Future[Any]) -> None:
+    """End a work's future, on a thread that has nothing else to do."""
+    while not is_exiting():
+        try:
+            work.wait(_FUTURE_WAIT)
+        except WorkNotDone:
+            continue
+        except (
+            ReceiveBufferExhausted
+        ):  # until somebody receives what is in the way, or frees memory
+            time.sleep(_MEMORY_POLL_INTERVAL)
+            continue
+        except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
+            future.set_exception(error)
+        else:
+            future.set_result([])
+        return
+
+
+def _outcome_error(outcome: int, first: int, second: int) -> RuntimeError:
+    if outcome == MISMATCH:
+        return EngineMismatch(first, second)
+    if outcome == ROOTLESS:
+        return CallFailed(PeerLeft, first, f"its root, rank {first}, has left the group")
+    if outcome == TORN:
+        told = f"rank {first} died during the call; the contents of its tensors are undefined"
+        return CallFailed(PeerLost, first, told)
+    return PeerDead(first) if outcome == DEAD else EngineStopped()
+
 
 Tensors = list[Tensor]
 
@@ -39,7 +254,7 @@ Tensors = list[Tensor]
 BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
 GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
 ADD = 0
-STAGES = ("outside", "waiting", "entering", "entered")
+REJOIN_STAGES = ("outside", "waiting", "entering", "entered")
 DTYPES = {
     torch.float32: 0,
     torch.float64: 1,
@@ -58,7 +273,7 @@ DTYPES = {
     torch.complex128: 14,
 }
 BYTES = DTYPES[torch.uint8]
-A_TURN = 0.02  # seconds that the watcher gives to a transfer that nobody waits for
+DROPPED_TRANSFER_WAIT = 0.02  # seconds that the watcher gives to a transfer that nobody waits for
 
 
 class ShmEngine:
@@ -77,7 +292,7 @@ class ShmEngine:
         Until they are entered here, their handles keep it."""
         self._dropped: set[int] = set()
         """Those of them that nobody can wait for any more."""
-        _part_with_children(self)
+        _detach_after_fork(self)
         self.driver = start_driver(engine, driver, size)
 
     # -- the rank and its peers ------------------------------------------------------------
@@ -100,19 +315,19 @@ class ShmEngine:
         there = set(self.members())
         waited_for = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
         if waited_for & there:
-            return TRANSFERS
+            return TRANSFERS_IN_FLIGHT
         return "" if self._engine.leave() else "calls"
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
         """Take a step towards being a member again, or wait for it; tells how far it has come."""
         stage, most = self._engine.rejoin(calls, seconds)
-        return STAGES[stage], most
+        return REJOIN_STAGES[stage], most
 
     def awaited(self) -> list[int]:
         """List the ranks that `rejoin` waits for."""
         return self._engine.awaited()
 
-    def forget(self, rank: int) -> None:
+    def exclude(self, rank: int) -> None:
         """Go on without a rank that is dead."""
         self._engine.forget(rank)
 
@@ -129,7 +344,7 @@ class ShmEngine:
                 self._dropped.discard(ticket)
         # A large one takes many turns with its peer, and nobody but the caller of this is at it.
         for ticket in sorted(self._dropped)[:1]:
-            self._engine.wait_transfer(ticket, A_TURN)
+            self._engine.wait_transfer(ticket, DROPPED_TRANSFER_WAIT)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Make a tensor that peers can reach where it is."""
@@ -232,7 +447,7 @@ class ShmEngine:
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
         """Hand out from the root."""
-        whole = _joined(inputs[0]) if inputs else None
+        whole = _concatenated(inputs[0]) if inputs else None
         return self._issue(
             SCATTER,
             whole,
@@ -247,7 +462,7 @@ class ShmEngine:
         """Reduce lists and keep one tensor."""
         parts = inputs[0]
         if len({part.numel() for part in parts}) == 1:
-            return self._reduce_scatter_base(outputs[0], _joined(parts), opts)
+            return self._reduce_scatter_base(outputs[0], _concatenated(parts), opts)
         works = []
         for root, part in enumerate(parts):  # of different sizes: one reduction for each
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
@@ -356,7 +571,7 @@ class ShmEngine:
         return work
 
 
-class _Forked:
+class _ForkedEngine:
     """Stands where the engine was, in a process that was forked from a rank and is none itself.
 
     It keeps the engine, for the child may still look at tensors in the region.
@@ -373,25 +588,25 @@ class _Forked:
 
 
 _engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
-_knows_forks = False
+_has_fork_hook = False
 
 
-def _part_with_children(engine: ShmEngine) -> None:
+def _detach_after_fork(engine: ShmEngine) -> None:
     """See to it that a forked child does not take the engine's part; costs its calls nothing."""
-    global _knows_forks  # noqa: PLW0603 - on first use, for importing must not register hooks
+    global _has_fork_hook  # noqa: PLW0603 - on first use, for importing must not register hooks
     _engines.add(engine)
-    if not _knows_forks:
-        _knows_forks = True
-        os.register_at_fork(after_in_child=_forget_engines)
+    if not _has_fork_hook:
+        _has_fork_hook = True
+        os.register_at_fork(after_in_child=_detach_engines)
 
 
-def _forget_engines() -> None:
+def _detach_engines() -> None:
     for engine in _engines:
-        engine._engine = cast(Any, _Forked(engine._engine))
+        engine._engine = cast("Any", _ForkedEngine(engine._engine))
     _engines.clear()
 
 
-def _joined(tensors: Tensors) -> Tensor:
+def _concatenated(tensors: Tensors) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
 
 
@@ -418,8 +633,8 @@ def make(
 ) -> Engine:
     """Map the region that the ranks share."""
     del device
-    engine = share(store, rank, world_size, timeout=timeout)
-    return ShmEngine(engine, rank, world_size, kwargs.get(OPTION))
+    engine = share_region(store, rank, world_size, timeout=timeout)
+    return ShmEngine(engine, rank, world_size, kwargs.get(DRIVER_OPTION))
 
 
 TRAITS = Traits(
@@ -430,5 +645,78 @@ TRAITS = Traits(
     compares_calls=True,
     connects_in_background=True,
     check_options=check_options,
-    own_options=frozenset({OPTION}),
+    own_options=frozenset({DRIVER_OPTION}),
 )
+
+
+class RegionOffer:
+    """One rank's part in a region that is offered."""
+
+    def __init__(
+        self, rank: int, members: Sequence[Member], crowd: int, options: dict[str, object]
+    ) -> None:
+        self._rank = rank
+        self._members = members
+        self._size = len(members)
+        self._crowd = crowd
+        self._driver = options.get(DRIVER_OPTION)
+        self._native: _engine.Engine | None = None
+        self._engine: ShmEngine | None = None
+
+    def make(self) -> dict[str, Any] | None:
+        """Make the region, in memory that has no name."""
+        made = native.engine
+        if made is None or self._size > made.MAX_RANKS:
+            return None
+        region = make_region("memfd", self._size)
+        told = {"path": region.path, "token": str(region.token)}
+        self._enter(region)
+        return told
+
+    def take(self, told: dict[str, Any]) -> None:
+        """Map the region."""
+        made = native.engine
+        if made is None:
+            raise InvalidState(native.why_missing)
+        self._enter(made.Region.open(told["path"], int(told["token"]), self._size, made.Sizes()))
+
+    def absent(self) -> list[int]:
+        """List the ranks that have not mapped it yet."""
+        assert self._native is not None, "it was made or taken"
+        region = self._native.region
+        return [rank for rank in range(self._size) if not region.present(rank)]
+
+    def engine(self) -> Engine:
+        """Return the engine; all ranks have theirs."""
+        assert self._native is not None, "it was made or taken"
+        assert self._engine is not None, "it was made or taken"
+        self._native.region.unlink()
+        return self._engine
+
+    def _enter(self, region: _engine.Region) -> None:
+        """Make the engine, and then leave a mark in the region, which the others wait for.
+
+        The mark comes last: whoever sees it goes ahead, so nothing may fail here afterwards.
+        """
+        if faultpoints.armed:
+            faultpoints.reach("form:mapped")
+        assert native.engine is not None, "it has made the region"
+        engine = native.engine.Engine(region, self._rank, usable_cores())
+        watch_peers(engine, self._rank, self._members)
+        cores = _cores_of_processes([member.pid for member in self._members])
+        # Others want the same cores: those of the larger group that these ranks come from.
+        engine.share_cores(max(1, cores * self._size // self._crowd))
+        driver = self._driver
+        if driver is None and choose_driver(self._crowd, cores) == "caller":
+            driver = "caller"
+        self._native, self._engine = engine, ShmEngine(engine, self._rank, self._size, driver)
+        engine.mark_present()
+
+
+def _cores_of_processes(pids: Sequence[int]) -> int:
+    """Tell how many cores processes have between them; each alone may be kept to one of its own."""
+    cores: set[int] = set()
+    for pid in set(pids):
+        with suppress(ProcessLookupError):  # whose end others will tell
+            cores |= os.sched_getaffinity(pid)
+    return min(len(cores), usable_cores(os.cpu_count()))

@@ -1,0 +1,68 @@
+"""The backends by name: the only place where a name becomes an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ..errors import InvalidArgument
+from ._engine import Engine, Traits
+from .backends import auto, fake, gloo, local, nccl, shm
+from .backends.shm import RegionOffer
+
+
+class ProcessGroupFactory(Protocol):
+    """Makes the engine of one rank; the ranks have met and agreed when it is called."""
+
+    def __call__(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        timeout: timedelta,
+        device: torch.device,
+        **kwargs: object,
+    ) -> Engine:
+        """Return a torch process group or backend, or an object with the same methods."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A registered backend."""
+
+    name: str
+    factory: ProcessGroupFactory
+    traits: Traits
+
+
+_backends: dict[str, Backend] = {}
+
+
+def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | None = None) -> None:
+    """Register a backend under a name that `new_group` then knows."""
+    if name in _backends:
+        raise InvalidArgument(f"backend {name!r} is registered already: choose another name")
+    _backends[name] = Backend(name, func, traits or Traits())
+
+
+def find_backend(name: str) -> Backend:
+    """Return the backend of that name."""
+    try:
+        return _backends[name]
+    except (KeyError, TypeError):
+        known = ", ".join(sorted(_backends))
+        raise InvalidArgument(
+            f"there is no backend {name!r}: use one of {known}, or add it with register_backend"
+        ) from None
+
+
+register_backend("auto", auto.make, traits=replace(auto.TRAITS, offer=RegionOffer))
+register_backend("gloo", gloo.make, traits=gloo.TRAITS)
+register_backend("nccl", nccl.make, traits=nccl.TRAITS)
+register_backend("local", local.make, traits=local.TRAITS)
+register_backend("fake", fake.make, traits=fake.TRAITS)
+register_backend("shm", shm.make, traits=replace(shm.TRAITS, offer=RegionOffer))

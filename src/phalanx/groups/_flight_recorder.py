@@ -1,0 +1,281 @@
+"""The flight recorder: the last calls of a group on this rank, always on.
+
+A call is recorded on the calling thread before the engine sees it, so recording does the
+minimum: it builds no strings and keeps no frame alive. Text is produced when somebody reads.
+The module also finds the line of user code that made a call, or that a rank is executing.
+
+`FlightRecorder.begin` counts stack frames: it must be called from `_issue`, called from the collective.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch
+
+from ._formatting import describe, dtype_name
+from ._peers import process_state
+
+_INTERNAL_PREFIXES = tuple(
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
+)
+_DATALOADER_FILE = str(Path(torch.__file__).parent / "utils" / "data" / "dataloader.py")
+_STDLIB_PREFIXES = (
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
+    "<frozen ",
+)
+known_files: dict[str, bool] = {}
+"""Of the files that calls came from: whether they are phalanx's or torch's."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One call of a group, as its flight recorder tells it."""
+
+    sequence: int
+    """Its number among the collectives, or among the sends and receives, of this rank."""
+    operation: str
+    """What was called: ``allreduce``."""
+    shape: tuple[int, ...]
+    dtype: str
+    """Of the first tensor; empty for a call without tensors."""
+    tensors: int
+    """How many tensors it was given."""
+    started: float
+    """Seconds since the epoch."""
+    ended: float | None
+    """When completion was observed by ``wait`` or ``is_completed``; None until then."""
+    site: str
+    """The line of the user's code that made the call: ``train.py:12``."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.dtype}{list(self.shape)} #{self.sequence} at {self.site}"
+
+
+class Call:
+    """One call while it is under way; the recorder keeps it, its `Work` ends it."""
+
+    __slots__ = (
+        "code",
+        "dtype",
+        "ended",
+        "instruction",
+        "operation",
+        "sequence",
+        "shape",
+        "started",
+        "tensors",
+        "transfer",
+    )
+
+    sequence: int
+    operation: str
+    dtype: torch.dtype | None
+    shape: Sequence[int]
+    tensors: int
+    started: float
+    ended: float | None
+    code: CodeType
+    instruction: int
+    """Where in `code` the call was made; finding the line of it takes longer, and can wait."""
+    transfer: bool
+    """A send or receive: numbered apart, for ranks need not make the same ones."""
+
+    @property
+    def what(self) -> str:
+        """Tell the operation and its tensors: ``allreduce float32[10]``."""
+        if self.dtype is None:
+            return self.operation
+        more = f" and {self.tensors - 1} more" if self.tensors > 1 else ""
+        return f"{self.operation} {describe(self.dtype, self.shape)}{more}"
+
+    @property
+    def site(self) -> str:
+        """Tell the line of the user's code that made the call."""
+        return _format_site(self.code, self.instruction)
+
+    @property
+    def age(self) -> float:
+        """Tell the seconds since the call was made."""
+        return time.monotonic() - self.started
+
+
+class FlightRecorder:
+    """Numbers calls and keeps the last of them."""
+
+    # So that native code, which records too (`_fast_path`), finds the number where it is.
+    __slots__ = ("_epoch", "_transfers", "calls", "collectives", "starting")
+
+    collectives: int
+    """How many collectives have begun."""
+    starting: Call | None
+    """A call that has its number, and of which it is not known yet whether the engine has it."""
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self.calls: deque[Call] = deque(maxlen=capacity)
+        self.collectives = 0
+        self.starting = None
+        self._transfers = 0
+        self._epoch = time.time() - time.monotonic()
+
+    def begin(
+        self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
+    ) -> Call:
+        """Record that an operation is about to start, until which it is `starting`.
+
+        The three innermost frames must be ours: this one, `_issue`, and the collective's own.
+        """
+        call = Call()
+        call.transfer = transfer
+        call.operation = operation
+        call.tensors = len(tensors)
+        if tensors:
+            first = tensors[0]
+            call.dtype = first.dtype
+            call.shape = first.shape
+        else:
+            call.dtype = None
+            call.shape = ()
+        frame = sys._getframe(3)
+        if known_files.get(frame.f_code.co_filename) is not False:
+            frame = user_frame(frame)
+        call.code = frame.f_code
+        call.instruction = frame.f_lasti
+        call.started = time.monotonic()
+        call.ended = None
+        # No function is called from here to the number, so no signal is handled in between.
+        self.starting = call
+        if transfer:
+            self._transfers = call.sequence = self._transfers + 1
+        else:
+            self.collectives = call.sequence = self.collectives + 1
+        self.calls.append(call)
+        return call
+
+    def undo(self, call: Call) -> None:
+        """Take back the number of a call that never started; its record stays."""
+        call.ended = time.monotonic()
+        if call.transfer:
+            self._transfers -= 1
+        else:
+            self.collectives -= 1
+        self.starting = None
+
+    @property
+    def last(self) -> Call | None:
+        """Tell the newest call."""
+        try:
+            return self.calls[-1]
+        except IndexError:
+            return None
+
+    def records(self) -> list[Record]:
+        """List the last calls, oldest first."""
+        return [self._record(call) for call in tuple(self.calls)]
+
+    def _record(self, call: Call) -> Record:
+        return Record(
+            sequence=call.sequence,
+            operation=call.operation,
+            shape=tuple(call.shape),
+            dtype="" if call.dtype is None else dtype_name(call.dtype),
+            tensors=call.tensors,
+            started=self._epoch + call.started,
+            ended=None if call.ended is None else self._epoch + call.ended,
+            site=call.site,
+        )
+
+
+def user_site() -> str:
+    """Tell the line of the user's code that is calling."""
+    frame = user_frame(sys._getframe(1))
+    return _format_site(frame.f_code, frame.f_lasti)
+
+
+def describe_frame(frame: FrameType | None) -> str | None:
+    """Tell where in the user's code a running thread is: ``train.py:44 in load``.
+
+    If that code waits inside a library, tell the library's line too, and for which worker process
+    if it is a data loader that waits.
+    """
+    frames: list[FrameType] = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    outside = [each for each in frames if not _is_internal(each.f_code.co_filename)]
+    if not outside:
+        return None
+    own = [each for each in outside if not _is_library(each.f_code.co_filename)]
+    here = _describe(own[0] if own else outside[0])
+    if own and own[0] is not outside[0]:
+        here = f"{here}, inside {_describe(outside[0])}"
+    worker = _awaited_worker(frames)
+    return here if worker is None else f"{here}, waiting for {worker}"
+
+
+def _describe(frame: FrameType) -> str:
+    return f"{_format_site(frame.f_code, frame.f_lasti)} in {frame.f_code.co_name}"
+
+
+def _awaited_worker(frames: Sequence[FrameType]) -> str | None:
+    """Tell the process that a `torch.utils.data.DataLoader` waits for a batch of, and its state."""
+    for frame in frames:
+        if frame.f_code.co_filename == _DATALOADER_FILE and frame.f_code.co_name == "_get_data":
+            # Fields of a class of torch that are not public: without them, there is less to tell.
+            with suppress(AttributeError, IndexError, KeyError, TypeError):
+                loader = frame.f_locals["self"]
+                if not loader._in_order:
+                    return f"any of {len(loader._workers)} DataLoader workers"
+                (number,) = loader._task_info[loader._rcvd_idx]
+                pid = loader._workers[number].pid
+                return f"DataLoader worker {number} (pid {pid}, {process_state(pid)})"
+    return None
+
+
+def user_frame(frame: FrameType) -> FrameType:
+    """Find the innermost frame that is the user's, or else the outermost of all."""
+    while _is_internal(frame.f_code.co_filename):
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame
+
+
+def _is_internal(filename: str) -> bool:
+    """Tell whether a file belongs to phalanx or torch rather than to the user."""
+    known = known_files.get(filename)
+    if known is None:
+        known = known_files[filename] = filename.startswith(_INTERNAL_PREFIXES)
+    return known
+
+
+def _is_library(filename: str) -> bool:
+    """Tell whether a file belongs to Python or to an installed package rather than to the user."""
+    parts = Path(filename).parts
+    return filename.startswith(_STDLIB_PREFIXES) or not {
+        "site-packages",
+        "dist-packages",
+    }.isdisjoint(parts)
+
+
+def _format_site(code: CodeType, instruction: int) -> str:
+    """Tell a line by what tells files apart: the last two parts of the path."""
+    return (
+        f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{_line_number(code, instruction)}"
+    )
+
+
+def _line_number(code: CodeType, instruction: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= instruction < end and line is not None:
+            return line
+    return code.co_firstlineno

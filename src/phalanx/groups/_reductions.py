@@ -1,0 +1,210 @@
+"""Reductions that an engine does not support natively.
+
+`adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has, with
+functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an engine
+that only moves dense ones: ranks exchange their entry counts first, then the entries padded to the
+longest.
+
+Sums are added up in rank order, as in the `local` backend, so that all engines give the same
+bits. A finishing function may be interrupted and called again; it must not apply the same step
+twice.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+from torch.distributed import ReduceOp
+
+from ..errors import InvalidArgument
+from ._engine import Engine, JointWork, RawWork, Traits
+from ._formatting import dtype_name, op_name
+
+SUM = ReduceOp.SUM
+AVG = ReduceOp.AVG
+PREMUL_SUM = ReduceOp.PREMUL_SUM
+_LINEAR = frozenset({SUM, AVG, PREMUL_SUM})
+_BOOL_OPS = {SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
+"""What adding and multiplying mean for bool; engines that see bytes would store a 2."""
+
+
+@dataclass
+class AdaptedReduction:
+    """A reduction in the engine's own terms."""
+
+    op: Any
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    prepare: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
+
+    def starting(self, method: Callable[..., RawWork]) -> Callable[..., RawWork]:
+        """Wrap an engine's method so that the inputs are prepared when the call really starts."""
+        prepare = self.prepare
+        if prepare is None:
+            return method
+
+        def start(*args: Any) -> RawWork:
+            prepare()
+            return method(*args)
+
+        return start
+
+
+def plain_op(op: Any) -> Any:
+    """Strip a `ReduceOp` to the enumeration inside, which can be compared and hashed."""
+    return getattr(op, "op", op)
+
+
+def adapt_reduction(
+    traits: Traits,
+    operation: str,
+    op: Any,
+    *,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
+    size: int,
+) -> AdaptedReduction:
+    """Turn a reduction into one that the engine has; `inputs` may be the `outputs` themselves."""
+    call = _detached(op, inputs, outputs)
+    kind, dtype = plain_op(op), inputs[0].dtype
+    if dtype is torch.bool:
+        call.op = kind = _BOOL_OPS.get(kind, kind)
+    if kind == PREMUL_SUM and not traits.premultiplies:
+        _premultiply(call, op.factor)
+    elif kind == AVG and not _averages(traits, operation, dtype):
+        call.op = SUM
+        call.finish = averaging(outputs, size)
+    if traits.dtypes is not None and dtype not in traits.dtypes:
+        _view_complex(call, operation, kind, dtype)
+    return call
+
+
+def _averages(traits: Traits, operation: str, dtype: torch.dtype) -> bool:
+    known = dtype.is_floating_point or traits.averages_all_types
+    return known and operation in traits.averages
+
+
+def is_sum(op: Any) -> bool:
+    """Tell whether an operation is a plain sum; asked for every call, so the quick way first."""
+    return op is SUM or bool(op == SUM)
+
+
+def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> AdaptedReduction:
+    """Hide from an engine that is itself made of tensor operations that some require gradients."""
+    plain = [tensor.detach() for tensor in outputs]
+    same = inputs is outputs
+    return AdaptedReduction(op, plain if same else [tensor.detach() for tensor in inputs], plain)
+
+
+def averaging(tensors: Sequence[Tensor], count: int) -> Callable[[], None]:
+    """Make what divides sums by how many were added, once; integers lose their fraction."""
+    mine = [tensor.detach() for tensor in tensors]
+    rounding = "trunc" if not (mine[0].is_floating_point() or mine[0].is_complex()) else None
+    divide = methodcaller("div_", count, rounding_mode=rounding)
+    done: list[Tensor] = []
+
+    def finish() -> None:
+        # An interrupt may come at any time, and whoever waits again comes here again. To divide and
+        # to take note of it is one step, for it is all done by `extend`.
+        done.extend(map(divide, mine[len(done) :]))
+
+    return finish
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """View a contiguous tensor as bytes, so that any engine can move it."""
+    flat = tensor.detach().reshape(-1)
+    return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _view_complex(call: AdaptedReduction, operation: str, kind: Any, dtype: torch.dtype) -> None:
+    """See complex numbers as pairs where that gives the same answer; refuse other types."""
+    if not (dtype.is_complex and kind in _LINEAR):
+        raise InvalidArgument(
+            f"this backend cannot {operation} ({op_name(kind)}) {dtype_name(dtype)}: "
+            "convert the tensor to a type that it knows, such as float32 or int64"
+        )
+    same = call.inputs is call.outputs
+    call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
+    call.outputs = call.inputs if same else [torch.view_as_real(t) for t in call.outputs]
+
+
+def _premultiply(call: AdaptedReduction, factor: float | Tensor) -> None:
+    call.op = SUM
+    if call.inputs is not call.outputs:
+        call.inputs = [tensor.clone() for tensor in call.inputs]
+    mine = call.inputs
+
+    def multiply() -> None:
+        for tensor in mine:
+            tensor.mul_(factor)
+
+    call.prepare = multiply
+
+
+class SparseSum:
+    """One sparse tensor of each rank on its way to their sum."""
+
+    def __init__(self, engine: Engine, tensor: Tensor, *, rank: int, size: int) -> None:
+        self._engine = engine
+        self._tensor = tensor
+        self._rank = rank
+        self._size = size
+
+    def start(self, wait_for: Callable[[RawWork], None]) -> RawWork:
+        """Tell the others how many entries there are, hear it from them, and send the entries."""
+        mine = self._tensor.detach().coalesce()
+        self._counts = self._exchange_counts(mine, wait_for)
+        longest = max(self._counts)
+        self._indices = self._rows(longest, mine.indices().t())
+        self._values = self._rows(longest, mine.values())
+        return JointWork([self._gather(rows) for rows in (self._indices, self._values)])
+
+    def finish(self) -> None:
+        """Add up what came and make it this rank's tensor."""
+        shape = self._tensor.shape
+        parts = [
+            torch.sparse_coo_tensor(
+                self._indices[rank, :count].t(),
+                self._values[rank, :count],
+                shape,
+                check_invariants=False,  # it was such a tensor, of the same shape
+            )
+            for rank, count in enumerate(self._counts)
+            if count
+        ]
+        with torch.no_grad():  # a detached view would not see the new entries
+            self._tensor.zero_()
+            if parts:
+                self._tensor.add_(functools.reduce(torch.add, parts).coalesce())
+
+    def _exchange_counts(self, mine: Tensor, wait_for: Callable[[RawWork], None]) -> list[int]:
+        said = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
+        heard = torch.zeros(self._size, len(said), dtype=torch.int64)
+        heard[:, 1:] = said[1:]  # those who have left say nothing, and bring nothing
+        heard[self._rank] = said
+        wait_for(self._gather(heard))
+        if not torch.equal(heard[:, 1:], said[1:].expand(self._size, -1)):
+            shapes = sorted({str(row[2:].tolist()) for row in heard})
+            raise InvalidArgument(f"ranks add up sparse tensors of different shapes: {shapes}")
+        return [int(count) for count in heard[:, 0]]
+
+    def _rows(self, longest: int, own: Tensor) -> Tensor:
+        rows = own.new_zeros((self._size, longest, *own.shape[1:]))
+        rows[self._rank, : len(own)] = own
+        return rows
+
+    def _gather(self, rows: Tensor) -> RawWork:
+        """Fill every rank's row with what that rank has there."""
+        flat = rows.view(-1)
+        mine = rows[self._rank].reshape(-1).clone()
+        work: RawWork = self._engine._allgather_base(flat, mine, AllgatherOptions())
+        return work

@@ -1,0 +1,118 @@
+"""Registration of groups in torch's tables, so that torch's APIs accept them.
+
+torch finds a group by name in C++ (functional collectives) and by object in Python (the rank
+translation of `dist.broadcast(src=...)`). Both tables are torch's; a group is added when it is
+created and removed when it ends. A name gets a numeric suffix where it is taken; all ranks use
+the same number.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._C import _distributed_c10d as native
+
+from ._engine import Engine
+
+if TYPE_CHECKING:
+    from ._process_group import ProcessGroup
+
+
+_numbers_lock = threading.Lock()
+_numbers: dict[str, set[int]] = {}
+"""By the name that was wanted: the numbers that groups of this process have with it."""
+
+
+def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
+    """Make torch accept a group; returns its name there, unique in this process."""
+    if isinstance(engine, native.Backend):
+        _expose_engine(group, engine)
+    return add_to_torch_tables(group)
+
+
+def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
+    """Enter a group into torch's tables; returns its name there."""
+    name = _register(group)
+    c10d._world.pg_names[group] = name
+    c10d._world.pg_map[group] = (group.backend, cast("native.Store", group.get_group_store()))
+    c10d._world.pg_group_ranks[group] = {
+        global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
+    }
+    return name
+
+
+def next_free_number(wanted: str) -> int:
+    """Return a number that is free with a name in this process, as are all greater ones.
+
+    So the greatest that any rank returns is free on all of them.
+    """
+    with _numbers_lock:
+        number = max(_numbers.get(wanted, ()), default=-1) + 1
+        while _is_taken(_numbered(wanted, number)):  # by a group that is torch's
+            number += 1
+    return number
+
+
+def _numbered(wanted: str, number: int) -> c10d.GroupName:
+    return c10d.GroupName(f"{wanted}~{number}" if number else wanted)
+
+
+def _is_taken(name: c10d.GroupName) -> bool:
+    try:
+        native._resolve_process_group(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _register(group: ProcessGroup) -> c10d.GroupName:
+    """Register under the name that the ranks agreed on, or the next: threads share a process."""
+    wanted = _wanted_name(group)
+    with _numbers_lock:
+        for number in count(group._name_number):
+            name = _numbered(wanted, number)
+            try:
+                native._register_process_group(name, group)
+            except RuntimeError:  # the name is taken
+                continue
+            _numbers.setdefault(wanted, set()).add(number)
+            return name
+    raise AssertionError("count() has no end")
+
+
+def _wanted_name(group: ProcessGroup) -> str:
+    return group._given_name or group.label
+
+
+def _release_number(group: ProcessGroup) -> None:
+    wanted = _wanted_name(group)
+    with _numbers_lock:
+        numbers = _numbers.get(wanted, set())
+        numbers.difference_update(
+            [each for each in numbers if _numbered(wanted, each) == group.group_name]
+        )
+        if not numbers:
+            _numbers.pop(wanted, None)
+
+
+def _expose_engine(group: ProcessGroup, engine: Engine) -> None:
+    """Let torch's C++ reach the engine for what it does not ask the Python object for."""
+    types = native.ProcessGroup.BackendType
+    kind = getattr(types, group.backend.upper(), types.CUSTOM)
+    group._set_default_backend(kind)
+    for device in sorted(group.devices):
+        group._register_backend(torch.device(device), kind, engine)
+
+
+def unregister_group(group: ProcessGroup) -> None:
+    """Take a group out of torch's tables."""
+    if group not in c10d._world.pg_names:
+        return
+    native._unregister_process_group(c10d.GroupName(group.group_name))
+    _release_number(group)
+    for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
+        table.pop(group, None)

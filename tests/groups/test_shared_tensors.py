@@ -1,0 +1,99 @@
+"""One tensor for all ranks: the same bytes everywhere, and given back when nobody has them."""
+
+import gc
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+
+from phalanx import native
+from phalanx.errors import InvalidState, PeerLost
+from phalanx.groups._process_group import allocate_shared
+from phalanx.testing import Fault, kill, over_groups
+
+pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
+shared = over_groups(backends=("shm",), sizes=(1, 2, 4), reuse=True)
+
+
+def held(group):
+    """Tell how many pieces of this rank's memory ranks still have, now that some have let go."""
+    gc.collect()
+    group.barrier().wait()
+    group.allocate((1,))
+    return len(group._engine._slab._common)
+
+
+@shared
+def test_all_ranks_see_the_same_bytes(group):
+    before = held(group)
+    tensors = [allocate_shared(group, 100 + owner, owner=owner) for owner in range(group.size())]
+    for owner, tensor in enumerate(tensors):
+        assert tensor.shape == (100 + owner,)
+        tensor[group.rank()] = 10 * owner + group.rank()  # each rank its own byte of everybody's
+    group.barrier().wait()
+    for owner, tensor in enumerate(tensors):
+        assert tensor[: group.size()].tolist() == [10 * owner + r for r in range(group.size())]
+    group.barrier().wait()
+    assert held(group) == before + 1
+    del tensors, tensor
+    assert held(group) == before
+
+
+@shared
+def test_memory_stays_while_any_rank_has_a_view(group):
+    before, last = held(group), group.size() - 1
+    tensor = allocate_shared(group, 5000, owner=0)
+    view = tensor.view(torch.float32)[7:9] if group.rank() == last else None
+    if view is not None:
+        view.fill_(3.0)
+    del tensor
+    assert held(group) == before + (group.rank() == 0)
+    other = allocate_shared(group, 5000, owner=0).zero_()  # elsewhere
+    group.barrier().wait()
+    assert view is None or view.tolist() == [3.0, 3.0]
+    del view, other
+    assert held(group) == before
+
+
+@shared
+def test_where_there_is_no_room_every_rank_is_told(group):
+    with pytest.raises(InvalidState, match="no room|no shared memory"):
+        allocate_shared(group, 1 << 40, owner=group.size() - 1)
+
+
+@over_groups(backends=("local",), sizes=(2,))
+def test_groups_without_shared_memory_refuse(group):
+    with pytest.raises(InvalidState, match="does not share memory"):
+        allocate_shared(group, 8, owner=0)
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_a_forked_child_lets_go_of_nothing(group):
+    before = held(group)
+    tensor = allocate_shared(group, 8, owner=0)
+    child = os.fork()
+    if child == 0:
+        del tensor
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert held(group) == before + (group.rank() == 0)
+    del tensor
+    assert held(group) == before
+
+
+def outlive_a_holder(ctx):
+    group = ctx.group("shm", timeout=timedelta(seconds=60))
+    tensor = allocate_shared(group, 8, owner=0)
+    with pytest.raises(PeerLost) as caught:
+        group.barrier().wait()
+    group.exclude(caught.value.lost)
+    assert len(group._engine._slab._common) == 1
+    del tensor
+    group.allocate((1,))
+    assert not group._engine._slab._common
+
+
+def test_the_dead_hold_nothing(ranks):
+    ranks.run(outlive_a_holder, 2, faults=[Fault("barrier:before", kill(), rank=1)])

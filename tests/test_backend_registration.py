@@ -1,0 +1,92 @@
+"""How torch gets to know our backend, whenever it is imported."""
+
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from phalanx import _backend_registration
+
+
+def test_importing_phalanx_imports_no_torch():
+    code = "import sys, phalanx; print([name for name in sys.modules if 'torch' in name])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+REGISTRY = """
+    import os
+    if os.environ.get("REGISTRY_FAILS"):
+        raise ImportError("not today")
+    class Backend:
+        backend_list = {known}
+        registered = []
+        @classmethod
+        def register_backend(cls, name, func, *, extended_api, devices):
+            cls.backend_list.append(name)
+            cls.registered.append((name, devices))
+"""
+
+
+@pytest.fixture
+def write_registry(tmp_path, monkeypatch):
+    """Write a module that stands for torch's, under a name that nobody has imported."""
+    name = f"registry_{os.getpid()}"
+    monkeypatch.setattr(_backend_registration, "REGISTRY_MODULE", name)
+    monkeypatch.syspath_prepend(tmp_path)
+    others = [
+        each
+        for each in sys.meta_path
+        if not isinstance(each, _backend_registration._RegistryFinder)
+    ]
+    monkeypatch.setattr(sys, "meta_path", others)
+
+    def write(known="[]"):
+        (tmp_path / f"{name}.py").write_text(textwrap.dedent(REGISTRY).format(known=known))
+        importlib.invalidate_caches()
+        return name
+
+    yield write
+    sys.modules.pop(name, None)
+
+
+def test_it_waits_for_torch_and_then_steps_aside(write_registry):
+    before = list(sys.meta_path)
+    name = write_registry()
+    _backend_registration.register_with_torch()
+    _backend_registration.register_with_torch()  # as a second import of the package would
+    assert len(sys.meta_path) == len(before) + 1
+    module = importlib.import_module(name)
+    assert module.Backend.registered == [("shm", ["cpu"])]
+    assert sys.meta_path == before
+    assert type(module.__loader__).__module__ == "_frozen_importlib_external"
+    assert module.__spec__.loader is module.__loader__
+    _backend_registration.register_with_torch()
+    assert module.Backend.registered == [("shm", ["cpu"])]
+
+
+def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
+    before = list(sys.meta_path)
+    name = write_registry()
+    _backend_registration.register_with_torch()
+    monkeypatch.setenv("REGISTRY_FAILS", "yes")
+    with pytest.raises(ImportError, match="not today"):
+        importlib.import_module(name)
+    monkeypatch.delenv("REGISTRY_FAILS")
+    assert importlib.import_module(name).Backend.registered
+    assert sys.meta_path == before
+
+
+def test_a_torch_that_cannot_be_found_is_missed_as_usual(write_registry):
+    _backend_registration.register_with_torch()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module(_backend_registration.REGISTRY_MODULE)
+
+
+def test_somebody_elses_backend_of_that_name_stays(write_registry):
+    name = write_registry(known="['shm']")
+    _backend_registration.register_with_torch()
+    assert importlib.import_module(name).Backend.registered == []

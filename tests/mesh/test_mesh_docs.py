@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.groups import process_group
-from phalanx.mesh._plan import plan
+from phalanx.mesh._plan import plan_mesh
 from phalanx.testing import ThreadRanks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -67,7 +67,7 @@ def test_the_page_shows_the_mesh_as_it_is_drawn(read):
 
 
 def test_the_page_shows_the_plan_as_it_is_printed():
-    planned = plan("8x16x8", names="dp,pp,tp", rank=513, hosts=128).text()
+    planned = plan_mesh("8x16x8", names="dp,pp,tp", rank=513, hosts=128).text()
     [shown] = blocks("console")
     assert shown.partition("\n")[2] == f"{planned}\n"
 

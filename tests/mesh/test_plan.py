@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh._plan import abbreviate, plan
+from phalanx.mesh._plan import format_strided_ranks, plan_mesh
 
 LAW = settings(max_examples=100, deadline=None)
 
@@ -18,7 +18,7 @@ def planned(draw):
     ranks = math.prod(sizes)
     hosts = draw(st.sampled_from([count for count in range(1, ranks + 1) if ranks % count == 0]))
     rank = draw(st.integers(0, ranks - 1))
-    return plan("x".join(map(str, sizes)), rank=rank, hosts=hosts), hosts
+    return plan_mesh("x".join(map(str, sizes)), rank=rank, hosts=hosts), hosts
 
 
 @LAW
@@ -44,7 +44,7 @@ def test_the_groups_of_the_rank_are_those_of_the_layout(both):
         assert list(axis.ranks) == group
         spanned = {rank // (ranks // hosts) for rank in group}
         where = f"host {min(spanned)}" if len(spanned) == 1 else f"{len(spanned)} hosts"
-        assert line.endswith(f"{abbreviate(group)} on {where}")
+        assert line.endswith(f"{format_strided_ranks(group)} on {where}")
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_the_groups_of_the_rank_are_those_of_the_layout(both):
     ],
 )
 def test_ranks_are_abbreviated(ranks, short):
-    assert abbreviate(ranks) == short
+    assert format_strided_ranks(ranks) == short
 
 
 @pytest.mark.parametrize("shape", ["2x3", "2X3", " 2 x 3 ", "2,3", "2×3"])  # noqa: RUF001
 def test_a_shape_is_written_in_several_ways(shape):
-    assert plan(shape).layout.top_level_sizes == (2, 3)
+    assert plan_mesh(shape).layout.top_level_sizes == (2, 3)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_a_shape_is_written_in_several_ways(shape):
 )
 def test_a_mistake_is_named_with_what_to_do(shape, options, words):
     with pytest.raises(InvalidArgument) as caught:
-        plan(shape, **options)
+        plan_mesh(shape, **options)
     for word in words:
         assert word in str(caught.value)
 
 
 def test_a_plan_of_very_many_ranks_costs_nothing():
-    text = plan("999999999x999999999", rank=7, hosts=3).text(picture=True)
+    text = plan_mesh("999999999x999999999", rank=7, hosts=3).text(picture=True)
     assert "0-999999998 on host 0" in text
     assert "on 3 hosts" in text

@@ -17,13 +17,14 @@ import xxhash
 from torch import Tensor
 
 from ..errors import StateMismatch
+from ._bytes import checksum
 from ._dtypes import name_of_dtype
 from ._encoding import encode
 from ._marks import Piece
 from ._meeting import names_of
 from ._paths import Key, Path, display, name_of
 from ._structure import Branch, Node, TensorLeaf
-from ._tensors import checksum, chunks, memory, nbytes
+from ._tensors import chunks, memory, nbytes
 
 __all__ = ["Exchange", "digest", "find_differences", "fingerprint", "marked_apart"]
 

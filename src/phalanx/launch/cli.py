@@ -249,10 +249,10 @@ def mesh(
     so the last axes are those that can stay on one host.
     """
     # Not needed to start ranks, so not loaded for it.
-    from ..mesh._plan import plan
+    from ..mesh._plan import plan_mesh
 
     with _errors_as_usage():
-        planned = plan(shape, names=names, rank=rank, hosts=hosts)
+        planned = plan_mesh(shape, names=names, rank=rank, hosts=hosts)
     click.echo(planned.text(picture=draw))
     if svg is not None:
         try:

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from .layout import FlatLayout, MeshLayout, _FlatLayout, _MeshLayout
 
 if TYPE_CHECKING:
-    from ._current_mesh import _mesh_resources, _MeshEnv
-    from ._device_mesh import DeviceMesh
-    from ._make import init_device_mesh
+    from ._device_mesh import DeviceMesh, init_device_mesh
+    from ._mesh_env import _mesh_resources, _MeshEnv
 
 __all__ = [
     "DeviceMesh",
@@ -31,9 +30,9 @@ __all__ = [
 # What needs torch is imported when it is asked for: planning a mesh does without.
 _LATER = {
     "DeviceMesh": "_device_mesh",
-    "_MeshEnv": "_current_mesh",
-    "_mesh_resources": "_current_mesh",
-    "init_device_mesh": "_make",
+    "_MeshEnv": "_mesh_env",
+    "_mesh_resources": "_mesh_env",
+    "init_device_mesh": "_device_mesh",
 }
 
 

@@ -1,4 +1,7 @@
-"""What a mesh will look like: coordinates, groups and hosts, before any process is there."""
+"""The plan behind `phalanx mesh`: coordinates, groups and hosts of a mesh before any rank runs.
+
+Used by the command line, so it must not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import InvalidArgument
-from . import _draw
+from . import _drawing
 from .layout import MeshLayout
 
-__all__ = ["AxisPlan", "Plan", "abbreviate", "plan"]
-
-_LISTED = 8
+_MAX_RANKS_SHOWN = 8
 """How many ranks are written out."""
 
 
@@ -34,7 +35,7 @@ class AxisPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MeshPlan:
     """A mesh by its shape, and what is known of the ranks that will be in it."""
 
     layout: MeshLayout
@@ -45,7 +46,7 @@ class Plan:
 
     def text(self, *, picture: bool = False) -> str:
         """Return the plan as lines to read: a table of the axes, or with a picture before it."""
-        drawn = _draw.text(
+        drawn = _drawing.text(
             self.layout, names=self.names, rank=self.rank, ranks_per_host=self.ranks_per_host
         )
         head = drawn if picture else "\n".join(drawn.splitlines()[: 1 if self.rank is None else 2])
@@ -53,7 +54,7 @@ class Plan:
 
     def svg(self) -> str:
         """Return a picture of the mesh."""
-        return _draw.svg(
+        return _drawing.svg(
             self.layout, names=self.names, rank=self.rank, ranks_per_host=self.ranks_per_host
         )
 
@@ -81,22 +82,22 @@ class Plan:
 
     def _group(self, axis: AxisPlan) -> str:
         if self.ranks_per_host is None:
-            return abbreviate(axis.ranks)
+            return format_strided_ranks(axis.ranks)
         first, last = (axis.ranks[end] // self.ranks_per_host for end in (0, -1))
         if first == last:
-            return f"{abbreviate(axis.ranks)} on host {first}"
+            return f"{format_strided_ranks(axis.ranks)} on host {first}"
         # Steps smaller than a host leave none out; larger ones never stay on one.
         count = last - first + 1 if axis.stride < self.ranks_per_host else axis.size
-        return f"{abbreviate(axis.ranks)} on {count} hosts"
+        return f"{format_strided_ranks(axis.ranks)} on {count} hosts"
 
 
-def plan(
+def plan_mesh(
     shape: str, *, names: str | None = None, rank: int | None = None, hosts: int | None = None
-) -> Plan:
+) -> MeshPlan:
     """Return the plan of a mesh such as ``8x16x8``, with names such as ``dp,pp,tp``."""
-    sizes = _sizes(shape)
+    sizes = _parse_shape(shape)
     layout = MeshLayout.from_sizes_strides(sizes)
-    labels = _names(names, shape=shape, count=len(sizes))
+    labels = _parse_names(names, shape=shape, count=len(sizes))
     per_host = _ranks_per_host(hosts, layout.numel())
     if rank is not None and not 0 <= rank < layout.numel():
         raise InvalidArgument(
@@ -104,22 +105,24 @@ def plan(
             f"give one from 0 to {layout.numel() - 1}"
         )
     axes = [
-        _axis(layout, axis, label=label, rank=rank, ranks_per_host=per_host)
+        _plan_axis(layout, axis, label=label, rank=rank, ranks_per_host=per_host)
         for axis, label in enumerate(labels or [f"axis {axis}" for axis in range(len(sizes))])
     ]
-    return Plan(layout=layout, names=labels, rank=rank, ranks_per_host=per_host, axes=tuple(axes))
+    return MeshPlan(
+        layout=layout, names=labels, rank=rank, ranks_per_host=per_host, axes=tuple(axes)
+    )
 
 
-def abbreviate(ranks: Sequence[int]) -> str:
+def format_strided_ranks(ranks: Sequence[int]) -> str:
     """Write ranks that are evenly spaced: ``0-7``, ``1,3,5``, or ``512,520,528,…,632``."""
     if len(ranks) > 2 and ranks[1] - ranks[0] == 1:
         return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= _LISTED:
+    if len(ranks) <= _MAX_RANKS_SHOWN:
         return ",".join(map(str, ranks))
     return ",".join([*map(str, ranks[:3]), "…", str(ranks[-1])])
 
 
-def _axis(
+def _plan_axis(
     layout: MeshLayout, axis: int, *, label: str, rank: int | None, ranks_per_host: int | None
 ) -> AxisPlan:
     size = layout.top_level_sizes[axis]
@@ -141,7 +144,7 @@ def _axis(
     )
 
 
-def _sizes(shape: str) -> tuple[int, ...]:
+def _parse_shape(shape: str) -> tuple[int, ...]:
     words = re.split(r"[xX×,]", shape.strip())  # noqa: RUF001 - both are typed
     if not all(re.fullmatch(r"\s*-?[0-9]{1,18}\s*", word) for word in words):
         raise InvalidArgument(
@@ -155,7 +158,7 @@ def _sizes(shape: str) -> tuple[int, ...]:
     return sizes
 
 
-def _names(names: str | None, *, shape: str, count: int) -> tuple[str, ...] | None:
+def _parse_names(names: str | None, *, shape: str, count: int) -> tuple[str, ...] | None:
     if names is None:
         return None
     parts = tuple(name.strip() for name in names.split(","))

@@ -1,45 +1,241 @@
-"""Layouts: where the ranks of a mesh are, as arithmetic.
+"""Mesh layouts: which ranks a mesh consists of, as sizes and strides.
 
-A `FlatLayout` is one axis: a list of ranks that starts at 0, written as nested sizes and strides.
-A `MeshLayout` is several of them; the rank at a coordinate is the sum of what its axes say. Neither
-knows of processes or groups, and neither holds more than a few numbers, however many ranks there
-are: a question about one rank is answered from the strides.
+A `FlatLayout` is one axis: a list of ranks starting at 0, stored as nested sizes and strides. A
+`MeshLayout` is a sequence of axes; the rank at a coordinate is the sum of what its axes give. Both
+hold a few integers however many ranks there are, and answer questions about one rank from the
+strides alone. They know nothing of processes or groups.
 
-A layout says where *its copy at 0* is. The same layout moved along covers the rest of the world:
+A layout describes its copy at 0. The same layout shifted covers the rest of the world:
 ``FlatLayout(4, 2)`` is ranks 0, 2, 4, 6, and in a world of 8 the other copy is 1, 3, 5, 7. Layouts
-of which this is true are *orthogonal*; those of slices, flattened and unflattened meshes are.
+for which such copies exist are *orthogonal*; those of slices, flattened and unflattened meshes
+are.
+
+Inside, a layout is a nest of loops ``(count, step)``, outermost first: ``((2, 4), (3, 1))``
+yields 0, 1, 2, 4, 5, 6. A position in that list is an *index*, and its *digits* are the
+iteration of each loop. Unless a docstring says otherwise, the cost depends on the number of
+loops, not on their counts. `phalanx mesh` uses this module without torch, so it must not import
+torch.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
 from ..errors import InvalidArgument, InvalidType
-from ._integers import IntTuple, contiguous, integers, structure
-from ._loops import (
-    Loop,
-    Loops,
-    add_up,
-    compose,
-    digits_at,
-    enumerate_ranks,
-    find_digits,
-    gaps,
-    has_repeats,
-    merge,
-    place_in_tile,
-    reach,
-    tiles,
-)
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FlatLayout", "MeshLayout"]
+__all__ = [
+    "FlatLayout",
+    "MeshLayout",
+]
+
+
+IntTuple: TypeAlias = "SupportsIndex | tuple[IntTuple, ...]"
+
+
+def _flat_integers(value: object, *, name: str, least: int) -> tuple[int, ...]:
+    """Return the integers of a nested tuple, each of them at least `least`."""
+    if isinstance(value, tuple):
+        return tuple(
+            [each for part in value for each in _flat_integers(part, name=name, least=least)]
+        )
+    number = value if type(value) is int else _as_index(value, name=name)
+    if number < least:
+        raise InvalidArgument(f"{name} has a {number}; each number has to be at least {least}")
+    return (number,)
+
+
+def _nesting(value: object) -> object:
+    """Return something that is equal for tuples that are nested alike."""
+    return tuple(map(_nesting, value)) if isinstance(value, tuple) else None
+
+
+def _contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides with which the last of several sizes runs fastest, without gaps."""
+    return tuple([math.prod(sizes[position + 1 :]) for position in range(len(sizes))])
+
+
+def _as_index(value: object, *, name: str) -> int:
+    if not isinstance(value, SupportsIndex):
+        raise InvalidType(f"{name} takes an integer or a tuple of integers, not {value!r}")
+    return operator.index(value)
+
+
+_Loop: TypeAlias = tuple[int, int]
+_Loops: TypeAlias = tuple[_Loop, ...]
+
+
+def merge(loops: Iterable[_Loop]) -> _Loops:
+    """Return the fewest loops that give the same ranks in the same order."""
+    merged: list[_Loop] = []
+    for count, step in reversed(tuple(loops)):
+        if count == 1:
+            continue
+        if merged and merged[-1][0] * merged[-1][1] == step:
+            merged[-1] = (count * merged[-1][0], merged[-1][1])
+        else:
+            merged.append((count, step))
+    return tuple(reversed(merged))
+
+
+def reach(loops: Iterable[_Loop]) -> int:
+    """Return the largest rank."""
+    return sum((count - 1) * step for count, step in loops)
+
+
+def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
+    """Return all ranks in order, in time that grows with their number."""
+    ranks = [0]
+    for count, step in loops:
+        turns = [turn * step for turn in range(count)]
+        ranks = [rank + turn for rank in ranks for turn in turns]
+    return ranks
+
+
+def _can_tile(loops: Iterable[_Loop]) -> bool:
+    """Tell whether copies of the ranks, each moved, can cover 0, 1, 2, ... once each.
+
+    That is so if and only if every step is a multiple of the whole extent of the next smaller
+    loop, since the copies have to fill the gaps between its turns before the larger one moves on.
+    """
+    extent = 1
+    for step, count in _ascending(loops):
+        if step == 0 or step % extent:
+            return False
+        extent = step * count
+    return True
+
+
+def _tile_starts(loops: Iterable[_Loop], world_size: int) -> _Loops | None:
+    """Return loops over where the copies start that cover a world, or None if none do.
+
+    The loops must tile.
+    """
+    extent = 1
+    found: list[_Loop] = []
+    for step, count in _ascending(loops):
+        found.append((step // extent, extent))
+        extent = step * count
+    if world_size % extent:
+        return None
+    found.append((world_size // extent, extent))
+    return merge(reversed(found))
+
+
+def has_repeats(loops: _Loops) -> bool:
+    """Tell whether any rank comes twice, enumerating them only where steps interleave."""
+    below = 0
+    for step, count in _ascending(loops):
+        if step == 0:
+            return True
+        if step <= below:
+            ranks = _enumerate_ranks(loops)
+            return len(set(ranks)) < len(ranks)
+        below += (count - 1) * step
+    return False
+
+
+def _digits_at(loops: Sequence[_Loop], index: int) -> list[int]:
+    """Return the digits of an index; that of the outermost loop is too large beyond the end."""
+    digits = []
+    for count, _ in reversed(loops[1:]):
+        index, digit = divmod(index, count)
+        digits.append(digit)
+    if loops:
+        digits.append(index)
+    return digits[::-1]
+
+
+def _rank_of_digits(loops: Sequence[_Loop], digits: Sequence[int]) -> int:
+    """Return the rank at these digits."""
+    return sum([digit * step for digit, (_, step) in zip(digits, loops, strict=True)])
+
+
+def _locate_in_tile(loops: Sequence[_Loop], rank: int) -> tuple[int, list[int]]:
+    """Return where the copy starts that holds a rank, and its digits in it; the loops must tile."""
+    digits = [rank // step % count for count, step in loops]
+    return rank - _rank_of_digits(loops, digits), digits
+
+
+def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
+    """Return digits that add up to a rank, or None if there are none.
+
+    The work stays in the number of loops if no rank comes twice because of interleaving steps.
+    """
+    order = sorted(range(len(loops)), key=lambda position: loops[position][1], reverse=True)
+    digits = [0] * len(loops)
+
+    def search(depth: int, rest: int, below: int) -> bool:
+        if depth == len(order):
+            return rest == 0
+        count, step = loops[order[depth]]
+        below -= (count - 1) * step
+        # The smaller loops can make up for no more than what they reach together.
+        least = max(0, -((below - rest) // step)) if step else 0
+        most = min(count - 1, rest // step) if step else 0
+        for digit in range(least, most + 1):
+            digits[order[depth]] = digit
+            if search(depth + 1, rest - digit * step, below):
+                return True
+        return False
+
+    return digits if search(0, rank, reach(loops)) else None
+
+
+def _compose_loops(loops: _Loops, selectors: Iterable[_Loops]) -> list[_Loops] | None:
+    """Return the ranks at the indices that each of several other loops run through.
+
+    Return None if the indices add up to one beyond the last, or if no loops would give the ranks.
+    """
+    used = [0] * len(loops)
+    composed = []
+    for selector in selectors:
+        found: list[_Loop] = []
+        for count, step in selector:
+            pieces = _linear_pieces(loops, count, step)
+            if pieces is None:
+                return None
+            for size, stride in pieces:
+                digits = _digits_at(loops, stride)
+                used = [sum_ + (size - 1) * each for sum_, each in zip(used, digits, strict=True)]
+                found.append((size, _rank_of_digits(loops, digits)))
+        composed.append(tuple(found))
+    # Ranks add up as their indices do only while no digit carries into the next.
+    fits = all(digit < count for digit, (count, _) in zip(used, loops, strict=True))
+    return composed if fits else None
+
+
+def _linear_pieces(loops: _Loops, count: int, step: int) -> list[_Loop] | None:
+    """Split a loop over indices into loops along which the rank grows evenly, outermost first.
+
+    Return None if it leads beyond the last index, or if no loops would give its ranks.
+    """
+    pieces: list[_Loop] = []
+    while count > 1:
+        digits = _digits_at(loops, step)
+        # Nothing carries into the next loop until one digit, added to itself, is full.
+        turns = [
+            (size - 1) // digit + 1 for digit, (size, _) in zip(digits, loops, strict=True) if digit
+        ]
+        run = min([count, *turns]) if loops or step == 0 else 1
+        if run < 2 or count % run:
+            return None
+        pieces.append((run, step))
+        count //= run
+        step *= run
+    return pieces[::-1]
+
+
+def _ascending(loops: Iterable[_Loop]) -> list[tuple[int, int]]:
+    """Return pairs of step and count, the smallest step first."""
+    return sorted((step, count) for count, step in loops if count > 1)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -52,27 +248,27 @@ class FlatLayout:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    _loops: Loops
+    _loops: _Loops
     _hash: int
 
     def __init__(self, shape: IntTuple, stride: IntTuple | None = None) -> None:
-        sizes = integers(shape, name="shape", least=1)
+        sizes = _flat_integers(shape, name="shape", least=1)
         if stride is None:
-            steps = contiguous(sizes)
+            steps = _contiguous_strides(sizes)
         else:
-            steps = integers(stride, name="stride", least=0)
-            if structure(shape) != structure(stride):
+            steps = _flat_integers(stride, name="stride", least=0)
+            if _nesting(shape) != _nesting(stride):
                 raise InvalidArgument(f"shape {shape} and stride {stride} are not nested alike")
         self._set(merge(zip(sizes, steps, strict=True)))
 
     @classmethod
-    def _of(cls, loops: Iterable[Loop]) -> FlatLayout:
+    def _of(cls, loops: Iterable[_Loop]) -> FlatLayout:
         """Return a layout of loops that need no checks."""
         layout = cls.__new__(cls)
         layout._set(merge(loops))
         return layout
 
-    def _set(self, loops: Loops) -> None:
+    def _set(self, loops: _Loops) -> None:
         object.__setattr__(self, "shape", tuple([size for size, _ in loops]))
         object.__setattr__(self, "stride", tuple([step for _, step in loops]))
         object.__setattr__(self, "_loops", loops)
@@ -113,11 +309,11 @@ class FlatLayout:
         """Return the rank at a position in the list of ranks."""
         if not 0 <= index < self.numel():
             raise InvalidArgument(f"index {index} is not in 0 to {self.numel() - 1}")
-        return add_up(self._loops, digits_at(self._loops, index))
+        return _rank_of_digits(self._loops, _digits_at(self._loops, index))
 
     def all_ranks_from_zero(self) -> list[int]:
         """Return all ranks, in order."""
-        return enumerate_ranks(self._loops)
+        return _enumerate_ranks(self._loops)
 
     def check_sorted(self) -> bool:
         """Tell whether no stride is larger than one further out."""
@@ -129,7 +325,7 @@ class FlatLayout:
         Such a layout has no rank twice. The reverse does not hold: (2, 2) by (3, 1) is ranks 0, 1,
         3, 4, and no other copy has rank 2 without one of these.
         """
-        return tiles(self._loops)
+        return _can_tile(self._loops)
 
     def has_repeats(self) -> bool:
         """Tell whether any rank comes more than once."""
@@ -141,7 +337,7 @@ class FlatLayout:
         Raise `InvalidArgument` if the other leads beyond the last index, or if the result is not
         regular enough to have strides.
         """
-        composed = compose(self._loops, [axis._loops for axis in layout])
+        composed = _compose_loops(self._loops, [axis._loops for axis in layout])
         if composed is not None:
             return MeshLayout([FlatLayout._of(loops) for loops in composed])
         if layout.cosize() > self.numel():
@@ -157,10 +353,10 @@ class FlatLayout:
         Raise `InvalidArgument` if none do: this layout is not orthogonal, or the world is not a
         multiple of what a copy and those in its gaps take.
         """
-        [world_size] = integers(world_size, name="world_size", least=1)
-        if not tiles(self._loops):
+        [world_size] = _flat_integers(world_size, name="world_size", least=1)
+        if not _can_tile(self._loops):
             raise InvalidArgument(f"layout {self} is not orthogonal: its copies cannot cover ranks")
-        found = gaps(self._loops, world_size)
+        found = _tile_starts(self._loops, world_size)
         if found is None:
             extent = max(size * step for size, step in self._loops)
             raise InvalidArgument(
@@ -177,16 +373,16 @@ class FlatLayout:
 
     def group_of(self, rank: int) -> Sequence[int]:
         """Return the ranks of the copy of this layout that holds a rank."""
-        if not tiles(self._loops):
+        if not _can_tile(self._loops):
             raise InvalidArgument(
                 f"layout {self} is not orthogonal: rank {rank} has several groups"
             )
-        [rank] = integers(rank, name="rank", least=0)
-        start, _ = place_in_tile(self._loops, rank)
+        [rank] = _flat_integers(rank, name="rank", least=0)
+        start, _ = _locate_in_tile(self._loops, rank)
         if len(self._loops) == 1:
             [(size, step)] = self._loops
             return range(start, start + size * step, step)
-        return [start + each for each in enumerate_ranks(self._loops)]
+        return [start + each for each in _enumerate_ranks(self._loops)]
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
@@ -194,9 +390,9 @@ class MeshLayout(Sequence[FlatLayout]):
     """The axes of a mesh, outermost first, each of them a `FlatLayout`."""
 
     axes: tuple[FlatLayout, ...]
-    _loops: Loops
+    _loops: _Loops
     _tiles: bool
-    _key: tuple[Loops, ...]
+    _key: tuple[_Loops, ...]
     _hash: int
 
     def __init__(self, axes: Sequence[FlatLayout]) -> None:
@@ -208,7 +404,7 @@ class MeshLayout(Sequence[FlatLayout]):
         key = tuple([axis._loops for axis in axes])  # plain tuples compare at once
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "_loops", loops)
-        object.__setattr__(self, "_tiles", tiles(loops))
+        object.__setattr__(self, "_tiles", _can_tile(loops))
         object.__setattr__(self, "_key", key)
         object.__setattr__(self, "_hash", hash(key))
 
@@ -217,10 +413,10 @@ class MeshLayout(Sequence[FlatLayout]):
         cls, sizes: tuple[int, ...], strides: tuple[int, ...] | None = None
     ) -> MeshLayout:
         """Return a layout with an axis for each size and its stride, by default contiguous."""
-        sizes = integers(tuple(sizes), name="sizes", least=1)
+        sizes = _flat_integers(tuple(sizes), name="sizes", least=1)
         if strides is None:
-            strides = contiguous(sizes)
-        strides = integers(tuple(strides), name="strides", least=0)
+            strides = _contiguous_strides(sizes)
+        strides = _flat_integers(tuple(strides), name="strides", least=0)
         if len(sizes) != len(strides):
             raise InvalidArgument(
                 f"{len(sizes)} sizes {sizes} and {len(strides)} strides {strides}: give one each"
@@ -329,9 +525,9 @@ class MeshLayout(Sequence[FlatLayout]):
         if rank < 0:
             return None
         if self._tiles:
-            start, digits = place_in_tile(self._loops, rank)
+            start, digits = _locate_in_tile(self._loops, rank)
             return None if start else self._coordinate(digits)
-        found = find_digits(self._loops, rank)
+        found = _find_digits(self._loops, rank)
         return None if found is None else self._coordinate(found)
 
     def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
@@ -341,8 +537,8 @@ class MeshLayout(Sequence[FlatLayout]):
         the other axes; this is which of them, and where in it, for any rank.
         """
         self._require_orthogonal()
-        [rank] = integers(rank, name="rank", least=0)
-        start, digits = place_in_tile(self._loops, rank)
+        [rank] = _flat_integers(rank, name="rank", least=0)
+        start, digits = _locate_in_tile(self._loops, rank)
         return start, self._coordinate(digits)
 
     def ranks_of_group(self, rank: int, axis: int) -> Sequence[int]:

@@ -1,17 +1,23 @@
-"""What a mesh may be made of: shapes, names, ranks, devices."""
+"""Validation of mesh arguments: shapes, names, ranks, device types, backend overrides.
+
+Every function raises `InvalidMesh` or `InvalidType` naming the argument, before anything is
+made.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend
 
 from ..errors import InvalidMesh, InvalidType
-
-__all__ = ["check_device_type", "check_names", "check_ranks", "check_shape", "read_ranks"]
+from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
 
 
 def check_device_type(device_type: object) -> str:
@@ -67,14 +73,14 @@ def check_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | Non
 
 def read_ranks(mesh: Any) -> tuple[tuple[int, ...], Sequence[int]]:
     """Return the shape of an array of ranks, and the ranks in order: a range where they are one."""
-    tensor = mesh.detach().cpu() if isinstance(mesh, torch.Tensor) else _tensor(mesh)
+    tensor = mesh.detach().cpu() if isinstance(mesh, torch.Tensor) else _rank_tensor(mesh)
     whole = tensor.to(torch.int64)
     if tensor.dtype.is_floating_point and not torch.equal(whole.to(tensor.dtype), tensor):
         raise InvalidMesh(f"mesh {tensor.tolist()} has ranks that are not whole numbers")
     return tuple(tensor.shape), as_range(whole.flatten().tolist())
 
 
-def _tensor(mesh: Any) -> torch.Tensor:
+def _rank_tensor(mesh: Any) -> torch.Tensor:
     try:
         return torch.tensor(mesh, device="cpu")
     except ValueError as error:
@@ -110,3 +116,86 @@ def check_ranks(ranks: Sequence[int], *, size: int | None) -> None:
     if not isinstance(ranks, range) and len(set(ranks)) < len(ranks):
         twice = next(rank for rank, count in Counter(ranks).items() if count > 1)
         raise InvalidMesh(f"mesh has rank {twice} more than once: every rank has one place")
+
+
+Override = (
+    str
+    | timedelta
+    | Mapping[str, Any]
+    | Backend.Options
+    | tuple[str | None, Backend.Options | Mapping[str, Any] | timedelta | None]
+)
+"""A backend, its options (torch's, or ours by name), a timeout, or a backend with one of these."""
+
+Overrides = Mapping[int | str, Override] | Sequence[Override | tuple[None, None] | None]
+
+
+def parse_overrides(
+    overrides: Overrides | None, ndim: int, names: Sequence[str] | None
+) -> tuple[GroupOptions, ...]:
+    """Return the options of every axis, from overrides by name or number or one for each axis."""
+    if overrides is None:
+        return (DEFAULT_OPTIONS,) * ndim
+    if not isinstance(overrides, Mapping):
+        if isinstance(overrides, str) or not isinstance(overrides, Sequence):
+            raise InvalidType(
+                "backend_override is a dict from axes to backends and options, or has one of these "
+                f"for every axis: not {overrides!r}"
+            )
+        if len(overrides) != ndim:
+            raise InvalidMesh(
+                f"backend_override has {len(overrides)} entries for a mesh of {ndim} axes: give "
+                "one for each, or a dict for some of them"
+            )
+        return tuple(map(parse_override, overrides))
+    found = [DEFAULT_OPTIONS] * ndim
+    given: dict[int, int | str] = {}
+    for key, value in overrides.items():
+        axis = _override_axis(key, ndim, names)
+        if axis in given:
+            raise InvalidMesh(
+                f"backend_override names axis {axis} twice, as {given[axis]!r} and as {key!r}"
+            )
+        given[axis] = key
+        found[axis] = parse_override(value)
+    return tuple(found)
+
+
+def _override_axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
+    if isinstance(key, str) and names is not None and key in names:
+        return names.index(key)
+    if type(key) is int and 0 <= key < ndim:
+        return key
+    allowed = f"0 to {ndim - 1}" + (f" or one of {', '.join(map(repr, names))}" if names else "")
+    raise InvalidMesh(f"backend_override has the key {key!r}: an axis is {allowed}")
+
+
+def parse_override(value: Override | Sequence[Any] | None) -> GroupOptions:
+    """Read one override."""
+    if value is None:
+        return DEFAULT_OPTIONS
+    if isinstance(value, str):
+        return GroupOptions(backend=value)
+    if isinstance(value, tuple | list) and len(value) == 2:
+        backend, options = value
+        if backend is None or isinstance(backend, str):
+            return replace(_parse_options(options), backend=backend)
+    return _parse_options(value)
+
+
+def _parse_options(value: object) -> GroupOptions:
+    if value is None:
+        return DEFAULT_OPTIONS
+    if isinstance(value, timedelta):
+        return GroupOptions(timeout=value)
+    if isinstance(value, Backend.Options):
+        return GroupOptions(timeout=value._timeout, native=value)
+    if isinstance(value, Mapping):
+        timeout = value.get("timeout")
+        if timeout is None or isinstance(timeout, timedelta):
+            rest = tuple(sorted((k, v) for k, v in value.items() if k != "timeout"))
+            return GroupOptions(timeout=timeout, options=rest)
+    raise InvalidType(
+        f"backend_override has the value {value!r}: give the name of a backend, its options (an "
+        "Options of torch, or a dict), a timeout, or a pair of a backend and one of these"
+    )

@@ -1,21 +1,26 @@
-"""The mesh that a thread works in, and what it can tell of the machines."""
+"""The mesh a thread has entered, and the devices of this host.
+
+`_mesh_resources` is the stack behind ``with mesh:``, under torch's name. `choose_device` sets this
+rank's device before its first group is formed, unless the program has used a device of that type.
+"""
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..env import read_rank_env
-from ..errors import InvalidState
+from ..errors import InvalidMesh, InvalidState
 from ..groups._factory import default_group
+from ..groups._subgroups import ParentGroup
 
 if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh
-
-__all__ = ["_MeshEnv", "_mesh_resources", "device_module"]
 
 
 class _MeshEnv(threading.local):
@@ -64,3 +69,32 @@ def device_module(device_type: str) -> ModuleType | None:
 def _world_size() -> int:
     group = default_group()
     return read_rank_env().world_size if group is None else group.size()
+
+
+def choose_device(device_type: str, base: ParentGroup) -> None:
+    """Select the device of this rank, unless the program has used one of that type already.
+
+    The launcher's ``LOCAL_RANK`` says which. Without it, ranks are taken to be dealt out to
+    machines with equally many devices.
+    """
+    module = device_module(device_type)
+    if device_type == "cpu" or module is None or not base.talks or module.is_initialized():
+        return
+    count = module.device_count()
+    if count == 0:
+        return
+    if "LOCAL_RANK" in os.environ:
+        module.set_device(int(os.environ["LOCAL_RANK"]))
+        return
+    if base.size > count and base.size % count:
+        raise InvalidMesh(
+            f"{base.size} ranks cannot be dealt out evenly to machines with {count} devices of "
+            f"type {device_type!r}: choose a device before making a mesh, or set LOCAL_RANK"
+        )
+    chosen = base.rank % count
+    warnings.warn(
+        f"no device was chosen for rank {base.rank} and there is no LOCAL_RANK: taking "
+        f"{device_type}:{chosen}. Choose it before making a mesh, or start with a launcher",
+        stacklevel=4,
+    )
+    module.set_device(chosen)

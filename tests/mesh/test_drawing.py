@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh._draw import svg, text
-from phalanx.mesh._view import shown
+from phalanx.mesh._drawing import svg, text, visible_positions
 from phalanx.mesh.layout import FlatLayout, MeshLayout
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -103,7 +102,7 @@ def test_a_map_of_ranks_is_followed():
 def test_what_is_shown_of_an_axis_has_its_ends_and_this_rank(size, data):
     here = data.draw(st.none() | st.integers(0, size - 1))
     limit = data.draw(st.integers(3, 16))
-    places = shown(size, here=here, limit=limit)
+    places = visible_positions(size, here=here, limit=limit)
     kept = [place for place in places if place is not None]
     assert len(kept) == min(size, limit)
     assert kept == sorted(set(kept))

@@ -1,6 +1,7 @@
-"""Meshes out of meshes: slices, flattened and unflattened axes, several in one.
+"""Meshes derived from a mesh: slices, flattened and unflattened axes, concatenations.
 
-All of it is arithmetic with layouts: no groups, and no cost that depends on the number of ranks.
+All of it is layout arithmetic. Nothing here forms a group or communicates, and no cost depends
+on the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,16 +12,14 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
 from ..groups._subgroups import GroupOptions
-from ._axis_options import Override, Overrides, for_axes, for_one_axis
-from ._checks import check_names
+from ._arguments import Override, Overrides, check_names, parse_override, parse_overrides
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh
 
-__all__ = ["concatenate", "find_axis", "flatten", "slice_layout", "slice_mesh", "unflatten"]
 
-Axis = tuple[FlatLayout, GroupOptions]
+_Axis = tuple[FlatLayout, GroupOptions]
 
 
 def find_axis(mesh: DeviceMesh, axis: int | str, *, what: str = "axis") -> int:
@@ -29,11 +28,11 @@ def find_axis(mesh: DeviceMesh, axis: int | str, *, what: str = "axis") -> int:
     if isinstance(axis, str):
         if names is not None and axis in names:
             return names.index(axis)
-        allowed = f"it has {_listed(names)}" if names else "its axes have no names"
+        allowed = f"it has {_format_names(names)}" if names else "its axes have no names"
         raise UnknownAxis(f"{mesh} has no {what} {axis!r}: {allowed}")
     if isinstance(axis, int) and -mesh.ndim <= axis < mesh.ndim:
         return axis % mesh.ndim
-    raise UnknownAxis(f"{mesh} has no {what} {axis!r}: {_numbers(mesh.ndim)}, or a name")
+    raise UnknownAxis(f"{mesh} has no {what} {axis!r}: {_format_axis_range(mesh.ndim)}, or a name")
 
 
 def slice_mesh(mesh: DeviceMesh, wanted: str | Sequence[str]) -> DeviceMesh:
@@ -41,18 +40,18 @@ def slice_mesh(mesh: DeviceMesh, wanted: str | Sequence[str]) -> DeviceMesh:
     names = (wanted,) if isinstance(wanted, str) else wanted
     if mesh.mesh_dim_names and names == mesh.mesh_dim_names:
         return mesh
-    axes = _sliced(mesh, names)
+    axes = _slice_axes(mesh, names)
     return mesh._derive(_layout_of(axes), tuple(names), tuple([options for _, options in axes]))
 
 
 def slice_layout(mesh: DeviceMesh, wanted: Sequence[str]) -> MeshLayout:
     """Return the layout that a slice has."""
-    return _layout_of(_sliced(mesh, wanted))
+    return _layout_of(_slice_axes(mesh, wanted))
 
 
 def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> DeviceMesh:
     """Return a mesh of one axis with the ranks of all."""
-    names, family = mesh.mesh_dim_names, mesh._family
+    names, family = mesh.mesh_dim_names, mesh._root_state
     if not names:
         raise InvalidState(f"{mesh} cannot be flattened: its axes have no names")
     if name is not None and not isinstance(name, str):
@@ -60,12 +59,12 @@ def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> De
     name = name or "_".join(names)
     if (name,) == names:
         return mesh
-    layout, options = mesh._layout.flatten(), (for_one_axis(override),)
+    layout, options = mesh._layout.flatten(), (parse_override(override),)
     _check_free_name(mesh, name, layout[0])
     known = family.flattened.get(name)
     if known is None:
         known = family.flattened.setdefault(name, mesh._derive(layout, (name,), options))
-        family.note_axes((name,), layout)
+        family.record_axes((name,), layout)
     if known._layout != layout or (override is not None and known._options != options):
         raise InvalidMesh(
             f"{name!r} is the name of a flattened axis with other ranks or options, {known}: "
@@ -82,25 +81,25 @@ def unflatten(
     overrides: Overrides | None,
 ) -> DeviceMesh:
     """Return a mesh with several axes in place of one."""
-    axis, parts = _parts(mesh, dim, sizes, names)
-    given = for_axes(overrides, len(parts), names)
+    axis, parts = _split_axis(mesh, dim, sizes, names)
+    given = parse_overrides(overrides, len(parts), names)
     own = mesh.mesh_dim_names or ()
     all_names = (*own[:axis], *names, *own[axis + 1 :])
     check_names(all_names, len(all_names))
     options = (*mesh._options[:axis], *given, *mesh._options[axis + 1 :])
-    _remember_unflattened(mesh, names, parts)
+    _reserve_unflattened_names(mesh, names, parts)
     return mesh._derive(mesh._layout.splice(axis, axis + 1, parts), all_names, options)
 
 
 def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """Return a mesh with the axes of several."""
-    axes, names = _joined(meshes)
+    axes, names = _concatenated_axes(meshes)
     check_names(names, len(names))
     options = tuple([options for _, options in axes])
     return meshes[0]._derive(_layout_of(axes), names, options)
 
 
-def _sliced(mesh: DeviceMesh, wanted: Sequence[str]) -> list[Axis]:
+def _slice_axes(mesh: DeviceMesh, wanted: Sequence[str]) -> list[_Axis]:
     """Return some axes of a mesh, in its order; the root's may be flattened ones."""
     names = mesh.mesh_dim_names
     if not names:
@@ -110,39 +109,41 @@ def _sliced(mesh: DeviceMesh, wanted: Sequence[str]) -> list[Axis]:
     except TypeError:
         raise InvalidType(f"a mesh is sliced by the names of axes, not by {wanted!r}") from None
     own = dict(zip(names, zip(mesh._layout, mesh._options, strict=True), strict=True))
-    flattened = mesh._family.flattened if mesh is mesh._family.root else {}
+    flattened = mesh._root_state.flattened if mesh is mesh._root_state.root else {}
     known = own | {name: (flat._layout[0], flat._options[0]) for name, flat in flattened.items()}
     for name in wanted:
         if name not in known:
-            raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_listed(known)}")
+            raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_format_names(known)}")
     axes = [known[name] for name in wanted]
     _check_order(mesh, wanted, axes)
     return axes
 
 
-def _check_order(mesh: DeviceMesh, wanted: Sequence[str], axes: Sequence[Axis]) -> None:
+def _check_order(mesh: DeviceMesh, wanted: Sequence[str], axes: Sequence[_Axis]) -> None:
     twice = [name for name in wanted if wanted.count(name) > 1]
     if twice:
         raise InvalidMesh(f"slice {tuple(wanted)} of {mesh} has axis {twice[0]!r} more than once")
     if not _layout_of(axes).check_sorted():
         raise UnknownAxis(
             f"slice {tuple(wanted)} of {mesh} is not in the order of its axes, which is "
-            f"{_listed(mesh.mesh_dim_names or ())}: concatenate() takes any order"
+            f"{_format_names(mesh.mesh_dim_names or ())}: concatenate() takes any order"
         )
     _check_overlap(wanted, axes, what=f"they are no slice of {mesh}")
 
 
-def _check_overlap(names: Sequence[str], axes: Sequence[Axis], *, what: str) -> None:
+def _check_overlap(names: Sequence[str], axes: Sequence[_Axis], *, what: str) -> None:
     """Name the first axis that has ranks in common with those before it."""
     if _layout_of(axes).check_orthogonal():
         return
     number = next(n for n in range(len(axes)) if not _layout_of(axes[: n + 1]).check_orthogonal())
-    raise InvalidMesh(f"axis {names[number]!r} overlaps with {_listed(names[:number])}: {what}")
+    raise InvalidMesh(
+        f"axis {names[number]!r} overlaps with {_format_names(names[:number])}: {what}"
+    )
 
 
 def _check_free_name(mesh: DeviceMesh, name: str, flat: FlatLayout) -> None:
     """Refuse a name for a flattened axis that another axis of this mesh or its root has."""
-    root, family = mesh.get_root_mesh(), mesh._family
+    root, family = mesh.get_root_mesh(), mesh._root_state
     for owner in (root, mesh):
         if name in (owner.mesh_dim_names or ()):
             taken = {
@@ -153,7 +154,7 @@ def _check_free_name(mesh: DeviceMesh, name: str, flat: FlatLayout) -> None:
             }
             raise InvalidMesh(
                 f"{name!r} is an axis of {owner} already: choose a name that is not one of "
-                f"{_listed(sorted(taken))}"
+                f"{_format_names(sorted(taken))}"
             )
     others = family.unflattened.get(name, set()) - {flat}
     if others:
@@ -163,9 +164,9 @@ def _check_free_name(mesh: DeviceMesh, name: str, flat: FlatLayout) -> None:
         )
 
 
-def _remember_unflattened(mesh: DeviceMesh, names: Sequence[str], parts: MeshLayout) -> None:
+def _reserve_unflattened_names(mesh: DeviceMesh, names: Sequence[str], parts: MeshLayout) -> None:
     """Refuse names that flattened axes have; the others are taken from now on."""
-    family = mesh._family
+    family = mesh._root_state
     for name, axis in zip(names, parts, strict=True):
         flat = family.flattened.get(name)
         if flat is not None and flat._layout[0] != axis:
@@ -175,10 +176,10 @@ def _remember_unflattened(mesh: DeviceMesh, names: Sequence[str], parts: MeshLay
             )
     for name, axis in zip(names, parts, strict=True):
         family.unflattened.setdefault(name, set()).add(axis)
-    family.note_axes(names, parts)
+    family.record_axes(names, parts)
 
 
-def _parts(
+def _split_axis(
     mesh: DeviceMesh, dim: int | str, sizes: Sequence[int], names: Sequence[str]
 ) -> tuple[int, MeshLayout]:
     """Return which axis becomes several, and these."""
@@ -206,14 +207,14 @@ def _parts(
     return axis, parts
 
 
-def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
+def _concatenated_axes(meshes: Sequence[DeviceMesh]) -> tuple[list[_Axis], tuple[str, ...]]:
     """Return the axes of several meshes of one root, and their names."""
-    _require_meshes(meshes)
-    axes: list[Axis] = []
+    _check_meshes(meshes)
+    axes: list[_Axis] = []
     names: list[str] = []
     first = meshes[0]
     for mesh in meshes:
-        if not mesh._family.is_like(first._family):
+        if not mesh._root_state.is_equivalent(first._root_state):
             raise InvalidMesh(
                 f"{mesh} and {first} come from different meshes, {mesh.get_root_mesh()} and "
                 f"{first.get_root_mesh()}: only slices of one can be concatenated"
@@ -226,7 +227,7 @@ def _joined(meshes: Sequence[DeviceMesh]) -> tuple[list[Axis], tuple[str, ...]]:
     return axes, tuple(names)
 
 
-def _require_meshes(meshes: Sequence[DeviceMesh]) -> None:
+def _check_meshes(meshes: Sequence[DeviceMesh]) -> None:
     from ._device_mesh import DeviceMesh  # here, for it imports this module
 
     if not isinstance(meshes, Sequence):
@@ -238,16 +239,16 @@ def _require_meshes(meshes: Sequence[DeviceMesh]) -> None:
             raise InvalidType(f"concatenate takes a list of meshes, not of {each!r}")
 
 
-def _layout_of(axes: Sequence[Axis]) -> MeshLayout:
+def _layout_of(axes: Sequence[_Axis]) -> MeshLayout:
     """Return the layout that some axes make."""
     return MeshLayout([layout for layout, _ in axes])
 
 
-def _listed(names: Sequence[str] | dict[str, Axis] | None) -> str:
+def _format_names(names: Sequence[str] | dict[str, _Axis] | None) -> str:
     return ", ".join(map(repr, names or ())) or "none"
 
 
-def _numbers(ndim: int) -> str:
+def _format_axis_range(ndim: int) -> str:
     return (
         f"axes are 0 to {ndim - 1}" if ndim > 1 else f"it has {ndim} axis" + ("" if ndim else "es")
     )

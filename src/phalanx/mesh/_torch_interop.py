@@ -1,7 +1,8 @@
-"""To torch's mesh and back: the same ranks, the same groups.
+"""Conversion between our mesh and torch's: same ranks, same groups.
 
-DTensor, FSDP2 and tensor parallelism want torch's own class. It is given our layout and groups as
-they are, so nothing is made twice, and meshes of one root remain so: torch compares roots.
+DTensor, FSDP2 and tensor parallelism require torch's class. It is given our layout and groups,
+so no group is formed twice. Meshes of one root stay meshes of one root, since torch compares
+roots.
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import InvalidState, InvalidType
 from ..groups._subgroups import DEFAULT_OPTIONS, default_parent_group
-from ._checks import as_range
-from ._device_mesh import DeviceMesh
-from ._family import Family, found
-from ._make import blank, give
+from ._arguments import as_range
+from ._device_mesh import DeviceMesh, set_axis_group, uninitialized_mesh
+from ._root_state import RootState, init_root_mesh
 from .layout import FlatLayout, MeshLayout
-
-__all__ = ["from_torch", "to_torch"]
 
 
 def to_torch(mesh: DeviceMesh, *, as_default: bool) -> TorchMesh:
     """Return torch's mesh for one of ours; makes the groups of its axes."""
-    family = mesh._family
+    family = mesh._root_state
     if as_default and not dist.is_initialized():
         _make_default(family)
     whole = mesh._layout.numel() == len(family.ranks)
@@ -50,7 +48,7 @@ def to_torch(mesh: DeviceMesh, *, as_default: bool) -> TorchMesh:
     return made
 
 
-def _make_default(family: Family) -> None:
+def _make_default(family: RootState) -> None:
     """Make the group that a mesh is on torch's default group."""
     base = family.base
     if base is None or list(base.global_ranks) != list(range(base.size)):
@@ -62,7 +60,7 @@ def _make_default(family: Family) -> None:
 
 def _bare(mesh: DeviceMesh, *, root: TorchMesh | None) -> TorchMesh:
     """Return torch's mesh without groups."""
-    family = mesh._family
+    family = mesh._root_state
     numbers = family.global_ranks()
     if root is None:
         rank_map = torch.tensor(list(numbers), dtype=torch.int, device="cpu")
@@ -87,9 +85,11 @@ def from_torch(mesh: TorchMesh) -> DeviceMesh:
         raise InvalidType(f"from_torch takes a torch DeviceMesh, not {mesh!r}")
     root = mesh._get_root_mesh()
     ranks = as_range(root._rank_map.tolist())
-    family = Family(root.device_type, ranks, base=default_parent_group(root.device_type))
+    family = RootState(root.device_type, ranks, base=default_parent_group(root.device_type))
     layout = _ours(root._layout)
-    made = found(blank(), family, layout, root.mesh_dim_names, (DEFAULT_OPTIONS,) * len(layout))
+    made = init_root_mesh(
+        uninitialized_mesh(), family, layout, root.mesh_dim_names, (DEFAULT_OPTIONS,) * len(layout)
+    )
     family.torch_root = root
     for name, flat in root._flatten_mapping.items():
         family.flattened[name] = made._derive(_ours(flat._layout), (name,), (DEFAULT_OPTIONS,))
@@ -108,7 +108,7 @@ def _ours(layout: _MeshLayout) -> MeshLayout:
 
 
 def _take_groups(mesh: DeviceMesh, theirs: TorchMesh) -> None:
-    if mesh._family.position is None or not hasattr(theirs, "_dim_group_names"):
+    if mesh._root_state.position is None or not hasattr(theirs, "_dim_group_names"):
         return
     for axis in range(mesh.ndim):
-        give(mesh, axis, theirs.get_group(axis))
+        set_axis_group(mesh, axis, theirs.get_group(axis))

@@ -1,4 +1,9 @@
-"""What a mesh shares with all meshes that are derived from it."""
+"""State that a root mesh shares with all meshes derived from it.
+
+Layouts of the meshes give positions in `RootState.ranks`. Those are ranks of the base group or,
+where `numbers` is set, other numbers for the same ranks (global ranks, for a mesh made from a
+group).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,9 @@ import torch.distributed as dist
 
 from ..errors import InvalidState, NotInMesh
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup
-from ._axis_groups import AxisGroups, axis_groups
-from ._checks import as_range
-from ._consistency import RootKey, Use
-from ._device import choose_device
+from ._arguments import as_range
+from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of
+from ._mesh_env import choose_device
 from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
@@ -21,10 +25,8 @@ if TYPE_CHECKING:
 
     from ._device_mesh import DeviceMesh
 
-__all__ = ["Family", "found"]
 
-
-class Family:
+class RootState:
     """The ranks that a mesh was made of, and the group that they belong to.
 
     Layouts of the meshes lead to positions in `ranks`. These are ranks of the base's group, or, if
@@ -46,7 +48,7 @@ class Family:
         self.numbers = numbers
         self.rank = rank = _own_rank(base, numbers) if rank is None else rank
         self.position = ranks.index(rank) if rank in ranks else None
-        self.groups: AxisGroups = AxisGroups() if base is None else axis_groups(base.group)
+        self.groups: AxisGroups = AxisGroups() if base is None else axis_groups_of(base.group)
         self.flattened: dict[str, DeviceMesh] = {}
         self.unflattened: dict[str, set[FlatLayout]] = {}
         """The axes, by name, that came by unflattening: a flattened one is to have another name."""
@@ -57,18 +59,20 @@ class Family:
         self.key: RootKey
         self.torch_root: TorchMesh | None = None
 
-    def part(self, ranks: Sequence[int]) -> Family:
+    def part(self, ranks: Sequence[int]) -> RootState:
         """Return a family of some of the ranks."""
-        part = Family(self.device_type, ranks, base=self.base, rank=self.rank, numbers=self.numbers)
+        part = RootState(
+            self.device_type, ranks, base=self.base, rank=self.rank, numbers=self.numbers
+        )
         part.given = self.given
         return part
 
-    def note_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
+    def record_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
         """Remember axes that came by flattening or unflattening."""
         for name, axis in zip(names, layout, strict=True):
-            self.groups.ledger.note_axis(self.key, name, axis)
+            self.groups.registry.record_axis(self.key, name, axis)
 
-    def is_like(self, other: Family) -> bool:
+    def is_equivalent(self, other: RootState) -> bool:
         """Tell whether the same layout means the same ranks of the same group in both."""
         return self is other or (
             self.groups is other.groups
@@ -131,7 +135,7 @@ class Family:
                 f"there is no group along axis {name!r}, ranks {list(ranks)}, and none to make it "
                 f"of: {self.root} was made without a group of all its ranks"
             )
-        use = Use(self.key, name, axis)
+        use = AxisUse(self.key, name, axis)
         return self.groups.find(self.base, self.local(ranks), options, use=use, desc=desc)
 
 
@@ -141,9 +145,9 @@ def _own_rank(base: ParentGroup | None, numbers: Sequence[int] | None) -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def found(
+def init_root_mesh(
     mesh: DeviceMesh,
-    family: Family,
+    family: RootState,
     layout: MeshLayout,
     names: tuple[str, ...] | None,
     options: tuple[GroupOptions, ...],
@@ -160,9 +164,9 @@ def found(
             if each is not DEFAULT_OPTIONS:
                 base.check(each)
         choose_device(family.device_type, base)
-    mesh._become(family, layout, names, options)
+    mesh._set_state(family, layout, names, options)
     family.root = mesh
     family.key = RootKey(family.device_type, names, layout, family.local(family.ranks))
     if noted:
-        family.groups.ledger.note(family.key)
+        family.groups.registry.note(family.key)
     return mesh

@@ -6,9 +6,7 @@ joinables: torch's DDP and ZeroRedundancyOptimizer work in ours, and ours in tor
 """
 
 from ._gather import gather_uneven
-from ._join import Join
+from ._join import Join, JoinReport, uneven
 from ._joinable import Joinable, JoinHook, _JoinConfig
-from ._report import JoinReport
-from ._uneven import uneven
 
 __all__ = ["Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "gather_uneven", "uneven"]

@@ -1,4 +1,8 @@
-"""What can be joined: the names that a class fills in to take part in a `Join`."""
+"""Base classes of what can take part in a `Join`: `Joinable`, `JoinHook`, `_JoinConfig`.
+
+They derive from torch's classes of the same names, so that either `Join` accepts either
+joinable.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.algorithms import join as upstream
 from torch.optim import Optimizer
-
-__all__ = ["JoinHook", "Joinable", "_JoinConfig"]
 
 
 class JoinHook(upstream.JoinHook):

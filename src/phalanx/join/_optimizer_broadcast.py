@@ -1,8 +1,9 @@
-"""The state of optimizers, of which ranks that ran out of data have made fewer steps.
+"""Broadcast of optimizer state after uneven steps.
 
-The model is the same on all ranks after a join, for one rank's is given to all. If the optimizer's
-state is not, the next steps take the ranks apart, silently. So it is given to all as well: what is
-in it as a line of text, and the tensors of one type together.
+After a join all ranks hold one rank's model. If their optimizer states differ, the next steps
+make the models diverge without an error. So the state is broadcast too: its structure as JSON,
+then its tensors, one call per dtype. Optimizers that stepped in the block and were not passed
+cause a warning.
 """
 
 from __future__ import annotations
@@ -20,12 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidState
-from ._shadowing import Meeting
-
-__all__ = ["Bystanders", "share_state"]
+from ._protocol import JoinCollectives
 
 
-class Bystanders:
+class UntrackedOptimizers:
     """Optimizers of what is joined that step in a block, and that nobody looks after."""
 
     def __init__(self, joinables: Iterable[object], known: Iterable[object]) -> None:
@@ -68,18 +67,18 @@ def _parameters_of(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def share_state(optimizer: Optimizer, meeting: Meeting, *, root: int) -> None:
+def broadcast_optimizer_state(optimizer: Optimizer, meeting: JoinCollectives, *, root: int) -> None:
     """Give every rank one rank's state and settings of an optimizer; all ranks call it."""
     if meeting.group.rank() == root:
-        told = _Told(optimizer)
+        told = _StateDescription(optimizer)
         _broadcast_text(told.text, meeting, root)
-        _broadcast_together(told.tensors, meeting, root)
+        _broadcast_coalesced(told.tensors, meeting, root)
     else:
         described = json.loads(_broadcast_text(None, meeting, root))
-        _broadcast_together(_prepare(optimizer, described), meeting, root)
+        _broadcast_coalesced(_allocate_state(optimizer, described), meeting, root)
 
 
-def _prepare(optimizer: Optimizer, described: dict[str, Any]) -> list[Tensor]:
+def _allocate_state(optimizer: Optimizer, described: dict[str, Any]) -> list[Tensor]:
     """Take over settings and numbers, and make the tensors that there are to be."""
     for group, settings in zip(optimizer.param_groups, described["settings"], strict=True):
         for key, value in settings.items():
@@ -96,7 +95,7 @@ def _prepare(optimizer: Optimizer, described: dict[str, Any]) -> list[Tensor]:
     return tensors
 
 
-class _Told:
+class _StateDescription:
     """What there is in an optimizer, in words, and its tensors."""
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -136,7 +135,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _broadcast_text(text: str | None, meeting: Meeting, root: int) -> str:
+def _broadcast_text(text: str | None, meeting: JoinCollectives, root: int) -> str:
     """Give every rank the root's text; the others have None."""
     data = b"" if text is None else text.encode()
     length = torch.tensor([len(data)], device=meeting.device)
@@ -146,7 +145,7 @@ def _broadcast_text(text: str | None, meeting: Meeting, root: int) -> str:
     return bytes(card.tolist()).decode()
 
 
-def _broadcast_together(tensors: Iterable[Tensor], meeting: Meeting, root: int) -> None:
+def _broadcast_coalesced(tensors: Iterable[Tensor], meeting: JoinCollectives, root: int) -> None:
     """Give every rank the root's tensors, those of one type in one call."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:

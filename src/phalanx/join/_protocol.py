@@ -1,11 +1,15 @@
-"""The protocol of torch's `Join`: who has run out of data makes the collectives of who has not.
+"""What a rank does between the end of its data and the end of the others' data.
 
-At the start of a step all ranks add up one number: 1 of a rank that has data, 0 of one that has
-not. A rank without data so learns whether it must make another step's collectives. If uneven data
-is to be an error, a second number tells those with data, for the first one they do not look at.
+`LeaveStrategy`: the rank leaves the process group. Every later collective runs among the remaining
+ranks, so nothing has to be shadowed. Where ranks see each other's membership
+(`ProcessGroup.can_leave`) a step costs nothing extra; elsewhere each step begins with a membership
+update, one small message.
 
-The tensors are those of torch's own, to the type: if the first joinable is one of torch's, it is
-torch's code that makes the calls on ranks that have data.
+`ShadowStrategy`: torch's protocol. At the start of each step all ranks sum one number, 1 for a
+rank with data and 0 for one without, so a rank without data learns whether it must shadow another
+step. If uneven inputs are an error, a second number tells the ranks with data, which do not wait
+for the first. Tensor dtypes and shapes must stay those of torch's implementation: if the first
+joinable is torch's own, torch's code makes the calls on the ranks with data.
 """
 
 from __future__ import annotations
@@ -21,21 +25,20 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms.join import JoinHook
 
 from ..errors import UnevenInputs
+from ..groups import ProcessGroup
 
-__all__ = ["Meeting", "Shadowing", "begin_step", "warn_of_skew"]
-
-SKEW = 1000
+MAX_SKEW = 1000
 """How many inputs fewer than others a rank may have before it says that it has been waiting."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class JoinCollectives:
     """Where ranks tell each other who has data."""
 
     group: dist.ProcessGroup
     device: torch.device
 
-    def say_active(self) -> dist.Work:
+    def announce_active(self) -> dist.Work:
         """Tell that this rank has data; who waits for it learns how many have."""
         return self._add_up(torch.ones(1, device=self.device))
 
@@ -45,7 +48,7 @@ class Meeting:
         self._add_up(count).wait()
         return int(count.item())
 
-    def ask_whether_all_go_on(self) -> None:
+    def raise_if_any_exhausted(self) -> None:
         """Raise if a rank says that it has run out of data."""
         alarms = torch.zeros(1, device=self.device)
         self._add_up(alarms).wait()
@@ -55,7 +58,7 @@ class Meeting:
                 "uneven inputs are an error here (throw_on_early_termination=True)"
             )
 
-    def raise_everywhere(self) -> None:
+    def raise_on_all_ranks(self) -> None:
         """Say to those with data that this rank has none, and raise."""
         self._add_up(torch.ones(1, device=self.device)).wait()
         raise UnevenInputs(
@@ -81,10 +84,12 @@ class Meeting:
         return self.group.allreduce([tensor], c10d.AllreduceOptions())
 
 
-class Shadowing:
+class ShadowStrategy:
     """How a rank without data follows the steps of the others."""
 
-    def __init__(self, meeting: Meeting, hooks: Sequence[JoinHook], *, throws: bool) -> None:
+    def __init__(
+        self, meeting: JoinCollectives, hooks: Sequence[JoinHook], *, throws: bool
+    ) -> None:
         self._meeting = meeting
         self._hooks = hooks
         self._throws = throws
@@ -93,33 +98,52 @@ class Shadowing:
         """Say that this rank has data; a second time, if it is an error that others have none."""
         return begin_step(self._meeting, throws=self._throws)
 
-    def see_others_off(self) -> int:
+    def wait_for_others(self) -> int:
         """Make up for steps until nobody has data; tell how many there were."""
         steps = 0
         while self._meeting.count_active():
             if self._throws:
-                self._meeting.raise_everywhere()
+                self._meeting.raise_on_all_ranks()
             for hook in self._hooks:
                 hook.main_hook()
             steps += 1
-            if steps == SKEW + 1:
-                warn_of_skew(steps, self._meeting.group.rank())
+            if steps == MAX_SKEW + 1:
+                warn_about_skew(steps, self._meeting.group.rank())
         return steps
 
 
-def warn_of_skew(behind: int, rank: int) -> None:
+def warn_about_skew(behind: int, rank: int) -> None:
     """Say that data are divided badly, if a rank is too many inputs behind."""
-    if behind > SKEW:
+    if behind > MAX_SKEW:
         warnings.warn(
-            f"rank {rank} has over {SKEW} inputs fewer than others, and has been waiting for them: "
+            f"rank {rank} has over {MAX_SKEW} inputs fewer than others, and has been waiting for them: "
             "divide the data more evenly",
             stacklevel=5,
         )
 
 
-def begin_step(meeting: Meeting, *, throws: bool) -> dist.Work:
+def begin_step(meeting: JoinCollectives, *, throws: bool) -> dist.Work:
     """Say that this rank has data, in the way of torch's protocol."""
-    work = meeting.say_active()
+    work = meeting.announce_active()
     if throws:
-        meeting.ask_whether_all_go_on()
+        meeting.raise_if_any_exhausted()
     return work
+
+
+class LeaveStrategy:
+    """How ranks of a group part, and meet again."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+
+    def begin_step(self) -> None:
+        """Go on among those who have data."""
+        if not self._group.can_leave:
+            self._group.update_membership()
+
+    def wait_for_others(self) -> int:
+        """Leave, sleep until nobody has data, and be a member again; nothing is made up for."""
+        if not self._group.can_leave:
+            self._group.update_membership(stays=False)
+        self._group.rejoin()
+        return 0

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.mesh._draw import svg
+from phalanx.mesh._drawing import draw_svg
 from phalanx.mesh._plan import plan
 from phalanx.mesh.layout import MeshLayout
 
@@ -23,13 +23,13 @@ def pictures() -> dict[str, str]:
             "cp",
             "ep",
         ),
-        "large.svg": plan("8x16x8", names="dp,pp,tp", rank=513, hosts=128).svg(),
+        "large.svg": plan("8x16x8", names="dp,pp,tp", rank=513, hosts=128).draw_svg(),
     }
 
 
 def _part(layout: MeshLayout, *names: str) -> str:
     start, _ = layout.locate(RANK)
-    return svg(layout, names=names, rank=RANK, ranks_per_host=8, start=start)
+    return draw_svg(layout, names=names, rank=RANK, ranks_per_host=8, start=start)
 
 
 if __name__ == "__main__":

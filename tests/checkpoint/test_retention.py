@@ -12,9 +12,7 @@ from phalanx.checkpoint._document import Document, files_of
 from phalanx.checkpoint._retention import Keep, prune
 from phalanx.checkpoint._shelf import LocalShelf, name_of_step
 from phalanx.checkpoint._storage import storage_at
-from phalanx.errors import (
-    DamagedCheckpoint,
-)
+from phalanx.errors import DamagedCheckpoint
 
 from .states import damage, filled, names, state_of
 

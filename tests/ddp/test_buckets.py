@@ -47,7 +47,7 @@ def test_buckets_follow_registration_backwards_then_arrival_on_rank_0(group):
     layers = [name.split(".")[0] for (name,) in names(ddp)]
     assert before[2:] == [names(ddp)] * 2, "they are arranged once, in the second forward"
     assert layers == ["last"] * 2 + ["middle"] * 2 + ["first"] * 2
-    assert not ddp.reducer.was_surprised
+    assert not ddp.reducer.graph_ever_changed
 
 
 @everywhere

@@ -118,7 +118,7 @@ def test_recomputing_does_not_rearrange_what_is_under_way(group):
 
 def late(ddp):
     """Name the parameters that came late in the last pass, on any rank."""
-    return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._arrangement.header.late()}
+    return {ddp.reducer.names[i].rpartition(".")[0] for i in ddp.reducer._layout.header.late()}
 
 
 @everywhere

@@ -148,7 +148,7 @@ def test_graphs_are_divided_so_that_buckets_are_reduced_during_backward(group):
     weights = [p for p in ddp.module.parameters() if p.dim() == 2]
 
     def count(_):
-        launched.append(len(ddp.reducer._under_way._works))
+        launched.append(len(ddp.reducer._in_flight._works))
 
     for weight in weights:
         weight.register_hook(count)

@@ -133,7 +133,7 @@ def launched(ddp, rows):
     """Tell how many buckets of a Sequential are under way when its first weight's turn comes."""
     counts = []
     weight = ddp.module[0].weight
-    hook = weight.register_hook(lambda _: counts.append(len(ddp.reducer._under_way._works)))
+    hook = weight.register_hook(lambda _: counts.append(len(ddp.reducer._in_flight._works)))
     squares(ddp, rows).backward()
     hook.remove()
     (count,) = counts

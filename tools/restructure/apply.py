@@ -36,7 +36,7 @@ from libcst.metadata import (
 
 ROOT = Path(__file__).resolve().parents[2]
 SRC = ROOT / "src"
-OTHERS = ("tests", "benchmarks", "examples", "native/tests", "tools/mutants")
+OTHERS = ("docs", "tests", "benchmarks", "examples", "native/tests", "tools/mutants")
 PACKAGE = "phalanx"
 
 

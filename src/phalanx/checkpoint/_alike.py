@@ -102,7 +102,7 @@ def elements(tensor: Tensor, part: Part) -> Tensor:
 def own_parts(state_dict: STATE_DICT, rank_info: RankInfo) -> STATE_DICT:
     """Return the state with only the bytes of what is marked `Alike` that this rank writes.
 
-    Nothing is copied: what is left are views of the tensors, as `Piece`. A writer takes the
+    Nothing is copied: what is left are views of the tensors, as `BucketPiece`. A writer takes the
     result for the state itself, so that an asynchronous save needs to stage no more than this.
     """
     tree = parse(state_dict)

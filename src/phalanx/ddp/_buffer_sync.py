@@ -1,23 +1,117 @@
-"""The part of the wrapper that keeps buffers alike: rank 0's, or what a hook makes of them."""
+"""Buffer synchronization: rank 0's buffers before forward, or what a user's hook makes of them.
+
+In a `Join`, rank 0 may have run out of data, so the root is the highest rank that still has
+some. Futures that a hook returns are waited for at the end of backward.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from ..errors import InvalidArgument, InvalidHook
-from ._arguments import check_layers
-from ._buffer_hook import BufferHook, Pending, _BufferCommHook, _BufferCommHookLocation
-from ._buffers import CHUNK, broadcast_tensors
-from ._channel import Channel
-from ._outputs import on_backward
-from ._survey import Survey
+from ..errors import GroupError, HookError, InvalidArgument, InvalidHook
+from ._autograd_hooks import on_backward
+from ._comm_hook import hook_name, hook_timeout
+from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
+from ._config import check_sync_batch_norms
+from ._module_inspection import ModuleInventory
 
-__all__ = ["BufferSync"]
+BufferHook = Callable[[Any, Any], Any]
+"""``hook(state, buffers by name)``, which returns nothing or futures."""
+
+
+class _BufferCommHookLocation(enum.Enum):
+    """When a hook for buffers is called."""
+
+    PRE_FORWARD = enum.auto()
+    POST_FORWARD = enum.auto()
+
+
+@dataclass
+class _BufferCommHook:
+    """A hook for buffers, its state, and when it is called."""
+
+    buffer_comm_hook: BufferHook
+    buffer_comm_hook_state: Any
+    buffer_comm_hook_location: _BufferCommHookLocation
+
+    @property
+    def is_post_forward(self) -> bool:
+        """Tell whether it is called after forward."""
+        return self.buffer_comm_hook_location is _BufferCommHookLocation.POST_FORWARD
+
+
+class PendingBufferHooks:
+    """What a hook for buffers has begun and backward has to wait for."""
+
+    def __init__(self) -> None:
+        self._works: list[tuple[str, Communicator, float, Any]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def call(
+        self, hook: _BufferCommHook, buffers: dict[str, torch.Tensor], channel: Communicator
+    ) -> None:
+        """Call a hook, and keep the futures that it returns."""
+        name = hook_name(hook.buffer_comm_hook)
+        try:
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, buffers)
+        except GroupError:
+            raise  # which the group raises on every rank
+        except Exception as error:
+            raise _hook_error(channel, name, f"raised {type(error).__name__}: {error}") from error
+        until = time.monotonic() + hook_timeout(channel)
+        if futures is not None:
+            found = list(_futures(futures))
+            for wrong in [each for each in found if not isinstance(each, torch._C.Future)]:
+                raise _hook_error(channel, name, f"returned a {type(wrong).__name__}, not futures")
+            self._works += [(name, channel, until, future) for future in found]
+
+    def wait(self) -> None:
+        """Block until every future has ended."""
+        works, self._works = self._works, []
+        for name, channel, until, future in works:
+            if not _completes_by(future, until):
+                raise _hook_error(channel, name, "did not end its future in time")
+            try:
+                future.wait()
+            except GroupError:
+                raise
+            except Exception as error:
+                raise _hook_error(
+                    channel, name, f"raised {type(error).__name__}: {error}"
+                ) from error
+
+
+def _futures(returned: Any) -> Iterable[Any]:
+    return returned if isinstance(returned, (list, tuple)) else (returned,)
+
+
+def _completes_by(future: Any, until: float) -> bool:
+    if future.done():
+        return True
+    done = threading.Event()
+    future.add_done_callback(lambda _: done.set())
+    return done.wait(max(0.0, until - time.monotonic()))
+
+
+def _hook_error(channel: Communicator, name: str, why: str) -> HookError | GroupError:
+    """Say what is wrong with a hook, here and to all ranks; unless all know already."""
+    failure = channel.failure()
+    if failure is not None:
+        return failure
+    text = f"the hook for buffers {name} {why}"
+    channel.give_up(text)
+    return HookError(text)
 
 
 class BufferSync:
@@ -26,13 +120,13 @@ class BufferSync:
     forward_sync_buffers: bool
     require_forward_param_sync: bool
     device: torch.device
-    _channel: Channel
-    _survey: Survey
+    _channel: Communicator
+    _survey: ModuleInventory
     _join_config: Any
 
     buffer_hook: _BufferCommHook | None = None
     """What is called in the place of the broadcast."""
-    _pending: Pending | None = None
+    _pending: PendingBufferHooks | None = None
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -55,12 +149,12 @@ class BufferSync:
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
         """Tell whether buffers are made alike before forward."""
-        is_late = self.buffer_hook is not None and self.buffer_hook.is_late
+        is_late = self.buffer_hook is not None and self.buffer_hook.is_post_forward
         return not is_late and self.will_sync_module_buffers()
 
     def _check_sync_bufs_post_fwd(self) -> bool:
         """Tell whether buffers are made alike after forward."""
-        is_late = self.buffer_hook is not None and self.buffer_hook.is_late
+        is_late = self.buffer_hook is not None and self.buffer_hook.is_post_forward
         return is_late and self.will_sync_module_buffers()
 
     # -- how -------------------------------------------------------------------------------
@@ -97,8 +191,8 @@ class BufferSync:
             self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
             return
         named = self._survey.named_buffers()
-        self._finish_buffers()
-        self._pending = Pending()
+        self._wait_for_buffers()
+        self._pending = PendingBufferHooks()
         with torch.no_grad():
             self._pending.call(self.buffer_hook, named, self._channel)
 
@@ -110,15 +204,15 @@ class BufferSync:
     ) -> None:
         """Give every rank one rank's tensors; without any, its buffers."""
         tensors = self._survey.buffers() if bufs is None else bufs
-        size = CHUNK if bucket_size is None else bucket_size
+        size = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
         self._distributed_broadcast_coalesced(tensors, size, authoritative_rank)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast_tensors(tensors, self._channel, root=authoritative_rank, chunk=buffer_size)
+        broadcast_coalesced(tensors, self._channel, root=authoritative_rank, chunk=buffer_size)
 
-    def _finish_buffers(self) -> None:
+    def _wait_for_buffers(self) -> None:
         """Wait for what the hook has begun."""
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -129,9 +223,9 @@ class BufferSync:
         if self._check_sync_bufs_post_fwd():
             self._sync_buffers()
         if self._pending and torch.is_grad_enabled():
-            on_backward(output, self._finish_buffers_at_the_end)
+            on_backward(output, self._wait_for_buffers_after_backward)
 
-    def _finish_buffers_at_the_end(self) -> None:
+    def _wait_for_buffers_after_backward(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:  # it comes here for every output
             Variable._execution_engine.queue_callback(pending.wait)
@@ -149,4 +243,4 @@ class BufferSync:
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Refuse layers that normalise over all ranks where torch has none."""
-        check_layers(Survey.of(module, ()).sync_norms, self.device)
+        check_sync_batch_norms(ModuleInventory.of(module, ()).sync_norms, self.device)

@@ -1,4 +1,4 @@
-"""What steps cost: kept for the last of them, always, and put into words when somebody asks."""
+"""Timings of the last steps. Raw numbers are always recorded; `StepStats` are built on request."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import Protocol
 
 from ._buckets import Bucket
 
-__all__ = ["Stats", "StepStats"]
-
-KEPT = 128  # steps
+HISTORY_STEPS = 128  # steps
 
 
 class _Timing(Protocol):
@@ -50,11 +48,13 @@ class StepStats:
         return lasts.index(max(lasts))
 
 
-class Stats:
+class StatsHistory:
     """The last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float, int, list[list[float]]]] = deque(maxlen=KEPT)
+        self._steps: deque[tuple[float, float, float, int, list[list[float]]]] = deque(
+            maxlen=HISTORY_STEPS
+        )
 
     def add(self, timing: _Timing, clocks: list[list[float]], buckets: Sequence[Bucket]) -> None:
         """Keep a step; `clocks` has a row per rank: forward, backward, arrivals of buckets."""
@@ -64,10 +64,10 @@ class Stats:
 
     def steps(self) -> list[StepStats]:
         """List the last steps, oldest first."""
-        return [_told(*step) for step in self._steps]
+        return [_to_step_stats(*step) for step in self._steps]
 
 
-def _told(
+def _to_step_stats(
     forward: float, backward: float, exposed: float, nbytes: int, clocks: list[list[float]]
 ) -> StepStats:
     return StepStats(

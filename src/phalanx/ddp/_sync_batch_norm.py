@@ -1,11 +1,10 @@
-"""Batch normalisation with the statistics of all ranks' rows, also on CPUs, where torch has none.
+"""Batch normalization with the statistics of all ranks, on CPUs too, where torch has none.
 
-Forward makes one collective and backward another one. In forward every rank tells how many values
-per channel it has, their mean and their variance, and all combine these by Chan's formula, in the
-order of ranks. That is a gather and no sum, because a variance is no sum of anything but squares
-about a mean that nobody knows yet, and sums of plain squares lose their digits where means are
-large. Since counts travel with them, ranks may have different numbers of rows, or none; and a rank
-that has left the group is one whose count stays zero.
+Forward makes one collective and backward another. In forward every rank sends its count, mean
+and variance per channel, and all ranks combine them with Chan's formula, in rank order. This is
+a gather and not a sum: a variance is a sum only about a mean that is not known yet, and sums of
+plain squares lose their digits where means are large. Ranks may have different numbers of rows,
+or none; a rank that has left the group has count zero.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups._factory import default_group
-from ._channel import Channel
-
-__all__ = ["SyncBatchNorm"]
+from ._communicator import Communicator
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -61,7 +58,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             dtype,
             bias=bias,
         )
-        self._lent = Kept()
+        self._wrapper_group = GroupRef()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -72,11 +69,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         if not isinstance(group, dist.ProcessGroup | None):
             raise InvalidType(f"process_group is a group, not {type(group).__name__}")
-        self._own = Kept(group)
+        self._own = GroupRef(group)
 
     def lend(self, group: dist.ProcessGroup) -> None:
         """Tell the group of the wrapper, for where this layer was given none."""
-        self._lent = Kept(group)
+        self._wrapper_group = GroupRef(group)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
@@ -116,7 +113,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
-        if input.device.type != "cpu" and dist.is_initialized() and group is self._torchs_choice():
+        if input.device.type != "cpu" and dist.is_initialized() and group is self._torch_group():
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
@@ -125,14 +122,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 f"expected {self.num_features} channels (dim 1), not {input.size(1)}"
             )
         with torch.no_grad():
-            whole = _combine(_gather(_describe(input), group))
+            whole = _combine(_gather(_local_statistics(input), group))
             if whole.count == 1:
                 raise InvalidArgument(
                     "expected more than 1 value per channel when training, and all ranks together "
                     f"have one: the input here is {list(input.shape)}"
                 )
             self._track(whole)
-            kind = _wide(input.dtype)
+            kind = _accumulation_dtype(input.dtype)
             mean, var = whole.mean.to(kind), whole.var.to(kind)
         output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, var, whole.count, self.eps, group
@@ -140,12 +137,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output
 
     def _group(self) -> dist.ProcessGroup | None:
-        return self.process_group or self._lent.group or default_group()
+        return self.process_group or self._wrapper_group.group or default_group()
 
-    def _torchs_choice(self) -> dist.ProcessGroup | None:
+    def _torch_group(self) -> dist.ProcessGroup | None:
         return self.process_group or dist.group.WORLD
 
-    def _track(self, whole: Statistics) -> None:
+    def _track(self, whole: BatchStatistics) -> None:
         """Move the running statistics, if there are any, towards those of a batch."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return
@@ -161,17 +158,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 running.lerp_(seen.to(running.dtype), share)
 
 
-class Kept:
+class GroupRef:
     """A group that goes with the copies of a layer, and not with what is pickled of it."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Kept:
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupRef:
         return self
 
-    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[GroupRef], tuple[()]]:
+        return GroupRef, ()
 
 
 def _convert(
@@ -190,7 +187,7 @@ def _convert(
 
 
 @dataclass(frozen=True)
-class Statistics:
+class BatchStatistics:
     """What is known of some values, channel by channel."""
 
     count: int
@@ -199,12 +196,12 @@ class Statistics:
     """About the mean of these values, divided by their number."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Tell the type that values are added up in."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _describe(values: Tensor) -> Tensor:
+def _local_statistics(values: Tensor) -> Tensor:
     """Tell the count, means and variances of a rank's own values, in a row."""
     channels = values.size(1)
     if not values.numel():
@@ -215,7 +212,7 @@ def _describe(values: Tensor) -> Tensor:
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
     """Tell the means and variances of channels, at least in single precision."""
-    wide = _wide(values.dtype)
+    wide = _accumulation_dtype(values.dtype)
     if values.dtype == wide:
         return torch.batch_norm_update_stats(values, None, None, 0.0)
     # Given running statistics, it tells those of the batch in their type. A momentum of 0 leaves
@@ -231,14 +228,14 @@ def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
     return rows
 
 
-def _combine(rows: Tensor) -> Statistics:
+def _combine(rows: Tensor) -> BatchStatistics:
     """Merge the statistics of parts to those of the whole, as Chan, Golub and LeVeque (1983)."""
     counts = rows[:, :1]
     means, variances = rows[:, 1:].chunk(2, dim=1)
     total = counts.sum()
     mean = (counts * means).sum(0) / total
     var = (counts * (variances + (means - mean).square())).sum(0) / total
-    return Statistics(int(total), mean, var)
+    return BatchStatistics(int(total), mean, var)
 
 
 class _Normalise(torch.autograd.Function):
@@ -268,24 +265,26 @@ class _Normalise(torch.autograd.Function):
         given, weight, mean, var = ctx.saved_tensors
         values, gradient = given.to(mean.dtype), gradient.to(mean.dtype)
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        of_values, dots, sums = _as_if_constant(gradient, values, scale, mean, var, ctx.eps)
+        of_values, dots, sums = _grads_for_fixed_statistics(
+            gradient, values, scale, mean, var, ctx.eps
+        )
         of_weight = dots.to(weight.dtype) if ctx.needs_input_grad[1] else None
         of_bias = sums.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None, None, None, None
         # Every value has moved the statistics, and these all values of all ranks.
         both = torch.stack((sums, dots))
-        Channel(ctx.group, both.device).sum(both).wait()
+        Communicator(ctx.group, both.device).sum(both).wait()
         both /= ctx.count
         inverse = (var + ctx.eps).rsqrt()
         by_mean, by_var = both * scale * inverse
-        of_values.sub_(_along(by_mean, values))
-        centred, slope = values - _along(mean, values), _along(by_var * inverse, values)
+        of_values.sub_(_per_channel(by_mean, values))
+        centred, slope = values - _per_channel(mean, values), _per_channel(by_var * inverse, values)
         of_values.addcmul_(centred, slope, value=-1)
         return of_values.to(given.dtype), of_weight, of_bias, None, None, None, None, None
 
 
-def _as_if_constant(
+def _grads_for_fixed_statistics(
     gradient: Tensor, values: Tensor, scale: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tell the gradients of this rank's values, the weight and the bias for given statistics."""
@@ -297,6 +296,6 @@ def _as_if_constant(
     return of_values, of_weight, of_bias
 
 
-def _along(channel: Tensor, like: Tensor) -> Tensor:
+def _per_channel(channel: Tensor, like: Tensor) -> Tensor:
     """View one number per channel so that it meets the values of its channel."""
     return channel.view(-1, *(1 for _ in range(like.dim() - 2)))

@@ -376,7 +376,7 @@ def uneven(
     *joinables: Joinable,
     optimizers: Iterable[Optimizer] = (),
     **kwargs: Any,
-) -> Uneven[T]:
+) -> UnevenLoader[T]:
     """Iterate over this rank's batches, however many the others have.
 
     ::

@@ -91,7 +91,7 @@ class Oracle:
             self.joins = uneven is not None and number < max(uneven.lengths)
             before, self.active = self.active, self.program.active(number)
             for rank in set(before) - set(self.active):
-                self.forget_local(rank)
+                self.drop_local_grads(rank)
             self.turn(number)
         if uneven is not None and len(self.program.turns) == max(uneven.lengths):
             self.end_of_join()
@@ -154,7 +154,7 @@ class Oracle:
             return
         held = self.held(self.active[0])
         for rank in range(self.program.size):
-            self.forget_local(rank)
+            self.drop_local_grads(rank)
         for i, gradient in enumerate(held):
             is_zero = how == "zero" and gradient is not None
             self.reduced[i] = torch.zeros_like(self.parameters[i]) if is_zero else None
@@ -163,7 +163,7 @@ class Oracle:
         """What a rank without weights has in ``.grad``."""
         return [add(a, b) for a, b in zip(self.reduced, self.ranks[rank].local, strict=True)]
 
-    def forget_local(self, rank: int) -> None:
+    def drop_local_grads(self, rank: int) -> None:
         self.ranks[rank].local, self.ranks[rank].weight = self.nothing(), 0.0
 
     # -- passes ----------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Oracle:
                 total = sum(parts[1:], parts[0]) * (1 / divisor if divisor else 0.0)
                 self.reduced[i] = add(self.reduced[i], total)
         for rank in self.active:
-            self.forget_local(rank)
+            self.drop_local_grads(rank)
 
     def divisor(self, each: Pass) -> float:
         if each.weights is not None:

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import Parameter
 
-from phalanx.ddp._grad_bucket import GradBucket
+from phalanx.ddp._comm_hook import GradBucket
 from phalanx.testing import over_groups
 
 everywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)

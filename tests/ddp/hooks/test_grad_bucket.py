@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.ddp._grad_bucket import GradBucket
+from phalanx.ddp._comm_hook import GradBucket
 from phalanx.errors import InvalidArgument
 
 from .buckets import bucket_of, gradients

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from phalanx.ddp._grad_bucket import GradBucket
+from phalanx.ddp._comm_hook import GradBucket
 from phalanx.ddp.hooks import PowerSGDState, batched_powerSGD_hook, chain, fp16_compress_wrapper
 from phalanx.ddp.hooks import powerSGD_hook as hook
-from phalanx.ddp.hooks._low_rank import orthogonalize
+from phalanx.ddp.hooks._power_sgd import orthogonalize
 
 from .buckets import bucket_of, everywhere, flat_gradients, gradients, mean_of, on_threads, run
 

@@ -11,23 +11,29 @@ names, parameters and meanings are those of ``torch.distributed.algorithms.ddp_c
 state is a process group, and None means the module's.
 """
 
-from ._allreduce import allreduce_hook, noop_hook
-from ._averagers import HierarchicalModelAverager, ModelAverager, PeriodicModelAverager
-from ._chain import chain
-from ._diloco import DiLoCo
-from ._half import (
+from ._default_hooks import (
+    DDPCommHookType,
+    allreduce_hook,
     bf16_compress_hook,
     bf16_compress_wrapper,
+    chain,
     fp16_compress_hook,
     fp16_compress_wrapper,
+    noop_hook,
+    register_ddp_comm_hook,
 )
-from ._post_local import PostLocalSGDState, post_localSGD_hook
-from ._post_local_optimizer import PostLocalSGDOptimizer
+from ._diloco import DiLoCo
+from ._model_averaging import (
+    HierarchicalModelAverager,
+    ModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from ._power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from ._quantization import quantization_perchannel_hook, quantization_pertensor_hook
-from ._random_k import RandomKState, randomk_hook
-from ._registration import DDPCommHookType, register_ddp_comm_hook
-from ._top_k import TopKState, topk_hook
+from ._sparsification import RandomKState, TopKState, randomk_hook, topk_hook
 
 __all__ = [
     "DDPCommHookType",

@@ -1,29 +1,86 @@
-"""DiLoCo: ranks train apart, and an outer optimizer brings them together (arXiv:2311.08105).
+"""DiLoCo: ranks train apart, and an outer optimizer synchronizes them (arXiv:2311.08105).
 
-Every H steps each rank sends how far it has come; the mean of that is a gradient to the outer
-optimizer, SGD with Nesterov's momentum. *Streaming* (arXiv:2501.18512) divides the model into
-fragments that take turns, so that no step sends much; lets the mean arrive some steps later, while
-training goes on; and mixes what arrives with what the rank has learned meanwhile.
+Every H steps each rank sends how far it has moved. The mean of that is a gradient for the outer
+optimizer, SGD with Nesterov momentum. *Streaming* (arXiv:2501.18512) splits the model into
+fragments that take turns, lets the mean arrive some steps later while training continues, and
+mixes it with what the rank has learned meanwhile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...errors import InvalidArgument, InvalidState
-from ._averagers import trained
-from ._communicate import group_of
-from ._fragment import Fragment, MakeOuter
-from ._state import check_count
-from ._wrapping_optimizer import WrappingOptimizer
+from ._base import check_count, group_of
+from ._model_averaging import CoalescedAverage, WrappingOptimizer, trainable_parameters
 
-__all__ = ["DiLoCo"]
+MakeOuter = Callable[[list[Tensor]], Optimizer]
+
+
+class Fragment:
+    """Parameters, and what they were when all ranks last agreed on them."""
+
+    def __init__(self, parameters: Sequence[Tensor], make_outer: MakeOuter) -> None:
+        self.parameters = list(parameters)
+        self.anchors: list[Tensor] = [Parameter(each.detach().clone()) for each in parameters]
+        """What all ranks have; the outer optimizer moves it."""
+        self.outer = make_outer(self.anchors)
+        self.due: int | None = None
+        """The step at which what is under way takes effect."""
+        self._in_flight: CoalescedAverage | None = None
+        self._deltas: list[Tensor] = []
+
+    @torch.no_grad()
+    def start(self, group: dist.ProcessGroup, due: int) -> None:
+        """Send how far this rank has come; what it does until `due` is not in it."""
+        # The other way round, as a gradient is: the outer optimizer goes against it.
+        pairs = zip(self.anchors, self.parameters, strict=True)
+        deltas = [anchor - parameter for anchor, parameter in pairs]
+        self._in_flight, self.due = CoalescedAverage(deltas, group), due
+
+    @torch.no_grad()
+    def finish(self, alpha: float) -> None:
+        """Move the anchors by the mean of the ranks, and the parameters towards them."""
+        for anchor, delta in zip(self.anchors, self._arrived(), strict=True):
+            anchor.grad = delta
+        self.outer.step()
+        self.outer.zero_grad()
+        self._deltas, self.due = [], None
+        if alpha:
+            torch._foreach_lerp_(self.parameters, self.anchors, 1 - alpha)
+        else:
+            torch._foreach_copy_(self.parameters, self.anchors)
+
+    def _arrived(self) -> list[Tensor]:
+        """Wait for the means that are under way."""
+        if self._in_flight is not None:
+            self._deltas, self._in_flight = self._in_flight.finish(), None
+        return self._deltas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copy the anchors, the outer optimizer's state, and what is under way."""
+        return {
+            "anchors": [anchor.detach().clone() for anchor in self.anchors],
+            "outer": copy.deepcopy(self.outer.state_dict()),  # torch's refers to what changes
+            "due": self.due,
+            "deltas": [delta.clone() for delta in self._arrived()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what was saved."""
+        torch._foreach_copy_(self.anchors, state_dict["anchors"])
+        self.outer.load_state_dict(state_dict["outer"])
+        self.due, self._in_flight = state_dict["due"], None
+        self._deltas = [delta.clone() for delta in state_dict["deltas"]]
 
 
 class DiLoCo(WrappingOptimizer):
@@ -64,7 +121,9 @@ class DiLoCo(WrappingOptimizer):
         self.alpha = alpha
         self.steps = 0
         """How many steps there have been."""
-        parts = _divided(trained(self.param_groups), fragments, most=sync_every)
+        parts = _split_into_fragments(
+            trainable_parameters(self.param_groups), fragments, most=sync_every
+        )
         self.fragments = [Fragment(part, outer or _nesterov) for part in parts]
 
     def after_step(self) -> None:
@@ -108,7 +167,7 @@ def _nesterov(parameters: list[Tensor]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
-def _divided(
+def _split_into_fragments(
     parameters: list[Tensor], fragments: int | Sequence[Sequence[Tensor]], *, most: int
 ) -> list[Sequence[Tensor]]:
     if isinstance(fragments, int):

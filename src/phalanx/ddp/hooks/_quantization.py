@@ -1,20 +1,17 @@
-"""Gradients in eight bits, with a scale for each tensor or for each few hundred elements.
+"""Gradients in eight bits, with one scale per tensor or per few hundred elements.
 
-An element x becomes the byte round(x / scale) + zero, where zero stands for 0.0, so that what is
-nothing stays nothing. Scale and zero travel with the bytes: one call collects everything, and every
-rank adds up the same numbers. What is not finite makes its whole row not a number.
+An element x becomes the byte round(x / scale) + zero, where zero stands for 0.0, so that zeros
+stay exact. Scale and zero travel with the bytes: one call collects everything, and every rank
+adds the same numbers in rank order. A value that is not finite makes its whole row NaN.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from ._communicate import completed, gather, group_of, when_done
-from ._hook import GradBucket, dense_buffer
-from ._state import check_count
-
-__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
+from ._base import check_count, completed, dense_buffer, gather, group_of, when_done
 
 LEVELS = 255
 

@@ -1,0 +1,204 @@
+"""The constructor's arguments: defaults, conversions and validation.
+
+Each function takes what the user passed and returns what the wrapper works with, or raises
+before anything is sent.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from ..errors import InvalidArgument, InvalidState, InvalidType
+from ..groups._factory import default_group
+from ._buckets import MIB, BucketCaps, DelayedReduction
+from ._mixed_precision import MixedPrecision, as_mixed_precision, check_precision
+from ._sync_batch_norm import SyncBatchNorm
+
+FIRST_BUCKET_BYTES = MIB
+BUCKET_BYTES = 25 * MIB
+SHARED_MEMORY_BUCKET_BYTES = 4 * MIB
+"""Where nothing is sent, big buckets gain nothing, and gradients in small ones are still in the
+cache when they are reduced."""
+MAX_CAP_MIB = 1 << 40
+"""In MiB: more than any module has, so that infinity means one bucket."""
+
+
+def require_default_group() -> dist.ProcessGroup:
+    """Find the group that this thread works in, or torch's default group."""
+    group = default_group()
+    if group is None:
+        raise InvalidArgument(
+            "there is no group to reduce gradients in: pass process_group=phalanx.groups."
+            "new_group(), or enter one with phalanx.groups.process_group(group)"
+        )
+    return group
+
+
+def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
+    """Choose the group that an argument names."""
+    if process_group is not None and device_mesh is not None:
+        raise InvalidState("pass process_group or device_mesh, not both")
+    if device_mesh is not None:
+        if device_mesh.ndim != 1:
+            raise InvalidState(
+                f"gradients are reduced over one axis, and this mesh has {device_mesh.ndim}: "
+                "slice it, as in mesh['dp']"
+            )
+        found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return found
+    if process_group is None:
+        return require_default_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise InvalidType(f"process_group is a group, not {type(process_group).__name__}")
+    return process_group
+
+
+def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse parameters that no gradient could be reduced of."""
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise InvalidState(
+                f"parameter {name!r} has no shape yet: run the module once before wrapping it"
+            )
+    if not named:
+        raise InvalidState("no parameter requires a gradient, for the module has none")
+    types = sorted({parameter.device.type for _, parameter in named})
+    if len(types) > 1:
+        raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
+    if types == ["meta"]:
+        raise InvalidState(f"parameter {named[0][0]!r} has no values: it is on the meta device")
+
+
+def check_trainable(named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse a module that does not learn; after ranks know that it is the same on all of them."""
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
+
+
+def resolve_mixed_precision(
+    mixed_precision: Any, named: Sequence[tuple[str, Parameter]]
+) -> MixedPrecision | None:
+    """Tell in which types to compute, if not in those of the module."""
+    if mixed_precision is None:
+        return None
+    config = as_mixed_precision(mixed_precision)
+    check_precision(config, named)
+    return config
+
+
+def check_sync_batch_norms(
+    sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], device: torch.device
+) -> None:
+    """Refuse layers that cannot work on a device."""
+    torchs = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
+    if torchs and device.type == "cpu":
+        raise InvalidArgument(
+            f"torch's SyncBatchNorm does not work on CPUs, and {torchs[0]!r} is one: use ours, "
+            "model = phalanx.ddp.SyncBatchNorm.convert_sync_batchnorm(model)"
+        )
+
+
+def set_sync_batch_norm_group(
+    sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], group: dist.ProcessGroup
+) -> None:
+    """Have layers that were given no group normalise over the ranks of this one."""
+    for _, layer in sync_norms:
+        if isinstance(layer, SyncBatchNorm):
+            layer.lend(group)
+
+
+def resolve_devices(
+    named: Sequence[tuple[str, Parameter]], device_ids: Any, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """Tell on which device inputs are wanted and where outputs go, if anywhere in particular."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise InvalidArgument(f"device_ids has one device at most, not {len(device_ids)}")
+    devices = {parameter.device for _, parameter in named}
+    if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
+        if device_ids or output_device:
+            told = ", ".join(sorted(map(str, devices)))
+            raise InvalidArgument(
+                f"device_ids={device_ids} and output_device={output_device} are for a module on "
+                f"one accelerator; this one is on {told}: leave them out"
+            )
+        return None, None
+    (inputs,) = (torch._utils._get_device_index(device, True) for device in device_ids)
+    if output_device is None:
+        return [inputs], inputs
+    return [inputs], torch._utils._get_device_index(output_device, True)
+
+
+def resolve_buffer_sync(
+    broadcast_buffers: bool | None, forward_sync_buffers: bool | None
+) -> tuple[bool, bool]:
+    """Tell whether buffers are sent before every forward pass, and whether at the start."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "broadcast_buffers is deprecated: use forward_sync_buffers, which does not keep "
+            "buffers from being sent once at the start"
+            + ("" if forward_sync_buffers is None else "; it is ignored beside the other"),
+            FutureWarning,
+            stacklevel=4,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    both = broadcast_buffers is not False
+    return both, both
+
+
+NamedParameter = tuple[str, Parameter]
+
+
+def resolve_delayed(
+    named: Sequence[NamedParameter], delayed: Sequence[NamedParameter] | None, hooked: Any
+) -> tuple[DelayedReduction, list[NamedParameter]]:
+    """Tell which parameters are reduced together, by name, and which of them are not the module's.
+
+    `named`: the module's; `hooked`: the one after whose gradient that is.
+    """
+    if (delayed is None) != (hooked is None):
+        raise InvalidArgument(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
+        )
+    if delayed is None:
+        return DelayedReduction(), []
+    if not isinstance(hooked, Tensor) or not all(isinstance(p, Tensor) for _, p in delayed):
+        raise InvalidType(
+            "delay_all_reduce_named_params is a list of names with parameters, and "
+            "param_to_hook_all_reduce is a parameter"
+        )
+    own: dict[Tensor, str] = {parameter: name for name, parameter in named}
+    more = [(name, parameter) for name, parameter in delayed if parameter not in own]
+    for name, _ in more:
+        if name in own.values():
+            raise InvalidArgument(f"the module has another parameter that is called {name!r}")
+    names = own | {parameter: name for name, parameter in more}
+    return DelayedReduction(frozenset(names[p] for _, p in delayed), names.get(hooked, "")), more
+
+
+def resolve_bucket_caps(
+    bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, shared: bool
+) -> BucketCaps:
+    """Tell how big buckets are; `shared`: ranks reach each other's memory."""
+    if bucket_cap_mb_list:
+        return BucketCaps(
+            BUCKET_BYTES, each=tuple(_cap_in_bytes(cap) for cap in bucket_cap_mb_list)
+        )
+    if bucket_cap_mb is None and shared:
+        return BucketCaps(SHARED_MEMORY_BUCKET_BYTES)
+    if bucket_cap_mb is None:
+        return BucketCaps(BUCKET_BYTES, first=FIRST_BUCKET_BYTES)
+    return BucketCaps(_cap_in_bytes(bucket_cap_mb))
+
+
+def _cap_in_bytes(mebibytes: float) -> int:
+    if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
+        raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
+    return max(1, int(min(mebibytes, MAX_CAP_MIB) * MIB))

@@ -1,0 +1,223 @@
+"""Mixed precision: compute in a small dtype, keep parameters and gradients in full precision.
+
+While forward runs, layers find a low-precision copy in the place of each parameter, derived
+from it by autograd. Autograd's own cast brings the gradients back to full precision, so
+optimizers, checkpoints and hooks see only full-precision parameters. The copies are in place
+again during backward, for layers that are recomputed (activation checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map
+
+from ..errors import InvalidArgument, InvalidState, InvalidType
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The types to compute, reduce and keep buffers in; None for the module's own."""
+
+    param_dtype: torch.dtype | None = None
+    """Of parameters and inputs, in forward and backward."""
+    reduce_dtype: torch.dtype | None = None
+    """Of gradients while they are reduced; by default `param_dtype`."""
+    buffer_dtype: torch.dtype | None = None
+    """Of buffers, for good."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            dtype = getattr(self, each.name)
+            if dtype is not None and not isinstance(dtype, torch.dtype):
+                raise InvalidType(f"{each.name} is a torch.dtype or None, not {dtype!r}")
+            if dtype is not None and not dtype.is_floating_point:
+                raise InvalidArgument(f"{each.name} is a floating-point type, not {dtype}")
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Tell the type in which gradients are reduced."""
+        return self.reduce_dtype or self.param_dtype
+
+
+def as_mixed_precision(given: Any) -> MixedPrecision:
+    """Take our setting, or torch's class for it."""
+    if isinstance(given, MixedPrecision):
+        return given
+    try:
+        return MixedPrecision(*(getattr(given, each.name) for each in fields(MixedPrecision)))
+    except AttributeError:
+        kind = type(given).__name__
+        raise InvalidType(f"mixed_precision is a MixedPrecision, not a {kind}") from None
+
+
+def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter]]) -> None:
+    """Refuse a setting under which full values would be lost."""
+    wanted = config.param_dtype
+    if wanted is None:
+        return
+    lowered = [(name, p) for name, p in named if p.is_floating_point()]
+    for name, parameter in lowered:
+        if torch.finfo(parameter.dtype).bits < torch.finfo(wanted).bits:
+            raise InvalidArgument(
+                f"param_dtype is {wanted}, but parameter {name!r} is only {parameter.dtype}: what "
+                "is more precise than it would be lost; keep the module in full precision"
+            )
+    if lowered and all(p.dtype == wanted for _, p in lowered):
+        raise InvalidArgument(
+            f"the module is in {wanted} already, so that there are no full values to keep: wrap it "
+            "in full precision, or leave mixed_precision out"
+        )
+
+
+class PrecisionPolicy:
+    """A module whose layers may find smaller copies in the place of their parameters."""
+
+    def __init__(
+        self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
+    ) -> None:
+        self._config = config
+        wanted = config.param_dtype
+        lowered = {p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted}
+        self._places: list[tuple[nn.Module, str, Parameter]] = [
+            (part, name, p)
+            for part in module.modules()
+            for name, p in part._parameters.items()
+            if p is not None and p in lowered
+        ]
+        self._copies: dict[Parameter, Tensor] = {}
+        self._holders = 0
+        self._task: int | None = None
+        """The run of autograd that holds the copies."""
+
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Tell the type in which gradients are reduced, if it is not their own."""
+        return self._config.gradient_dtype
+
+    # -- forward -----------------------------------------------------------------------------
+
+    def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
+        """Run a module in the smaller type."""
+        copies = self._hold()
+        try:
+            output = module(*self._cast(inputs), **self._cast(kwargs))
+        finally:
+            self._release()
+        for copy, name in copies:
+            if copy._version:
+                raise InvalidState(
+                    f"forward wrote to parameter {name!r}, which is a copy of another type there: "
+                    "the change would be lost; do it outside of forward"
+                )
+        return output
+
+    def _cast(self, value: Any) -> Any:
+        """Turn the floating-point tensors in some inputs into the smaller type."""
+        wanted = self._config.param_dtype
+
+        def smaller(item: Any) -> Any:
+            is_number = isinstance(item, Tensor) and item.is_floating_point()
+            return item.to(wanted) if is_number else item
+
+        return value if wanted is None else tree_map(smaller, value)
+
+    # -- backward ----------------------------------------------------------------------------
+
+    def use_copies_in_backward(self) -> None:
+        """Have the copies there until the run of autograd that is under way has ended."""
+        task = torch._C._current_graph_task_id()
+        if self._places and self._task != task:
+            with torch.enable_grad():
+                self._hold()
+            self._task = task
+            # Autograd keeps what it is to call until it is done, or has failed.
+            Variable._execution_engine.queue_callback(_ReleaseCopies(self))
+
+    def end_backward(self) -> None:
+        """Let go of what a run of autograd has held."""
+        self._task = None
+        self._release()
+
+    # -- the copies --------------------------------------------------------------------------
+
+    def _hold(self) -> list[tuple[Tensor, str]]:
+        """Put copies in the parameters' places, unless they are there; list those that were."""
+        self._holders += 1
+        if self._holders > 1:
+            return []
+        wanted = self._config.param_dtype
+        for part, _, parameter in self._places:
+            if parameter not in self._copies:
+                is_sparse = getattr(part, "sparse", False)
+                cast = _SparseCast.apply if is_sparse else torch.Tensor.to
+                self._copies[parameter] = cast(parameter, wanted)
+        self._put(self._copies)
+        return [(self._copies[parameter], name) for _, name, parameter in self._places]
+
+    def _release(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            self._copies = {}
+            self._put({})
+
+    @contextmanager
+    def without_copies(self) -> Generator[None, None, None]:
+        """Show the parameters themselves in the body, whoever holds copies."""
+        self._put({})
+        try:
+            yield
+        finally:
+            self._put(self._copies)
+
+    def _put(self, copies: dict[Parameter, Tensor]) -> None:
+        for part, name, parameter in self._places:
+            part._parameters[name] = copies.get(parameter, parameter)  # type: ignore[assignment]
+        self._refresh_rnn_weights()
+
+    def _refresh_rnn_weights(self) -> None:
+        """Renew the lists that recurrent layers keep of their parameters."""
+        for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
+            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast that takes a sparse gradient back, which torch's does not."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = parameter.dtype
+        return parameter.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient.to(ctx.dtype), None
+
+
+class _ReleaseCopies:
+    """Lets go of copies once, when it is called or when nobody can call it any more."""
+
+    def __init__(self, precision: PrecisionPolicy) -> None:
+        self._precision: PrecisionPolicy | None = precision
+
+    def __call__(self) -> None:
+        precision, self._precision = self._precision, None
+        if precision is not None:
+            precision.end_backward()
+
+    def __del__(self) -> None:
+        self()
+
+
+def cast_buffers(module: nn.Module, dtype: torch.dtype, *, ignored: Collection[str]) -> None:
+    """Turn the floating-point buffers of a module into another type, for good."""
+    for name, buffer in module.named_buffers():
+        if name not in ignored and buffer.is_floating_point():
+            buffer.data = buffer.to(dtype)

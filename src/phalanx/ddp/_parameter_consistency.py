@@ -1,0 +1,111 @@
+"""Checks that ranks have the same parameters: names, shapes and dtypes, or values.
+
+All checks are collective: every rank calls them, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import RankMismatch
+from ._communicator import Communicator
+from ._dtensor import local
+
+NamedTensors = Sequence[tuple[str, Tensor]]
+
+
+def verify_parameters(
+    named: NamedTensors,
+    channel: Communicator,
+    *,
+    what: str = "modules",
+    advice: str = "Make the same module on every rank before wrapping it",
+    operation: str = "DistributedDataParallel",
+) -> None:
+    """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
+    short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
+    if not _all_same(_digest(repr(short)), channel):
+        mine = [_describe(name, tensor) for name, tensor in named]
+        texts = enumerate(channel.exchange("\n".join(mine)))
+        theirs = {rank: text.split("\n") for rank, text in texts if text}
+        raise RankMismatch(
+            f"ranks have different {what}: {_difference(theirs)}. {advice}",
+            group=getattr(channel.group, "label", ""),
+            operation=operation,
+        )
+
+
+def assert_same_values(named: NamedTensors, channel: Communicator) -> None:
+    """Raise, on every rank, naming the first parameter whose value is not the same on all."""
+    mine = [1, *(_fingerprint_of(tensor) for _, tensor in named)]
+    card = torch.tensor(mine, dtype=torch.int64, device=channel.device)
+    heard = [part.tolist() for part in channel.gather(card)]
+    cards = {rank: card[1:] for rank, card in enumerate(heard) if card[0]}  # of who has not left
+    first = min(cards)
+    for place, (name, _) in enumerate(named):
+        odd = [rank for rank, card in cards.items() if card[place] != cards[first][place]]
+        if odd:
+            later = range(place + 1, len(named))
+            more = sum(len({card[i] for card in cards.values()}) > 1 for i in later)
+            raise RankMismatch(
+                f"parameter {name!r} differs: {_ranks(odd)} not what rank {first} has"
+                f"{f' (and {more} more parameters differ)' if more else ''}. Something has changed "
+                "it on some ranks only, outside of the optimizer step that all make alike",
+                group=getattr(channel.group, "label", ""),
+                operation="assert_in_sync",
+                ranks=odd,
+            )
+
+
+def fingerprint(named: NamedTensors) -> int:
+    """Tell 60 bits that depend on every bit of the values."""
+    return _digest(" ".join(str(_fingerprint_of(tensor)) for _, tensor in named)) >> 3
+
+
+def _fingerprint_of(tensor: Tensor) -> int:
+    tensor = local(tensor).detach()
+    if tensor.device.type == "cpu":
+        return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return int(torch.hash_tensor(tensor).item()) & (2**63 - 1)
+
+
+def _describe(name: str, tensor: Tensor) -> str:
+    grad = "" if tensor.requires_grad else ", frozen"
+    order = "" if tensor.is_contiguous() else f", strides {list(tensor.stride())}"
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}{order}{grad}"
+
+
+def _digest(text: str) -> int:
+    """Tell 63 bits, the same for the same text in every process, and not all zero."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
+
+
+def _all_same(number: int, channel: Communicator) -> bool:
+    card = torch.tensor([number], dtype=torch.int64, device=channel.device)
+    return len({int(part) for part in channel.gather(card)} - {0}) <= 1  # 0: it has left
+
+
+def _difference(lists: dict[int, list[str]]) -> str:
+    """Say where two ranks differ first."""
+    first = min(lists)
+    mine = lists[first]
+    rank, theirs = next((rank, theirs) for rank, theirs in lists.items() if theirs != mine)
+    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
+        if one != other:
+            return f"parameter {place} is {one!r} on rank {first} and {other!r} on rank {rank}"
+    longer, who = (mine, first) if len(mine) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(mine), len(theirs))]
+    return (
+        f"rank {first} has {len(mine)} parameters and rank {rank} has {len(theirs)}; "
+        f"only rank {who} has {extra!r}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    told = ", ".join(map(str, ranks))
+    return f"rank {told} has" if len(ranks) == 1 else f"ranks {told} have"

@@ -1,0 +1,159 @@
+"""The header of a backward pass: what ranks tell each other behind the last bucket's gradients.
+
+It has one row of numbers per rank, written by that rank only, and two counts per parameter, to
+which every rank adds. The reduction of the bucket delivers rows and counts, so the header needs
+no call of its own. The row of a rank that has left the group stays zero; pass numbers start at
+1.
+
+The header is read and written as plain CPU memory: a torch operation on a few numbers would
+cost as much as the rest of a pass. Every value must be exact in float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NUMBER, WEIGHT, UNUSED, LATE, SURPRISED, KEPT, DIGITS = range(7)
+FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then arrivals of buckets
+FIXED_FIELDS = FORWARD + 2
+DIGIT_BITS = 20  # bits of a fingerprint in one number; float32 has 24 exactly
+PASS_NUMBER_CYCLE = 1 << 20
+"""Backward passes are counted to this, and from 1 again, so that float32 has the count exactly."""
+NO_WEIGHT = -1.0
+NO_DATA = -2.0
+"""The weight of a rank that has no data, and no opinion on weights."""
+_NO_FINGERPRINT = [0, 0, 0]
+_C_TYPES: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+
+
+class PassHeader:
+    """The numbers behind the gradients of the last bucket."""
+
+    def __init__(
+        self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int
+    ) -> None:
+        self.space = space
+        """What the reduction of the bucket reduces, too."""
+        self._card = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
+        kind = _C_TYPES[space.dtype]
+        self._numbers = (kind * space.numel()).from_address(self._card.data_ptr())
+        self._width = FIXED_FIELDS + buckets
+        self._rows = size * self._width
+        self._mine = rank * self._width
+        self._used = slice(self._rows, self._rows + parameters)
+        self._late = slice(self._rows + parameters, self._rows + 2 * parameters)
+        self._blank = (kind * space.numel())()
+        self._blank[self._used] = [1.0] * parameters
+        self._divisor = 1
+
+    @staticmethod
+    def room(*, size: int, parameters: int, buckets: int) -> int:
+        """Tell how many numbers a header has."""
+        return size * (FIXED_FIELDS + buckets) + 2 * parameters
+
+    def write(
+        self,
+        *,
+        number: int,
+        weight: float,
+        fingerprint: int,
+        forward: float,
+        backward: float,
+        arrivals: Sequence[float],
+        unused: Sequence[int],
+        late: Sequence[int],
+        is_surprised: bool,
+        keeps_reduced: bool,
+    ) -> None:
+        """Fill this rank's part; times are in seconds, and parameters by their place among all."""
+        ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
+        digits = _NO_FINGERPRINT
+        if fingerprint:
+            digits = [
+                (fingerprint >> shift) % (1 << DIGIT_BITS)
+                for shift in (0, DIGIT_BITS, 2 * DIGIT_BITS)
+            ]
+        counts = len(unused), len(late), is_surprised, keeps_reduced
+        row = [number, weight, *counts, *digits, forward, backward, *arrivals]
+        self._numbers[self._mine : self._mine + self._width] = row
+        for i in unused:
+            self._numbers[self._used.start + i] = 0.0
+        for i in late:
+            self._numbers[self._late.start + i] = 1.0
+        if self._card is not self.space:
+            self.space.copy_(self._card)
+
+    def receive(self, number: int) -> None:
+        """Get ready to be read, given what this rank has said is the number of the pass."""
+        if self._card is not self.space:
+            self._card.copy_(self.space)
+        mine = self._numbers[self._mine + NUMBER]
+        # A group that takes means has divided by how many took part, which only it knows.
+        self._divisor = round(number / mine) if mine else 1
+
+    def _column(self, field: int) -> list[float]:
+        """Tell a field of every rank's row, still divided."""
+        column: list[float] = self._numbers[field : self._rows : self._width]
+        return column
+
+    def same_number(self) -> bool:
+        """Tell whether all ranks are in the same pass."""
+        numbers = self._column(NUMBER)
+        return numbers.count(numbers[0]) == len(numbers)
+
+    def numbers(self) -> list[int]:
+        """Tell which pass each rank is in; 0 if in none."""
+        return [round(number * self._divisor) for number in self._column(NUMBER)]
+
+    def weights(self) -> list[float]:
+        """Tell each rank's weight; 0 of one without data."""
+        return [max(0.0, weight * self._divisor) for weight in self._column(WEIGHT)]
+
+    def with_data(self) -> list[int]:
+        """List the ranks that have data."""
+        rows = enumerate(zip(self._column(NUMBER), self._column(WEIGHT), strict=True))
+        return [r for r, (number, weight) in rows if number and weight * self._divisor != NO_DATA]
+
+    def without_weight(self) -> list[int]:
+        """List the ranks that have data and no weight."""
+        column = self._column(WEIGHT)
+        return [r for r, weight in enumerate(column) if weight * self._divisor == NO_WEIGHT]
+
+    def has_unused(self) -> bool:
+        """Tell whether any rank has parameters without a gradient."""
+        return any(self._column(UNUSED))
+
+    def any_graph_changed(self) -> bool:
+        """Tell whether the graph of any rank was another than it learnt from."""
+        return any(self._column(SURPRISED))
+
+    def any_kept_reduced(self) -> bool:
+        """Tell whether any rank adds gradients that were reduced before to what is reduced now."""
+        return any(self._column(KEPT))
+
+    def used(self) -> list[bool]:
+        """Tell of every parameter whether any rank used it."""
+        return [count > 0 for count in self._numbers[self._used]]
+
+    def late(self) -> list[int]:
+        """List the parameters of which any rank has more than it could send."""
+        if not any(self._column(LATE)):
+            return []
+        return [i for i, count in enumerate(self._numbers[self._late]) if count > 0]
+
+    def same_fingerprints(self) -> bool:
+        """Tell whether all ranks that take part have the same values in their parameters."""
+        digits = zip(*(self._column(DIGITS + place) for place in range(3)), strict=True)
+        present = zip(self._column(NUMBER), digits, strict=True)
+        return len({fingerprint for number, fingerprint in present if number}) == 1
+
+    def clocks(self) -> list[list[float]]:
+        """Tell every rank's times: in forward, in backward, and when each bucket was ready."""
+        starts = range(FORWARD, self._rows, self._width)
+        times = (self._numbers[start : start + self._width - FORWARD] for start in starts)
+        return [[time * self._divisor for time in row] for row in times]

@@ -1,0 +1,166 @@
+"""Gradients that are in `.grad` when a backward pass begins.
+
+*Reduced* gradients that nobody zeroed are equal on every rank. In a plain mean each rank
+contributes its share of them, and the reduction leaves them unchanged. Where shares do not add up
+to one (sums, weights, ranks that may leave) they are set aside and added after the pass. If local
+passes are added first (`no_sync`), a copy is kept and subtracted before the reduction.
+
+*Local* gradients are those of passes in `no_sync`. They count as zeroed if every `.grad` is None,
+or if they were nonzero after the last local pass and are all zero now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..errors import InvalidState
+from ._buckets import BucketPiece, Gradients, count_missing
+from ._dtensor import LocalShard, local, whole
+
+
+def take_previous_grads(parameters: Sequence[Parameter]) -> list[Tensor | None]:
+    """Take every gradient that there is, so that what arrives is new; nothing if there is none."""
+    olds = [parameter.grad for parameter in parameters]
+    if count_missing(olds) == len(olds):
+        return []
+    for parameter in parameters:
+        parameter.grad = None
+    return olds
+
+
+def piece_by_parameter(pieces: Sequence[BucketPiece]) -> dict[int, int]:
+    """Tell of every parameter which piece it is in."""
+    return {i: number for number, piece in enumerate(pieces) for i in piece.members}
+
+
+def first_grads(olds: Gradients, news: Gradients) -> Gradients:
+    """Choose of every parameter the gradient that there was first."""
+    if not olds:
+        return news
+    return [new if old is None else old for old, new in zip(olds, news, strict=True)]
+
+
+@dataclass
+class _ReducedGrad:
+    """A gradient that was reduced before."""
+
+    value: Tensor
+    sum: Tensor | None = None
+    """What a local pass has left in ``.grad``: this, and what was added to it."""
+    version: int = 0
+
+    def note(self, parameter: Parameter) -> None:
+        self.sum = whole(parameter).grad
+        self.version = 0 if self.sum is None else self.sum._version
+
+    def was_changed(self, parameter: Parameter) -> bool:
+        now = whole(parameter).grad
+        return now is not self.sum or (now is not None and now._version != self.version)
+
+
+class PreviousGrads:
+    """What of the gradients from before a pass is reduced already, and what is there no more."""
+
+    def __init__(self) -> None:
+        self._reduced: dict[Parameter, _ReducedGrad] = {}
+        self._held: list[Parameter] = []
+        """The parameters that had a gradient after the last local pass."""
+        self._had_values = False
+        self._is_known = True
+        """Whether the last local pass came to its end."""
+
+    def __bool__(self) -> bool:
+        """Whether there are reduced gradients that must not be reduced again."""
+        return bool(self._reduced)
+
+    def keep_reduced(self, parameters: Sequence[Parameter]) -> None:
+        """Keep a copy of the gradients that there are, before local ones are added to them."""
+        self.set_aside(parameters)
+        for parameter, kept in self._reduced.items():
+            # Not the view of a bucket that it was: those have one version in common.
+            parameter.grad = kept.value.clone()
+
+    def set_aside(self, parameters: Sequence[Parameter]) -> None:
+        """Keep the gradients that there are, and leave none."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if gradient is not None and _has_values(gradient):
+                self._reduced[parameter] = _ReducedGrad(gradient.detach().clone())
+                parameter.grad = None
+
+    def subtract(self) -> None:
+        """Leave in ``.grad`` what is not reduced yet."""
+        self._add(-1)
+
+    def add(self) -> None:
+        """Add what was kept to what is in ``.grad``."""
+        self._add(1)
+
+    @contextmanager
+    def subtracted(self) -> Generator[None, None, None]:
+        """Have only local gradients in ``.grad`` in the body."""
+        self.subtract()
+        try:
+            yield
+        finally:
+            self.add()
+
+    def _add(self, alpha: int) -> None:
+        with torch.no_grad():
+            for parameter, kept in self._reduced.items():
+                gradient, value = parameter.grad, kept.value
+                if gradient is None:
+                    parameter.grad = value if alpha == 1 else -value
+                elif gradient.is_sparse or value.is_sparse or isinstance(parameter, LocalShard):
+                    parameter.grad = gradient + alpha * value
+                else:
+                    gradient.add_(value, alpha=alpha)
+
+    def note_local(self, parameters: Sequence[Parameter]) -> None:
+        """Note what a local pass begins with or has left, to notice what becomes of it."""
+        self._held = [p for p in parameters if whole(p).grad is not None]
+        self._had_values = any(_has_values(p.grad) for p in self._held)
+        for parameter, kept in self._reduced.items():
+            kept.note(parameter)
+        self._is_known = True
+
+    def note_failure(self) -> None:
+        """Note that a local pass raised: nobody knows how far it came."""
+        self._is_known = False
+
+    def drop_zeroed(self) -> bool:
+        """Forget gradients that were zeroed after the last local pass; return whether all were.
+
+        Raises `InvalidState` if they were modified in a way that hides what is already reduced.
+        """
+        for parameter, kept in [*self._reduced.items()]:
+            if not _has_values(parameter.grad):
+                del self._reduced[parameter]
+            elif self._is_known and kept.was_changed(parameter):
+                raise InvalidState(
+                    ".grad was modified after a backward pass in no_sync() added to reduced "
+                    "gradients, so the reduced part cannot be separated. Call zero_grad() before "
+                    "accumulating, or modify gradients only after they are reduced"
+                )
+        if self._had_values:
+            return not any(_has_values(p.grad) for p in self._held)
+        return bool(self._held) and all(whole(p).grad is None for p in self._held)
+
+    def clear(self) -> None:
+        """Forget everything: the gradients have been reduced, or are gone."""
+        self._reduced, self._held = {}, []
+        self._had_values, self._is_known = False, True
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    """Tell whether a gradient is not zero everywhere."""
+    if gradient is None:
+        return False
+    part = local(gradient)
+    return bool((part._values() if part.is_sparse else part).count_nonzero())

@@ -1,0 +1,192 @@
+"""Hooks without a memory, against their formulas: all-reduce, nothing, halves, chains."""
+
+import inspect
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from phalanx.ddp import hooks
+from phalanx.ddp._comm_hook import GradBucket
+from phalanx.ddp.hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    chain,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+)
+from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
+from phalanx.testing import over_groups
+
+from .buckets import (
+    assert_near,
+    bucket_of,
+    everywhere,
+    flat_gradients,
+    gradients,
+    mean_of,
+    on_threads,
+    run,
+)
+
+HOOKS = sorted(
+    {each for each in hooks.__all__ if each.endswith("_hook")} - {"register_ddp_comm_hook"}
+)
+HALVES = {
+    torch.float16: (fp16_compress_hook, fp16_compress_wrapper),
+    torch.bfloat16: (bf16_compress_hook, bf16_compress_wrapper),
+}
+
+
+@everywhere
+def test_all_reduce_is_the_mean(group):
+    mean = mean_of(flat_gradients(group.size()))
+    for state in (None, group):  # the bucket's group, or one that is given
+        assert_near(run(allreduce_hook, state, group), mean)
+
+
+@everywhere
+def test_the_result_is_in_the_buckets_own_memory(group):
+    for hook in (allreduce_hook, noop_hook, fp16_compress_hook):
+        bucket = bucket_of(*gradients(group.rank()), group=group)
+        before = bucket.buffer()
+        assert hook(None, bucket).wait() is before
+        assert bucket.buffer() is before
+
+
+@on_threads
+def test_noop_leaves_everybody_its_own(group):
+    mine = flat_gradients(group.size())[group.rank()]
+    assert torch.equal(run(noop_hook, None, group), mine)
+
+
+@everywhere
+def test_halves_are_divided_and_then_added(group):
+    size = group.size()
+    for dtype, (hook, _) in HALVES.items():
+        expected = sum((each.to(dtype) / size).double() for each in flat_gradients(size))
+        result = run(hook, None, group)
+        assert result.dtype == torch.float32
+        eps = torch.finfo(dtype).eps  # of a sum, which is rounded once or after each addition
+        torch.testing.assert_close(result.double(), expected, rtol=eps, atol=2 * eps)
+
+
+@on_threads
+def test_large_halves_do_not_overflow(group):
+    bucket = bucket_of(torch.full((3,), 60000.0), group=group)
+    assert fp16_compress_hook(None, bucket).wait().tolist() == [60000.0] * 3
+
+
+@everywhere
+def test_a_wrapper_around_all_reduce_is_the_hook(group):
+    for hook, wrapper in HALVES.values():
+        for same in (wrapper(allreduce_hook), chain(wrapper, allreduce_hook)):
+            assert torch.equal(run(same, None, group), run(hook, None, group))
+
+
+@on_threads
+def test_a_wrapped_hook_sees_halves_and_its_caller_does_not(group):
+    seen = []
+
+    def looking(state, bucket):
+        seen.append({bucket.buffer().dtype, *(each.dtype for each in bucket.gradients())})
+        return allreduce_hook(state, bucket)
+
+    def outer(hook):
+        def wrapped(state, bucket):
+            return hook(state, bucket).then(
+                lambda done: (seen.append({bucket.buffer().dtype}), done.value())[1]
+            )
+
+        return wrapped
+
+    run(chain(outer, fp16_compress_wrapper, looking), None, group)
+    assert seen == [{torch.float16}, {torch.float32}]
+
+
+@on_threads
+def test_a_chain_is_gone_through_from_left_to_right_and_back(group):
+    steps = []
+
+    def named(name):
+        def wrapper(hook):
+            def wrapped(state, bucket):
+                steps.append(f"{name} before")
+                return hook(state, bucket).then(
+                    lambda done: (steps.append(f"{name} after"), done.value())[1]
+                )
+
+            return wrapped
+
+        return wrapper
+
+    run(chain(named("a"), named("b"), noop_hook), None, group)
+    assert steps == ["a before", "b before", "b after", "a after"]
+    assert chain(noop_hook) is noop_hook
+
+
+def test_a_chain_needs_wrappers_and_a_hook():
+    with pytest.raises(ValueError, match="ends with a hook"):
+        chain()
+    with pytest.raises(TypeError, match="7 is none"):
+        chain(fp16_compress_wrapper, 7)
+    with pytest.raises(TypeError, match="allreduce_hook does not wrap a hook"):
+        chain(allreduce_hook, noop_hook)
+    with pytest.raises(TypeError, match="returned None"):
+        chain(lambda _: None, noop_hook)
+
+
+@everywhere
+def test_sparse_gradients_are_averaged(group):
+    rank, size = group.rank(), group.size()
+    mine = torch.zeros(size + 1)
+    mine[rank], mine[size] = size, 1.0
+    mine = mine.to_sparse()
+    bucket = GradBucket(0, mine, [mine], [], True, group=group)
+    assert allreduce_hook(None, bucket).wait().to_dense().tolist() == [1.0] * (size + 1)
+
+
+@on_threads
+def test_several_buckets_may_be_under_way(group):
+    size = group.size()
+    buckets = [bucket_of(*gradients(group.rank(), i), index=i, group=group) for i in range(5)]
+    pending = [fp16_compress_hook(None, bucket) for bucket in buckets]
+    for i, future in reversed(list(enumerate(pending))):
+        expected = mean_of(flat_gradients(size, i))
+        torch.testing.assert_close(future.wait().double(), expected, rtol=1e-2, atol=1e-2)
+
+
+@over_groups(backends=("local", "shm"), sizes=(2,))
+def test_the_kind_of_error_is_kept_on_the_way_through_futures(group):
+    bucket = bucket_of(torch.zeros(2 + group.rank()), group=group)
+    with pytest.raises(RankMismatch):
+        chain(fp16_compress_wrapper, allreduce_hook)(None, bucket).wait()
+
+
+def test_without_any_group_it_says_so():
+    with pytest.raises(InvalidState, match="pass process_group"):
+        allreduce_hook(None, bucket_of(torch.zeros(2)))
+
+
+def test_a_rank_is_not_a_group():
+    with pytest.raises(TypeError, match="process_group is a ProcessGroup or None, not 3"):
+        allreduce_hook(3, bucket_of(torch.zeros(2)))
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_torchs_check_of_signatures_passes(name):
+    signature = inspect.signature(getattr(hooks, name))
+    assert signature.parameters["bucket"].annotation is dist.GradBucket
+    assert signature.return_annotation == Future[torch.Tensor]
+    assert list(signature.parameters)[1] == "bucket"
+
+
+@pytest.mark.parametrize("kind", ["complex64", "sparse float32"])
+def test_what_cannot_be_compressed_is_refused(kind):
+    values = torch.eye(2).to_sparse() if "sparse" in kind else torch.zeros(2, dtype=torch.complex64)
+    told = rf"fp16_compress_wrapper\(allreduce_hook\) compresses dense .* bucket 0 is {kind}"
+    with pytest.raises(InvalidArgument, match=told):
+        fp16_compress_hook(None, GradBucket(0, values, [values], [], True))

@@ -1,0 +1,76 @@
+"""The names of the package, beside torch's, and hooks that are registered by theirs."""
+
+import inspect
+import warnings
+
+import pytest
+from torch.distributed.algorithms import ddp_comm_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as torch_local
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_power
+from torch.distributed.algorithms.model_averaging import averagers, hierarchical_model_averager
+
+from phalanx.ddp import hooks
+from phalanx.ddp.hooks import DDPCommHookType, PowerSGDState, register_ddp_comm_hook
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+    from torch.distributed.optim import PostLocalSGDOptimizer as TorchPostLocal
+
+THEIRS = [
+    torch_power.PowerSGDState,
+    torch_local.PostLocalSGDState,
+    averagers.PeriodicModelAverager,
+    hierarchical_model_averager.HierarchicalModelAverager,
+    TorchPostLocal,
+    ddp_comm_hooks.register_ddp_comm_hook,
+]
+
+
+def test_everything_public_is_listed_and_documented():
+    listed = {name: getattr(hooks, name) for name in hooks.__all__}
+    visible = {name for name in vars(hooks) if not name.startswith("_")}
+    assert visible == set(listed)
+    assert all(value.__doc__ for value in listed.values())
+
+
+@pytest.mark.parametrize("theirs", THEIRS, ids=lambda each: each.__name__)
+def test_parameters_are_torchs_in_torchs_order(theirs):
+    ours = getattr(hooks, theirs.__name__)
+    expected = inspect.signature(theirs).parameters.values()
+    parameters = inspect.signature(ours).parameters.values()
+    assert [(each.name, each.default) for each in parameters] == [
+        (each.name, each.default) for each in expected
+    ]
+
+
+class Registering:
+    """A module that notes what is registered."""
+
+    def register_comm_hook(self, state, hook):
+        self.state, self.hook = state, hook
+
+
+def test_there_is_a_name_for_each_of_torchs():
+    ours = [each.name for each in DDPCommHookType]
+    assert ours == [each.name for each in ddp_comm_hooks.DDPCommHookType]
+
+
+@pytest.mark.parametrize("kind", DDPCommHookType)
+def test_a_name_registers_its_hook(kind, threads):
+    def body(context):
+        group, ours, theirs = context.group(), Registering(), Registering()
+        register_ddp_comm_hook(kind, ours, group)
+        ddp_comm_hooks.DDPCommHookType[kind.name].value(model=theirs, state=group)
+        assert ours.hook.__name__ == theirs.hook.__name__
+        if isinstance(ours.state, PowerSGDState):
+            for name in ("process_group", "matrix_approximation_rank", "start_powerSGD_iter"):
+                assert getattr(ours.state, name) == getattr(theirs.state, name)
+        else:
+            assert ours.state is theirs.state is group
+
+    threads.run(body, 1)
+
+
+def test_a_name_is_not_a_string():
+    with pytest.raises(TypeError, match="comm_hook_type is a DDPCommHookType, not 'POWER_SGD'"):
+        register_ddp_comm_hook("POWER_SGD", Registering())

@@ -1,0 +1,107 @@
+"""Laws of the arithmetic that divides parameters into buckets."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.ddp._buckets import BucketCaps, ParameterSpec, plan_buckets
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]
+
+shapes_ = st.lists(
+    st.builds(
+        ParameterSpec,
+        st.integers(0, 40),
+        st.sampled_from(DTYPES),
+        st.just(CPU),
+        st.booleans(),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+caps_ = st.builds(
+    BucketCaps,
+    st.integers(1, 200),
+    first=st.none() | st.integers(1, 50),
+    each=st.lists(st.integers(1, 100), max_size=3).map(tuple),
+)
+
+
+@st.composite
+def plans(draw):
+    shapes = draw(shapes_)
+    order = draw(st.permutations(range(len(shapes))))
+    caps = draw(caps_)
+    after = draw(st.none() | st.sampled_from(range(len(shapes))))
+    return shapes, order, caps, plan_buckets(shapes, order, caps, after=after)
+
+
+@given(plans())
+def test_every_parameter_is_in_one_bucket(case):
+    shapes, _, _, buckets = case
+    assert sorted(i for bucket in buckets for i in bucket.members) == list(range(len(shapes)))
+
+
+@given(plans())
+def test_a_bucket_has_one_type_and_sparse_gradients_travel_alone(case):
+    shapes, _, _, buckets = case
+    for bucket in buckets:
+        kinds = {(shapes[i].dtype, shapes[i].is_sparse) for i in bucket.members}
+        assert kinds <= {(bucket.dtype, bucket.is_sparse)}
+        assert not bucket.is_sparse or len(bucket.members) == 1
+
+
+@given(plans())
+def test_a_bucket_is_full_with_its_last_parameter_and_not_before(case):
+    shapes, _, caps, buckets = case
+    sizes = {caps.first, caps.rest, *caps.each} - {None}
+    for bucket in buckets:
+        if not (bucket.is_sparse or bucket.is_delayed) and bucket.members:
+            *most, _ = (shapes[i].numel * bucket.dtype.itemsize for i in bucket.members)
+            assert sum(most) < max(sizes)
+
+
+@given(plans())
+def test_parameters_of_a_bucket_are_in_order_and_so_are_buckets_but_the_last(case):
+    _, order, _, buckets = case
+    turns = [[order.index(i) for i in bucket.members] for bucket in buckets]
+    assert all(turn == sorted(turn) for turn in turns)
+    ends = [turn[-1] for turn, b in zip(turns[:-1], buckets, strict=False) if not b.is_delayed]
+    assert ends == sorted(ends)
+
+
+@given(shapes_, st.data())
+def test_delayed_gradients_travel_together_and_not_before_the_one_that_they_wait_for(shapes, data):
+    order = data.draw(st.permutations(range(len(shapes))))
+    after = data.draw(st.none() | st.sampled_from(order))
+    buckets = plan_buckets(shapes, order, BucketCaps(1), after=after)
+    delayed = [bucket for bucket in buckets if bucket.is_delayed]
+    assert all(shapes[i].is_delayed for bucket in delayed for i in bucket.members)
+    assert len({bucket.dtype for bucket in delayed}) == len(delayed)
+    turn = len(order) if after is None else order.index(after)
+    assert all(bucket.ready >= turn for bucket in delayed)
+    *before, _ = buckets  # the last is the header's, wherever its gradients would have it
+    assert [bucket.ready for bucket in before] == sorted(bucket.ready for bucket in before)
+
+
+@given(plans())
+def test_the_last_bucket_can_carry_a_header(case):
+    shapes, _, _, buckets = case
+    assert buckets[-1].can_carry_header
+    if any(s.dtype in (torch.float32, torch.float64) and not s.is_sparse for s in shapes):
+        assert all(bucket.members for bucket in buckets)
+
+
+def test_caps_hold_one_by_one_and_the_last_for_the_rest():
+    shapes = [ParameterSpec(1, torch.float32, CPU)] * 10
+    order = list(range(10))
+
+    def lengths(caps):
+        return [len(plan.members) for plan in plan_buckets(shapes, order, caps)]
+
+    assert lengths(BucketCaps(16, first=4)) == [1, 4, 4, 1]
+    assert lengths(BucketCaps(16, each=(4, 8, 12))) == [1, 2, 3, 3, 1]
+    assert lengths(BucketCaps(1000)) == [10]
+    assert lengths(BucketCaps(1)) == [1] * 10

@@ -1,0 +1,204 @@
+"""Where a sharded optimizer has the parameters: one copy in shared memory, or each rank its own."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.ddp import DDP, ShardedOptimizer
+from phalanx.ddp._sharded_optimizer import BroadcastExchange, SharedMemoryExchange
+from phalanx.testing import over_groups
+
+from .sharded import Pair, wide
+from .whole import batch, on_pairs, seeded
+
+
+@over_groups(backends=("shm",), sizes=(2, 4), reuse=True)
+def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
+    pair = Pair(group)
+    assert [type(each) for each in pair.sharded._exchanges] == [SharedMemoryExchange]
+    before, _ = last_call(group)
+    pair.backward()
+    for optimizer in pair.both:
+        optimizer.step()
+    made = [record.operation for record in group.records() if record.sequence > before]
+    assert made == ["barrier"] * 2
+    pair.assert_same()
+    if group.rank() == 0:
+        with torch.no_grad():
+            pair.module[0].weight.fill_(7.0)
+    group.barrier().wait()
+    assert (pair.module[0].weight == 7).all()
+    group.barrier().wait()
+
+
+def last_call(group):
+    return group.records()[-1].sequence, group.records()[-1].operation
+
+
+class Witness(torch.optim.SGD):
+    """Notes which collectives there had been when it wrote."""
+
+    def step(self):
+        group = self.param_groups[0]["witness"]
+        self.param_groups[0]["seen"] = last_call(group)
+        super().step()
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_ranks_meet_before_parameters_are_written_and_after(group):
+    module = seeded(wide)
+    groups = [{"params": module.parameters(), "witness": group}]
+    optimizer = ShardedOptimizer(groups, Witness, process_group=group, lr=0.1)
+    module(torch.ones(2, 5)).square().sum().backward()
+    before, _ = last_call(group)
+    optimizer.step()
+    assert optimizer.param_groups[0]["seen"] == (before + 1, "barrier")
+    assert last_call(group) == (before + 2, "barrier")
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_autograd_knows_that_others_have_written(group):
+    module = seeded(wide)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    loss = module(torch.ones(2, 5)).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert all(p._version for p in module.parameters())
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_shared_memory_is_given_back(group):
+    slab = group._engine._slab
+    module = seeded(lambda: nn.Linear(1000, 100))
+    pair = [ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)]
+    kept = module.weight.data  # outlives both, wherever its owner is
+    kept.fill_(3.0)
+    held = [len(slab._common)]
+    del module, pair
+    gc.collect()
+    group.barrier().wait()
+    group.allocate((1,))
+    held.append(len(slab._common))
+    assert (kept == 3).all()
+    group.barrier().wait()
+    del kept
+    group.barrier().wait()
+    group.allocate((1,))
+    held.append(len(slab._common))
+    assert held[0] == 1
+    assert sum(held) in (1, 2)
+    assert held[2] == 0
+
+
+@on_pairs
+def test_parameters_that_are_given_other_memory_are_found_again(group):
+    pair = Pair(group)
+    pair.step()
+    for module in (pair.module, pair.whole):
+        module.double()
+    for state in (pair.sharded.state, pair.plain.state):
+        for each in state.values():
+            each.update({k: v.double() for k, v in each.items() if k != "step"})
+    for _ in range(2):
+        for optimizer in pair.both:
+            optimizer.zero_grad()
+        pair.module(batch(0, 2).double()).sum().backward()
+        for mine, theirs in zip(pair.module.parameters(), pair.whole.parameters(), strict=True):
+            theirs.grad = mine.grad.clone()
+        for optimizer in pair.both:
+            optimizer.step()
+        pair.assert_same()
+
+
+@on_pairs
+def test_memory_that_belongs_to_something_else_too_stays_where_it_is(group):
+    def tied():
+        module = nn.Linear(4, 4, bias=False)
+        module.twin = nn.Parameter(module.weight.data)
+        module.register_buffer("flat", torch.zeros(6))
+        module.part = nn.Parameter(module.flat[:4])
+        return module
+
+    module, whole = seeded(tied), seeded(tied)
+    sharded = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=1.0)
+    plain = torch.optim.SGD(whole.parameters(), lr=1.0)
+    for optimizer in (sharded, plain):
+        for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+    assert module.twin.data_ptr() == module.weight.data_ptr()
+    assert torch.equal(module.weight, whole.weight)  # stepped twice, by the same rank
+    assert torch.equal(module.flat, whole.flat)
+    assert module.flat.any()
+
+
+@on_pairs
+def test_what_cannot_be_moved_on_one_rank_is_moved_on_none(group):
+    module, whole = seeded(wide), seeded(wide)
+    if group.rank() == 1:  # as if it had been loaded as a part of something
+        module[0].weight.data = torch.zeros(100)[:80].view(16, 5)
+    optimizer = ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    plain = torch.optim.SGD(whole.parameters(), lr=0.1)
+    for step, each in ((module, optimizer), (whole, plain)):
+        step(torch.ones(2, 5)).sum().backward()
+        each.step()
+    for mine, theirs in zip(module.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    group.barrier().wait()
+
+
+@on_pairs
+def test_when_the_optimizer_goes_each_rank_has_its_own_copy_again(group):
+    pair = Pair(group)
+    pair.step()
+    del pair.sharded, pair.both
+    gc.collect()
+    group.barrier().wait()
+    with torch.no_grad():
+        for parameter in (*pair.module.parameters(), *pair.whole.parameters()):
+            parameter.mul_(0.5)  # on every rank
+    pair.assert_same()
+
+
+@over_groups(backends=("shm",), sizes=(2,))
+def test_parameters_outlive_the_group(group):
+    pair = Pair(group)
+    pair.step()
+    group.shutdown()
+    for mine, theirs in zip(pair.module.parameters(), pair.whole.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    del pair.sharded, pair.both
+    gc.collect()
+    assert pair.module(torch.ones(1, 5)).isfinite().all()
+
+
+@on_pairs
+def test_the_module_may_be_wrapped_later(group):
+    pair = Pair(group)
+    pair.model = DDP(pair.module, process_group=group)
+    for _ in range(2):
+        pair.step()
+
+
+@over_groups(backends=("shm",), sizes=(2,), reuse=True)
+def test_where_there_is_no_shared_memory_left_parameters_are_sent(group):
+    slab = group._engine._slab
+    free = slab._free
+    slab._collect()
+    if group.rank() == 1:
+        free, slab._free = slab._free, []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pair = Pair(group)
+        assert "its own copy of the parameters" in str(caught[0].message)
+        assert [type(each) for each in pair.sharded._exchanges] == [BroadcastExchange]
+        pair.step()
+    finally:
+        if group.rank() == 1:
+            slab._free = free

@@ -1,0 +1,225 @@
+"""What meets the end of a rank's data: accumulation, unfreezing, weights, other modules."""
+
+import copy
+import io
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import phalanx
+from phalanx.ddp import DDP, SyncBatchNorm
+from phalanx.ddp.hooks import allreduce_hook
+from phalanx.errors import UnevenInputs
+from phalanx.groups import process_group
+from phalanx.testing import over_groups
+
+from .whole import TINY
+
+anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30, reuse=True)
+ROW = torch.ones(1, 2, dtype=torch.float64)
+
+
+def line(dtype=torch.float64):
+    module = nn.Linear(2, 1, bias=False).to(dtype)
+    nn.init.zeros_(module.weight)
+    return module
+
+
+def first(ddp):
+    return ddp.module.weight.grad[0, 0].item()
+
+
+def steps(group, ddp, mine, **options):
+    """Make a step per number of this rank's, without clearing gradients; tells them."""
+    seen = []
+    for number, _ in enumerate(phalanx.uneven(range(mine), ddp, **options), 1):
+        ddp(ROW * number).sum().backward()
+        seen.append(first(ddp))
+    return seen
+
+
+def expected(counting, size):
+    """Tell the gradients of a step by all ranks, and of one more by rank 0, which is added."""
+    first = size if counting == "sum" else 1.0
+    return [first, first + 2 / (size if counting == "all" else 1)]
+
+
+@pytest.mark.parametrize("counting", ["all", "active", "sum"])
+@anywhere
+def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
+    ddp = DDP(line(), process_group=group, reduce="sum" if counting == "sum" else "mean")
+    options = {"divide_by_initial_world_size": counting != "active"}
+    seen = steps(group, ddp, 1 if group.rank() else 2, **options)
+    assert seen == expected(counting, group.size())[: len(seen)]
+    assert first(ddp) == expected(counting, group.size())[1]  # on ranks that have left, too
+
+
+@anywhere
+def test_what_only_the_last_rank_has_is_dropped(group):
+    ddp = DDP(line(), process_group=group)
+    with ddp.no_sync():
+        steps(group, ddp, 1 + group.rank())
+    assert ddp.module.weight.grad is None
+    ddp(ROW).sum().backward()
+    assert first(ddp) == 1.0
+
+
+@pytest.mark.parametrize("hook", [None, allreduce_hook], ids=["leaves", "shadows"])
+@anywhere
+def test_halves_by_weight_after_a_rank_was_away(group, hook):
+    ddp = DDP(line(torch.float16), process_group=group)
+    if hook is not None:
+        ddp.register_comm_hook(None, hook)
+    ddp.weight = 1.0
+    for others in (0, 2):
+        for _ in phalanx.uneven(range(others if group.rank() else 2), ddp):
+            ddp.zero_grad()
+            ddp(ROW.half()).sum().backward()
+    assert first(ddp) == 1.0
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@anywhere
+def test_layers_that_come_into_use(group, when):
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
+    net[0].requires_grad_(False)
+    ddp = DDP(net, process_group=group)
+    net[0].requires_grad_(when == "before")
+    mine = 3 if group.rank() == 0 else int(when == "meanwhile")
+    for number, _ in enumerate(phalanx.uneven(range(mine), ddp)):
+        if number == 2:
+            net[0].requires_grad_(True)
+        ddp.zero_grad()
+        ddp(ROW).sum().backward()
+    assert all(p.requires_grad for p in net.parameters())
+    with ddp.join():
+        for _ in range(1 + group.rank()):
+            ddp.zero_grad()
+            ddp(ROW).sum().backward()
+    ddp.assert_in_sync()
+
+
+def normed():
+    parts = [nn.Linear(2, 3), SyncBatchNorm(3), nn.Linear(3, 2), SyncBatchNorm(2)]
+    return nn.Sequential(*parts).double()
+
+
+@anywhere
+def test_modules_that_met_while_a_rank_was_away(group):
+    """Who has met others launches nothing early, on all ranks: layers make calls in backward."""
+    one, other = (DDP(normed(), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
+    rows = torch.eye(2).double() + group.rank()
+    for _ in phalanx.uneven(range(0 if group.rank() else 3), one, other):
+        other(one(rows)).square().sum().backward()
+    for _ in phalanx.uneven(range(4), one, other):
+        one(rows).square().sum().backward()
+    assert one.reducer.has_shared_backward
+
+
+@anywhere
+def test_optimizers_of_any_shape(group):
+    ddp, alone = DDP(line(), process_group=group), line()
+    given = torch.optim.Adam([{"params": []}, {"params": list(ddp.parameters())}], lr=0.1)
+    own = torch.optim.Adam(alone.parameters())  # of a module that is this rank's alone
+    for _ in phalanx.uneven(range(1 + group.rank()), ddp, optimizers=[given]):
+        for module, optimizer in ((ddp, given), (alone, own)):
+            module(ROW).sum().backward()
+            optimizer.step()
+    assert given.param_groups[1]["betas"] == (0.9, 0.999)
+    assert given.state[ddp.module.weight]["step"].item() == group.size()
+
+
+@over_groups(backends=("shm",), sizes=(2,), timeout=30, reuse=True)  # warnings are caught there
+def test_an_optimizer_that_falls_behind_is_warned_of(group):
+    ddp = DDP(line(), process_group=group)
+    optimizer = torch.optim.Adam(ddp.parameters())
+
+    def train():
+        for _ in phalanx.uneven(range(1 + group.rank()), ddp):
+            ddp(ROW).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="fewer steps of Adam"):
+        train()
+
+
+@anywhere
+def test_copies_are_in_no_join(group):
+    ddp = DDP(line(), process_group=group)
+    with process_group(group):
+        for _ in phalanx.uneven(range(2), ddp):
+            twin = copy.deepcopy(ddp)
+            torch.save(ddp, io.BytesIO())
+            assert not twin._join_config.enable
+            ddp(ROW).sum().backward()
+
+
+@anywhere
+def test_blocks_leave_nothing_behind(group):
+    ddp = DDP(line(), process_group=group)
+    joins = [ddp.join() for _ in range(2)]
+    ddp(ROW).sum().backward()  # in none of them yet
+    for join in joins:
+        with join:
+            for _ in range(1 + group.rank()):
+                ddp(ROW).sum().backward()
+    loop = phalanx.uneven(range(2), ddp)
+    one, other = iter(loop), iter(loop)
+    for each in (one, other):
+        next(each)
+    for each in (one, other):
+        each.close()
+    assert not ddp._join_config.enable
+    assert ddp._join_block is None
+    ddp(ROW).sum().backward()
+    assert ddp.reducer.scaling.divides_by_all is None
+
+
+@anywhere
+def test_an_error_at_the_end_of_a_loop_that_was_left_is_not_lost(group):
+    """Python drops what a generator raises when it is closed by ``break``."""
+    ddp = DDP(line(), process_group=group)
+    loop = phalanx.uneven(range(5), ddp, throw_on_early_termination=True)
+    if group.rank():
+        with pytest.raises(UnevenInputs):
+            steps_of(loop, ddp)
+        return
+    with ignoring_the_dropped():
+        for _ in loop:
+            ddp(ROW).sum().backward()
+            break
+    with pytest.raises(UnevenInputs, match="rank 0 exhausted"):
+        _ = loop.report
+
+
+def steps_of(loop, ddp):
+    for _ in loop:
+        ddp(ROW).sum().backward()
+
+
+@contextmanager
+def ignoring_the_dropped():
+    """Keep from the screen what Python prints of exceptions that it drops."""
+    usual, sys.unraisablehook = sys.unraisablehook, lambda _: None
+    try:
+        yield
+    finally:
+        sys.unraisablehook = usual
+
+
+@over_groups(backends=("local", "shm"), sizes=(2,), timeout=30)
+def test_rank_0_leaves_and_others_have_buffers(group):
+    ddp = DDP(nn.BatchNorm1d(2).double(), process_group=group)
+    rows = torch.eye(2).double()
+    ddp(rows).sum().backward()
+    if group.rank() == 0:
+        group.leave()
+    else:
+        while 0 in group.members:
+            time.sleep(0.001)
+        ddp(rows).sum().backward()
+    group.rejoin()

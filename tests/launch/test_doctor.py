@@ -9,9 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch import _checks
-from phalanx.launch._checks import CHECKS, Finding, look
-from phalanx.launch._doctor import Examination, Measurement, render, render_json, self_test
+from phalanx.launch import _doctor
+from phalanx.launch._doctor import (
+    CHECKS,
+    Examination,
+    Finding,
+    Measurement,
+    look,
+    render,
+    render_json,
+    self_test,
+)
 
 GOOD = Finding(True, "torch", "2.13.0")
 BAD = Finding(False, "/dev/shm", "32 MiB, 1 MiB free", "enlarge it")
@@ -77,12 +85,12 @@ def test_each_check_says_something_or_what_to_do(check):
 )
 def test_threads_that_do_not_fit_the_cores(monkeypatch, threads, ok):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert _checks.cores().ok is ok
+    assert _doctor.cores().ok is ok
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    finding = _checks.compiler()
+    finding = _doctor.compiler()
     assert finding.ok
     assert "will lack the shared-memory engine" in finding.advice
     assert "g++" in finding.advice
@@ -99,7 +107,7 @@ def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
         return SimpleNamespace(f_frsize=1 << 20, f_blocks=size, f_bavail=free)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    finding = _checks.shared_memory()
+    finding = _doctor.shared_memory()
     assert finding.ok
     assert told in finding.advice
     assert ("DataLoader workers may fail" in finding.advice) == (free != 1024)
@@ -110,17 +118,17 @@ def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
     [((100, 200), True, False), ((0, 200), True, True), ((0, 0), False, True)],
 )
 def test_a_slow_look_up_is_a_note_and_a_very_slow_one_a_fault(monkeypatch, bounds, ok, advised):
-    monkeypatch.setattr(_checks, "SLOW_LOOKUP", bounds[0])
-    monkeypatch.setattr(_checks, "FAULTY_LOOKUP", bounds[1])
-    finding = _checks.loopback_name()
+    monkeypatch.setattr(_doctor, "SLOW_LOOKUP", bounds[0])
+    monkeypatch.setattr(_doctor, "FAULTY_LOOKUP", bounds[1])
+    finding = _doctor.loopback_name()
     assert (finding.ok, "/etc/hosts" in finding.advice) == (ok, advised)
 
 
 def test_a_look_up_that_never_ends_is_a_fault(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(_checks, "LOOKUP_WITHIN", 0.01)
+    monkeypatch.setattr(_doctor, "LOOKUP_WITHIN", 0.01)
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: over.wait())
-    finding = _checks.loopback_name()
+    finding = _doctor.loopback_name()
     over.set()
     assert not finding.ok
     assert finding.detail == "no answer in 0.01 s"
@@ -131,11 +139,11 @@ def test_a_look_up_that_fails_is_only_measured(monkeypatch):
         raise socket.gaierror(socket.EAI_AGAIN, "try again")
 
     monkeypatch.setattr(socket, "getnameinfo", fail)
-    assert _checks.loopback_name().ok
+    assert _doctor.loopback_name().ok
 
 
 def test_the_oldest_torch_is_what_the_package_asks_for():
-    oldest = ".".join(map(str, _checks.OLDEST_TORCH))
+    oldest = ".".join(map(str, _doctor.OLDEST_TORCH))
     assert f"torch>={oldest}" in (metadata.requires("phalanx") or [])
 
 

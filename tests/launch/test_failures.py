@@ -163,7 +163,7 @@ STORE = """
 
     launcher = os.getppid()
     children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    (store,) = [int(pid) for pid in children if b"phalanx.launch._store" in command(pid)]
+    (store,) = [int(pid) for pid in children if b"phalanx.launch._store_server" in command(pid)]
 """
 
 

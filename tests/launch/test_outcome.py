@@ -44,8 +44,8 @@ def test_followers_that_say_the_same_are_told_together():
 
 
 def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
-    stopped = RankExit(rank=0, code=-15, at=3.0, was_told_to_end=True, last_words=LOST)
-    silent = RankExit(rank=2, code=-15, at=3.0, was_told_to_end=True, last_words=["a warning"])
+    stopped = RankExit(rank=0, code=-15, at=3.0, was_terminated=True, last_words=LOST)
+    silent = RankExit(rank=2, code=-15, at=3.0, was_terminated=True, last_words=["a warning"])
     assert followers(stopped, silent) == [
         "rank 0 was stopped after phalanx.errors.PeerLost: rank 1 is dead",
         "rank 2 was stopped",
@@ -74,8 +74,8 @@ def test_the_shell_sees_the_first_failure():
 
 
 def test_the_shell_sees_a_signal_unless_all_ended_well():
-    stopped = RankExit(rank=0, code=-15, at=1.0, was_told_to_end=True)
-    well = RankExit(rank=0, code=0, at=1.0, was_told_to_end=True)
+    stopped = RankExit(rank=0, code=-15, at=1.0, was_terminated=True)
+    well = RankExit(rank=0, code=0, at=1.0, was_terminated=True)
     assert Outcome(exits=[stopped], signal=15).exit_code == 143
     assert Outcome(exits=[well], signal=15).exit_code == 0
 
@@ -95,9 +95,9 @@ def test_all_ranks_that_left_on_request_have_not_failed():
 def test_one_that_leaves_on_request_does_not_hide_a_failure():
     left = RankExit(rank=0, code=75, at=1.0)
     failed = RankExit(rank=1, code=3, at=2.0)
-    killed = RankExit(rank=1, code=-9, at=2.0, was_told_to_end=True)
+    killed = RankExit(rank=1, code=-9, at=2.0, was_terminated=True)
     assert Outcome(exits=[left, failed]).first is failed
     assert Outcome(exits=[left, killed]).first is left
     assert Outcome(exits=[left, killed]).exit_code == 75
-    told = RankExit(rank=0, code=75, at=1.0, was_told_to_end=True)
+    told = RankExit(rank=0, code=75, at=1.0, was_terminated=True)
     assert Outcome(exits=[told, killed], signal=15).exit_code == 143

@@ -6,14 +6,13 @@ from contextlib import suppress
 
 import pytest
 
-from phalanx.launch._output import LONGEST_LINE, Lines
-from phalanx.launch._screen import Screen, Source
+from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputSource, Screen
 
 from .conftest import eventually, unlabelled
 
 
 def cut(*chunks):
-    lines = Lines()
+    lines = LineSplitter()
     return [line for chunk in chunks for line in lines.feed(chunk)] + lines.finish()
 
 
@@ -37,16 +36,16 @@ def test_lines_are_what_a_terminal_would_show(chunks, expected):
 
 
 def test_a_line_that_never_ends_is_cut():
-    lines = Lines()
+    lines = LineSplitter()
     cut_off = [line for _ in range(100) for line in lines.feed(b"x" * 4096)]
-    assert {len(line) for line in cut_off} <= {LONGEST_LINE + 4096}
+    assert {len(line) for line in cut_off} <= {MAX_LINE_BYTES + 4096}
     assert len(b"".join(cut_off) + lines.unfinished) == 100 * 4096
 
 
 def test_progress_without_a_terminal_leaves_a_line_now_and_then():
     err = io.BytesIO()
     screen = Screen(io.BytesIO(), err, environ={}, progress_interval=0.0)
-    bar = Source("[rank 0] ", is_error=True)
+    bar = OutputSource("[rank 0] ", is_error=True)
     for text in (b"10%", b"20%", b"   "):
         screen.unfinished(bar, text, is_progress=True)
     screen.unfinished(bar, b"half a line", is_progress=False)

@@ -120,7 +120,7 @@ class Source:
         self.text = path.read_text()
         self.wrapper = MetadataWrapper(cst.parse_module(self.text), unsafe_skip_copy=True)
         self.tree = self.wrapper.module
-        self.imports = [each for each in self._find_imports(known)]
+        self.imports = list(self._find_imports(known))
         self.by_statement: dict[cst.CSTNode, list[Import]] = defaultdict(list)
         for each in self.imports:
             self.by_statement[each.statement].append(each)
@@ -399,7 +399,7 @@ class Rewriter(cst.CSTTransformer):
         return updated.with_changes(value=mentions(self.tree, updated.value))
 
     def leave_Comment(self, original, updated):  # type: ignore[no-untyped-def]
-        return updated.with_changes(value=mentions(self.tree, updated.value, self.source))
+        return updated.with_changes(value=mentions(self.tree, updated.value))
 
 
 NOTES: list[str] = []
@@ -414,7 +414,7 @@ _DOTTED = re.compile(rf"\b{PACKAGE}(?:\.\w+)+")
 _TICKED = re.compile(r"`[^`\n]+`")
 
 
-def mentions(tree: Tree, text: str, source: Source | None = None) -> str:
+def mentions(tree: Tree, text: str) -> str:
     """Rewrite dotted names of modules anywhere, and bare names inside backticks."""
 
     def dotted_name(match: re.Match[str]) -> str:
@@ -649,6 +649,8 @@ def merge(tree: Tree, new: str, olds: list[str]) -> Merged:
                 if " as " in text
                 else text.rpartition("import ")[2].split(".")[0]
             )
+            if text == f"import {text.rpartition(' ')[2]}":
+                text = f"import {local}"  # `import a.b` binds `a`
             if result.bound.setdefault(local, text) != text:
                 problem(f"{new}: {local} is imported twice: {result.bound[local]!r} and {text!r}")
             if not each.typing_only and each.base.startswith(PACKAGE):

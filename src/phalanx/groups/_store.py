@@ -405,7 +405,7 @@ def _tcp_store(address: str, port: int, hosts: bool, timeout: timedelta) -> Stor
 
 
 def _wait_for_free_port(port: int) -> bool:
-    """Wait for a port that another process may be about to release, as `_store` says."""
+    """Wait for a port that another process may be about to release, as `_store_server` says."""
     until = time.monotonic() + PORT_RELEASE_TIMEOUT
     while time.monotonic() < until:
         with socket.socket() as probe:

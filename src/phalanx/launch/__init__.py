@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import RanksFailed
 from ._job import GRACE, LINGER, Job, Ranks, count_ranks, python_command
 from ._outcome import Outcome, RankExit, describe
-from ._screen import Screen, Sink
+from ._output import OutputSink, Screen
 from ._supervisor import supervise
 
 __all__ = ["Outcome", "RankExit", "run"]
@@ -32,8 +32,8 @@ def run(
     prefix: bool = True,
     full_tracebacks: bool = False,
     env: Mapping[str, str] | None = None,
-    stdout: Sink | None = None,
-    stderr: Sink | None = None,
+    stdout: OutputSink | None = None,
+    stderr: OutputSink | None = None,
     check: bool = True,
 ) -> Outcome:
     """Run a script on several ranks of this machine and return how they ended.
@@ -68,7 +68,7 @@ def run(
     return outcome
 
 
-def _descriptor(fd: int) -> Sink:
+def _descriptor(fd: int) -> OutputSink:
     return open(fd, "wb", buffering=0, closefd=False)
 
 

@@ -1,4 +1,8 @@
-"""What is to be run, and the environment that tells each rank its place."""
+"""What is to be run: the command, and the environment that tells each rank its place.
+
+On several machines torch's launcher takes over: `exec_torchrun` replaces this process by
+torchrun. Ranks find the same variables in their environment either way.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,14 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NoReturn
 
 from ..env import usable_cores
 from ..errors import InvalidArgument
-
-__all__ = ["GRACE", "LINGER", "Job", "Ranks", "count_ranks", "python_command", "thread_env"]
 
 GRACE = 30.0
 """Seconds from asking a rank to end to killing it, unless the user says otherwise: time for a step
@@ -97,7 +99,7 @@ def python_command(
     """Return the command that runs a script or a module; raise `InvalidArgument` if it cannot."""
     target = os.fspath(script)
     if module:
-        if not _may_be_a_module(target, environ):
+        if not _module_may_exist(target, environ):
             raise InvalidArgument(f"there is no module {target.partition('.')[0]!r}")
         return (sys.executable, "-m", target, *args)
     if Path(target).is_dir():
@@ -107,7 +109,7 @@ def python_command(
     return (sys.executable, target, *args)
 
 
-def _may_be_a_module(name: str, environ: Mapping[str, str]) -> bool:
+def _module_may_exist(name: str, environ: Mapping[str, str]) -> bool:
     """Return whether a module may exist, as far as can be known without importing anything."""
     top = name.partition(".")[0]
     # As the ranks will look: python -m begins where the user is.
@@ -118,3 +120,80 @@ def _may_be_a_module(name: str, environ: Mapping[str, str]) -> bool:
         return find_spec(top) is not None
     except (ImportError, ValueError):  # a module that is loaded, but not from a file
         return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchrunOptions:
+    """How several machines find each other: torchrun's options, by their names."""
+
+    nnodes: str | None = None
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_backend: str | None = None
+    rdzv_id: str | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, each.name) is not None for each in fields(self))
+
+    def options(self) -> list[str]:
+        """Return the options that were given, as torchrun spells them."""
+        given = {each.name: getattr(self, each.name) for each in fields(self)}
+        if self._implies_c10d():
+            given["rdzv_backend"] = "c10d"
+        return [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in given.items()
+            if value is not None
+        ]
+
+    def _implies_c10d(self) -> bool:
+        # torchrun's default backend wants a number for each machine. Where somebody names an
+        # endpoint and no number, the backend that hands out numbers is what was meant.
+        return bool(self.rdzv_endpoint) and self.rdzv_backend is None and self.node_rank is None
+
+
+def torchrun_command(
+    script: str | os.PathLike[str],
+    args: Sequence[str] = (),
+    *,
+    machines: TorchrunOptions,
+    ranks: int,
+    module: bool = False,
+    max_restarts: int = 0,
+    grace: float | None = None,
+) -> list[str]:
+    """Return the command line of torchrun that does the same on several machines."""
+    python, *target = python_command(script, args, module=module)
+    options = [*machines.options(), f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    if grace is not None:
+        options.append(f"--shutdown-timeout={round(grace)}")
+    # A module is "-m name" to torchrun too, so what Python would be given can follow as it is.
+    return [python, "-m", "torch.distributed.run", *options, *target]
+
+
+def exec_torchrun(
+    script: str | os.PathLike[str],
+    args: Sequence[str],
+    *,
+    machines: TorchrunOptions,
+    ranks: Ranks,
+    module: bool,
+    max_restarts: int,
+    grace: float | None,
+) -> NoReturn:
+    """Become torchrun."""
+    count = count_ranks(ranks)
+    command = torchrun_command(
+        script,
+        args,
+        machines=machines,
+        ranks=count,
+        module=module,
+        max_restarts=max_restarts,
+        grace=grace,
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(command[0], command, {**thread_env(count), **os.environ})

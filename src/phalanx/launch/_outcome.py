@@ -1,4 +1,7 @@
-"""How a run ended, for programs (`Outcome`) and in words (`describe`)."""
+"""How a run ended: `Outcome` and `RankExit` for programs, a text for people.
+
+The first rank that failed is the cause; failures after it are listed as consequences.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,7 @@ from dataclasses import dataclass
 
 from .._signals import STOPPED, STOPPED_PREFIX, signal_name
 
-__all__ = ["Outcome", "RankExit", "describe", "describe_code"]
-
-_SHOWN = 8  # different failures that are told, besides the first; and ranks that are listed
+_MAX_LISTED = 8  # different failures that are told, besides the first; and ranks that are listed
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "often the kernel's, for lack of memory: see dmesg",
     signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
@@ -30,7 +31,7 @@ class RankExit:
     """Exit code; negative for the number of the signal that ended it."""
     at: float
     """Seconds after the ranks were started."""
-    was_told_to_end: bool = False
+    was_terminated: bool = False
     """Whether it ended because the launcher told it to."""
     last_words: Sequence[str] = ()
     """Its traceback, or its last lines on stderr."""
@@ -43,7 +44,7 @@ class RankExit:
     @property
     def failed(self) -> bool:
         """Whether it ended badly, and by itself."""
-        return self.code != 0 and not self.was_told_to_end
+        return self.code != 0 and not self.was_terminated
 
     @property
     def stopped(self) -> bool:
@@ -114,7 +115,7 @@ def describe(outcome: Outcome) -> str:
     """Say what went wrong: who failed first and why, who followed, who was stopped."""
     first = outcome.first
     if outcome.stopped:
-        return _last_words_of_stop(outcome)
+        return _describe_preemption(outcome)
     if first is None:
         return (
             f"stopped by {signal_name(outcome.signal)}"
@@ -125,18 +126,18 @@ def describe(outcome: Outcome) -> str:
     lines += [f"    {line}" for line in first.last_words]
     others = [each for each in outcome.exits if each is not first]
     told = _alike([each for each in others if each.failed or each.error])
-    lines += [_consequence(each, first) for each in told[:_SHOWN]]
-    if len(told) > _SHOWN:
-        lines.append(f"and so did {sum(map(len, told[_SHOWN:]))} more")
-    silent = [each for each in others if each.was_told_to_end and not each.error]
+    lines += [_describe_consequence(each, first) for each in told[:_MAX_LISTED]]
+    if len(told) > _MAX_LISTED:
+        lines.append(f"and so did {sum(map(len, told[_MAX_LISTED:]))} more")
+    silent = [each for each in others if each.was_terminated and not each.error]
     if silent:
-        lines.append(f"{_enumerate(silent)} {_were(silent)} stopped")
+        lines.append(f"{_format_rank_names(silent)} {_was_or_were(silent)} stopped")
     if outcome.attempts > 1:
         lines.append(f"gave up after {outcome.attempts} attempts")
     return "\n".join(lines)
 
 
-def _last_words_of_stop(outcome: Outcome) -> str:
+def _describe_preemption(outcome: Outcome) -> str:
     """Quote the rank that says what was saved."""
     words = [line for each in outcome.exits for line in each.last_words]
     return next((line for line in words if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
@@ -155,32 +156,34 @@ def _alike(exits: Sequence[RankExit]) -> list[list[RankExit]]:
     found: dict[tuple[object, ...], list[RankExit]] = {}
     for each in exits:
         said = re.sub(rf"\brank ?{each.rank}\b", "rank *", each.words)
-        found.setdefault((each.was_told_to_end, each.code, said), []).append(each)
+        found.setdefault((each.was_terminated, each.code, said), []).append(each)
     return list(found.values())
 
 
-def _consequence(alike: Sequence[RankExit], first: RankExit) -> str:
-    one, names = alike[0], _enumerate(alike)
-    if one.was_told_to_end:
-        return f"{names} {_were(alike)} stopped after {one.error}"
+def _describe_consequence(alike: Sequence[RankExit], first: RankExit) -> str:
+    one, names = alike[0], _format_rank_names(alike)
+    if one.was_terminated:
+        return f"{names} {_was_or_were(alike)} stopped after {one.error}"
     times = [f"{each.at - first.at:.2f}" for each in alike]
     later = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
     end = f"{names} failed {later} s later: {describe_code(one.code)}"
     return f"{end}: {one.words}" if one.words else end
 
 
-def _enumerate(exits: Sequence[RankExit]) -> str:
+def _format_rank_names(exits: Sequence[RankExit]) -> str:
     ranks = sorted(each.rank for each in exits if each.rank is not None)
     if not ranks:
         return exits[0].name
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > _SHOWN + 1:
-        return f"ranks {', '.join(map(str, ranks[:_SHOWN]))} and {len(ranks) - _SHOWN} more"
+    if len(ranks) > _MAX_LISTED + 1:
+        return (
+            f"ranks {', '.join(map(str, ranks[:_MAX_LISTED]))} and {len(ranks) - _MAX_LISTED} more"
+        )
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def _were(exits: Sequence[RankExit]) -> str:
+def _was_or_were(exits: Sequence[RankExit]) -> str:
     return "was" if len(exits) == 1 else "were"
 
 

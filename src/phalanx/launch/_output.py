@@ -1,33 +1,203 @@
-"""From the pipes of many processes to one screen: cut into lines, labelled, never mixed.
+"""Output of the ranks: split into lines, labelled, and written to stdout and stderr.
 
-A single thread reads every pipe and is the only one that writes to the screen. The supervisor
-never writes itself, so a terminal that is paused cannot keep it from noticing that a rank has
-died: what it has to say goes through a pipe of its own.
+One thread reads every pipe and is the only one that writes to the terminal. The supervisor
+never writes: its own messages go through a pipe to that thread, so a paused terminal cannot
+keep it from noticing that a rank has died.
+
+On a terminal, unfinished lines (progress bars, prompts) are redrawn in a *live area* below the
+output, one row per stream. Elsewhere only finished lines are written, and a progress bar leaves
+a line every few seconds, so that a log file is not silent during a long epoch.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import selectors
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Protocol
 
-from ._reports import ReportReader
-from ._screen import Screen, Source
+from ._error_reports import ErrorReportFilter
 
-__all__ = ["Lines", "Pump"]
+PROGRESS_INTERVAL = 10.0
+"""Seconds between two lines of one progress bar where there is no terminal."""
 
-LONGEST_LINE = 1 << 16
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # no red: that is for errors
+_DEFAULT_HEIGHT = 24  # rows of a terminal that does not tell
+_ERASE_BELOW = b"\x1b[J"
+# The terminal cuts rows that are too long while wrapping is off, so a row is always one row high
+# and nobody needs to know how wide a character is.
+_NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
+
+
+class OutputSink(Protocol):
+    """An unbuffered binary stream, as `open(fd, "wb", buffering=0)` returns."""
+
+    def write(self, data: bytes, /) -> int | None:
+        """Write some of `data` and return how much, or None if it would block."""
+
+    def isatty(self) -> bool:
+        """Return whether a person is watching."""
+
+    def fileno(self) -> int:
+        """Return the file descriptor."""
+
+
+@dataclass(frozen=True)
+class OutputSource:
+    """One stream of one process."""
+
+    label: str
+    """What stands before each line."""
+    is_error: bool = False
+    """Whether it belongs on stderr."""
+    rank: int | None = None
+    """Whose it is: ranks differ in colour and keep their order in the live area."""
+
+
+class Screen:
+    """Two sinks that show lines from many sources."""
+
+    def __init__(
+        self,
+        out: OutputSink,
+        err: OutputSink,
+        *,
+        environ: Mapping[str, str] = os.environ,
+        progress_interval: float = PROGRESS_INTERVAL,
+    ) -> None:
+        self._out = _TerminalSink(out, environ)
+        self._err = _TerminalSink(err, environ)
+        # The live area is on stderr, where progress bars belong, if somebody can see it there.
+        self._live_sink = (
+            self._err if self._err.is_terminal or not self._out.is_terminal else self._out
+        )
+        self._queue: list[tuple[_TerminalSink, bytes]] = []
+        self._live: dict[OutputSource, bytes] = {}
+        self._rows = 0
+        self._changed = False
+        self._interval = progress_interval
+        self._progress_at: dict[OutputSource, float] = {}
+
+    def lines(self, source: OutputSource, texts: list[bytes]) -> None:
+        """Show finished lines of one source at the next flush."""
+        if texts:
+            output = self._output(source)
+            label = output.label(source)
+            self._queue.append((output, b"".join([label + text + b"\n" for text in texts])))
+
+    def unfinished(self, source: OutputSource, text: bytes, *, is_progress: bool) -> None:
+        """Show what a source has written after its last line; nothing if it is blank."""
+        if self._output(source).is_terminal:
+            self._set_live(source, text if text.strip() else b"")
+        elif is_progress and text.strip() and self._is_due(source):
+            self.lines(source, [text])
+
+    def flush(self) -> None:
+        """Write everything that is queued, and the live area below it."""
+        if not self._queue and not self._changed:
+            return
+        self._live_sink.write(self._erase())
+        for output, data in _coalesce_writes(self._queue):
+            output.write(data)
+        self._live_sink.write(self._draw())
+        self._queue.clear()
+        self._changed = False
+
+    def _output(self, source: OutputSource) -> _TerminalSink:
+        return self._err if source.is_error else self._out
+
+    def _set_live(self, source: OutputSource, text: bytes) -> None:
+        if self._live.get(source, b"") != text:
+            self._changed = True
+            if text:
+                self._live[source] = text
+            else:
+                del self._live[source]
+
+    def _is_due(self, source: OutputSource) -> bool:
+        now = time.monotonic()
+        # The first sight of a bar starts the clock, so a short one leaves no trace but its last
+        # state.
+        due = now - self._progress_at.setdefault(source, now) >= self._interval
+        if due:
+            self._progress_at[source] = now
+        return due
+
+    def _erase(self) -> bytes:
+        if not self._rows:
+            return b""
+        up = b"\x1b[%dA" % (self._rows - 1) if self._rows > 1 else b""
+        return b"\r" + up + _ERASE_BELOW
+
+    def _draw(self) -> bytes:
+        sources = sorted(self._live, key=lambda source: (source.rank or 0, source.is_error))
+        shown = sources[: self._live_sink.height()]
+        rows = [self._live_sink.label(source) + self._live[source] for source in shown]
+        self._rows = len(rows)
+        return _NO_WRAP + b"\n".join(rows) + _WRAP if rows else b""
+
+
+class _TerminalSink:
+    """A sink, and how much of a terminal it is."""
+
+    def __init__(self, sink: OutputSink, environ: Mapping[str, str]) -> None:
+        self._sink = sink
+        self._is_gone = False
+        self.is_terminal = sink.isatty() and environ.get("TERM") != "dumb"
+        self._has_colour = self.is_terminal and not environ.get("NO_COLOR")
+
+    def label(self, source: OutputSource) -> bytes:
+        if source.rank is None or not self._has_colour or not source.label:
+            return source.label.encode()
+        colour = _COLOURS[source.rank % len(_COLOURS)]
+        return f"\x1b[{colour}m{source.label}\x1b[0m".encode()
+
+    def height(self) -> int:
+        """Return how many rows the live area may have; the rest of the screen is for lines."""
+        try:
+            rows = os.get_terminal_size(self._sink.fileno()).lines
+        except OSError:
+            rows = 0
+        return (rows or _DEFAULT_HEIGHT) // 2
+
+    def write(self, data: bytes) -> None:
+        # Whoever read our output may be gone (`| head`, a closed terminal). The ranks are not
+        # stopped for that: a training run is worth more than its log.
+        while data and not self._is_gone:
+            try:
+                written = self._sink.write(data)
+            except OSError:
+                self._is_gone = True
+                return
+            if written is None:  # another process made this descriptor non-blocking
+                select.select([], [self._sink.fileno()], [])
+            data = data[written or 0 :]
+
+
+def _coalesce_writes(queue: list[tuple[_TerminalSink, bytes]]) -> list[tuple[_TerminalSink, bytes]]:
+    """Join neighbours that go to the same place, so that a burst is one write."""
+    merged: list[tuple[_TerminalSink, list[bytes]]] = []
+    for output, data in queue:
+        if merged and merged[-1][0] is output:
+            merged[-1][1].append(data)
+        else:
+            merged.append((output, [data]))
+    return [(output, b"".join(parts)) for output, parts in merged]
+
+
+MAX_LINE_BYTES = 1 << 16
 """Bytes; a longer line is cut, so that nobody fills our memory."""
 _CHUNK = 1 << 16  # bytes that are read at once
 # Every control sequence but colours: cursor movement makes no sense behind a label.
-_MOVEMENT = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
+_CONTROL_SEQUENCE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
 
 
-class Lines:
+class LineSplitter:
     """One stream, cut into lines the way a terminal would show them.
 
     A carriage return starts the line over, so what counts is the last thing written after one.
@@ -39,7 +209,7 @@ class Lines:
     @property
     def unfinished(self) -> bytes:
         """What has been written since the last line ended."""
-        return _visible(self._rest)
+        return _visible_text(self._rest)
 
     @property
     def is_progress(self) -> bool:
@@ -50,9 +220,9 @@ class Lines:
         """Take what was written and return the lines that it finishes."""
         *lines, rest = (self._rest + data).split(b"\n")
         if b"\r" in data or b"\r" in self._rest or b"\x1b" in data:
-            lines = [_visible(line) for line in lines]
-        self._rest = _last_state(rest)
-        if len(self._rest) > LONGEST_LINE:
+            lines = [_visible_text(line) for line in lines]
+        self._rest = _compact_unfinished(rest)
+        if len(self._rest) > MAX_LINE_BYTES:
             lines.append(self._rest)
             self._rest = b""
         return lines
@@ -66,27 +236,29 @@ class Lines:
 @dataclass(frozen=True)
 class _Stream:
     pipe: IO[bytes]
-    source: Source
-    lines: Lines
-    reports: ReportReader | None
+    source: OutputSource
+    lines: LineSplitter
+    reports: ErrorReportFilter | None
     """Where lines pass first, if error reports are to be found among them."""
 
 
-class Pump:
+class OutputPump:
     """The thread that carries output from processes to the screen."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
         self._selector = selectors.DefaultSelector()
-        self._holding: dict[ReportReader, Source] = {}
-        reader, self._voice = os.pipe()
+        self._holding: dict[ErrorReportFilter, OutputSource] = {}
+        reader, self._message_pipe = os.pipe()
         self._own = os.fdopen(reader, "rb", buffering=0)
-        self.add(self._own, Source("phalanx: ", is_error=True))
+        self.add(self._own, OutputSource("phalanx: ", is_error=True))
         self._thread = threading.Thread(target=self._loop, name="phalanx-output", daemon=True)
 
-    def add(self, pipe: IO[bytes], source: Source, reports: ReportReader | None = None) -> None:
+    def add(
+        self, pipe: IO[bytes], source: OutputSource, reports: ErrorReportFilter | None = None
+    ) -> None:
         """Carry this pipe's output too, once started; close it at its end."""
-        stream = _Stream(pipe, source, Lines(), reports)
+        stream = _Stream(pipe, source, LineSplitter(), reports)
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
@@ -95,7 +267,7 @@ class Pump:
 
     def say(self, text: str) -> None:
         """Show a line of our own."""
-        os.write(self._voice, text.encode() + b"\n")
+        os.write(self._message_pipe, text.encode() + b"\n")
 
     def finish(self, *, timeout: float) -> None:
         """Show what the processes, which have ended, have written, and stop.
@@ -103,7 +275,7 @@ class Pump:
         A pipe may stay open for ever and a paused terminal take nothing: after `timeout` seconds
         what is left is not shown.
         """
-        os.close(self._voice)
+        os.close(self._message_pipe)
         if self._thread.ident is None:
             self._thread.start()
         self._thread.join(timeout)
@@ -115,16 +287,16 @@ class Pump:
             if is_ending and not ready:
                 break
             for key, _ in ready:
-                is_open = self._carry(key.data)
+                is_open = self._read_stream(key.data)
                 is_ending |= not is_open and key.data.pipe is self._own
-            self._show_reports_that_are_due()
+            self._flush_due_reports()
             self._screen.flush()
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
         self._screen.flush()
         self._selector.close()
 
-    def _carry(self, stream: _Stream) -> bool:
+    def _read_stream(self, stream: _Stream) -> bool:
         data = os.read(stream.pipe.fileno(), _CHUNK)
         if not data:
             self._close(stream)
@@ -136,7 +308,7 @@ class Pump:
 
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         if lines and self._holding and not stream.source.is_error:
-            self._show_what_was_before(stream.source)
+            self._flush_report_of(stream.source)
         if stream.reports is not None:
             lines = stream.reports.feed(lines, time.monotonic())
             if stream.reports.is_holding:
@@ -149,20 +321,20 @@ class Pump:
             return None
         return max(0.0, min(each.due() for each in self._holding) - time.monotonic())
 
-    def _show_reports_that_are_due(self) -> None:
+    def _flush_due_reports(self) -> None:
         now = time.monotonic()
         for reports, source in [*self._holding.items()]:
             if reports.due() <= now:
                 self._release(reports, source)
 
-    def _show_what_was_before(self, stdout: Source) -> None:
+    def _flush_report_of(self, stdout: OutputSource) -> None:
         """Show the report that the same process has written to stderr, if it is whole."""
         process = stdout.label, stdout.rank
         for reports, source in [*self._holding.items()]:
             if (source.label, source.rank) == process and reports.may_be_complete:
                 self._release(reports, source)
 
-    def _release(self, reports: ReportReader, source: Source) -> None:
+    def _release(self, reports: ErrorReportFilter, source: OutputSource) -> None:
         self._holding.pop(reports, None)
         self._screen.lines(source, reports.release())
 
@@ -175,10 +347,10 @@ class Pump:
             self._release(stream.reports, stream.source)
 
 
-def _visible(line: bytes) -> bytes:
+def _visible_text(line: bytes) -> bytes:
     """Return what a terminal shows of a line."""
     if b"\x1b" in line:
-        line = _MOVEMENT.sub(b"", line)
+        line = _CONTROL_SEQUENCE.sub(b"", line)
     return _last_written(line)
 
 
@@ -188,7 +360,7 @@ def _last_written(line: bytes) -> bytes:
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
 
 
-def _last_state(rest: bytes) -> bytes:
+def _compact_unfinished(rest: bytes) -> bytes:
     """Return the shortest text that will be shown as `rest` would, whatever follows it."""
     if b"\r" not in rest:
         return rest

@@ -1,10 +1,8 @@
-"""Tables and quantities for people to read."""
+"""Tables and quantities in the output of commands."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-__all__ = ["age", "count", "size", "table"]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: str = "") -> list[str]:

@@ -1,4 +1,8 @@
-"""The command line: `phalanx run`, `phalanx doctor`, `phalanx mesh`, `phalanx checkpoint`."""
+"""The command line: `phalanx run`, `phalanx doctor`, `phalanx mesh`, `phalanx checkpoint`.
+
+Importing this module must not import torch: `phalanx run` starts the ranks before anything
+else. What a single command needs is imported in that command.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,14 @@ import click
 
 from ..errors import MisuseError, RanksFailed
 from . import run as run_ranks
-from ._checkpoint_command import checkpoint
-from ._handover import Machines, hand_over
-from ._job import GRACE, LINGER, Ranks
+from ._checkpoint_cli import checkpoint
+from ._job import GRACE, LINGER, Ranks, TorchrunOptions, exec_torchrun
 from ._outcome import describe
 
-__all__ = ["main"]
+__all__ = [
+    "main",
+]
+
 
 _EXAMPLES = """\b
 Examples:
@@ -60,7 +66,7 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
 
 
 def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `Machines`, which mean what they mean to torchrun."""
+    """Add the options of `TorchrunOptions`, which mean what they mean to torchrun."""
     options = [
         click.option("--nnodes", metavar="N[:MAX]", help="How many machines."),
         click.option("--node-rank", type=int, metavar="K", help="Which of them this is."),
@@ -150,8 +156,8 @@ def run(
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
-        if others := Machines(**machines):
-            hand_over(
+        if others := TorchrunOptions(**machines):
+            exec_torchrun(
                 script,
                 args,
                 machines=others,

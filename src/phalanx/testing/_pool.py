@@ -35,7 +35,7 @@ class RankPool:
         """The backend of the groups that a body's context makes."""
         self.preload = tuple(preload)
         """Modules that are imported once for all ranks, besides torch and `phalanx.groups`."""
-        self._crew: Crew | None = None
+        self._processes: Crew | None = None
         self._closed = False
         self._lock = threading.Lock()
 
@@ -90,14 +90,14 @@ class RankPool:
     def _hire(self) -> Crew:
         if self._closed:
             raise InvalidState("the pool is closed")
-        if self._crew is None:
-            self._crew = Crew(self.preload)
-        return self._crew
+        if self._processes is None:
+            self._processes = Crew(self.preload)
+        return self._processes
 
     def _dismiss(self) -> None:
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._processes is not None:
+            self._processes.close()
+            self._processes = None
 
     def close(self) -> None:
         """End the processes."""

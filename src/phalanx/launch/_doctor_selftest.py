@@ -1,7 +1,6 @@
-"""What the two ranks of `phalanx doctor` do: agree on a sum, and measure how long that takes.
+"""The two ranks of `phalanx doctor`: allreduce, check the sum, and measure latency and bandwidth.
 
-Each measurement is one line of JSON on the stdout of rank 0. Run by the launcher, which is thereby
-tested too.
+Run by the launcher with ``-m``. Rank 0 prints one line of JSON per measurement.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from ..env import read_rank_env
 if TYPE_CHECKING:
     from ..groups import ProcessGroup
 
-__all__ = ["main"]
 
-_LARGE = 4 << 20  # bytes
+_LARGE_BYTES = 4 << 20  # bytes
 _WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10  # calls
 
 
@@ -70,14 +68,14 @@ def _measure(group: ProcessGroup) -> tuple[float, float]:
     total = torch.ones(1)
     group.allreduce(total).wait()
     assert total.item() == 2, f"1 + 1 came out as {total.item()}"
-    small, large = torch.zeros(1), torch.zeros(_LARGE // 4)
+    small, large = torch.zeros(1), torch.zeros(_LARGE_BYTES // 4)
     return (
-        _typical(lambda: group.allreduce(small).wait(), rounds=_LATENCY_ROUNDS),
-        _typical(lambda: group.allreduce(large).wait(), rounds=_BANDWIDTH_ROUNDS),
+        _median_seconds(lambda: group.allreduce(small).wait(), rounds=_LATENCY_ROUNDS),
+        _median_seconds(lambda: group.allreduce(large).wait(), rounds=_BANDWIDTH_ROUNDS),
     )
 
 
-def _typical(action: Callable[[], object], *, rounds: int) -> float:
+def _median_seconds(action: Callable[[], object], *, rounds: int) -> float:
     times = []
     for _ in range(_WARM_UP + rounds):
         began = time.perf_counter()
@@ -92,7 +90,7 @@ def _report(backend: str, ranks: str, figures: tuple[float, float]) -> None:
         "backend": backend,
         "ranks": ranks,
         "latency_us": round(small * 1e6, 1),
-        "bandwidth_gb_per_s": round(_LARGE / large / 1e9, 2),
+        "bandwidth_gb_per_s": round(_LARGE_BYTES / large / 1e9, 2),
     }
     print(json.dumps(measured), flush=True)
 

@@ -1,4 +1,7 @@
-"""What `phalanx checkpoint` shows, in tables and for programs; torch is not needed for it."""
+"""What `phalanx checkpoint` finds and prints, as tables and as JSON; works without torch.
+
+A damaged checkpoint is listed as such and never hides the others.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,7 @@ from ..checkpoint._verify import digest, verify
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from ._tables import age, count, size, table
 
-__all__ = [
-    "Found",
-    "Listing",
-    "changes",
-    "differences",
-    "find",
-    "folder",
-    "listing",
-    "newest",
-    "pair",
-    "pruned",
-    "verdict",
-    "verify_all",
-]
-
-_WIDEST = 60  # letters of a value that are shown
+_MAX_VALUE_WIDTH = 60  # letters of a value that are shown
 _ATTEMPTS = 10
 
 
@@ -91,11 +79,11 @@ class Found:
 def find(path: str) -> list[Found]:
     """Return the checkpoint at a path, or those in it; raises `CheckpointNotFound` if none is."""
     with suppress(CheckpointNotFound):
-        return [_look(path)]
+        return [_read_checkpoint(path)]
     shelf = shelf_at(path)
     for _ in range(_ATTEMPTS):
         steps = shelf.steps()
-        found = [each for step in steps if (each := _look_in(shelf, step)) is not None]
+        found = [each for step in steps if (each := _read_step(shelf, step)) is not None]
         if found:
             return found
         if not steps:
@@ -105,18 +93,18 @@ def find(path: str) -> list[Found]:
     raise CheckpointNotFound(f"{path} is neither a checkpoint nor a folder of checkpoints")
 
 
-def _look_in(shelf: Shelf, step: int) -> Found | None:
+def _read_step(shelf: Shelf, step: int) -> Found | None:
     """Read one of many, if it is still there; as strange as it may be, it hides no others."""
     place = shelf.place(step)
     try:
-        return _look(place)
+        return _read_checkpoint(place)
     except CheckpointNotFound:
         return None
     except (OSError, EOFError) as error:
         return Found(place, None, f"{place}: {error}")
 
 
-def _look(path: str) -> Found:
+def _read_checkpoint(path: str) -> Found:
     try:
         document = read_document(path)
         state = contents(document)
@@ -140,13 +128,13 @@ def newest(path: str) -> Found:
 
 def listing(found: list[Found]) -> list[str]:
     """List checkpoints with a total."""
-    rows = [_row(each) for each in found]
+    rows = [_listing_row(each) for each in found]
     head = ["step", "ranks", "tensors", "size", "age", "path"]
     total = f"{count(len(found), 'checkpoint')}, {size(sum(each.bytes for each in found))}"
     return [*table(head, rows, right="step ranks tensors size age"), "", total]
 
 
-def _row(each: Found) -> list[str]:
+def _listing_row(each: Found) -> list[str]:
     old = "-" if each.seconds is None else age(each.seconds)
     step = "-" if each.step is None else str(each.step)
     if each.document is None:
@@ -180,12 +168,12 @@ class Listing:
         if values:
             yield ""
             yield from table(
-                ["value", "is", "of"], [[e.name, _text(e.value), e.owner] for e in values]
+                ["value", "is", "of"], [[e.name, _format_value(e.value), e.owner] for e in values]
             )
 
     def about(self) -> dict[str, Any]:
         """Tell a program all of it."""
-        return {**self.found.about(), "state": [_tell(entry) for entry in self.entries]}
+        return {**self.found.about(), "state": [_entry_json(entry) for entry in self.entries]}
 
 
 def _shape_of(entry: Entry) -> tuple[str, str]:
@@ -193,12 +181,12 @@ def _shape_of(entry: Entry) -> tuple[str, str]:
     return entry.tensor.dtype, " x ".join(map(str, entry.tensor.shape)) or "-"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+    return text if len(text) <= _MAX_VALUE_WIDTH else f"{text[: _MAX_VALUE_WIDTH - 1]}…"
 
 
-def _tell(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: Entry) -> dict[str, Any]:
     about: dict[str, Any] = {"name": entry.name, "rank": entry.rank}
     if entry.tensor is None:
         return {**about, "value": entry.value}
@@ -215,9 +203,9 @@ def differences(one: Found, two: Found) -> list[dict[str, Any]]:
 
     found = []
     for key in [*before, *(key for key in after if key not in before)]:
-        how = _compare(before.get(key), after.get(key))
+        how = _compare_entries(before.get(key), after.get(key))
         if how is None and not is_same(key):
-            how = "changed", f"values of {_brief(before[key])}"
+            how = "changed", f"values of {_format_entry(before[key])}"
         if how is not None:
             kind, text = how
             found.append({"name": key[0], "rank": key[1], "change": kind, "how": text})
@@ -238,14 +226,14 @@ def _by_name(found: Found) -> dict[_Key, Entry]:
     return entries
 
 
-def _compare(one: Entry | None, two: Entry | None) -> tuple[str, str] | None:
+def _compare_entries(one: Entry | None, two: Entry | None) -> tuple[str, str] | None:
     if one is None or two is None:
         assert one or two
-        return ("removed", _brief(one)) if one else ("added", _brief(two))
-    if _brief(one) != _brief(two):
-        return "changed", f"{_brief(one)} -> {_brief(two)}"
+        return ("removed", _format_entry(one)) if one else ("added", _format_entry(two))
+    if _format_entry(one) != _format_entry(two):
+        return "changed", f"{_format_entry(one)} -> {_format_entry(two)}"
     if one.value != two.value:
-        return "changed", f"{_text(one.value)} -> {_text(two.value)}"
+        return "changed", f"{_format_value(one.value)} -> {_format_value(two.value)}"
     return None
 
 
@@ -262,11 +250,11 @@ def _have_same_bytes(
     return digest(path, one) == digest(other_path, two)
 
 
-def _brief(entry: Entry | None) -> str:
+def _format_entry(entry: Entry | None) -> str:
     if entry is None:
         return ""
     if entry.tensor is None:
-        return _text(entry.value)
+        return _format_value(entry.value)
     return f"{entry.tensor.dtype}[{', '.join(map(str, entry.tensor.shape))}]"
 
 

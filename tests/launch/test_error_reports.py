@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.launch import _reports
-from phalanx.launch._output import Pump
-from phalanx.launch._reports import ReportReader, SeenReports
-from phalanx.launch._screen import Source
+from phalanx.launch import _error_reports
+from phalanx.launch._error_reports import ErrorReportFilter, SeenErrorReports
+from phalanx.launch._output import OutputPump, OutputSource
 
 from .conftest import eventually
 
@@ -63,7 +62,7 @@ class Stream:
     """A rank's stderr, and what the screen shows of it."""
 
     def __init__(self, rank=0, seen=None, **options):
-        self.reader = ReportReader(seen or SeenReports(), rank, **options)
+        self.reader = ErrorReportFilter(seen or SeenErrorReports(), rank, **options)
 
     def write(self, text, *, now=0.0):
         return self._shown(self.reader.feed(text.encode().splitlines(), now))
@@ -88,7 +87,7 @@ def test_an_error_of_ours_is_shown_without_what_is_internal():
 
 
 def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
-    seen = SeenReports()
+    seen = SeenErrorReports()
     first, second = Stream(0, seen), Stream(1, seen)
     first.write(lost(0))
     first.close()
@@ -104,7 +103,7 @@ def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
         f"Traceback (most recent call last):\n{frame('a.py')}{frame(TORCH)}ValueError: no\nmore\n"
     )
     other = text.replace("a.py", "b.py")
-    seen = SeenReports()
+    seen = SeenErrorReports()
     for rank, written, shown in [
         (0, text, text.splitlines()),
         (1, other, other.splitlines()),
@@ -116,7 +115,7 @@ def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
 
 
 def test_a_usage_error_is_shown_once():
-    seen = SeenReports()
+    seen = SeenErrorReports()
     shown = []
     for rank in range(2):
         stream = Stream(rank, seen)
@@ -147,12 +146,12 @@ def traceback(message):
     ],
 )
 def test_what_is_not_the_same_is_shown_whole(first, second):
-    seen = SeenReports()
+    seen = SeenErrorReports()
     Stream(0, seen).read(first)
     stream, alone = Stream(1, seen), Stream(1)
     assert stream.read(second) == alone.read(second)
     if "phalanx" not in second:
-        assert Stream(1, SeenReports()).read(second) == second.splitlines()
+        assert Stream(1, SeenErrorReports()).read(second) == second.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_what_is_not_the_same_is_shown_whole(first, second):
 )
 def test_lines_after_a_traceback_are_shown_on_every_rank(after):
     """It may have been logged, and these are no part of its message."""
-    seen = SeenReports()
+    seen = SeenErrorReports()
     Stream(0, seen).read(f"{traceback('ValueError: no')}{after}\n")
     shown = Stream(1, seen).read(f"{traceback('ValueError: no')}{after}\n")
     assert shown == ["(the same ValueError as on rank 0)", *after.splitlines()]
@@ -175,7 +174,7 @@ def test_lines_after_a_traceback_are_shown_on_every_rank(after):
 
 @pytest.mark.parametrize("after", ["saved step 12", "  rank 1: 3 samples skipped", "  note"])
 def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
-    seen = SeenReports()
+    seen = SeenErrorReports()
     Stream(0, seen).read(lost(0, after=after))
     shown = Stream(1, seen).read(lost(1, after=after))
     assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)", after]
@@ -183,7 +182,7 @@ def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
 
 def test_an_error_of_ours_that_names_every_rank_is_shown_once():
     text = traceback("phalanx.errors.RankMismatch: rank 0 called barrier; rank 1 called allreduce")
-    seen = SeenReports()
+    seen = SeenErrorReports()
     Stream(0, seen).read(text)
     assert len(Stream(1, seen).read(text)) == 1
 
@@ -195,14 +194,14 @@ def test_what_torch_has_not_labelled_gets_no_label():
 
 
 def test_a_report_is_shown_before_what_the_rank_prints_next(monkeypatch):
-    monkeypatch.setattr(_reports, "QUIET", 60.0)
-    monkeypatch.setattr(_reports, "LONGEST_HOLD", 60.0)
+    monkeypatch.setattr(_error_reports, "QUIET_PERIOD", 60.0)
+    monkeypatch.setattr(_error_reports, "MAX_HOLD", 60.0)
     screen = Recorder()
-    pump = Pump(screen)
+    pump = OutputPump(screen)
     out, err = os.pipe(), os.pipe()
-    reader = ReportReader(SeenReports(), 0)
-    pump.add(os.fdopen(out[0], "rb", buffering=0), Source("", rank=0))
-    pump.add(os.fdopen(err[0], "rb", buffering=0), Source("", is_error=True, rank=0), reader)
+    reader = ErrorReportFilter(SeenErrorReports(), 0)
+    pump.add(os.fdopen(out[0], "rb", buffering=0), OutputSource("", rank=0))
+    pump.add(os.fdopen(err[0], "rb", buffering=0), OutputSource("", is_error=True, rank=0), reader)
     pump.start()
     try:
         os.write(err[1], traceback("ValueError: no").encode())
@@ -239,11 +238,11 @@ def test_a_user_who_wants_all_of_it_gets_it_at_once():
 def test_what_is_held_back_has_a_deadline():
     stream = Stream()
     stream.write("Traceback (most recent call last):\n" + frame("a.py"), now=1.0)
-    assert stream.reader.due() == 1.0 + _reports.LONGEST_HOLD, "there is more to come"
+    assert stream.reader.due() == 1.0 + _error_reports.MAX_HOLD, "there is more to come"
     stream.write("ValueError: no\n", now=2.0)
-    assert stream.reader.due() == 2.0 + _reports.QUIET
+    assert stream.reader.due() == 2.0 + _error_reports.QUIET_PERIOD
     stream.write("a warning\n", now=3.9)
-    assert stream.reader.due() == 1.0 + _reports.LONGEST_HOLD
+    assert stream.reader.due() == 1.0 + _error_reports.MAX_HOLD
     assert len(stream.close()) == 6
     assert stream.write("next\n", now=5.0) == ["next"]
     cut_off = "Traceback (most recent call last):\n" + frame("a.py")
@@ -279,7 +278,7 @@ def test_a_report_that_much_came_after_was_not_the_end():
     stream.write("tidying up\n")
     assert stream.reader.last_words() == [*SHORT, "tidying up"]
     stream.write("line\n" * 100)
-    assert stream.reader.last_words() == ["line"] * _reports.TAIL_LINES
+    assert stream.reader.last_words() == ["line"] * _error_reports.TAIL_LINES
 
 
 @pytest.mark.parametrize("option", [[], ["--full-tracebacks"]])

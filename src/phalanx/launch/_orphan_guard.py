@@ -1,15 +1,17 @@
-"""Ends the ranks when the launcher can no longer do it itself: it was killed, say.
+"""Ends the ranks if the launcher dies without doing so, for example by SIGKILL.
 
-Run as a script by the launcher, which holds the other end of our stdin. ``+123`` on it says that
-process group 123 is in our care, ``-123`` that it has ended. End of file, unannounced, means that
-the launcher is gone.
+Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` puts
+process group 123 under guard, ``-123`` releases it. End of file means that the launcher is
+gone.
 
-A watching process was chosen over asking the kernel to signal each rank when its parent dies. That
-request has to be made in the rank itself, between fork and exec, where a process with threads may
-not run Python; it would need another interpreter in front of each rank; and it reaches the rank
-but none of the processes that the rank has started. The guard is started once, in the background,
-and costs the ranks nothing.
+A guard process was chosen over PR_SET_PDEATHSIG. That has to be requested in the rank itself
+between fork and exec, where a process with threads must not run Python; it would need another
+interpreter in front of each rank; and it does not reach what the rank has started.
+
+Started with ``-I -S``: this file must import only the standard library.
 """
+
+from __future__ import annotations
 
 import os
 import signal

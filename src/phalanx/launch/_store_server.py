@@ -1,8 +1,8 @@
-"""Hosts the store where the ranks of one attempt meet, in a process of its own.
+"""Hosts the TCPStore of one attempt in a process of its own.
 
-The launcher opens the listening socket and hands it down, so the port is known before torch is
-loaded and a rank that comes early waits in the socket's queue. Torch is loaded here while the
-ranks load it too; the launcher itself stays small, starts at once, and ends at once.
+Run by the launcher with ``-m``. The launcher opens the listening socket and passes it down, so
+the port is known before torch is imported, and a rank that connects early waits in the socket's
+backlog. The launcher itself never imports torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import signal
 import socket
 import sys
-
-__all__ = ["main"]
 
 
 def main() -> None:

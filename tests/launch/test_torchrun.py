@@ -4,12 +4,12 @@ import pytest
 
 from phalanx.env import usable_cores
 from phalanx.errors import InvalidArgument
-from phalanx.launch._handover import Machines, torchrun_command
+from phalanx.launch._job import TorchrunOptions, torchrun_command
 
 
 def options(**given):
     """Return what torchrun is told of the machines."""
-    return Machines(**given).options()
+    return TorchrunOptions(**given).options()
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def command(script):
 
 
 def test_everything_is_passed_on(command):
-    machines = Machines(
+    machines = TorchrunOptions(
         nnodes="1:4",
         node_rank=1,
         rdzv_endpoint="host0:29400",
@@ -53,7 +53,7 @@ def test_everything_is_passed_on(command):
 
 
 def test_what_was_not_said_is_left_to_torchrun(command):
-    machines = Machines(nnodes="2", node_rank=0)
+    machines = TorchrunOptions(nnodes="2", node_rank=0)
     assert command(machines=machines, ranks=1) == [
         "--nnodes=2",
         "--node-rank=0",
@@ -64,7 +64,9 @@ def test_what_was_not_said_is_left_to_torchrun(command):
 
 
 def test_module():
-    command = torchrun_command("json.tool", ["-x"], machines=Machines(), ranks=1, module=True)
+    command = torchrun_command(
+        "json.tool", ["-x"], machines=TorchrunOptions(), ranks=1, module=True
+    )
     assert command[-3:] == ["-m", "json.tool", "-x"]
 
 
@@ -75,12 +77,12 @@ def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
 
 def test_a_missing_script_is_noticed_before(tmp_path):
     with pytest.raises(InvalidArgument, match="no script"):
-        torchrun_command(tmp_path / "missing.py", machines=Machines(nnodes="2"), ranks=1)
+        torchrun_command(tmp_path / "missing.py", machines=TorchrunOptions(nnodes="2"), ranks=1)
 
 
 def test_no_option_no_machines():
-    assert not Machines()
-    assert Machines(node_rank=0)
+    assert not TorchrunOptions()
+    assert TorchrunOptions(node_rank=0)
 
 
 @pytest.mark.slow

@@ -1,4 +1,8 @@
-"""The command `phalanx checkpoint`: look at checkpoints, verify them, and remove old ones."""
+"""The command `phalanx checkpoint`: list, show, verify, diff and prune checkpoints.
+
+`cli` imports this module to start ranks too, so whatever reads checkpoints is imported inside the
+commands (`_checkpoint_inspection`).
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,6 @@ from typing import Any
 import click
 
 from ..errors import CheckpointError, MisuseError
-
-__all__ = ["checkpoint"]
 
 _EXAMPLES = """\b
 Examples:
@@ -32,17 +34,19 @@ def checkpoint() -> None:
     """
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Write it for a program to read.")
-_path = click.argument("path")
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Write it for a program to read."
+)
+_path_argument = click.argument("path")
 
 
 @contextmanager
-def _explaining() -> Iterator[Any]:
+def _inspection() -> Iterator[Any]:
     """Give what the commands need, loaded now and not to start ranks; errors become sentences."""
-    from . import _checkpoint_views
+    from . import _checkpoint_inspection
 
     try:
-        yield _checkpoint_views
+        yield _checkpoint_inspection
     except BrokenPipeError:
         raise  # whoever reads has seen enough; click leaves quietly
     except (CheckpointError, OSError, EOFError) as error:
@@ -51,23 +55,27 @@ def _explaining() -> Iterator[Any]:
         raise click.UsageError(str(error)) from error
 
 
-def _write(about: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
-    click.echo(json.dumps(about(), indent=2) if as_json else "\n".join(map(_printable, lines())))
+def _echo(about: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
+    click.echo(
+        json.dumps(about(), indent=2)
+        if as_json
+        else "\n".join(map(_escape_control_characters, lines()))
+    )
 
 
-def _printable(line: str) -> str:
+def _escape_control_characters(line: str) -> str:
     """Escape what a terminal would obey: names and values are whatever somebody has saved."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
 @checkpoint.command()
-@_json
-@_path
+@_json_option
+@_path_argument
 def ls(*, path: str, as_json: bool) -> None:
     """List the checkpoints at PATH with their sizes."""
-    with _explaining() as views:
+    with _inspection() as views:
         found = views.find(path)
-        _write(
+        _echo(
             lambda: [each.about() for each in found],
             lambda: views.listing(found),
             as_json=as_json,
@@ -75,28 +83,28 @@ def ls(*, path: str, as_json: bool) -> None:
 
 
 @checkpoint.command(short_help="Show what is in a checkpoint.")
-@_json
-@_path
+@_json_option
+@_path_argument
 def show(*, path: str, as_json: bool) -> None:
     """Show what is in the checkpoint at PATH, or in the newest one there."""
-    with _explaining() as views:
+    with _inspection() as views:
         listing = views.Listing(views.newest(path))
-        _write(listing.about, listing.lines, as_json=as_json)
+        _echo(listing.about, listing.lines, as_json=as_json)
 
 
 @checkpoint.command(short_help="Read checkpoints again and compare all checksums.")
-@_json
-@_path
+@_json_option
+@_path_argument
 def verify(*, path: str, as_json: bool) -> None:
     """Read all of the checkpoints at PATH again, and compare every checksum.
 
     The exit code is 1 if anything is damaged; each such line names the file and the tensor.
     """
-    with _explaining() as views:
+    with _inspection() as views:
         found = views.find(path)
         with _progress(sum(each.bytes for each in found)) as advance:
             problems = views.verify_all(found, advance)
-        _write(lambda: problems, lambda: views.verdict(found, problems), as_json=as_json)
+        _echo(lambda: problems, lambda: views.verdict(found, problems), as_json=as_json)
     click.get_current_context().exit(1 if any(problems.values()) else 0)
 
 
@@ -111,8 +119,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 
 
 @checkpoint.command()
-@_json
-@_path
+@_json_option
+@_path_argument
 @click.argument("other", required=False)
 def diff(*, path: str, other: str | None, as_json: bool) -> None:
     """Tell how the checkpoint at OTHER differs from the one at PATH.
@@ -121,10 +129,10 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     checksums are compared; data is read only where another number of ranks has cut it otherwise.
     The exit code is 1 if they differ.
     """
-    with _explaining() as views:
+    with _inspection() as views:
         one, two = views.pair(path, other)
         found = views.differences(one, two)
-        _write(lambda: found, lambda: views.changes(one, two, found), as_json=as_json)
+        _echo(lambda: found, lambda: views.changes(one, two, found), as_json=as_json)
     click.get_current_context().exit(1 if found else 0)
 
 
@@ -145,22 +153,22 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     help="Keep multiples of N, too.",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
-@_json
-@_path
+@_json_option
+@_path_argument
 def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
     """Remove checkpoints from the folder at PATH, except the last ones.
 
     What is damaged, being read, or has files that are not ours is never removed. The newest one is
     read and verified first, so that a good one is among those that stay.
     """
-    with _explaining() as views:
+    with _inspection() as views:
         from ..checkpoint._retention import Keep
         from ..checkpoint._retention import prune as prune_folder
 
         shelf, found = views.folder(path)
         before = {each.step: each for each in found}
         verdicts = prune_folder(shelf, Keep(keep_last, keep_every or None), dry_run=dry_run)
-        _write(
+        _echo(
             lambda: [{"step": each.step, "kept": each.kept} for each in verdicts],
             lambda: views.pruned(verdicts, before, dry_run=dry_run),
             as_json=as_json,

@@ -1,18 +1,18 @@
-"""Error reports: tracebacks and usage errors that ranks write to stderr, short and shown once.
+"""Error reports of the ranks: tracebacks and usage errors on stderr, shortened and shown once.
 
-When a rank fails, every other rank raises an error about it. Each writes a traceback of some fifty
-lines, most of them frames inside phalanx and torch. A `ReportReader` stands between the stderr of a
-rank and the screen: it holds a report back until it is complete, leaves out what is internal, and
-shows only one line if another rank has reported the same.
+When a rank fails, every other rank raises an error about it, each with a traceback of some
+fifty lines, mostly frames inside phalanx and torch. An `ErrorReportFilter` sits between a
+rank's stderr and the output: it holds a report until it is complete, drops internal frames, and
+prints one line if another rank has reported the same.
 
-Nothing is lost by holding back: a report is shown when the stream ends, when nothing follows it for
-`QUIET` seconds, when the process writes to stdout, or `LONGEST_HOLD` seconds after it began. Lines
-that are no report pass at once.
+Nothing is lost by holding: a report is released when the stream ends, after `QUIET_PERIOD`
+seconds without another line, when the process writes to stdout, or `MAX_HOLD` seconds after it
+began. Lines that belong to no report pass at once.
 
-A traceback need not be the end of a rank: it may be logged, and other lines follow. Nothing tells
-them from a message of several lines. So what is left out where a rank repeats the report of another
-ends at the line that names the exception, and whatever comes after it is shown. Only errors of
-phalanx have known lines there: what each rank was doing.
+A traceback need not end a rank: it may be logged, with other lines after it, which cannot be
+told from a message of several lines. So where a report repeats that of another rank, only lines
+up to the one that names the exception are dropped. Only phalanx errors have known lines after
+that: what each rank was doing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from pathlib import Path
 
 from ..errors import _STATE_TEXTS
 
-__all__ = ["ReportReader", "SeenReports"]
-
-QUIET = 0.5
+QUIET_PERIOD = 0.5
 """Seconds without a further line after which a report is taken for complete."""
-LONGEST_HOLD = 3.0
+MAX_HOLD = 3.0
 """Seconds after which a report is shown, complete or not."""
-MOST_HELD = 5000
+MAX_HELD_LINES = 5000
 """Lines; a longer report is shown as it is."""
 TAIL_LINES = 30
 """How many lines that are no report are kept, to tell how a process explained its end."""
-_SHOWN_AGAIN = 20  # lines of frames, and of the message, that are shown again at the end
+_MAX_SUMMARY_LINES = 20  # lines of frames, and of the message, that are shown again at the end
 
 _HEADER = "Traceback (most recent call last):"
 _USAGE = "usage: "
@@ -44,21 +42,21 @@ _LINKS = (
     "The above exception was the direct cause of the following exception:",
 )
 _STARTS = (_HEADER.encode(), _USAGE.encode())
-_OURS = "phalanx.errors."
-_PACKAGE = f"{Path(__file__).resolve().parents[1]}/"
-_TORCH = ("/site-packages/torch/", "/dist-packages/torch/")
+_ERROR_PREFIX = "phalanx.errors."
+_PACKAGE_PATH = f"{Path(__file__).resolve().parents[1]}/"
+_TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
 _FILE = re.compile(r'  File "(?P<path>[^"]*)", line ')
 _USAGE_ERROR = re.compile(r"\S.*: error: ")
 _EXCEPTION = re.compile(r"[^\s:]+(:|$)")
-_STATE_OF_RANK = re.compile(
+_RANK_STATE_LINE = re.compile(
     rf"  rank \d+(: ({'|'.join(map(re.escape, _STATE_TEXTS.values()))})(,|$)| never arrived$"
     r"| arrived at use \d)"
 )
-_LAST_WORDS = (_HEADER, "Fatal Python error")
+_FINAL_REPORT_STARTS = (_HEADER, "Fatal Python error")
 
 
 @dataclass
-class _Part:
+class _ChainedException:
     """One exception of a chain: its traceback and its message."""
 
     link: str = ""
@@ -70,7 +68,7 @@ class _Part:
 
     @property
     def is_ours(self) -> bool:
-        return self.message[0].startswith(_OURS)
+        return self.message[0].startswith(_ERROR_PREFIX)
 
     @property
     def length(self) -> int:
@@ -78,7 +76,7 @@ class _Part:
         if not self.header:
             return len(self.message)
         place = 1
-        while self.is_ours and self.message[place:] and _STATE_OF_RANK.match(self.message[place]):
+        while self.is_ours and self.message[place:] and _RANK_STATE_LINE.match(self.message[place]):
             place += 1
         return place
 
@@ -96,10 +94,10 @@ class _Part:
 
 
 @dataclass
-class _Report:
+class _ErrorReport:
     """A chain of exceptions; or a usage error, which is all message."""
 
-    parts: list[_Part]
+    parts: list[_ChainedException]
 
     @property
     def is_whole(self) -> bool:
@@ -111,9 +109,9 @@ class _Report:
         first = self.parts[-1].message[0]
         return "usage error" if first.startswith(_USAGE) else first.partition(":")[0]
 
-    def shortened(self) -> _Report:
+    def shortened(self) -> _ErrorReport:
         """Leave out what led to an error of ours inside of phalanx, and internal frames."""
-        kept: list[_Part] = []
+        kept: list[_ChainedException] = []
         for part in self.parts:
             if part.is_ours:
                 while kept and kept[-1].is_internal:
@@ -126,10 +124,10 @@ class _Report:
                 part.frames.append(
                     [f"  ({frames} inside phalanx and torch; --full-tracebacks shows them)"]
                 )
-        return _Report(kept)
+        return _ErrorReport(kept)
 
     def lines(self, *, most: int | None = None) -> list[str]:
-        return [line for part in self.parts for line in _lines(part, most)]
+        return [line for part in self.parts for line in _exception_lines(part, most)]
 
     def rest(self) -> list[str]:
         """Return the lines after it; some may belong to its message."""
@@ -143,20 +141,24 @@ class _Report:
         leave out, from the rank that reports them.
         """
         *before, last = self.parts
-        lines = [line for part in before for line in _key(part, part.message, rank)]
-        return (*lines, *_key(last, last.message[: last.length], rank))
+        lines = [line for part in before for line in _exception_key(part, part.message, rank)]
+        return (*lines, *_exception_key(last, last.message[: last.length], rank))
 
 
-def _key(part: _Part, message: Sequence[str], rank: int | None) -> Iterator[str]:
+def _exception_key(
+    part: _ChainedException, message: Sequence[str], rank: int | None
+) -> Iterator[str]:
     yield part.link
     for frame in part.frames:
         yield from frame
     if part.is_ours:
-        message = [_of_any_rank(each, rank) for each in message if not _STATE_OF_RANK.match(each)]
+        message = [
+            _without_rank_number(each, rank) for each in message if not _RANK_STATE_LINE.match(each)
+        ]
     yield from message
 
 
-def _lines(part: _Part, most: int | None) -> Iterator[str]:
+def _exception_lines(part: _ChainedException, most: int | None) -> Iterator[str]:
     if part.link:
         yield from ("", part.link, "")
     frames = [line for frame in part.frames for line in frame]
@@ -176,33 +178,35 @@ def _is_internal(frame: Sequence[str]) -> bool:
     if found is None:
         return False
     path = found["path"]
-    return path.startswith((_PACKAGE, "<frozen ")) or any(each in path for each in _TORCH)
+    return path.startswith((_PACKAGE_PATH, "<frozen ")) or any(
+        each in path for each in _TORCH_PATHS
+    )
 
 
-def _of_any_rank(line: str, rank: int | None) -> str:
+def _without_rank_number(line: str, rank: int | None) -> str:
     return line if rank is None else re.sub(rf"\brank ?{rank}\b", "rank *", line)
 
 
-def _parse(lines: Sequence[str]) -> Iterator[_Report | str]:
+def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
     """Yield reports, and between them lines that belong to none."""
     place = 0
     while place < len(lines):
         if lines[place].startswith(_USAGE):
             end = _end_of_usage(lines, place)
-            parts = [_Part(header="", message=[*lines[place:end]])] if end else []
+            parts = [_ChainedException(header="", message=[*lines[place:end]])] if end else []
         else:
             end, parts = _parse_chain(lines, place)
         if parts:
-            yield _Report(parts)
+            yield _ErrorReport(parts)
         else:
             end = place + 1
             yield lines[place]
         place = end
 
 
-def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_Part]]:
+def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedException]]:
     """Return the exceptions that are chained from a line on, and where the last of them ends."""
-    parts: list[_Part] = []
+    parts: list[_ChainedException] = []
     end, link = place, ""
     while place < len(lines) and lines[place] == _HEADER:
         after, part = _parse_traceback(lines, place)
@@ -216,9 +220,9 @@ def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_Part]]:
     return end, parts
 
 
-def _parse_traceback(lines: Sequence[str], place: int) -> tuple[int, _Part | None]:
+def _parse_traceback(lines: Sequence[str], place: int) -> tuple[int, _ChainedException | None]:
     """Return one exception that begins with a header, and where it ends; None if it is cut off."""
-    part = _Part()
+    part = _ChainedException()
     place += 1
     while place < len(lines) and lines[place].startswith(" "):
         if lines[place].startswith("    ") and part.frames:
@@ -255,13 +259,13 @@ def _continues_usage(line: str) -> bool:
     return not line[:1].strip()
 
 
-class SeenReports:
+class SeenErrorReports:
     """The reports of all ranks in one attempt."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, ...], int | None] = {}
 
-    def shown(self, report: _Report, rank: int | None) -> list[str]:
+    def shown(self, report: _ErrorReport, rank: int | None) -> list[str]:
         """Return what to show: all of it, or that another rank has reported the same."""
         if rank is None or not report.is_whole:
             return report.lines()
@@ -275,17 +279,17 @@ class SeenReports:
         return [f"(the same {report.kind} as on rank {first})", *report.rest()]
 
 
-class ReportReader:
+class ErrorReportFilter:
     """The lines of one process's stderr, on their way to the screen."""
 
     def __init__(
-        self, seen: SeenReports, rank: int | None, *, labelled: bool = True, full: bool = False
+        self, seen: SeenErrorReports, rank: int | None, *, labelled: bool = True, full: bool = False
     ) -> None:
         self._seen = seen
         self._rank = rank
         self._full = full
         # torch names the rank before each line of a traceback; so do we, and once is enough.
-        self._torchs_label = f"[rank{rank}]:"
+        self._torch_label = f"[rank{rank}]:"
         self._keeps_label = not labelled
         self._held: list[str] = []
         self._is_complete = False
@@ -307,13 +311,13 @@ class ReportReader:
 
     def due(self) -> float:
         """Return when the held lines have to be shown, on the clock that `feed` is told."""
-        at_latest = self._began + LONGEST_HOLD
-        return min(self._last + QUIET, at_latest) if self._is_complete else at_latest
+        at_latest = self._began + MAX_HOLD
+        return min(self._last + QUIET_PERIOD, at_latest) if self._is_complete else at_latest
 
     def last_words(self) -> list[str]:
         """Return how the process explained its end: the last report, or the last lines."""
         tail = [line.decode(errors="replace") for line in self._tail]
-        starts = [place for place, line in enumerate(tail) if line.startswith(_LAST_WORDS)]
+        starts = [place for place, line in enumerate(tail) if line.startswith(_FINAL_REPORT_STARTS)]
         if self._last_report and not starts:
             return [*self._last_report, *tail]
         return tail[starts[-1] if starts else 0 :]
@@ -322,13 +326,13 @@ class ReportReader:
         """Take finished lines and return those that can be shown."""
         shown: list[bytes] = []
         for line in lines:
-            text = self._without_torchs_label(line)
+            text = self._strip_torch_label(line)
             is_labelled = text is not line
             if self._held and not self._continues(text, is_labelled=is_labelled):
                 shown += self.release()
             if self._held or (text.startswith(_STARTS) and not self._full):
                 self._hold(text, now, is_labelled=is_labelled)
-                if len(self._held) > MOST_HELD or self._is_whole_usage():
+                if len(self._held) > MAX_HELD_LINES or self._is_whole_usage():
                     shown += self.release()
             else:
                 self._remember(text)
@@ -370,12 +374,12 @@ class ReportReader:
                 shown.append(item)
             else:
                 short = item.shortened()
-                words = short.lines(most=_SHOWN_AGAIN)
+                words = short.lines(most=_MAX_SUMMARY_LINES)
                 self._last_report = [_bytes(line).decode(errors="replace") for line in words]
                 self._tail.clear()
                 shown += self._seen.shown(short, self._rank)
         if self._has_label and self._keeps_label:
-            shown = [f"{self._torchs_label} {line}" if line else line for line in shown]
+            shown = [f"{self._torch_label} {line}" if line else line for line in shown]
         return [*map(_bytes, shown)]
 
     def _remember(self, line: bytes) -> None:
@@ -383,8 +387,8 @@ class ReportReader:
             self._last_report = []  # so much came after it that it was not the end
         self._tail.append(line)
 
-    def _without_torchs_label(self, line: bytes) -> bytes:
-        label = self._torchs_label.encode()
+    def _strip_torch_label(self, line: bytes) -> bytes:
+        label = self._torch_label.encode()
         return line[len(label) :].removeprefix(b" ") if line.startswith(label) else line
 
 

@@ -14,7 +14,7 @@ from checkpoint.states import saved
 from phalanx.checkpoint import Folder, PerRank
 from phalanx.checkpoint._document import Document
 from phalanx.checkpoint._shelf import LocalShelf
-from phalanx.launch import _checkpoint_views as views
+from phalanx.launch import _checkpoint_inspection as views
 from phalanx.launch._tables import age, size
 from phalanx.launch.cli import main
 

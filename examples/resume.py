@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from phalanx import DDP
-from phalanx.checkpoint import Folder, RNGState, StopRequest
+from phalanx.checkpoint import CheckpointManager, PreemptionGuard, RNGState
 from phalanx.groups import ProcessGroup, new_group
 
 BATCH = 32  # images per rank and step
@@ -37,7 +37,10 @@ def main(path: str, *, epochs: int, every: int) -> None:
     batches = Batches(len(images), group, epochs=epochs)
 
     state = {"model": model, "optimizer": optimizer, "batches": batches, "rng": RNGState()}
-    with Folder(path, keep_last=2, group=group) as folder, StopRequest(group) as stop:
+    with (
+        CheckpointManager(path, keep_last=2, group=group) as folder,
+        PreemptionGuard(group) as stop,
+    ):
         if folder.latest() is not None:
             folder.load(state=state)
         for batch in batches:

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.entry import Aim, Competitors, SelfTimed, entry
 from benchmarks.stats import Compare
-from phalanx.checkpoint import Alike, RankInfo, make_async_checkpointer
+from phalanx.checkpoint import RankInfo, Replicated, make_async_checkpointer
 from phalanx.testing import RankContext
 
 TENSORS, TENSOR = 64, 4 << 20  # of float32: 1 GiB
@@ -109,7 +109,7 @@ class Ours(Saver):
     def __init__(
         self, state: dict[str, torch.Tensor], ctx: RankContext, *, flush: bool, prepared: bool
     ) -> None:
-        self._state = {"model": Alike(state)}
+        self._state = {"model": Replicated(state)}
         init = _nothing if flush else _without_flush
         info = RankInfo(ctx.rank, ctx.size)
         self._made = make_async_checkpointer(rank_info=info, subprocess_init_fn=init)

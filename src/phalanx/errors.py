@@ -299,7 +299,7 @@ class SaveTimeout(SaveFailed, TimeoutError):
     """A save did not happen because ranks were missing at a meeting."""
 
 
-class FolderInUse(SaveFailed):
+class CheckpointDirectoryInUse(SaveFailed):
     """A save did not happen because another job is saving at the same place."""
 
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from phalanx.checkpoint import TCPStoreBarrier, _barrier_line
-from phalanx.checkpoint._barrier_line import Line
+from phalanx.checkpoint import TCPStoreBarrier, _store_barrier
+from phalanx.checkpoint._store_barrier import StoreBarrierMember
 from phalanx.errors import BarrierError
 from ports import free_port
 
@@ -33,8 +33,8 @@ def server():
 @pytest.fixture
 def soon_woken(monkeypatch):
     """Wake those who wait in a failed use sooner than users need it."""
-    monkeypatch.setattr(_barrier_line, "WAKE_AFTER", 0.2)
-    monkeypatch.setattr(_barrier_line, "CANNOT_HAVE_FAILED", 0.18)
+    monkeypatch.setattr(_store_barrier, "WAKE_AFTER", 0.2)
+    monkeypatch.setattr(_store_barrier, "FAILURE_FREE_WINDOW", 0.18)
 
 
 @pytest.fixture
@@ -65,7 +65,10 @@ def lines(server, size, together):
     """Make a line for each rank, at a barrier that no other test uses."""
     prefix = f"p{next(_prefixes)}"
     return together(
-        size, lambda rank: Line(server.clone, prefix, rank=rank, size=size, host="the store")
+        size,
+        lambda rank: StoreBarrierMember(
+            server.clone, prefix, rank=rank, size=size, host="the store"
+        ),
     )
 
 

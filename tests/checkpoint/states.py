@@ -8,10 +8,10 @@ from collections import OrderedDict
 import torch
 
 from phalanx.checkpoint import (
+    CheckpointManager,
     CheckpointReader,
     CheckpointWriter,
     CheckpointWriterConfig,
-    Folder,
     PerRank,
     RankInfo,
 )
@@ -187,7 +187,7 @@ def damage(path):
 
 def filled(path, steps, **options):
     """A folder with a checkpoint of each step."""
-    folder = Folder(path, **options)
+    folder = CheckpointManager(path, **options)
     for step in steps:
         folder.save(step, state_of(step))
     return folder

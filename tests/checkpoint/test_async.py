@@ -11,16 +11,22 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    Alike,
     CheckpointStager,
     CheckpointStagerConfig,
     DefaultStager,
     PerRank,
+    Replicated,
     SaveProgress,
     register_codec,
     wrap_future,
 )
-from phalanx.checkpoint._progress import Meter, enter, expect, listening, wrote
+from phalanx.checkpoint._progress import (
+    ProgressMeter,
+    count_written,
+    enter_phase,
+    expect_bytes,
+    metered,
+)
 from phalanx.errors import InvalidArgument, InvalidState, SaveFailed, SaveTimeout, UnsupportedState
 
 from .states import load, plain, same, together
@@ -40,7 +46,7 @@ def state(rank=0, step=0):
     }
     model["tied"] = model["weight"]
     return {
-        "model": Alike(model),
+        "model": Replicated(model),
         "unmarked": [torch.randn(300, 400, generator=generator), float("nan"), (1, None, True)],
         "own": PerRank({"seed": torch.full((5,), rank), "position": rank}),
         "step": step,
@@ -51,7 +57,7 @@ def wreck(value):
     """Change all tensors of a state in place, as the next step of a training does."""
     if isinstance(value, torch.Tensor):
         value.zero_()
-    elif isinstance(value, Alike | PerRank):
+    elif isinstance(value, Replicated | PerRank):
         wreck(value.value)
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
@@ -59,7 +65,9 @@ def wreck(value):
 
 
 def unmarked(state):
-    return {key: each.value if isinstance(each, Alike) else each for key, each in state.items()}
+    return {
+        key: each.value if isinstance(each, Replicated) else each for key, each in state.items()
+    }
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -174,18 +182,18 @@ def test_progress_is_told(writers, tmp_path):
         assert report.phases.keys() == told
         assert report.bytes_per_second > 0
         assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0
-        meter = process._scribe._recipe.meter
+        meter = process._writer_thread._recipe.meter
         assert (meter.written, meter.total) == (4000, 4000)
 
 
 def test_a_save_that_begins_anew_has_written_nothing():
-    meter = Meter()
-    with listening(meter):
+    meter = ProgressMeter()
+    with metered(meter):
         for _ in range(2):  # as when others were still at the one before
-            enter("writing")
-            expect(300)
-            wrote(100)
-            wrote(200)
+            enter_phase("writing")
+            expect_bytes(300)
+            count_written(100)
+            count_written(200)
     assert (meter.written, meter.total) == (300, 300)
 
 
@@ -234,7 +242,7 @@ class Celsius:
 def test_a_codec_need_not_be_known_to_the_process(writers, tmp_path):
     register_codec("celsius", Celsius, encode=lambda c: {"c": c.degrees}, decode=lambda d: d["c"])
     with checkpointer(writers[0]) as made:
-        made.save(str(tmp_path / "c"), {"t": Alike([Celsius(torch.ones(2))])})[1].result(60)
+        made.save(str(tmp_path / "c"), {"t": Replicated([Celsius(torch.ones(2))])})[1].result(60)
         assert load(tmp_path / "c")[0]["t"][0].tolist() == [1, 1]
 
 

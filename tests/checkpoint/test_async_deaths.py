@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    Alike,
     BarrierConfig,
     CheckpointerConfig,
     CheckpointProcessConfig,
     CheckpointWriterConfig,
     PerRank,
     RankInfo,
+    Replicated,
     make_async_checkpointer,
 )
 from phalanx.errors import CheckpointError
@@ -59,7 +59,7 @@ def make(rank, size, port=None):
 
 
 def state(step):
-    return {"model": Alike({"weight": torch.full((300, 1000), step)}), "step": step}
+    return {"model": Replicated({"weight": torch.full((300, 1000), step)}), "step": step}
 
 
 def die_in_the_middle_of_a_save(ctx, path, note):
@@ -203,7 +203,7 @@ def test_writers_are_killed_at_random_instants(ranks, tmp_path):
 
 
 def own_state(rank, step, weight):
-    return {"model": Alike({"weight": weight}), "own": PerRank([rank, step]), "step": step}
+    return {"model": Replicated({"weight": weight}), "own": PerRank([rank, step]), "step": step}
 
 
 def train_until_killed(ctx, folder, first, seed, victims, port):

@@ -139,7 +139,7 @@ def test_after_close_nothing_is_saved(tmp_path):
 
 
 def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.checkpoint._checkpoint_process_scribe._GRACE", 0.01)
+    monkeypatch.setattr("phalanx.checkpoint._checkpoint_process._KILL_GRACE", 0.01)
     process = make_process(subprocess_shutdown_timeout_secs=0.01)
     assert not process.process_creation_future.cancel()  # nor does it harm anybody
     process.process_creation_future.result(60)
@@ -149,7 +149,7 @@ def test_close_does_not_wait_for_ever(tmp_path, monkeypatch):
     with pytest.raises(SaveTimeout, match=r"was given up: it was not done within 0.01 s"):
         writing.result(60)
     never.set_result({"step": 1})  # now it comes, and finds nobody
-    assert process._scribe._ended.wait(30)
+    assert process._writer_thread._ended.wait(30)
     assert process.process is None or process.process.poll() is not None
     assert not (tmp_path / "c").exists()
 

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from phalanx.checkpoint import Alike, CheckpointStagerConfig, DefaultStager, RankInfo
-from phalanx.checkpoint._staging_memory import Buffer
+from phalanx.checkpoint import CheckpointStagerConfig, DefaultStager, RankInfo, Replicated
+from phalanx.checkpoint._staging_buffer import StagingBuffer
 from phalanx.errors import InvalidState, SaveFailed
 
 from .states import same
@@ -108,7 +108,7 @@ def test_a_rank_copies_its_part_only():
     parts = []
     for rank in range(3):
         made = stager(rank_info=RankInfo(rank, 3))
-        copy = made.stage({"model": Alike(whole)})
+        copy = made.stage({"model": Replicated(whole)})
         assert copy.size <= 8_100_000
         parts.append(copy["model"].value["w"].data.clone())
         made.close()
@@ -141,14 +141,14 @@ def test_a_tensor_of_an_inference_has_no_versions():
 
 def test_memory_that_may_still_be_written_to_is_not_used_again(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    made, mine, before = stager(), {"w": torch.ones(12_000_000)}, Buffer.put
+    made, mine, before = stager(), {"w": torch.ones(12_000_000)}, StagingBuffer.put
 
     def interrupted(*arguments):
         if threading.current_thread() is threading.main_thread():
             raise KeyboardInterrupt
         before(*arguments)
 
-    monkeypatch.setattr(Buffer, "put", interrupted)
+    monkeypatch.setattr(StagingBuffer, "put", interrupted)
     with pytest.raises(KeyboardInterrupt):
         made.stage(mine)
     assert made._pool._free == []

@@ -22,9 +22,9 @@ from phalanx.checkpoint import (
     GroupBarrier,
     RankInfo,
     TCPStoreBarrier,
-    _barrier_connection,
+    _store_connection,
 )
-from phalanx.checkpoint._meeting import turn
+from phalanx.checkpoint._coordination import numbered_save
 from phalanx.errors import BarrierError, BarrierTimeout, InvalidState, SaveFailed
 from phalanx.groups import new_group
 from phalanx.testing import Fault, kill
@@ -94,7 +94,7 @@ def saver(barrier, rank, size):
 
 def save_instead(path, port, size):
     barrier = TCPStoreBarrier(0, size, "save", 20, True, port, "127.0.0.1", LONG)
-    with turn(3):  # which a new process learns from the folder
+    with numbered_save(3):  # which a new process learns from the folder
         saver(barrier, 0, size).write(path, mixed(0, 3))
 
 
@@ -177,7 +177,7 @@ def test_a_process_that_is_forked_off_disturbs_nobody():
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
-                _barrier_connection._say_last_words()
+                _store_connection._flush_connections()
                 try:
                     both[1].execute_barrier()
                 except InvalidState:

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx.checkpoint._barrier_keys import step_of
-from phalanx.checkpoint._barrier_line import Line
+from phalanx.checkpoint._store_barrier import StoreBarrierMember, arrival_increment
 from phalanx.errors import BarrierTimeout, InvalidState
 
 from .places import (
@@ -38,7 +37,7 @@ def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
 
 
 def test_a_rank_that_never_came_is_told_apart(server):
-    place = Line(server.clone, "lonely", rank=0, size=3, host="the store")
+    place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3, host="the store")
     error = caught(place.meet, None, SHORT)
     assert str(error).splitlines() == [
         f"barrier 'lonely', use 1, rank 0: timed out after {SHORT} s: missing ranks 1, 2",
@@ -84,7 +83,7 @@ def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, 
     for _ in range(3):
         assert caught(places[0].meet, None, SHORT)
     prefix = places[0].prefix
-    fresh = Line(server.clone, prefix, rank=1, size=2, host="the store")
+    fresh = StoreBarrierMember(server.clone, prefix, rank=1, size=2, host="the store")
     both = [places[0], fresh]
     assert together(2, lambda rank: both[rank].meet("5", LONG)) == [["5", "5"]] * 2
     with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
@@ -100,7 +99,7 @@ def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(
     while b"1" not in server_value(server, places[1], "at/1"):
         time.sleep(0.001)
     # The one who was counted is as good as dead; in its place there is another.
-    fresh = Line(server.clone, places[1].prefix, rank=1, size=3, host="the store")
+    fresh = StoreBarrierMember(server.clone, places[1].prefix, rank=1, size=3, host="the store")
     with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
         waiting.result(LONG / 2)
     late = caught(places[0].meet, None, LONG)
@@ -114,7 +113,7 @@ def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, togethe
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
     places = lines(server, 3, together)
     places[2]._store.set(places[2]._at_key, '1 "c"')
-    places[2]._epoch.add(step_of("c"))  # and nothing more is heard of it
+    places[2]._epoch.add(arrival_increment("c"))  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
     places[1]._complete = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()

@@ -10,8 +10,8 @@ import torch
 
 from phalanx import _faultpoints
 from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
-from phalanx.checkpoint._document import MANIFEST
-from phalanx.checkpoint._storage import data_file_name, share_of_removal, storage_at
+from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._storage import data_file_name, files_to_remove, storage_at
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, SaveFailed
 
@@ -134,7 +134,7 @@ def test_ranks_leave_before_old_files_are_removed(tmp_path):
 
 def test_each_old_file_is_removed_by_one_rank():
     names = [data_file_name("0" * 16, rank) for rank in range(5)]
-    shares = [share_of_removal([*names, "notes.txt"], 2, rank) for rank in range(2)]
+    shares = [files_to_remove([*names, "notes.txt"], 2, rank) for rank in range(2)]
     assert shares == [names[::2], names[1::2]]
 
 

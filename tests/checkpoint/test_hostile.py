@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint import PerRank
-from phalanx.checkpoint._document import MANIFEST
+from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 

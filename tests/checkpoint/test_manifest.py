@@ -6,9 +6,9 @@ import re
 import pytest
 import torch
 
-from phalanx.checkpoint._bytes import checksum
-from phalanx.checkpoint._document import MANIFEST
-from phalanx.checkpoint._manifest import Manifest
+from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._state_encoding import StateManifest
+from phalanx.checkpoint._storage import checksum
 from phalanx.checkpoint._verify import verify
 from phalanx.errors import DamagedCheckpoint
 
@@ -41,7 +41,7 @@ def with_change(honest, change):
     """Change what a manifest says, and read it."""
     fields = json.loads(json.dumps(honest[1]))
     change(fields)
-    manifest = Manifest.load(seal(fields), "c/manifest.json")
+    manifest = StateManifest.load(seal(fields), "c/manifest.json")
     return manifest.tree(0, "c/manifest.json")
 
 
@@ -148,7 +148,7 @@ def test_a_file_is_in_the_folder_or_nowhere(honest, name):
 )
 def test_what_is_no_manifest_is_refused(data, message):
     with pytest.raises(DamagedCheckpoint, match=f"^m cannot be used: its? .*({message})"):
-        Manifest.load(data, "m")
+        StateManifest.load(data, "m")
 
 
 def test_a_state_that_is_nested_too_deep_is_refused(honest):
@@ -161,7 +161,7 @@ def test_a_state_that_is_nested_too_deep_is_refused(honest):
 
 
 def test_a_manifest_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.checkpoint._document.LARGEST", 1000)
+    monkeypatch.setattr("phalanx.checkpoint._manifest.MAX_MANIFEST_BYTES", 1000)
     saved(tmp_path / "c", [{"a": [1.5] * 100}])
     (error,) = save(tmp_path / "c", [{"a": [1.5] * 1000}])
     assert "UnsupportedState: the manifest would have " in str(error)
@@ -207,9 +207,9 @@ def test_every_single_bit_of_a_manifest_counts(honest, tmp_path):
     for place in range(0, len(data), 97):
         data[place] ^= 1
         with pytest.raises(DamagedCheckpoint):
-            Manifest.load(bytes(data), "m")
+            StateManifest.load(bytes(data), "m")
         data[place] ^= 1
-    Manifest.load(bytes(data), "m")
+    StateManifest.load(bytes(data), "m")
 
 
 def test_a_change_by_hand_is_noticed(tmp_path):

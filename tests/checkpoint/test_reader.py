@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    Alike,
     CheckpointReader,
     CheckpointWriter,
     PerRank,
     RankInfo,
+    Replicated,
     RNGState,
     make_sync_checkpointer,
     register_codec,
 )
-from phalanx.checkpoint._document import MANIFEST
+from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
 from .states import load, mixed, same, saved, trained
@@ -215,7 +215,7 @@ class Loader:
 
 def everything(model, optimizer, loader):
     parts = {"optimizer": optimizer, "loader": PerRank(loader), "rng": RNGState(), "step": 3}
-    return {"model": Alike(model), **parts}
+    return {"model": Replicated(model), **parts}
 
 
 def test_objects_are_loaded_by_their_own_protocol(tmp_path):
@@ -232,7 +232,7 @@ def test_objects_are_loaded_by_their_own_protocol(tmp_path):
     assert same(model.state_dict(), dict(other_model.state_dict()))
     assert same(optimizer.state_dict(), other_optimizer.state_dict())
     assert other_loader.position == 17
-    assert loaded["model"] == Alike(other_model)
+    assert loaded["model"] == Replicated(other_model)
     assert torch.equal(torch.rand(3), drawn)
 
 

@@ -7,10 +7,10 @@ from contextlib import closing
 import pytest
 import torch
 
-from phalanx.checkpoint import Folder
-from phalanx.checkpoint._document import Document, files_of
-from phalanx.checkpoint._retention import Keep, prune
-from phalanx.checkpoint._shelf import LocalShelf, name_of_step
+from phalanx.checkpoint import CheckpointManager
+from phalanx.checkpoint._manifest import Manifest, read_file_entries
+from phalanx.checkpoint._retention import RetentionPolicy, prune
+from phalanx.checkpoint._step_directory import LocalStepDirectory, step_name
 from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import DamagedCheckpoint
 
@@ -23,7 +23,7 @@ def test_the_last_ones_and_every_so_many_are_kept(tmp_path):
         assert folder.latest() == 45
         assert folder.load()["step"] == 45
         assert folder.load(20)["step"] == 20
-    assert names(tmp_path / "run") == [name_of_step(step) for step in (0, 20, 40, 45)]
+    assert names(tmp_path / "run") == [step_name(step) for step in (0, 20, 40, 45)]
 
 
 def test_without_keep_every_only_the_last_ones_are_kept(tmp_path):
@@ -34,17 +34,17 @@ def test_without_keep_every_only_the_last_ones_are_kept(tmp_path):
 def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
     filled(tmp_path, [1])
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
-    assert files_of(manifest, "it") == Document.load(manifest, "it").files != {}
+    assert read_file_entries(manifest, "it") == Manifest.load(manifest, "it").files != {}
     for place in range(0, len(manifest), 17):
         flipped = bytearray(manifest)
         flipped[place] ^= 1
         for damaged in (manifest[:place], bytes(flipped)):
             with pytest.raises(DamagedCheckpoint, match="it cannot be used"):
-                files_of(damaged, "it")
-    document = Document.load(manifest, "it")
+                read_file_entries(damaged, "it")
+    document = Manifest.load(manifest, "it")
     document.version = 2
     with pytest.raises(DamagedCheckpoint, match="version 2"):
-        files_of(document.dump(), "it")
+        read_file_entries(document.dump(), "it")
 
 
 def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
@@ -52,7 +52,7 @@ def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
     folder.close()
     os.symlink(folder.path(1), folder.path(2))
     with pytest.raises(OSError, match="step-00000002"):
-        LocalShelf(str(tmp_path / "run")).remove(2)
+        LocalStepDirectory(str(tmp_path / "run")).remove(2)
     assert folder.load(1)["step"] == 1
 
 
@@ -71,13 +71,13 @@ def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path):
     """Also when only their data can tell, which is not read when a step was written just now."""
     folder = filled(tmp_path, [1, 2, 3], keep_last=5)
     damage(folder.path(3))
-    shelf = LocalShelf(str(tmp_path))
+    shelf = LocalStepDirectory(str(tmp_path))
     for dry_run in (True, False):
-        verdicts = prune(shelf, Keep(last=1), dry_run=dry_run)
+        verdicts = prune(shelf, RetentionPolicy(last=1), dry_run=dry_run)
         assert [each.kept for each in verdicts] == [None, "the last one", "damaged"]
     assert folder.steps() == [2, 3]
     damage(folder.path(2))
-    assert [each.kept for each in prune(shelf, Keep(last=1))] == ["damaged", "damaged"]
+    assert [each.kept for each in prune(shelf, RetentionPolicy(last=1))] == ["damaged", "damaged"]
 
 
 def test_what_is_not_ours_is_left_alone(tmp_path):
@@ -96,7 +96,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
 
 def test_what_is_being_read_stays_until_it_is_not(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
-    hold = LocalShelf(str(tmp_path)).hold(1)
+    hold = LocalStepDirectory(str(tmp_path)).hold(1)
     folder.save(2, state_of(2))
     assert folder.steps() == [1, 2]
     hold.close()
@@ -122,7 +122,7 @@ def test_readers_never_notice_that_old_ones_go(tmp_path):
     seen, errors = set(), []
 
     def read():
-        reader = Folder(tmp_path)
+        reader = CheckpointManager(tmp_path)
         while not done.is_set():
             try:
                 loaded = reader.load()

@@ -5,7 +5,7 @@ import copy
 import torch
 
 from phalanx.checkpoint import CheckpointReader, CheckpointWriter, CheckpointWriterConfig, RankInfo
-from phalanx.checkpoint._barrier_kinds import GroupBarrier
+from phalanx.checkpoint._barriers import GroupBarrier
 from phalanx.ddp import ShardedOptimizer
 from phalanx.testing import over_groups
 

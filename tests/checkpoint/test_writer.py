@@ -9,19 +9,19 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpoint import (
-    Alike,
     CheckpointerConfig,
     CheckpointWriter,
     CheckpointWriterConfig,
     PerRank,
     RankInfo,
+    Replicated,
     SyncCheckpointer,
     WriterHook,
     make_sync_checkpointer,
 )
-from phalanx.checkpoint._builder import default_rank_info
-from phalanx.checkpoint._files import LocalStorage
-from phalanx.errors import FolderInUse, SaveFailed, UnsupportedState
+from phalanx.checkpoint._checkpointer import default_rank_info
+from phalanx.checkpoint._local_storage import LocalStorage
+from phalanx.errors import CheckpointDirectoryInUse, SaveFailed, UnsupportedState
 
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
 
@@ -41,7 +41,7 @@ def test_ranks_save_however_they_meet(tmp_path, size, meet):
 
 def test_what_is_alike_is_written_once_and_by_all(tmp_path):
     model = {f"layer {i}": torch.randn(300_000) for i in range(8)}
-    for path, state in (("marked", {"m": Alike(model)}), ("found", {"m": model})):
+    for path, state in (("marked", {"m": Replicated(model)}), ("found", {"m": model})):
         saved(tmp_path / path, [state] * 4)
         sizes = [file.stat().st_size for file in (tmp_path / path).glob("rank*")]
         assert len(sizes) == 4
@@ -121,7 +121,9 @@ def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
 
 
 def test_what_is_not_alike_is_named_on_every_rank(tmp_path):
-    errors = save(tmp_path / "c", [{"m": Alike({"w": torch.tensor(rank)})} for rank in range(2)])
+    errors = save(
+        tmp_path / "c", [{"m": Replicated({"w": torch.tensor(rank)})} for rank in range(2)]
+    )
     for error in errors:
         assert isinstance(error, SaveFailed)
         assert "m.w is marked as alike, but differs from rank 0 on rank 1" in str(error)
@@ -204,7 +206,7 @@ def test_what_ranks_do_together_to_get_their_state_they_all_do(tmp_path):
     storage = LocalStorage(str(tmp_path / "c"))
     held = storage.begin("another job")
     for error in save(tmp_path / "c", [{"c": Collective()}] * 2):
-        assert isinstance(error, FolderInUse)
+        assert isinstance(error, CheckpointDirectoryInUse)
     storage.end(held)
     saved(tmp_path / "c", [{"c": Collective()}] * 2)
 

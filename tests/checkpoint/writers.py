@@ -19,7 +19,7 @@ from phalanx.checkpoint import (
     DefaultStager,
     RankInfo,
 )
-from phalanx.checkpoint._meeting import turn
+from phalanx.checkpoint._coordination import numbered_save
 
 
 class AnySize(CheckpointWriter):
@@ -28,7 +28,7 @@ class AnySize(CheckpointWriter):
     def write(self, path, state_dict, *, size=1, timeout=30, **kwargs):
         config = CheckpointWriterConfig(timeout)
         info = RankInfo(self._rank_info.global_rank, size)
-        with turn(0):  # other ranks have not been through the same tests
+        with numbered_save(0):  # other ranks have not been through the same tests
             return CheckpointWriter(config, info).write(path, state_dict, **kwargs)
 
 

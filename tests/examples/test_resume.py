@@ -12,7 +12,7 @@ import time
 import pytest
 from example_scripts import ROOT, load
 
-from phalanx.checkpoint import STOPPED, Folder
+from phalanx.checkpoint import STOPPED, CheckpointManager
 from phalanx.testing import RankFailures
 
 pytestmark = pytest.mark.slow
@@ -53,11 +53,11 @@ def test_stopped_and_killed_it_ends_with_the_weights_of_a_run_that_never_was(tmp
         f"stopped on request after saving step 50 (SIGTERM)\nexit code {STOPPED}\n",
         f"exit code {STOPPED}\n",
     ]
-    assert Folder(path).steps() == [40, 50]
+    assert CheckpointManager(path).steps() == [40, 50]
 
     with pytest.raises(RankFailures, match="SIGKILL"):
         run(path, signals=[(90, signal.SIGKILL)])
-    assert Folder(path).steps() == [60, 80]
+    assert CheckpointManager(path).steps() == [60, 80]
 
     resumed, _ = run(path)
     never_stopped, _ = run(str(tmp_path / "other"))
@@ -72,7 +72,7 @@ def test_the_launcher_lets_it_save_and_tells(tmp_path):
     command += ["--every", "1", "--epochs", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
-            while not Folder(path).steps():
+            while not CheckpointManager(path).steps():
                 assert process.poll() is None, process.stderr.read()
                 time.sleep(0.02)
             process.send_signal(signal.SIGTERM)
@@ -81,4 +81,4 @@ def test_the_launcher_lets_it_save_and_tells(tmp_path):
             process.kill()  # its guard ends the rank
     assert process.returncode == STOPPED
     said = re.fullmatch(r"phalanx: stopped on request after saving step (\d+) \(SIGTERM\)", last)
-    assert Folder(path).steps()[-1] == int(said[1])
+    assert CheckpointManager(path).steps()[-1] == int(said[1])

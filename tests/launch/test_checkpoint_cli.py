@@ -11,9 +11,9 @@ import torch
 from click.testing import CliRunner
 
 from checkpoint.states import saved
-from phalanx.checkpoint import Folder, PerRank
-from phalanx.checkpoint._document import Document
-from phalanx.checkpoint._shelf import LocalShelf
+from phalanx.checkpoint import CheckpointManager, PerRank
+from phalanx.checkpoint._manifest import Manifest
+from phalanx.checkpoint._step_directory import LocalStepDirectory
 from phalanx.launch import _checkpoint_inspection as views
 from phalanx.launch._tables import age, size
 from phalanx.launch.cli import main
@@ -92,7 +92,7 @@ def test_ls_goes_on_past_what_is_stranger_still(run):
 def change_state(checkpoint, change):
     """Write another state into a manifest, and seal it."""
     manifest = checkpoint / "manifest.json"
-    document = Document.load(manifest.read_bytes(), "it")
+    document = Manifest.load(manifest.read_bytes(), "it")
     document.state = change(document.state)
     manifest.write_bytes(document.dump())
 
@@ -108,19 +108,19 @@ def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
 
 
 def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
-    steps = LocalShelf.steps
-    listings = iter([[5], [5, *steps(LocalShelf("run"))]])
-    monkeypatch.setattr(LocalShelf, "steps", lambda _: next(listings))
+    steps = LocalStepDirectory.steps
+    listings = iter([[5], [5, *steps(LocalStepDirectory("run"))]])
+    monkeypatch.setattr(LocalStepDirectory, "steps", lambda _: next(listings))
     assert call("ls", "run").splitlines()[-1] == "4 checkpoints, 33.7 KiB"
     monkeypatch.undo()
     monkeypatch.chdir(run.parent)
-    hold = views.hold_folder
+    hold = views.lock_for_reading
 
     def remove_first(path):
         shutil.rmtree(run / "step-00000010", ignore_errors=True)
         return hold(path)
 
-    monkeypatch.setattr(views, "hold_folder", remove_first)
+    monkeypatch.setattr(views, "lock_for_reading", remove_first)
     lines = call("verify", "run").splitlines()
     assert lines[0] == "removed meanwhile: run/step-00000010"
     assert len(lines) == 4
@@ -227,9 +227,9 @@ def test_prune(run):
         ["kept:", "the", "last", "one"],
     ]
     assert lines[-1] == "2 checkpoints would be removed, 16.9 KiB"
-    assert Folder("run").steps() == [10, 20, 30, 40]
+    assert CheckpointManager("run").steps() == [10, 20, 30, 40]
     assert call("prune", *args).splitlines()[-1] == "2 checkpoints removed, 16.9 KiB"
-    assert Folder("run").steps() == [20, 40]
+    assert CheckpointManager("run").steps() == [20, 40]
     assert json.loads(call("prune", "--json", *args)) == [
         {"step": 20, "kept": "every 20"},
         {"step": 40, "kept": "the last one"},
@@ -237,17 +237,17 @@ def test_prune(run):
 
 
 def test_prune_keeps_no_multiples_unless_told_to(run):
-    with Folder("run") as folder:
+    with CheckpointManager("run") as folder:
         folder.save(1000, {})
         folder.save(1001, {})
     call("prune", "run", "--keep-last", 1)
-    assert Folder("run").steps() == [1001]
+    assert CheckpointManager("run").steps() == [1001]
 
 
 def test_prune_keeps_the_last_one_whose_data_is_good(run):
     damage(data_file(run / "step-00000040"))
     call("prune", "run", "--keep-last", 1)
-    assert Folder("run").steps() == [30, 40]
+    assert CheckpointManager("run").steps() == [30, 40]
     assert call("verify", "run", code=1).startswith("good: run/step-00000030")
 
 

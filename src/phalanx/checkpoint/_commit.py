@@ -1,15 +1,15 @@
-"""A save: all ranks, all or nothing.
+"""The commit protocol of a save: all ranks, all or nothing.
 
 ::
 
-    get ready   rank 0 takes the place and cleans up after dead jobs; all parse their state
-    compare     what is alike, unless the state says so or there is one rank
-    write       every rank its part, flushed to disk, then the hook's pre_commit
-    commit      rank 0 writes the manifest and makes all of it visible in one instant
+    prepare     rank 0 locks the path and removes what dead jobs left; all ranks parse their state
+    compare     find what is replicated, unless the state says so or there is one rank
+    write       every rank writes its shards and syncs them, then runs the hook's pre_commit
+    commit      rank 0 writes the manifest, which makes the checkpoint visible atomically
 
-Ranks meet after each of these and say how it went. If it went wrong anywhere, all of them raise the
-first cause; before the last step nothing has been visible, and after it everything is. What was
-there before is removed when they have left.
+Ranks exchange their results after each phase. If one failed, all raise the first cause. Nothing
+is visible before the last phase, and everything after it. The files of the checkpoint that was
+replaced are removed afterwards.
 """
 
 from __future__ import annotations
@@ -24,29 +24,28 @@ from typing import Any
 import msgspec
 
 from ..errors import SaveFailed, StateMismatch
-from ._alike import Part, elements, own_share, sizes_of
-from ._digests import find_differences, marked_apart
-from ._document import FileEntry, HeaderEntry
-from ._dtypes import name_of_dtype
-from ._encoding import encode
-from ._manifest import Manifest
-from ._marks import Piece
-from ._meeting import Company
-from ._paths import Path
-from ._points import reach
-from ._storage import Storage, data_file_name, share_of_removal
-from ._structure import Branch, Node, TensorLeaf, leaves, parse
-from ._tensors import Place, Share, WrittenFile, write_tensors
+from ._coordination import Coordinator
+from ._manifest import FileEntry, HeaderEntry, StatePath
+from ._replication import (
+    TensorRange,
+    elements_in_range,
+    find_differences,
+    per_rank_paths,
+    ranges_of_rank,
+    tensor_sizes,
+)
+from ._state_encoding import StateManifest, encode
+from ._state_tree import Branch, Node, ReplicatedShard, TensorLeaf, leaves, parse_state
+from ._storage import Storage, data_file_name, fault_point, files_to_remove
+from ._tensor_file import TensorShard, WrittenFile, WrittenRange, dtype_name, write_tensor_file
 from ._types import STATE_DICT
 
-__all__ = ["commit_together", "who"]
 
-
-def commit_together(
+def commit_checkpoint(
     open_storage: Callable[[], Storage],
     state_dict: STATE_DICT,
     *,
-    company: Company,
+    company: Coordinator,
     before_commit: Callable[[], None],
 ) -> Callable[[], None] | None:
     """Save a state with all ranks of a company; each calls `before_commit` when it has written.
@@ -65,25 +64,25 @@ class _Save:
 
     _storage: Storage
 
-    def __init__(self, open_storage: Callable[[], Storage], company: Company) -> None:
+    def __init__(self, open_storage: Callable[[], Storage], company: Coordinator) -> None:
         self._open_storage = open_storage
         self._company = company
-        self._leads = company.rank == 0
+        self._is_rank_zero = company.rank == 0
         self._id: str | None = None
         self._tree: Node
-        self._apart: dict[Path, tuple[int, ...]] = {}
+        self._apart: dict[StatePath, tuple[int, ...]] = {}
         """Where ranks differ, and who of them has something there."""
 
     def begin(self, state_dict: STATE_DICT) -> None:
         """Take the place, and find out whether the state can be stored."""
 
         def get_ready() -> str | None:
-            reach("begin")
+            fault_point("begin")
             # On all ranks, before anything may fail on one: a state_dict may be a collective.
-            self._tree = parse(state_dict)
+            self._tree = parse_state(state_dict)
             self._storage = self._open_storage()
-            if self._leads:
-                self._id = self._storage.begin(who(self._company.size))
+            if self._is_rank_zero:
+                self._id = self._storage.begin(lock_owner(self._company.size))
             return self._id
 
         self._id = self._company.together("getting ready", get_ready)[0]
@@ -91,7 +90,7 @@ class _Save:
     def compare(self) -> None:
         """Find out where ranks differ."""
         if self._company.size == 1:
-            self._apart = dict.fromkeys(marked_apart(self._tree), (0,))
+            self._apart = dict.fromkeys(per_rank_paths(self._tree), (0,))
             return
         try:
             self._apart = find_differences(
@@ -105,47 +104,47 @@ class _Save:
 
         def write_part() -> Any:
             report = self._write_part()
-            reach("written")
+            fault_point("written")
             before_commit()
             return report
 
         return self._company.together("writing", write_part)
 
     def _write_part(self) -> Any:
-        alike = _unique(_leaves_outside(self._tree, (), self._apart))
-        mine = own_share(alike.values(), self._company.size, self._company.rank)
+        alike = _by_name(_replicated_leaves(self._tree, (), self._apart))
+        mine = ranges_of_rank(alike.values(), self._company.size, self._company.rank)
         own = [_find(self._tree, path) for path in self._apart]
-        own_tensors = _unique(leaf for node in own if node is not None for leaf in leaves(node))
-        shares = [_share(alike[part.name], part) for part in mine]
-        shares += [_own_share(leaf, self._company.rank) for leaf in own_tensors.values()]
+        own_tensors = _by_name(leaf for node in own if node is not None for leaf in leaves(node))
+        shares = [_replicated_shard(alike[part.name], part) for part in mine]
+        shares += [_per_rank_shard(leaf, self._company.rank) for leaf in own_tensors.values()]
         if not shares:
-            return {"own": [_encode_own(node, "", {}) for node in own]}
+            return {"own": [_encode_per_rank(node, "", {}) for node in own]}
         name = data_file_name(str(self._id), self._company.rank)
         with self._storage.create(str(self._id), name) as sink:
-            written = write_tensors(sink, shares)
+            written = write_tensor_file(sink, shares)
         own_places = dict(zip(own_tensors, written.places[len(mine) :], strict=True))
         return {
             "file": msgspec.to_builtins(_file_entry(written)),
             "alike": [
-                (part.name, part.start, _piece(name, place))
+                (part.name, part.start, _piece_entry(name, place))
                 for part, place in zip(mine, written.places, strict=False)
             ],
-            "own": [_encode_own(node, name, own_places) for node in own],
+            "own": [_encode_per_rank(node, name, own_places) for node in own],
         }
 
     def commit(self, reports: list[Any]) -> Callable[[], None] | None:
         """Let rank 0 make the checkpoint visible, and find out what this rank may remove then."""
 
         def publish() -> list[str]:
-            if not self._leads:
+            if not self._is_rank_zero:
                 return []
-            manifest = _merge(self._tree, self._apart, str(self._id), reports)
+            manifest = _merge_manifest(self._tree, self._apart, str(self._id), reports)
             replaced = self._storage.commit(str(self._id), manifest.dump())
-            reach("committed")
+            fault_point("committed")
             return replaced
 
         replaced = self._company.together("committing", publish)[0]
-        mine = share_of_removal(replaced, self._company.size, self._company.rank)
+        mine = files_to_remove(replaced, self._company.size, self._company.rank)
         return partial(self._storage.discard, mine) if mine else None
 
     def close(self) -> None:
@@ -153,13 +152,13 @@ class _Save:
         try:
             self._company.close()
         finally:
-            if self._leads and self._id is not None:
+            if self._is_rank_zero and self._id is not None:
                 self._storage.end(self._id)
 
 
-def _merge(
-    tree: Node, apart: dict[Path, tuple[int, ...]], save: str, reports: list[Any]
-) -> Manifest:
+def _merge_manifest(
+    tree: Node, apart: dict[StatePath, tuple[int, ...]], save: str, reports: list[Any]
+) -> StateManifest:
     """Make one manifest of what all ranks have written."""
     files: dict[str, FileEntry] = {}
     pieces: dict[str, list[tuple[int, Any]]] = {}
@@ -176,25 +175,25 @@ def _merge(
 
     def place_of(leaf: TensorLeaf) -> Any:
         in_order = sorted(pieces[leaf.name], key=lambda each: each[0])
-        return _describe(leaf, [piece for _, piece in in_order])
+        return _tensor_entry(leaf, [piece for _, piece in in_order])
 
-    return Manifest.make(save, len(reports), files, encode(tree, place_of, per_rank=own))
+    return StateManifest.make(save, len(reports), files, encode(tree, place_of, per_rank=own))
 
 
-def _encode_own(node: Node | None, file: str, places: dict[str, Place]) -> Any:
+def _encode_per_rank(node: Node | None, file: str, places: dict[str, WrittenRange]) -> Any:
     """Write down a part of the state that only this rank has."""
     if node is None:
         return None
-    return encode(node, lambda leaf: _describe(leaf, [_piece(file, places[leaf.name])]))
+    return encode(node, lambda leaf: _tensor_entry(leaf, [_piece_entry(file, places[leaf.name])]))
 
 
-def _describe(leaf: TensorLeaf, pieces: list[Any]) -> dict[str, Any]:
+def _tensor_entry(leaf: TensorLeaf, pieces: list[Any]) -> dict[str, Any]:
     device = {} if leaf.device == "cpu" else {"device": leaf.device}
-    about = {"dtype": name_of_dtype(leaf.dtype), "shape": [*leaf.shape], **device}
+    about = {"dtype": dtype_name(leaf.dtype), "shape": [*leaf.shape], **device}
     return {**about, "pieces": pieces}
 
 
-def _piece(file: str, place: Place) -> dict[str, Any]:
+def _piece_entry(file: str, place: WrittenRange) -> dict[str, Any]:
     return {"file": file, "at": [place.begin, place.end], "xxh3_128": place.checksum}
 
 
@@ -202,29 +201,29 @@ def _file_entry(written: WrittenFile) -> FileEntry:
     return FileEntry(written.length, HeaderEntry(written.header_length, written.header_checksum))
 
 
-def _share(leaf: TensorLeaf, part: Part) -> Share:
-    if isinstance(leaf.data, Piece):
+def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:
+    if isinstance(leaf.data, ReplicatedShard):
         piece = leaf.data
         assert (piece.start, piece.stop) == (part.start, part.stop), "staged for another division"
         assert piece.data is not None
         data = piece.data
     else:
-        data = elements(leaf.data, part)
-    return Share(leaf.name, leaf.dtype, leaf.shape, part.start, part.stop, data)
+        data = elements_in_range(leaf.data, part)
+    return TensorShard(leaf.name, leaf.dtype, leaf.shape, part.start, part.stop, data)
 
 
-def _own_share(leaf: TensorLeaf, rank: int) -> Share:
-    (size,) = sizes_of([leaf]).values()
-    assert not isinstance(leaf.data, Piece), "only what is alike is staged in part"
-    return Share(f"{leaf.name}~rank{rank}", leaf.dtype, leaf.shape, 0, size, leaf.data)
+def _per_rank_shard(leaf: TensorLeaf, rank: int) -> TensorShard:
+    (size,) = tensor_sizes([leaf]).values()
+    assert not isinstance(leaf.data, ReplicatedShard), "only what is alike is staged in part"
+    return TensorShard(f"{leaf.name}~rank{rank}", leaf.dtype, leaf.shape, 0, size, leaf.data)
 
 
-def _unique(tensors: Iterator[TensorLeaf]) -> dict[str, TensorLeaf]:
+def _by_name(tensors: Iterator[TensorLeaf]) -> dict[str, TensorLeaf]:
     return {leaf.name: leaf for leaf in tensors}
 
 
-def _leaves_outside(
-    node: Node, path: Path, apart: dict[Path, tuple[int, ...]]
+def _replicated_leaves(
+    node: Node, path: StatePath, apart: dict[StatePath, tuple[int, ...]]
 ) -> Iterator[TensorLeaf]:
     """Yield the tensors that are alike."""
     if path in apart:
@@ -233,15 +232,15 @@ def _leaves_outside(
         yield node
     elif isinstance(node, Branch):
         for key, child in node.children.items():
-            yield from _leaves_outside(child, (*path, key), apart)
+            yield from _replicated_leaves(child, (*path, key), apart)
 
 
-def _find(node: Node | None, path: Path) -> Node | None:
+def _find(node: Node | None, path: StatePath) -> Node | None:
     for key in path:
         node = node.children.get(key) if isinstance(node, Branch) else None
     return node
 
 
-def who(ranks: int) -> str:
+def lock_owner(ranks: int) -> str:
     """Say who this job is, for those who find the place taken."""
     return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"

@@ -1,7 +1,9 @@
-"""How far a save is: what the writing tells, and what it makes of it in the end.
+"""Progress and results of saves: `SaveProgress`, `SaveReport`, `WriteFuture`.
 
-The writing says what it is doing to whoever listens (`listening`); nobody does by default, and then
-it costs one look at a variable for every few megabytes.
+The writing side reports phases and bytes to a `ProgressMeter`, which may live in memory shared
+with another process. Without a meter, a report costs one lookup every few megabytes.
+
+Torch-free: `_local_storage` imports this module.
 """
 
 from __future__ import annotations
@@ -10,11 +12,11 @@ import mmap
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-
-__all__ = ["Meter", "SaveProgress", "SaveReport", "enter", "expect", "listening", "wrote"]
+from typing import Any
 
 PHASES = (
     "staging",
@@ -68,7 +70,7 @@ class SaveReport:
         return self.bytes_written / seconds if seconds else 0.0
 
 
-class Meter:
+class ProgressMeter:
     """Takes note of a save; a process that shares its memory can read along."""
 
     SIZE = 32
@@ -132,36 +134,124 @@ class Meter:
         return {PHASES[i]: each for i, each in sorted(self._seconds.items()) if each > 0}
 
 
-_listener: ContextVar[Meter | None] = ContextVar("phalanx_checkpoint_meter", default=None)
+_meter: ContextVar[ProgressMeter | None] = ContextVar("phalanx_checkpoint_meter", default=None)
 
 
 @contextmanager
-def listening(meter: Meter) -> Iterator[None]:
+def metered(meter: ProgressMeter) -> Iterator[None]:
     """Tell `meter` how far the save is that the block does."""
     meter.restart()
-    token = _listener.set(meter)
+    token = _meter.set(meter)
     try:
         yield
     finally:
-        _listener.reset(token)
+        _meter.reset(token)
 
 
-def enter(phase: str) -> None:
+def enter_phase(phase: str) -> None:
     """Say that a phase begins."""
-    meter = _listener.get()
+    meter = _meter.get()
     if meter is not None:
         meter.enter(phase)
 
 
-def expect(size: int) -> None:
+def expect_bytes(size: int) -> None:
     """Say how many bytes this rank will write."""
-    meter = _listener.get()
+    meter = _meter.get()
     if meter is not None:
         meter.expect(size)
 
 
-def wrote(size: int) -> None:
+def count_written(size: int) -> None:
     """Say that some more are written."""
-    meter = _listener.get()
+    meter = _meter.get()
     if meter is not None:
         meter.wrote(size)
+
+
+def wrap_future(original_result: Any) -> Future[None]:
+    """Return a future that is done when the given one is, fails as it does, and holds nothing.
+
+    For what is no future, return one that is done.
+    """
+    wrapped: Future[None] = Future()
+    wrapped.set_running_or_notify_cancel()
+    if not isinstance(original_result, Future):
+        wrapped.set_result(None)
+        return wrapped
+
+    def pass_on(original: Future[Any]) -> None:
+        try:
+            original.result()
+        except BaseException as error:  # noqa: BLE001 - also that it was cancelled
+            wrapped.set_exception(error)
+        else:
+            wrapped.set_result(None)
+
+    original_result.add_done_callback(pass_on)
+    return wrapped
+
+
+@dataclass(frozen=True)
+class WriteResult:
+    """What a save that succeeded has done."""
+
+    bytes_staged: int
+    staging_seconds: float
+    bytes_written: int
+    phases: dict[str, float]
+    finished: float = field(default_factory=time.perf_counter)
+
+
+class WriteFuture(Future[None]):
+    """The end of a save; it knows whether anybody has asked how it went."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+        self.was_asked = False
+        self.began = time.perf_counter()
+        self.stall_seconds = 0.0
+        self._outcome: WriteResult | None = None
+        self.set_running_or_notify_cancel()  # what others may be waiting for cannot be cancelled
+
+    @property
+    def report(self) -> SaveReport | None:
+        """What the save took, once it has succeeded."""
+        outcome = self._outcome
+        if outcome is None:
+            return None
+        return SaveReport(
+            path=self.path,
+            bytes_staged=outcome.bytes_staged,
+            bytes_written=outcome.bytes_written,
+            stall_seconds=self.stall_seconds,
+            staging_seconds=outcome.staging_seconds,
+            total_seconds=outcome.finished - self.began,
+            phases=outcome.phases,
+        )
+
+    def progress(self, *, phase: str, written: int, total: int, speed: float) -> SaveProgress:
+        """Tell how far the save is, given what is known of it."""
+        seconds = time.perf_counter() - self.began
+        return SaveProgress(self.path, phase, written, total, seconds, speed)
+
+    def succeed(self, outcome: WriteResult) -> None:
+        """Note that the checkpoint is in place."""
+        self._outcome = outcome
+        self.set_result(None)
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait for the end, and raise what went wrong."""
+        self.exception(timeout)
+        super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the end, and return what went wrong."""
+        error = super().exception(timeout)
+        self.was_asked = True
+        return error
+
+    def failure(self) -> BaseException | None:
+        """Return what went wrong, if it is over; this does not count as asking."""
+        return super().exception() if self.done() else None

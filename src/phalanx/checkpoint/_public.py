@@ -1,9 +1,9 @@
-"""The public names of `phalanx.checkpoint`, which are loaded when the first of them is used."""
+"""The public names of `phalanx.checkpoint`, imported when the first of them is used."""
+
+from __future__ import annotations
 
 from .._signals import STOPPED
-from . import barriers  # noqa: F401 - a public name of the package, as a module of its own
-from ._async_checkpointer import AsyncCheckpointer
-from ._barrier_kinds import (
+from ._barriers import (
     BARRIER_REGISTRY,
     Barrier,
     BarrierConfig,
@@ -13,30 +13,31 @@ from ._barrier_kinds import (
     create_barrier_from_config,
     register_barrier,
 )
-from ._builder import make_async_checkpointer, make_sync_checkpointer
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
-from ._checkpoint_reader import CheckpointReader
-from ._checkpoint_writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
-from ._checkpointer import Checkpointer, SyncCheckpointer
-from ._codecs import register_codec
-from ._config import CheckpointerConfig
-from ._folder import Folder
-from ._futures import WriteFuture, wrap_future
-from ._marks import Alike, PerRank
-from ._progress import SaveProgress, SaveReport
+from ._checkpointer import (
+    AsyncCheckpointer,
+    Checkpointer,
+    CheckpointerConfig,
+    SyncCheckpointer,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from ._manager import CheckpointManager
+from ._preemption import PreemptionGuard
+from ._progress import SaveProgress, SaveReport, WriteFuture, wrap_future
+from ._reader import CheckpointReader
 from ._rng import RNGState
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
-from ._stopping import StopRequest
+from ._state_tree import PerRank, Replicated, register_codec
 from ._types import STATE_DICT, RankInfo
+from ._writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 
 __all__ = [
-    "BARRIER_REGISTRY",
-    "STATE_DICT",
-    "STOPPED",
-    "Alike",
     "AsyncCheckpointer",
+    "BARRIER_REGISTRY",
     "Barrier",
     "BarrierConfig",
+    "CheckpointManager",
     "CheckpointProcess",
     "CheckpointProcessConfig",
     "CheckpointReader",
@@ -48,14 +49,16 @@ __all__ = [
     "CheckpointerConfig",
     "DefaultStager",
     "DistBarrier",
-    "Folder",
     "GroupBarrier",
     "PerRank",
+    "PreemptionGuard",
     "RNGState",
     "RankInfo",
+    "Replicated",
+    "STATE_DICT",
+    "STOPPED",
     "SaveProgress",
     "SaveReport",
-    "StopRequest",
     "SyncCheckpointer",
     "TCPStoreBarrier",
     "WriteFuture",

@@ -1,4 +1,8 @@
-"""Which checkpoints of a folder are kept, and why."""
+"""Retention: which checkpoints of a directory are kept, and why. Torch-free.
+
+A damaged checkpoint does not count as one of the last, and is never removed: it may be worth
+rescuing. The newest one that counts is known to be good.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +10,21 @@ import operator
 from dataclasses import dataclass
 
 from ..errors import CheckpointNotFound, InvalidArgument, InvalidType
-from ._shelf import Shelf
+from ._step_directory import StepDirectory
 from ._verify import verify
-
-__all__ = ["Keep", "Verdict", "prune"]
 
 
 @dataclass(frozen=True)
-class Keep:
+class RetentionPolicy:
     """How much is kept: the last ones, and every one whose step is a multiple."""
 
     last: int
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if _whole("keep_last", self.last) < 1:
+        if _check_integer("keep_last", self.last) < 1:
             raise InvalidArgument(f"keep_last is {self.last}: at least the last one is kept")
-        if self.every is not None and _whole("keep_every", self.every) < 0:
+        if self.every is not None and _check_integer("keep_every", self.every) < 0:
             raise InvalidArgument(f"keep_every is {self.every}; it cannot be negative")
 
     def marks(self, step: int) -> bool:
@@ -30,7 +32,7 @@ class Keep:
         return bool(self.every and step % self.every == 0)
 
 
-def _whole(name: str, number: object) -> int:
+def _check_integer(name: str, number: object) -> int:
     try:
         return operator.index(number)  # type: ignore[arg-type]
     except TypeError:
@@ -38,7 +40,7 @@ def _whole(name: str, number: object) -> int:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RetentionDecision:
     """What becomes of a checkpoint."""
 
     step: int
@@ -47,34 +49,38 @@ class Verdict:
 
 
 def prune(
-    shelf: Shelf, keep: Keep, *, written: int | None = None, dry_run: bool = False
-) -> list[Verdict]:
+    shelf: StepDirectory,
+    keep: RetentionPolicy,
+    *,
+    written: int | None = None,
+    dry_run: bool = False,
+) -> list[RetentionDecision]:
     """Remove what need not be kept, and say what became of every checkpoint.
 
     What is damaged does not count as one of the last, and somebody may want to rescue it. The
     newest one that counts is known to be good: it was `written` just now, or all of it is read.
     """
-    verdicts: list[Verdict] = []
+    verdicts: list[RetentionDecision] = []
     good = 0
     for step in reversed(shelf.steps()):
         if good == keep.last and keep.marks(step):
             why: str | None = f"every {keep.every}"
-        elif _is_damaged(shelf, step, is_trusted=good > 0 or _is_since(step, written)):
+        elif _is_damaged(shelf, step, is_trusted=good > 0 or _is_at_or_after(step, written)):
             why = "damaged"
         elif good < keep.last:
             good += 1
             why = "the last one" if keep.last == 1 else f"one of the last {keep.last}"
         else:
-            why = _dismiss(shelf, step, dry_run=dry_run)
-        verdicts.append(Verdict(step, why))
+            why = _remove_unless_blocked(shelf, step, dry_run=dry_run)
+        verdicts.append(RetentionDecision(step, why))
     return verdicts[::-1]
 
 
-def _is_since(step: int, written: int | None) -> bool:
+def _is_at_or_after(step: int, written: int | None) -> bool:
     return written is not None and step >= written
 
 
-def _is_damaged(shelf: Shelf, step: int, *, is_trusted: bool) -> bool:
+def _is_damaged(shelf: StepDirectory, step: int, *, is_trusted: bool) -> bool:
     """Tell whether a checkpoint cannot be whole; of one that is trusted, no data is read."""
     if shelf.damage(step) is not None:
         return True
@@ -84,7 +90,7 @@ def _is_damaged(shelf: Shelf, step: int, *, is_trusted: bool) -> bool:
         return True
 
 
-def _dismiss(shelf: Shelf, step: int, *, dry_run: bool) -> str | None:
+def _remove_unless_blocked(shelf: StepDirectory, step: int, *, dry_run: bool) -> str | None:
     """Remove a checkpoint, unless something is against it."""
     try:
         obstacle = shelf.obstacle(step)

@@ -1,4 +1,4 @@
-"""The states of random number generators, as something that a state may hold."""
+"""`RNGState`: the state of the global random number generators, as part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import sys
 from typing import Any
 
 import torch
-
-__all__ = ["RNGState"]
 
 
 class RNGState:

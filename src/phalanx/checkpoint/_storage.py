@@ -1,9 +1,11 @@
-"""Where checkpoints live: what the commit and the reader need of a place.
+"""The interface between checkpoints and the place that holds them.
 
-Every save writes files of its own, with a random number in their names, and last the manifest. The
-manifest decides: it appears under its name in one instant, it names all files that belong to it,
-and nobody looks at files that no manifest names. So a save may go on beside an older checkpoint at
-the same path, and a reader has the one or the other, never some of both.
+Every save writes files of its own, with the save's random id in their names, and the manifest
+last. The manifest decides: it appears atomically, it names all files that belong to the
+checkpoint, and files that no manifest names are ignored. A save can therefore run beside an
+older checkpoint at the same path, and a reader sees the one or the other.
+
+Torch-free. Imports nothing of this package, so that every module may import it.
 """
 
 from __future__ import annotations
@@ -14,33 +16,38 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
+import xxhash
+
+from .. import _faultpoints
 from ..errors import InvalidArgument
 
 if TYPE_CHECKING:
-    from ._tensors import Sink
+    from ._tensor_file import Sink
 
-__all__ = [
-    "NOTE",
-    "OUR_FILES",
-    "Board",
-    "Snapshot",
-    "Source",
-    "Storage",
-    "data_file_name",
-    "new_save",
-    "share_of_removal",
-    "storage_at",
-    "without_scheme",
-]
 
-OUR_FILES = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
+CHUNK_BYTES = 2 << 20
+"""Bytes that are hashed and then written while they are still in the processor's cache."""
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the checksum of some bytes, as manifests have it."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def fault_point(point: str) -> None:
+    """Say that a save has come to a point."""
+    if _faultpoints.armed:
+        _faultpoints.reach(f"checkpoint:{point}")
+
+
+DATA_FILE_NAME = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
 """The names of data files; nothing else in a folder is ever removed."""
 
-NOTE = "note."
+MESSAGE_PREFIX = "note."
 """How the names of notes begin."""
 
 
-def new_save() -> str:
+def new_save_id() -> str:
     """Draw the number of a save."""
     return secrets.token_hex(8)
 
@@ -50,13 +57,13 @@ def data_file_name(save: str, rank: int) -> str:
     return f"rank{rank}-{save}.safetensors"
 
 
-def share_of_removal(names: list[str], ranks: int, rank: int) -> list[str]:
+def files_to_remove(names: list[str], ranks: int, rank: int) -> list[str]:
     """Choose what one of the ranks removes: what it has written, as its machine has it cached."""
-    writers = {name: int(found[1]) for name in names if (found := OUR_FILES.fullmatch(name))}
+    writers = {name: int(found[1]) for name in names if (found := DATA_FILE_NAME.fullmatch(name))}
     return [name for name, writer in writers.items() if writer % ranks == rank]
 
 
-class Board(Protocol):
+class MessageStore(Protocol):
     """A place where ranks leave notes for each other if they have nothing better."""
 
     def put(self, name: str, text: str) -> None:
@@ -77,7 +84,7 @@ class Board(Protocol):
         Returns a file to be closed by who is done, or None where there is no such thing.
         """
 
-    def is_deserted(self, name: str) -> bool:
+    def is_abandoned(self, name: str) -> bool:
         """Tell whether it is certain that nobody stands by a note any more."""
 
 
@@ -94,7 +101,7 @@ class Source(ABC):
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `memory` with what is at `offset`; raises `EOFError` if there is not enough."""
+        """Fill `tensor_memory` with what is at `offset`; raises `EOFError` if there is not enough."""
 
     @abstractmethod
     def close(self) -> None:
@@ -149,7 +156,7 @@ class Storage(ABC):
         """
 
     @abstractmethod
-    def board(self) -> Board:
+    def board(self) -> MessageStore:
         """Return the place for notes among the ranks of one save."""
 
     @abstractmethod
@@ -157,7 +164,7 @@ class Storage(ABC):
         """Look at what is there now; raises `FileNotFoundError` if there is nothing."""
 
 
-def without_scheme(path: str) -> str:
+def strip_file_scheme(path: str) -> str:
     """Return what a URL of the local file system means, and any other path as it is.
 
     Not by fsspec, which would write over the manifest that is there: it has no rename.
@@ -169,11 +176,11 @@ def storage_at(path: str) -> Storage:
     """Return the storage for a path: the local file system, or fsspec for what has a ``://``."""
     if not path:
         raise InvalidArgument("a checkpoint needs a path, and this one is empty")
-    path = without_scheme(path)
+    path = strip_file_scheme(path)
     if "://" in path:
-        from ._remote import RemoteStorage
+        from ._remote_storage import RemoteStorage
 
         return RemoteStorage(path)
-    from ._files import LocalStorage
+    from ._local_storage import LocalStorage
 
     return LocalStorage(path)

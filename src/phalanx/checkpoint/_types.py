@@ -1,4 +1,4 @@
-"""The words that every part of checkpointing shares."""
+"""Types that all of checkpointing shares: `RankInfo`, `STATE_DICT` and two protocols."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import InvalidArgument
-
-__all__ = ["STATE_DICT", "BarrierLike", "RankInfo", "Stateful"]
 
 STATE_DICT: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""

@@ -1,4 +1,4 @@
-"""Read every byte of a checkpoint and compare it with its checksum, without torch."""
+"""Verify a checkpoint: read every byte and compare checksums. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from contextlib import closing
 import xxhash
 
 from ..errors import CheckpointNotFound, DamagedCheckpoint
-from ._contents import Entry, contents
-from ._document import (
+from ._manifest import (
     MANIFEST,
-    Document,
     FileEntry,
-    Malformed,
+    MalformedManifest,
+    Manifest,
+    ManifestEntry,
     PieceEntry,
     TensorEntry,
     check_ranges,
+    list_entries,
 )
 from ._storage import Snapshot, Source, storage_at
 
-__all__ = ["digest", "verify"]
-
-Progress = Callable[[int], None]
+ProgressCallback = Callable[[int], None]
 
 
-def verify(path: str, progress: Progress = lambda _: None) -> list[str]:
+def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
     """Return what is wrong with a checkpoint, each with the name of the file and the tensor.
 
     `progress` is told how many bytes were read. If a save replaces the checkpoint in the meantime,
@@ -34,20 +33,20 @@ def verify(path: str, progress: Progress = lambda _: None) -> list[str]:
     """
     while True:
         save, problems = _verify_once(path, progress)
-        if not problems or save == _save_at(path):
+        if not problems or save == _current_save(path):
             return problems
 
 
-def _save_at(path: str) -> str:
+def _current_save(path: str) -> str:
     """Return the number of the save that is there now, or nothing if it has none."""
     try:
         with closing(storage_at(path).snapshot()) as snapshot:
-            return Document.load(snapshot.manifest(), path).save
+            return Manifest.load(snapshot.manifest(), path).save
     except (DamagedCheckpoint, OSError):
         return ""
 
 
-def _verify_once(path: str, progress: Progress) -> tuple[str, list[str]]:
+def _verify_once(path: str, progress: ProgressCallback) -> tuple[str, list[str]]:
     """Return the number of the save that is there, and what is wrong with it."""
     try:
         snapshot = storage_at(path).snapshot()
@@ -59,7 +58,7 @@ def _verify_once(path: str, progress: Progress) -> tuple[str, list[str]]:
         except FileNotFoundError:
             raise CheckpointNotFound(f"{path} has no {MANIFEST}") from None
         except (DamagedCheckpoint, OSError) as error:
-            return _save_at(path), [str(error)]
+            return _current_save(path), [str(error)]
         return document.save, [
             f"{path}/{name}: {problem}"
             for name, entry in document.files.items()
@@ -67,7 +66,7 @@ def _verify_once(path: str, progress: Progress) -> tuple[str, list[str]]:
         ]
 
 
-def digest(path: str, tensor: TensorEntry) -> str:
+def stored_digest(path: str, tensor: TensorEntry) -> str:
     """Return a checksum of all bytes of a tensor, however they were cut into pieces."""
     whole = xxhash.xxh3_128()
     with closing(storage_at(path).snapshot()) as snapshot:
@@ -78,19 +77,19 @@ def digest(path: str, tensor: TensorEntry) -> str:
     return whole.hexdigest()
 
 
-Pieces = dict[tuple[int, int], tuple[PieceEntry, Entry]]
+Pieces = dict[tuple[int, int], tuple[PieceEntry, ManifestEntry]]
 
 
-def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Document, dict[str, Pieces]]:
+def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Manifest, dict[str, Pieces]]:
     """Return the manifest and, for each file, what is where in it."""
     file = f"{path}/{MANIFEST}"
-    document = Document.load(snapshot.manifest(), file)
+    document = Manifest.load(snapshot.manifest(), file)
     pieces: dict[str, Pieces] = defaultdict(dict)
     try:
-        entries = contents(document)
+        entries = list_entries(document)
         tensors = [entry.tensor for entry in entries if entry.tensor is not None]
         check_ranges(document.files, tensors)
-    except Malformed as error:
+    except MalformedManifest as error:
         raise DamagedCheckpoint(f"{file} cannot be used: {error}") from None
     for entry in entries:
         for piece in entry.tensor.pieces if entry.tensor is not None else ():
@@ -101,7 +100,7 @@ def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Document, dict[str, P
 
 
 def _verify_file(
-    snapshot: Snapshot, name: str, entry: FileEntry, pieces: Pieces, progress: Progress
+    snapshot: Snapshot, name: str, entry: FileEntry, pieces: Pieces, progress: ProgressCallback
 ) -> Iterator[str]:
     try:
         source = snapshot.open(name)
@@ -119,7 +118,7 @@ def _verify_file(
                 yield f"{owner.name}{whose} is damaged (bytes {begin} to {end})"
 
 
-def _checksum(source: Source, begin: int, end: int, progress: Progress) -> str:
+def _checksum(source: Source, begin: int, end: int, progress: ProgressCallback) -> str:
     """Return the checksum of some bytes, or nothing if they are not there."""
     found = xxhash.xxh3_128()
     try:

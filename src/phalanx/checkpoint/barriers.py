@@ -1,10 +1,12 @@
-"""Barriers: every rank waits until all have come, and learns who has not.
+"""Barriers: every rank waits until all ranks arrive, and learns which ones did not.
 
 The names of ``torch.distributed.checkpoint._experimental.barriers``, and `GroupBarrier`. All of
-these also have `exchange`, a barrier that brings what every rank says to all.
+them also have `exchange`, a barrier that returns a text from every rank.
 """
 
-from ._barrier_kinds import (
+from __future__ import annotations
+
+from ._barriers import (
     BARRIER_REGISTRY,
     Barrier,
     BarrierConfig,

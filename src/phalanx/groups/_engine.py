@@ -133,13 +133,13 @@ class RawWork(Protocol):
 Engine = Any
 """An object with torch's collectives in list-and-options form.
 
-Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with the others'
+Optional, for engines of our own: ``run_on_all_ranks(sequence, said, side)`` compares a call with the others'
 of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
 ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
 on with what nobody waits for; ``rest()`` ends a thread of its own, for the group that kept the
 memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allreduce that adds up
-real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for barriers, and
-``adopt(ticket, memory)`` the work of a call that came by it (`_shortcut`).
+real numbers; ``shortcut(**divide_among_ranks)`` makes an even shorter way, for that and for barriers, and
+``adopt(ticket, tensor_memory)`` the work of a call that came by it (`_shortcut`).
 
 An interrupt may come between the engine's start of a call and the moment when its handle is stored.
 So an engine has ``begun``, a list that the group sets: it puts the handle of each call there in the

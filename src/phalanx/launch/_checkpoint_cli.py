@@ -162,12 +162,14 @@ def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json:
     read and verified first, so that a good one is among those that stay.
     """
     with _inspection() as views:
-        from ..checkpoint._retention import Keep
+        from ..checkpoint._retention import RetentionPolicy
         from ..checkpoint._retention import prune as prune_folder
 
         shelf, found = views.folder(path)
         before = {each.step: each for each in found}
-        verdicts = prune_folder(shelf, Keep(keep_last, keep_every or None), dry_run=dry_run)
+        verdicts = prune_folder(
+            shelf, RetentionPolicy(keep_last, keep_every or None), dry_run=dry_run
+        )
         _echo(
             lambda: [{"step": each.step, "kept": each.kept} for each in verdicts],
             lambda: views.pruned(verdicts, before, dry_run=dry_run),

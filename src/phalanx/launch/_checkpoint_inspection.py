@@ -14,11 +14,25 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint._contents import Entry, contents
-from ..checkpoint._document import MANIFEST, Document, Malformed, TensorEntry, check_ranges
-from ..checkpoint._retention import Verdict
-from ..checkpoint._shelf import Hold, Shelf, hold_folder, read_document, shelf_at, step_of_name
-from ..checkpoint._verify import digest, verify
+from ..checkpoint._manifest import (
+    MANIFEST,
+    MalformedManifest,
+    Manifest,
+    ManifestEntry,
+    TensorEntry,
+    check_ranges,
+    list_entries,
+)
+from ..checkpoint._retention import RetentionDecision
+from ..checkpoint._step_directory import (
+    ReadLock,
+    StepDirectory,
+    lock_for_reading,
+    parse_step_name,
+    read_manifest,
+    step_directory_at,
+)
+from ..checkpoint._verify import stored_digest, verify
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 from ._tables import age, count, size, table
 
@@ -31,15 +45,15 @@ class Found:
     """A checkpoint, as far as its manifest tells."""
 
     path: str
-    document: Document | None
+    document: Manifest | None
     """Its manifest; None if it is damaged."""
     damage: str | None = None
-    state: tuple[Entry, ...] = ()
+    state: tuple[ManifestEntry, ...] = ()
 
     @property
     def step(self) -> int | None:
         """The step that its name tells."""
-        return step_of_name(os.path.basename(self.path.rstrip("/")))
+        return parse_step_name(os.path.basename(self.path.rstrip("/")))
 
     @property
     def bytes(self) -> int:
@@ -55,7 +69,7 @@ class Found:
         except OSError:
             return None
 
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[ManifestEntry, ...]:
         """Return what it holds; raises `DamagedCheckpoint`."""
         if self.document is None:
             raise DamagedCheckpoint(self.damage)
@@ -80,7 +94,7 @@ def find(path: str) -> list[Found]:
     """Return the checkpoint at a path, or those in it; raises `CheckpointNotFound` if none is."""
     with suppress(CheckpointNotFound):
         return [_read_checkpoint(path)]
-    shelf = shelf_at(path)
+    shelf = step_directory_at(path)
     for _ in range(_ATTEMPTS):
         steps = shelf.steps()
         found = [each for step in steps if (each := _read_step(shelf, step)) is not None]
@@ -93,7 +107,7 @@ def find(path: str) -> list[Found]:
     raise CheckpointNotFound(f"{path} is neither a checkpoint nor a folder of checkpoints")
 
 
-def _read_step(shelf: Shelf, step: int) -> Found | None:
+def _read_step(shelf: StepDirectory, step: int) -> Found | None:
     """Read one of many, if it is still there; as strange as it may be, it hides no others."""
     place = shelf.place(step)
     try:
@@ -106,17 +120,17 @@ def _read_step(shelf: Shelf, step: int) -> Found | None:
 
 def _read_checkpoint(path: str) -> Found:
     try:
-        document = read_document(path)
-        state = contents(document)
+        document = read_manifest(path)
+        state = list_entries(document)
         tensors = [entry.tensor for entry in state if entry.tensor is not None]
         check_ranges(document.files, tensors)
         # Before any of it is compared: a name could lead out of the folder.
         for piece in (piece for tensor in tensors for piece in tensor.pieces):
             if piece.file not in document.files:
-                raise Malformed(f"it does not list {piece.file!r}")
+                raise MalformedManifest(f"it does not list {piece.file!r}")
     except DamagedCheckpoint as error:
         return Found(path, None, str(error))
-    except Malformed as error:
+    except MalformedManifest as error:
         return Found(path, None, f"{path}/{MANIFEST} cannot be used: {error}")
     return Found(path, document, None, tuple(state))
 
@@ -176,7 +190,7 @@ class Listing:
         return {**self.found.about(), "state": [_entry_json(entry) for entry in self.entries]}
 
 
-def _shape_of(entry: Entry) -> tuple[str, str]:
+def _shape_of(entry: ManifestEntry) -> tuple[str, str]:
     assert entry.tensor is not None
     return entry.tensor.dtype, " x ".join(map(str, entry.tensor.shape)) or "-"
 
@@ -186,7 +200,7 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE_WIDTH else f"{text[: _MAX_VALUE_WIDTH - 1]}…"
 
 
-def _entry_json(entry: Entry) -> dict[str, Any]:
+def _entry_json(entry: ManifestEntry) -> dict[str, Any]:
     about: dict[str, Any] = {"name": entry.name, "rank": entry.rank}
     if entry.tensor is None:
         return {**about, "value": entry.value}
@@ -215,7 +229,7 @@ def differences(one: Found, two: Found) -> list[dict[str, Any]]:
 _Key = tuple[str, int | None, int]
 
 
-def _by_name(found: Found) -> dict[_Key, Entry]:
+def _by_name(found: Found) -> dict[_Key, ManifestEntry]:
     """Return what it holds by name and rank; names are for people, and two may look the same."""
     seen: Counter[tuple[str, int | None]] = Counter()
     entries = {}
@@ -226,7 +240,9 @@ def _by_name(found: Found) -> dict[_Key, Entry]:
     return entries
 
 
-def _compare_entries(one: Entry | None, two: Entry | None) -> tuple[str, str] | None:
+def _compare_entries(
+    one: ManifestEntry | None, two: ManifestEntry | None
+) -> tuple[str, str] | None:
     if one is None or two is None:
         assert one or two
         return ("removed", _format_entry(one)) if one else ("added", _format_entry(two))
@@ -247,10 +263,10 @@ def _have_same_bytes(
     if lengths[0] == lengths[1]:
         return pieces[0] == pieces[1]
     # As many ranks as have saved it have cut it into pieces: its bytes alone can tell.
-    return digest(path, one) == digest(other_path, two)
+    return stored_digest(path, one) == stored_digest(other_path, two)
 
 
-def _format_entry(entry: Entry | None) -> str:
+def _format_entry(entry: ManifestEntry | None) -> str:
     if entry is None:
         return ""
     if entry.tensor is None:
@@ -288,7 +304,7 @@ def verify_all(found: list[Found], progress: Callable[[int], None]) -> dict[str,
     """Read checkpoints again, and return what is wrong with each that is still there, by path."""
     problems = {}
     for each in found:
-        hold = Hold() if "://" in each.path else hold_folder(each.path)
+        hold = ReadLock() if "://" in each.path else lock_for_reading(each.path)
         if hold is not None:
             with closing(hold), suppress(CheckpointNotFound):
                 problems[each.path] = verify(each.path, progress)
@@ -308,17 +324,19 @@ def verdict(found: list[Found], problems: dict[str, list[str]]) -> list[str]:
     return lines
 
 
-def folder(path: str) -> tuple[Shelf, list[Found]]:
+def folder(path: str) -> tuple[StepDirectory, list[Found]]:
     """Return the folder at a path, and what is in it; raises `CheckpointNotFound` if it is none."""
     found = find(path)
     if found[0].path == path:
         raise CheckpointNotFound(
             f"{path} is a checkpoint itself: prune works on a folder of checkpoints"
         )
-    return shelf_at(path), found
+    return step_directory_at(path), found
 
 
-def pruned(verdicts: list[Verdict], before: dict[int | None, Found], *, dry_run: bool) -> list[str]:
+def pruned(
+    verdicts: list[RetentionDecision], before: dict[int | None, Found], *, dry_run: bool
+) -> list[str]:
     """Say what became of each checkpoint, and how much room there is now."""
     would = "would be removed" if dry_run else "removed"
     rows = [

@@ -10,12 +10,12 @@ or is injected by the body itself, into whoever runs it::
         ...
 
 Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``;
-``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and, besides ``before``
-and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. A
+``form:signed in`` and, in shared tensor_memory, ``form:mapped`` while they form; and, besides ``before``
+and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared tensor_memory, ``rejoin:entering``. A
 save of a checkpoint marks, each after ``checkpoint:``, ``begin``, ``locked``, ``tensor`` (before
 each one), ``flush`` (of each file), ``written``, ``publish``, ``published`` and ``committed``, and
 over another one also ``moved``, ``replace`` and ``replaced``. A body marks its own points with
-`reach`.
+`fault_point`.
 """
 
 from __future__ import annotations

@@ -13,16 +13,7 @@ from torch.futures import Future
 from ...errors import InvalidArgument, InvalidType
 from . import _power_sgd as power_sgd
 from . import _quantization as quantization
-from ._base import (
-    Hook,
-    HookWrapper,
-    average,
-    completed,
-    dense_buffer,
-    group_of,
-    hook_name,
-    then,
-)
+from ._base import Hook, HookWrapper, average, completed, dense_buffer, group_of, hook_name, then
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:

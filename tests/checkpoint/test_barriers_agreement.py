@@ -1,0 +1,125 @@
+"""The law of barriers: the n-th call has the same outcome on every rank.
+
+Ranks are threads here, at stores that are real; `test_barriers_deaths` has what needs processes.
+"""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import PrefixStore
+
+from phalanx.checkpoint._store_barrier import StoreBarrierMember
+from phalanx.errors import BarrierTimeout
+
+from .places import (
+    LONG,
+    SHORT,
+    caught,
+    keys,
+    lines,
+    tcp,
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_nobody_goes_on_before_all_have_come(port, together, size):
+    came = []
+
+    def body(rank):
+        barrier = tcp(rank, size, f"all-{size}", port)
+        for use in range(20):
+            came.append(use)
+            barrier.execute_barrier()
+            assert came.count(use) == size
+        return barrier.exchange(f"I am {rank} é\n")
+
+    said = together(size, body)
+    assert said == [[f"I am {rank} é\n" for rank in range(size)]] * size
+
+
+def test_two_prefixes_on_one_port_are_two_barriers(port, together):
+    """Used in another order by each rank, and one the start of the other."""
+
+    def body(rank):
+        barriers = [tcp(rank, 2, prefix, port) for prefix in ("save", "save:at/0")]
+        with ThreadPoolExecutor(2) as pool:
+            for use in range(25):
+                first, second = barriers if (rank + use) % 2 else barriers[::-1]
+                waits = pool.submit(first.exchange, f"{rank} {use}")
+                second.exchange(f"{rank} {use}")
+                assert waits.result() == [f"0 {use}", f"1 {use}"]
+
+    together(2, body)
+
+
+def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
+    places = lines(server, 2, together)
+
+    def use(times):
+        together(2, lambda rank: [places[rank].meet(None, LONG) for _ in range(times)])
+        return len(keys(server, places[0]))
+
+    few = use(10)
+    assert use(990) == few
+    failed = [caught(places[0].meet, "alone", 0.001) for _ in range(40)]
+    assert all(isinstance(error, BarrierTimeout) for error in failed)
+    assert len(keys(server, places[0])) <= few
+
+
+def test_a_barrier_in_a_part_of_a_store_keeps_to_it(server, together):
+    """As the default group's store is."""
+    store = PrefixStore("part", server)
+    both = together(
+        2, lambda rank: StoreBarrierMember(store.clone, "x", rank=rank, size=2, host="the store")
+    )
+    together(2, lambda rank: both[rank].meet(None, LONG))
+    assert all(key.startswith("part/") for key in server.list_keys() if "barrier:1:x:" in key)
+
+
+# -- the law ---------------------------------------------------------------------------------
+
+USES = st.lists(
+    st.one_of(
+        st.just(frozenset()),  # everybody in time
+        st.frozensets(st.integers(0, 2), min_size=1, max_size=2),  # these come when it is over
+        st.tuples(*[st.sampled_from([0.0005, 0.001, 0.002])] * 3),  # a race
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(USES)
+def test_the_nth_call_has_the_same_outcome_on_every_rank(server, together, schedule):
+    size = 3
+    places = lines(server, size, together)
+    over = [[threading.Event() for _ in range(size)] for _ in schedule]
+
+    def body(rank):
+        outcomes = []
+        for use, plan in enumerate(schedule):
+            racing = isinstance(plan, tuple)
+            if not racing and rank in plan:
+                for other in set(range(size)) - plan:
+                    assert over[use][other].wait(LONG)
+            timeout = plan[rank] if racing else SHORT if plan else LONG
+            try:
+                outcomes.append(places[rank].meet(f"{use}", timeout))
+            except BarrierTimeout as error:
+                outcomes.append(f"failed {error.use}")
+            over[use][rank].set()
+        return outcomes
+
+    first, *others = together(size, body)
+    assert all(other == first for other in others)
+    for use, (plan, outcome) in enumerate(zip(schedule, first, strict=True)):
+        passed, failed = [f"{use}"] * size, f"failed {use + 1}"
+        allowed = [passed, failed] if isinstance(plan, tuple) else [failed if plan else passed]
+        assert outcome in allowed
+    assert len(keys(server, places[0])) <= 3 * size + 8

@@ -1,0 +1,75 @@
+"""Ranks that meet by notes or at a barrier, and ranks that do not come."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
+from phalanx.checkpoint._coordination import StorageCoordinator
+from phalanx.checkpoint._local_storage import LocalStorage
+from phalanx.checkpoint._storage import MESSAGE_PREFIX
+from phalanx.errors import CheckpointNotFound, SaveFailed, SaveTimeout
+
+from .states import ThreadBarrier, ThreadExchange, load, saved, together
+
+
+@pytest.mark.parametrize("meet", [ThreadExchange, ThreadBarrier, None])
+def test_a_rank_that_never_comes_is_named(tmp_path, meet):
+    barrier = meet(3, timeout=0.5) if meet is not None else None
+
+    def write(rank):
+        config = CheckpointWriterConfig(write_barrier_timeout_secs=0.5)
+        seat = None if barrier is None else barrier.at(rank)
+        CheckpointWriter(config, RankInfo(rank, 3), seat).write(tmp_path / "c", {"a": 1})
+
+    begun = time.monotonic()
+    errors = together(2, write)
+    assert time.monotonic() - begun < 10
+    for error in errors:
+        assert isinstance(error, SaveFailed)
+        assert isinstance(errors[0], SaveTimeout)
+    if meet is None:
+        assert "rank 2 did not come within 0.5 s" in str(errors[0])
+        assert "rank 2 did not come within 0.5 s" in str(errors[1])
+    with pytest.raises(CheckpointNotFound):
+        load(tmp_path / "c")
+    saved(tmp_path / "c", [{"a": 1}] * 3, meet=None)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_rank_that_leaves_in_the_middle_is_named(tmp_path):
+    """Here rank 1 takes part in the first meeting, and is then heard of no more."""
+
+    def write(rank):
+        board = LocalStorage(str(tmp_path / "c")).board()
+        company = StorageCoordinator(RankInfo(rank, 2), board, timeout=0.5, barrier=None)
+        assert company.together("starting", lambda: rank) == [0, 1]
+        if rank == 0:
+            company.together("working", lambda: None)
+
+    errors = together(2, write)
+    assert errors[1] is None
+    assert isinstance(errors[0], SaveTimeout)
+    assert "while working: rank 1 (it was at 1 of 2 meetings) did not come" in str(errors[0])
+
+
+def test_two_processes_that_say_they_are_one_rank(tmp_path):
+    hellos = threading.Barrier(2)
+
+    def write(thread):
+        board = LocalStorage(str(tmp_path / "c")).board()
+        company = StorageCoordinator(RankInfo(min(thread, 1), 2), board, timeout=5, barrier=None)
+        if thread == 0:
+            while (
+                sum(name.startswith(MESSAGE_PREFIX) for name in board.names()) < 2
+            ):  # let both speak first
+                time.sleep(0.001)
+        else:
+            hellos.wait()
+        company.exchange("")
+
+    errors = together(3, write)
+    for error in errors:
+        assert "two processes say that they are rank 1" in str(error)

@@ -1,0 +1,290 @@
+"""A folder that several ranks use, or a checkpointer that writes later: all agree, and all hear."""
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.checkpoint import (
+    BarrierConfig,
+    Checkpointer,
+    CheckpointerConfig,
+    CheckpointManager,
+    PerRank,
+    make_async_checkpointer,
+    make_sync_checkpointer,
+)
+from phalanx.checkpoint._step_directory import LocalStepDirectory
+from phalanx.errors import (
+    CheckpointDirectoryInUse,
+    CheckpointError,
+    CheckpointNotFound,
+    DamagedCheckpoint,
+    InvalidArgument,
+    SaveFailed,
+    StateMismatch,
+)
+from phalanx.groups import process_group
+
+from .states import damage, state_of
+from .writers import stopped
+
+
+def use_a_folder(ctx, path, *, default_group):
+    if default_group:
+        dist.init_process_group("gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+    group = None if default_group else ctx.group()
+    try:
+        with CheckpointManager(path, keep_last=1, group=group) as folder:
+            assert folder.latest() is None
+            for step in (1, 2):
+                folder.save(step, {"alike": torch.full((9,), step), "own": PerRank(ctx.rank)})
+            loaded = folder.load()
+            assert (loaded["alike"].tolist(), loaded["own"]) == ([2] * 9, ctx.rank)
+            errors = [_error(lambda: folder.save(1, {})), _error(lambda: folder.load(1))]
+            wanted = torch.zeros(9 + (ctx.rank == 1), dtype=torch.int64)
+            return [*errors, _error(lambda: folder.load(state={"alike": wanted}))]
+    finally:
+        if default_group:
+            dist.destroy_process_group()
+
+
+def _error(call, kind=CheckpointError):
+    with pytest.raises(kind) as caught:
+        call()
+    return type(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize("default_group", [False, True])
+def test_ranks_agree_and_fail_together(request, tmp_path, default_group):
+    team = request.getfixturevalue("ranks" if default_group else "threads")
+    kwargs = {"default_group": default_group}
+    one, two = team.run(use_a_folder, 2, args=(str(tmp_path),), kwargs=kwargs, timeout=40)
+    assert [kind for kind, _ in one] == [SaveFailed, CheckpointNotFound, StateMismatch]
+    assert [kind for kind, _ in two] == [SaveFailed, CheckpointNotFound, StateMismatch]
+    assert one[:2] == two[:2]
+    assert one[2][1].startswith("rank 1 failed while loading step 2: StateMismatch: alike is")
+
+
+def save_in_two_ways(ctx, path, barrier):
+    """Be rank 0 of torch's default group and rank 1 of the current one, and the other way round."""
+    world = dist.PrefixStore("world", ctx.store)
+    dist.init_process_group("gloo", store=world, rank=ctx.rank, world_size=ctx.size)
+    group = ctx.group("gloo", rank=1 - ctx.rank)
+    try:
+        with process_group(group), CheckpointManager(path) as folder:
+            config = CheckpointerConfig(barrier_config=BarrierConfig(barrier))
+            with closing(make_sync_checkpointer(config)) as checkpointer:
+                checkpointer.save(folder.path(1), {"own": PerRank(ctx.rank)})
+            return folder.load()["own"]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("barrier", "loaded"), [(None, [0, 1]), ("group", [0, 1]), ("dist_barrier", [1, 0])]
+)
+def test_a_checkpointer_is_on_the_group_that_a_folder_is_on(ranks, tmp_path, barrier, loaded):
+    """Both take the current group before torch's default one, unless the barrier names another."""
+    assert ranks.run(save_in_two_ways, 2, args=(str(tmp_path), barrier)) == loaded
+
+
+def refused(ctx, path):
+    return _error(lambda: CheckpointManager(path, group=ctx.group()).save(1, {}))
+
+
+def test_a_refusal_reaches_all_ranks(threads, tmp_path):
+    shelf = LocalStepDirectory(str(tmp_path))
+    shelf.take("the other job")
+    for kind, message in threads.run(refused, 3, args=(str(tmp_path),)):
+        assert kind is CheckpointDirectoryInUse
+        assert "is being saved to by the other job" in message
+    shelf.release()
+
+
+def disagree(ctx, path):
+    """Do what ranks should not."""
+    with CheckpointManager(path, group=ctx.group()) as folder:
+        folder.save(7, {})
+        different = _error(lambda: folder.save(8 + ctx.rank, {}))
+        calls = folder.latest if ctx.rank == 0 else lambda: folder.save(9, {})
+        mixed = _error(calls)
+        steps = _error(lambda: folder.load(7 + ctx.rank), InvalidArgument)
+        return different, mixed, steps, folder.latest()
+
+
+def test_ranks_that_do_not_do_the_same_are_told_what_each_of_them_does(threads, tmp_path):
+    for different, mixed, steps, latest in threads.run(disagree, 2, args=(tmp_path,)):
+        words = "ranks would save different steps: rank 0: 8, rank 1: 9"
+        assert different == (SaveFailed, words)
+        assert "rank 0" in mixed[1]
+        assert "asking for the latest step, rank 1" in mixed[1]
+        assert "getting ready" in mixed[1]
+        assert steps == (InvalidArgument, "ranks load different steps: rank 0: 7, rank 1: 8")
+        assert latest == 7, "and they can go on"
+
+
+def look_into_a_loop(ctx, path):
+    folder = CheckpointManager(path, group=ctx.group())
+    return [_error(call, (OSError, CheckpointError)) for call in (folder.latest, folder.load)]
+
+
+def test_what_one_rank_cannot_read_all_ranks_hear_of(threads, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    first, second = threads.run(look_into_a_loop, 2, args=(tmp_path / "loop",))
+    assert [kind for kind, _ in first] == [OSError, OSError]
+    assert [kind for kind, _ in second] == [CheckpointError, CheckpointError]
+    assert second[0][1].startswith("rank 0 failed while asking for the latest step: OSError: ")
+
+
+def load_what_is_damaged(ctx, path):
+    folder = CheckpointManager(path, group=ctx.group())
+    with pytest.raises(DamagedCheckpoint) as caught:
+        folder.load()
+    notes = caught.value.__notes__
+    folder.load(1)
+    folder.rewind(1)
+    return notes, folder.latest()
+
+
+def test_a_newest_one_that_is_damaged_is_not_passed_over_in_silence(threads, tmp_path):
+    with CheckpointManager(tmp_path) as folder:
+        for step in (1, 2):
+            folder.save(step, state_of(step))
+    damage(folder.path(2))
+    for notes, latest in threads.run(load_what_is_damaged, 2, args=(tmp_path,)):
+        assert notes == [
+            "to go on from the one before it: load(1, ...), then rewind(1), which removes step 2"
+        ]
+        assert latest == 1
+
+
+def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    CheckpointManager(tmp_path).latest()
+    assert "rank 1 of 2 takes itself for the only one" in caplog.text
+
+
+class InBackground(Checkpointer):
+    """One of the user's own that writes in a thread, when it is let."""
+
+    def __init__(self):
+        self._inner = make_sync_checkpointer()
+        self._threads = ThreadPoolExecutor(1)
+        self.may_write = threading.Event()
+
+    def save(self, path, state_dict, **kwargs):
+        staged = Future()
+        staged.set_result(None)
+
+        def write():
+            self.may_write.wait()
+            if state_dict["step"] == 3:
+                raise OSError("the disk is full")
+            self._inner.save(path, state_dict, **kwargs)
+
+        return staged, self._threads.submit(write)
+
+    def load(self, path, state_dict=None, **kwargs):
+        return self._inner.load(path, state_dict, **kwargs)
+
+    def close(self):
+        self._threads.shutdown()
+
+
+@pytest.fixture
+def in_background():
+    with closing(InBackground()) as checkpointer:
+        yield checkpointer
+        checkpointer.may_write.set()
+
+
+def test_with_an_asynchronous_checkpointer_old_ones_go_when_the_new_one_is_written(
+    tmp_path, in_background
+):
+    folder = CheckpointManager(tmp_path, keep_last=1, checkpointer=in_background)
+    in_background.may_write.set()
+    folder.save(1, state_of(1))[1].result()
+    in_background.may_write.clear()
+    _, written = folder.save(2, state_of(2))
+    assert folder.latest() == 1
+    with pytest.raises(SaveFailed, match="has step 2, which is after 1"):
+        folder.save(1, state_of(1))
+    in_background.may_write.set()
+    written.result()
+    _, written = folder.save(3, state_of(3))
+    assert isinstance(written.exception(), OSError)
+    folder.close()
+    assert folder.steps() == [2], "one that failed removes nothing"
+    assert folder.load()["step"] == 2
+
+
+def test_close_waits_until_old_ones_are_gone(tmp_path, in_background, monkeypatch):
+    folder = CheckpointManager(tmp_path, keep_last=1, checkpointer=in_background)
+    in_background.may_write.set()
+    folder.save(1, state_of(1))[1].result()
+    _, written = folder.save(2, state_of(2))
+    is_waiting = threading.Event()
+    remove = LocalStepDirectory.remove
+
+    def remove_late(self, step):
+        is_waiting.wait()
+        return remove(self, step)
+
+    monkeypatch.setattr(LocalStepDirectory, "remove", remove_late)
+    written.result()
+    closing_thread = threading.Thread(target=folder.close)
+    closing_thread.start()
+    closing_thread.join(0.1)
+    assert closing_thread.is_alive()
+    assert folder.steps() == [1, 2]
+    assert os.path.exists(tmp_path / ".saving"), "and nobody else may save meanwhile"
+    is_waiting.set()
+    closing_thread.join()
+    assert folder.steps() == [2]
+    assert not os.path.exists(tmp_path / ".saving")
+
+
+def test_a_rewind_waits_for_what_would_come_after_it(tmp_path, in_background):
+    folder = CheckpointManager(tmp_path, checkpointer=in_background)
+    in_background.may_write.set()
+    folder.save(1, state_of(1))[1].result()
+    in_background.may_write.clear()
+    folder.save(2, state_of(2))
+    threading.Timer(0.05, in_background.may_write.set).start()
+    folder.rewind(1)
+    assert folder.steps() == [1]
+    folder.close()
+    assert folder.steps() == [1]
+
+
+def test_a_save_that_fails_when_the_folder_is_closed_is_raised(tmp_path, in_background):
+    """Or a run that was asked to stop would leave as if its last step were safe."""
+    with pytest.raises(OSError, match="the disk is full"):  # noqa: SIM117 - the order matters
+        with CheckpointManager(tmp_path, checkpointer=in_background) as folder:
+            folder.save(3, state_of(3))
+            in_background.may_write.set()
+            raise SystemExit(75)
+    assert not os.path.exists(tmp_path / ".saving")
+
+
+def test_a_write_that_failed_unseen_is_raised_by_the_next_save_and_only_there(tmp_path):
+    checkpointer = make_async_checkpointer()
+    with CheckpointManager(tmp_path, checkpointer=checkpointer) as folder:
+        (tmp_path / "step-00000001").touch()  # where a folder should be
+        _, written = folder.save(1, state_of(1))
+        wait([written])  # which is not to ask how it went
+        with stopped(checkpointer._checkpoint_process):
+            with pytest.raises(SaveFailed, match="Not a directory"):
+                folder.save(2, state_of(2))
+            assert len(folder._writes) == 1, "it is waited for all the same"
+        wait([folder.save(3, state_of(3))[1]])
+        folder.save(4, state_of(4))
+        assert len(folder._writes) <= 2, "those that have succeeded are forgotten"
+        checkpointer.close()
+    assert folder.steps() == [2, 3, 4]

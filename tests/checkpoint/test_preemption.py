@@ -1,0 +1,234 @@
+"""Stopping: whichever rank hears of it, all of them stop after the same step."""
+
+import contextlib
+import io
+import os
+import signal
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.checkpoint import STOPPED, PreemptionGuard, _preemption
+from phalanx.errors import InvalidArgument, InvalidState
+
+STEPS = 12
+
+
+def train(stop, rank, *, heard_by, at):
+    """Take steps until all agree to stop; returns the last one. One rank hears of it at a step."""
+    for step in range(STEPS):
+        if rank == heard_by and step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if stop.requested():
+            return step
+    return None
+
+
+def stop_together(ctx, heard_by, at, every):
+    before = signal.getsignal(signal.SIGTERM)
+    with PreemptionGuard(ctx.group(), every=every) as stop:
+        last = train(stop, ctx.rank, heard_by=heard_by, at=at)
+        assert stop.requested() == (last is not None), "an answer is for good"
+    assert signal.getsignal(signal.SIGTERM) is before
+    return last
+
+
+@pytest.mark.parametrize(
+    ("heard_by", "at", "every", "last"),
+    [(0, 0, 1, 0), (2, 3, 1, 3), (1, 4, 5, 4), (1, 5, 5, 9), (1, 11, 5, None), (None, 0, 1, None)],
+)
+def test_all_ranks_stop_after_the_same_step(ranks, heard_by, at, every, last):
+    assert ranks.run(stop_together, 3, args=(heard_by, at, every)) == [last] * 3
+
+
+def hear_in_turn(ctx):
+    """Let every rank hear of it at another step."""
+    with PreemptionGuard(ctx.group("gloo")) as stop:
+        return train(stop, ctx.rank, heard_by=ctx.rank, at=2 + ctx.rank)
+
+
+def test_ranks_that_hear_of_it_at_different_steps_stop_at_the_first(ranks):
+    assert ranks.run(hear_in_turn, 3) == [2, 2, 2]
+
+
+def leave_the_default_group(ctx):
+    dist.init_process_group("gloo", store=ctx.store, rank=ctx.rank, world_size=ctx.size)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said), PreemptionGuard() as stop:
+            last = train(stop, ctx.rank, heard_by=1, at=3)
+            stop.leave(last)
+    except SystemExit as end:
+        return end.code, said.getvalue()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_ranks_leave_with_the_code_and_the_first_one_says_why(ranks):
+    assert ranks.run(leave_the_default_group, 2) == [
+        (STOPPED, "stopped on request after saving step 3 (SIGTERM)\n"),
+        (STOPPED, ""),
+    ]
+
+
+def test_one_process_needs_no_group():
+    with PreemptionGuard() as stop:
+        assert not stop.requested()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # a scheduler may tell the launcher and the ranks
+        assert stop.requested()
+
+
+@pytest.fixture
+def no_echo(monkeypatch):
+    """Take every signal for a new one, however soon it comes."""
+    monkeypatch.setattr(_preemption, "_SIGNAL_ECHO", 0.0)
+
+
+@pytest.mark.usefixtures("no_echo", "foreground")
+@pytest.mark.parametrize("first", [None, signal.SIGTERM])
+def test_a_second_interrupt_interrupts(first):
+    with PreemptionGuard() as stop:
+        if first is not None:
+            signal.raise_signal(first)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("foreground")
+def test_an_interrupt_that_comes_twice_at_once_is_one():
+    """A terminal sends it to the launcher and to the ranks, and the launcher to the ranks, too."""
+    with PreemptionGuard() as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert stop.requested()
+
+
+@pytest.mark.usefixtures("no_echo")
+def test_a_second_interrupt_is_for_the_handler_that_was_there():
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        with PreemptionGuard():
+            signal.raise_signal(signal.SIGINT)
+            assert not heard
+            signal.raise_signal(signal.SIGINT)
+        assert heard == [signal.SIGINT]
+        signal.raise_signal(signal.SIGINT)
+        assert len(heard) == 2, "which is back"
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def in_child(body):
+    """Run something in a child that is forked off, and return the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            body()
+        finally:
+            os._exit(0)
+    return os.WTERMSIG(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.usefixtures("no_echo")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_was_forked_off_ends_as_ever():
+    with PreemptionGuard() as stop:
+        assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == signal.SIGTERM
+        assert in_child(lambda: signal.raise_signal(signal.SIGINT)) == 0, "its parent decides"
+        assert not stop.requested()
+
+    def interrupt():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        with PreemptionGuard():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+    assert in_child(interrupt) == signal.SIGINT
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, 4096])
+def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(InvalidArgument, match="cannot be heard"):
+        PreemptionGuard(signals=[signal.SIGTERM, number]).__enter__()
+    assert signal.getsignal(signal.SIGTERM) is before
+    with PreemptionGuard(signals=[signal.SIGTERM, signal.SIGTERM]):
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before, "also if it was named twice"
+
+
+def test_nobody_enters_twice():
+    before = signal.getsignal(signal.SIGTERM)
+    with PreemptionGuard() as stop, pytest.raises(InvalidState, match="entered already"), stop:
+        pass
+    assert signal.getsignal(signal.SIGTERM) is before
+    with stop:
+        signal.raise_signal(signal.SIGTERM)
+    assert stop.requested()
+
+
+def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stderr", Closed())
+    with pytest.raises(SystemExit) as end:
+        PreemptionGuard().leave(3)
+    assert end.value.code == STOPPED
+
+
+def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    PreemptionGuard()
+    assert "rank 0 of 2 takes itself for the only one" in caplog.text
+
+
+def test_other_signals_can_be_meant():
+    with PreemptionGuard(signals=[signal.SIGUSR1]) as stop:
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop.requested()
+
+
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with PreemptionGuard() as stop:
+            signal.raise_signal(signal.SIGINT)
+            assert not stop.requested()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_program_may_ask_for_itself(capsys):
+    with PreemptionGuard(signals=()) as stop:
+        stop.request()
+        assert stop.requested()
+        with pytest.raises(SystemExit) as end:
+            stop.leave()
+    assert end.value.code == STOPPED == 75
+    assert capsys.readouterr().err == "stopped on request\n"
+
+
+def test_only_the_main_thread_hears_signals():
+    errors = []
+
+    def enter():
+        try:
+            with PreemptionGuard():
+                pass
+        except InvalidState as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])
+    with pytest.raises(InvalidArgument, match="every is 0"):
+        PreemptionGuard(every=0)

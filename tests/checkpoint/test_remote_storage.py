@@ -1,0 +1,184 @@
+"""Checkpoints where there are no locks and no renames: the manifest decides, and comes last."""
+
+import os
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+
+from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
+from phalanx.checkpoint._local_storage import LocalStorage
+from phalanx.checkpoint._reader import OpenCheckpoint
+from phalanx.checkpoint._storage import storage_at
+from phalanx.errors import CheckpointNotFound, SaveFailed
+from phalanx.testing import Fault, kill
+
+from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
+
+
+class Shelf(LocalFileSystem):
+    """A store of files in folders, of which a test may break something."""
+
+    protocol = "shelf"
+    broken = frozenset()
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("shelf://"))
+
+    def rm_file(self, path):
+        self._fail("rm_file")
+        super().rm_file(path)
+
+    def cat_file(self, path, start=None, end=None, **kwargs):
+        self._fail("cat_file")
+        return super().cat_file(path, start, end, **kwargs)
+
+    def pipe_file(self, path, value, **kwargs):
+        super().pipe_file(path, value, **kwargs)
+        self._fail("pipe_file")
+
+    def _fail(self, what):
+        if what in self.broken:
+            raise OSError("the network is down")
+
+
+fsspec.register_implementation("shelf", Shelf, clobber=True)
+
+
+@pytest.mark.parametrize("scheme", ["memory://{name}/c", "shelf://{folder}/c", "file://{folder}/c"])
+def test_what_fsspec_can_reach(tmp_path, scheme):
+    url = scheme.format(name=tmp_path.name, folder=tmp_path)
+    for step, meet in ((1, ThreadExchange), (2, None)):
+        saved(url, [mixed(rank, step) for rank in range(2)], meet=meet)
+        for rank in range(2):
+            assert same(plain(mixed(rank, step)), load(url, rank, 2)[0])
+    state = {"model": {key: torch.zeros_like(each) for key, each in mixed(0)["model"].items()}}
+    load(url, 0, 2, state)
+    assert same(state, {"model": mixed(0, 2)["model"]})
+    if "memory" not in url:
+        assert len(os.listdir(tmp_path / "c")) == 3, "the files of the first save are gone"
+    with pytest.raises(CheckpointNotFound):
+        load(url + "/nowhere")
+    before = load(url, 1, 2)[0]
+    errors = save(url, [{"w": torch.ones(3)}, {"w": 1j}])
+    assert all(isinstance(error, SaveFailed) for error in errors)
+    assert same(before, load(url, 1, 2)[0])
+
+
+def save_there(ctx, url, step):
+    CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1)).write(url, mixed(0, step))
+
+
+@pytest.mark.parametrize(
+    ("point", "step"),
+    [("tensor", 1), ("flush", 1), ("publish", 1), ("published", 2), ("discard", 2)],
+)
+def test_who_is_killed_leaves_the_old_or_the_new(ranks, tmp_path, point, step):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [mixed(0, 1)])
+    ranks.run(save_there, 1, args=(url, 2), faults=[Fault(f"checkpoint:{point}", kill(), rank=0)])
+    assert same(plain(mixed(0, step)), load(url)[0])
+    saved(url, [mixed(0, 3)])
+    assert same(plain(mixed(0, 3)), load(url)[0])
+
+
+def test_a_reader_of_what_is_replaced_at_that_moment_starts_again(tmp_path, monkeypatch):
+    """On an object store a file may go at any time between the manifest and the last read."""
+    url = f"memory://{tmp_path.name}/c"
+    saved(url, [{"step": 1, "w": torch.full((3,), 1.0)}])
+    original = OpenCheckpoint.open_files
+
+    def open_files(checkpoint, tensors):
+        original(checkpoint, tensors)
+        if checkpoint.manifest.save not in replaced:
+            replaced.append(checkpoint.manifest.save)
+            monkeypatch.undo()
+            saved(url, [{"step": 2, "w": torch.full((3,), 2.0)}])
+
+    replaced = []
+    for state in (None, {"step": 0, "w": torch.zeros(3)}):
+        monkeypatch.setattr(OpenCheckpoint, "open_files", open_files)
+        loaded, _ = load(url, state=state)
+        assert loaded["step"] == 2
+        assert loaded["w"].tolist() == [2.0] * 3
+    assert len(replaced) == 2
+
+
+def test_the_file_system_is_not_left_to_fsspec(tmp_path):
+    """It would write over the manifest that is there: who dies then has lost both checkpoints."""
+    for scheme in ("file", "local"):
+        assert isinstance(storage_at(f"{scheme}://{tmp_path}/c"), LocalStorage)
+    saved(tmp_path / "c", [{"a": 1}])
+    assert load(f"file://{tmp_path}/c")[0] == {"a": 1}
+
+
+def test_a_store_that_fails_after_the_commit_does_not_undo_it(tmp_path, monkeypatch):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}])
+    monkeypatch.setattr(Shelf, "broken", {"rm_file"})
+    saved(url, [{"w": torch.zeros(3)}])
+    assert same(load(url)[0], {"w": torch.zeros(3)})
+
+
+def test_an_upload_that_arrives_although_it_seems_to_fail(tmp_path, monkeypatch):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}])
+    monkeypatch.setattr(Shelf, "broken", {"pipe_file"})
+    (error,) = save(url, [{"w": torch.zeros(3)}])
+    assert isinstance(error, SaveFailed)
+    assert same(load(url)[0], {"w": torch.zeros(3)}), "its files were not taken for leftovers"
+
+
+def test_files_of_a_failed_save_do_not_stay(tmp_path):
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}] * 2)
+
+    class No(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - whatever comes
+            raise ValueError
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    before = sorted(os.listdir(tmp_path / "c"))
+    assert all(save(url, [{"w": torch.zeros(3)}] * 2, hook=lambda _: No()))
+    assert sorted(os.listdir(tmp_path / "c")) == before
+
+
+def test_a_store_that_fails_while_cleaning_up_does_not_hide_the_cause(tmp_path, monkeypatch):
+    class Breaking(WriterHook):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - it breaks whatever comes
+            monkeypatch.setattr(Shelf, "broken", {"cat_file"})
+            raise ValueError("this came first")
+
+        def post_commit(self, path, **kwargs):
+            pass
+
+    (error,) = save(f"shelf://{tmp_path}/c", [{"w": torch.ones(3)}], hook=lambda _: Breaking())
+    assert isinstance(error, SaveFailed)
+    assert "this came first" in str(error)
+
+
+def test_notes_bear_that_others_remove_the_folder(tmp_path):
+    board = storage_at(f"shelf://{tmp_path}/c").board()
+
+    def come_and_go(rank):
+        for _ in range(100):
+            board.put(f"note.{rank}", "here")
+            board.remove(f"note.{rank}")
+
+    assert together(4, come_and_go) == [None] * 4
+
+
+def test_half_a_note_is_none(tmp_path):
+    board = storage_at(f"shelf://{tmp_path}/c").board()
+    board.put("note.1", "the whole story")
+    (file,) = (tmp_path / "c" / ".saving").iterdir()
+    data = file.read_bytes()
+    for size in range(len(data)):
+        file.write_bytes(data[:size])
+        assert board.get("note.1") is None
+    file.write_bytes(data)
+    assert board.get("note.1") == "the whole story"

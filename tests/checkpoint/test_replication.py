@@ -1,0 +1,222 @@
+"""What ranks hold alike: how it is divided, and how ranks find out."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phalanx.checkpoint import PerRank, RankInfo, Replicated, register_codec
+from phalanx.checkpoint._replication import (
+    TensorRange,
+    divide_among_ranks,
+    find_differences,
+    own_shards,
+    sampled_digest,
+    tensor_digest,
+)
+from phalanx.checkpoint._state_tree import ReplicatedShard, parse_state
+from phalanx.errors import StateMismatch
+
+from .states import ThreadExchange, load, mixed, plain, same, saved, together
+
+SIZES = st.dictionaries(st.text("abcdef", max_size=4), st.integers(0, 500), max_size=12)
+
+
+@settings(deadline=None, max_examples=300)
+@given(SIZES, st.integers(1, 9), st.sampled_from([1, 16, 64]), st.sampled_from([1, 4, 16]))
+def test_every_byte_has_exactly_one_rank_and_the_parts_are_even(sizes, ranks, grain, cut):
+    grain = max(grain, cut)
+    shares = divide_among_ranks(sizes, ranks, grain=grain, cut=cut)
+    assert len(shares) == ranks
+    for name, size in sizes.items():
+        mine = sorted(part for share in shares for part in share if part.name == name)
+        assert [part.start for part in mine] == [0, *(part.stop for part in mine[:-1])]
+        assert mine[-1].stop == size
+        assert all(part.start % cut == 0 for part in mine)
+        assert len(mine) == 1 or size > grain
+        assert all(part.start < part.stop for part in mine) or size == 0
+    loads = [sum(part.stop - part.start for part in share) for share in shares]
+    assert max(loads) - min(loads) < 2 * grain + 2
+    # A border cuts one tensor at most, so there are few more parts than tensors.
+    assert sum(map(len, shares)) <= len(sizes) + ranks - 1
+
+
+@given(SIZES, st.integers(1, 5), st.randoms())
+def test_the_division_does_not_depend_on_the_order_of_keys(sizes, ranks, random):
+    names = list(sizes)
+    random.shuffle(names)
+    shuffled = {name: sizes[name] for name in names}
+    assert divide_among_ranks(shuffled, ranks, grain=16, cut=4) == divide_among_ranks(
+        sizes, ranks, grain=16, cut=4
+    )
+
+
+def test_one_rank_has_all_of_it():
+    assert divide_among_ranks({"b": 3, "a": 0}, 1) == [
+        [TensorRange("a", 0, 0), TensorRange("b", 0, 3)]
+    ]
+    assert divide_among_ranks({}, 2) == [[], []]
+
+
+def compare(states):
+    """Let ranks compare their states; return what each found, and how much was said."""
+    barrier = ThreadExchange(len(states))
+    said = []
+
+    def run(rank):
+        def exchange(find):
+            said.append(json.dumps(find()))
+            return [json.loads(text) for text in barrier.exchange(rank, said[-1])]
+
+        return find_differences(parse_state(states[rank]), exchange)
+
+    return together(len(states), run), sum(map(len, said))
+
+
+def test_ranks_that_hold_the_same_say_one_line():
+    state = {"model": torch.nn.Linear(5, 7), "steps": [1, (2, None)]}
+    found, said = compare([state] * 3)
+    assert found == [{}] * 3
+    assert said < 3 * 80
+
+
+def test_ranks_find_exactly_what_differs():
+    def state(rank):
+        return {
+            "model": {f"layer {i}": torch.full((2,), i) for i in range(100)},
+            "rng": {"torch": torch.tensor(rank), "seed": 7},
+            "history": [1, rank],
+            "log": [0] * rank,
+            "step": 3,
+            **({"only": 1} if rank == 2 else {}),
+        }
+
+    found, said = compare([state(rank) for rank in range(3)])
+    assert found[0] == {
+        ("history", 1): (0, 1, 2),
+        ("log",): (0, 1, 2),
+        ("only",): (2,),
+        ("rng", "torch"): (0, 1, 2),
+    }
+    assert [list(each.items()) for each in found] == [list(found[0].items())] * 3
+    assert said < 3 * 1500, "the layers of a model that is alike are not told"
+
+
+def test_what_is_marked_per_rank_is_not_looked_at():
+    class Untouchable(torch.nn.Module):
+        def state_dict(self):
+            return {"w": torch.ones(2)}
+
+    found, _ = compare([{"a": PerRank(Untouchable()), "b": 1}] * 2)
+    assert found == [{("a",): (0, 1)}] * 2
+    found, _ = compare([{"a": PerRank(1)}, {"a": PerRank(1), "b": 2}])
+    assert found == [{("a",): (0, 1), ("b",): (1,)}] * 2
+
+
+@pytest.mark.parametrize(
+    ("states", "message"),
+    [
+        ([{"m": Replicated({"w": torch.tensor(r // 2)})} for r in range(3)], r"m\.w .* on rank 2"),
+        ([{"m": Replicated([0] * r)} for r in (1, 2)], r"m is marked as alike, but differs"),
+        ([{"m": Replicated({"w": 1})}, {"m": {"w": 1}}], "on some ranks only"),
+        ([{"m": Replicated(1)}, {}], "m is marked as alike, but differs from rank 0 on rank 1"),
+    ],
+)
+def test_what_is_said_to_be_alike_and_is_not_is_named_on_every_rank(states, message):
+    found, _ = compare(states)
+    for error in found:
+        assert isinstance(error, StateMismatch)
+        assert re.search(message, str(error)), error
+
+
+def test_a_fingerprint_sees_the_ends_and_the_middle():
+    tensor = torch.zeros(1 << 20)
+    first = sampled_digest(tensor)
+    for place in (0, -1, tensor.numel() // 16, tensor.numel() // 2):
+        other = tensor.clone()
+        other[place] = 1
+        assert sampled_digest(other) != first
+        assert tensor_digest(other) != tensor_digest(tensor)
+    assert sampled_digest(tensor.reshape(2, -1)) != first
+    assert sampled_digest(tensor.to(torch.int32)) != first
+    assert sampled_digest(tensor.clone()) == first
+
+
+def test_digests_do_not_depend_on_strides():
+    tensor = torch.randn(300, 300)
+    assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
+    assert sampled_digest(tensor.t()) == sampled_digest(tensor.t().contiguous())
+
+
+def staged(state, rank, size):
+    """As a stager does it: only what this rank writes, in memory of its own."""
+    kept = own_shards(state, RankInfo(rank, size))
+
+    def copy(value):
+        if isinstance(value, ReplicatedShard):
+            return replace(value, data=None if value.data is None else value.data.clone())
+        if isinstance(value, dict):
+            return {key: copy(each) for key, each in value.items()}
+        if isinstance(value, Replicated):
+            return Replicated(copy(value.value))
+        return value
+
+    return copy(kept)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_may_stage_only_what_they_write(tmp_path, size):
+    model = {"w": torch.randn(1 << 20), "v": torch.randn(3), "e": torch.empty(0)}
+    model["tied"] = model["w"]
+    states = [{"m": Replicated(model), "own": PerRank(torch.tensor(r))} for r in range(size)]
+    stages = [staged(states[rank], rank, size) for rank in range(size)]
+    held = [
+        sum(p.data.nbytes for p in stage["m"].value.values() if p.data is not None)
+        for stage in stages
+    ]
+    if size > 1:
+        assert max(held) < 2 * (model["w"].nbytes / size + (1 << 20))
+    saved(tmp_path / "c", stages)
+    for rank in range(size):
+        loaded, _ = load(tmp_path / "c", rank, size)
+        assert same(loaded, {"m": model, "own": torch.tensor(rank)})
+
+
+class Pair:
+    def __init__(self, one, two):
+        self.one, self.two = one, two
+
+
+def test_a_codec_sees_whole_tensors_also_where_a_part_is_staged(tmp_path):
+    register_codec(
+        "test.pair",
+        Pair,
+        encode=lambda pair: [pair.one, pair.two],
+        decode=lambda items: Pair(items[0] + 0, items[1]),
+    )
+    state = {"p": Replicated(Pair(torch.ones(3), 4)), "w": Replicated(torch.ones(2))}
+    saved(tmp_path / "c", [own_shards(state, RankInfo(rank, 2)) for rank in range(2)])
+    loaded, _ = load(tmp_path / "c")
+    assert loaded["p"].one.tolist() == [1, 1, 1]
+    assert loaded["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("readers", [1, 2, 8])
+def test_what_any_number_of_ranks_has_saved_any_number_can_load(tmp_path, size, readers):
+    saved(tmp_path / "c", [mixed(rank) for rank in range(size)])
+    for rank in range(readers):
+        loaded, missing = load(tmp_path / "c", rank, readers)
+        wanted = plain(mixed(rank))
+        if size > 1 and rank >= size:
+            assert sorted(missing) == ["own", "position"]
+            del wanted["own"], wanted["position"]
+        elif rank >= size:
+            assert missing == ["position"]
+            wanted["own"] = mixed(0)["own"]
+            del wanted["position"]
+        assert same(wanted, loaded)

@@ -1,0 +1,127 @@
+"""One job at a time at a path, which cleans up after those that have died."""
+
+import os
+
+import pytest
+import torch
+
+from phalanx.checkpoint._local_storage import DirectoryLock, LocalStorage
+from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint._step_directory import remove_stale_workspaces
+from phalanx.checkpoint._storage import data_file_name
+from phalanx.errors import CheckpointDirectoryInUse, SaveFailed
+
+from .states import ThreadBarrier, ThreadExchange, load, same, save, saved, together
+
+
+def test_two_jobs_at_one_folder(tmp_path):
+    path = tmp_path / "c"
+    storage = LocalStorage(str(path))
+    held = storage.begin("process 7 on elsewhere (a job of 2 ranks)")
+    for meet in (ThreadExchange, ThreadBarrier):
+        for error in save(path, [{"a": 1}] * 2, meet=meet):
+            assert isinstance(error, CheckpointDirectoryInUse)
+            assert "is being saved to by process 7 on elsewhere (a job of 2 ranks)" in str(error)
+    with storage.create(held, f"rank0-{held}.safetensors") as sink:
+        sink.write(memoryview(b"still here"))
+    storage.end(held)
+    saved(path, [{"a": 1}] * 2)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_lock_is_taken_by_one_of_many(tmp_path):
+    holding, most = [], []
+
+    def take(rank):
+        for _ in range(50):
+            try:
+                lock = DirectoryLock.take(tmp_path / "l", f"thread {rank}", purpose="here")
+            except CheckpointDirectoryInUse:
+                continue
+            holding.append(rank)
+            most.append(len(holding))
+            holding.remove(rank)
+            lock.release()
+
+    assert together(4, take) == [None] * 4
+    assert set(most) == {1}
+    assert os.listdir(tmp_path) == []
+
+
+def test_leftovers_of_the_dead_are_removed_and_nothing_else(tmp_path):
+    path = tmp_path / "c"
+    saved(path, [{"a": torch.ones(3)}])
+    (path / "notes.txt").write_text("mine")
+    (path / f"rank3-{'0' * 16}.safetensors").write_text("moved in, never committed")
+    workspace = tmp_path / ".c.saving"
+    (workspace / ("1" * 16)).mkdir(parents=True)
+    (workspace / ("1" * 16) / "rank0.safetensors").touch()
+    (workspace / "lock").write_text("process 1 on a machine that is gone")
+    (workspace / "note.1234.1.0").touch()
+    (tmp_path / ".other.saving").mkdir()
+    saved(path, [{"a": torch.ones(4)}])
+    assert sorted(os.listdir(tmp_path)) == [".other.saving", "c"]
+    assert len(os.listdir(path)) == 3
+    assert (path / "notes.txt").read_text() == "mine"
+
+
+def test_leftovers_are_removed_without_a_save_too(tmp_path):
+    for name in ("dead", "alive"):
+        (tmp_path / f".{name}.saving" / ("1" * 16)).mkdir(parents=True)
+    saved(tmp_path / "dead", [{"a": torch.ones(2)}])
+    (tmp_path / ".dead.saving" / ("1" * 16)).mkdir(parents=True)
+    storage = LocalStorage(str(tmp_path / "alive"))
+    held = storage.begin("a job that is alive")
+    assert remove_stale_workspaces(tmp_path) == ["dead"]
+    assert sorted(os.listdir(tmp_path)) == [".alive.saving", "dead"]
+    assert (tmp_path / ".alive.saving" / held).is_dir()
+    storage.end(held)
+    assert same(load(tmp_path / "dead")[0], {"a": torch.ones(2)})
+
+
+def test_a_damaged_checkpoint_is_replaced_but_first_left_alone(tmp_path):
+    path = tmp_path / "c"
+    saved(path, [{"a": torch.ones(3)}])
+    (path / MANIFEST).write_text("{")
+    (old,) = path.glob("rank*")
+    save(path, [{"a": 1j}])
+    assert old.exists(), "somebody may want to rescue it"
+    saved(path, [{"a": torch.ones(4)}])
+    assert not old.exists()
+    assert same(load(path)[0], {"a": torch.ones(4)})
+
+
+def test_a_manifest_that_is_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "c"
+    path.mkdir()
+    os.mkfifo(path / MANIFEST)
+    saved(path, [{"a": 1}])
+    assert load(path)[0] == {"a": 1}
+
+
+def test_a_lock_that_is_a_link_leads_nowhere(tmp_path):
+    """Who may write in this folder could otherwise have us write over any file of ours."""
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / ".c.saving").mkdir()
+    (tmp_path / ".c.saving" / "lock").symlink_to(precious)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".d.saving").symlink_to(tmp_path / "elsewhere")
+    for name in ("c", "d"):
+        (error,) = save(tmp_path / name, [{"a": 1}])
+        assert isinstance(error, SaveFailed)
+        assert f"{tmp_path}/.{name}.saving" in str(error)
+    assert precious.read_text() == "mine"
+    assert os.listdir(tmp_path / "elsewhere") == []
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/", path)])
+def test_what_is_not_a_leftover_is_in_nobodys_way(tmp_path, make):
+    path = tmp_path / "c"
+    saved(path, [{"a": torch.ones(2)}])
+    make(path / data_file_name("1" * 16, 0))
+    (tmp_path / ".c.saving").mkdir()
+    make(tmp_path / ".c.saving" / ("1" * 16))
+    make(tmp_path / ".c.saving" / "note.x")
+    saved(path, [{"a": torch.zeros(2)}])
+    assert same(load(path)[0], {"a": torch.zeros(2)})

@@ -134,7 +134,7 @@ class Entry:
 
 
 def entry(**declared: Any) -> Callable[[Callable[..., Iterator[Competitors]]], Entry]:
-    """Make an entry of a generator function that sets its competitors up; see `ManifestEntry`."""
+    """Make an entry of a generator function that sets its competitors up; see `Entry`."""
     return lambda setup: Entry(setup=setup, **declared)
 
 

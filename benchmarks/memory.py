@@ -1,4 +1,4 @@
-"""How much memory training takes at its peak: ``python -m benchmarks.tensor_memory``.
+"""How much memory training takes at its peak: ``python -m benchmarks.memory``.
 
 Each way of training runs in processes of its own. What a process has is its proportional share
 (``Pss``): a page that two ranks have mapped counts half for each, so that adding up over the ranks

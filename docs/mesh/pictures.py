@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from phalanx.mesh._drawing import draw_svg
-from phalanx.mesh._plan import plan
+from phalanx.mesh._drawing import svg
+from phalanx.mesh._plan import plan_mesh
 from phalanx.mesh.layout import MeshLayout
 
 MESH = MeshLayout.from_sizes_strides((2, 2, 4))
@@ -23,13 +23,13 @@ def pictures() -> dict[str, str]:
             "cp",
             "ep",
         ),
-        "large.svg": plan("8x16x8", names="dp,pp,tp", rank=513, hosts=128).draw_svg(),
+        "large.svg": plan_mesh("8x16x8", names="dp,pp,tp", rank=513, hosts=128).svg(),
     }
 
 
 def _part(layout: MeshLayout, *names: str) -> str:
     start, _ = layout.locate(RANK)
-    return draw_svg(layout, names=names, rank=RANK, ranks_per_host=8, start=start)
+    return svg(layout, names=names, rank=RANK, ranks_per_host=8, start=start)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@
     ├── CheckpointError (RuntimeError)       a checkpoint cannot be saved or loaded
     │   ├── SaveFailed                       on every rank alike; names the first cause
     │   │   ├── SaveTimeout (TimeoutError)   a rank did not come; says who
-    │   │   ├── FolderInUse                  another job is saving there; says who
+    │   │   ├── CheckpointDirectoryInUse     another job is saving there; says who
     │   │   └── WriterLost                   the process that writes has died; says how
     │   ├── DamagedCheckpoint (ValueError)   what is on disk is not what was written
     │   ├── CheckpointNotFound (FileNotFoundError)
@@ -51,11 +51,11 @@ from dataclasses import dataclass
 __all__ = [
     "BarrierError",
     "BarrierTimeout",
+    "CheckpointDirectoryInUse",
     "CheckpointError",
     "CheckpointNotFound",
     "CollectiveTimeout",
     "DamagedCheckpoint",
-    "FolderInUse",
     "GroupAborted",
     "GroupError",
     "HookError",

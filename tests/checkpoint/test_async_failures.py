@@ -28,7 +28,7 @@ def test_a_failed_write_is_told_and_survived(writers, tmp_path):
         _, writing = made.save(str(tmp_path / "file" / "c"), {"step": 1})
         with pytest.raises(SaveFailed, match="FileExistsError") as raised:
             writing.result(60)
-        assert "in make_folders" in str(raised.value.__cause__)
+        assert "in make_durable_directories" in str(raised.value.__cause__)
         pid = writers[0].process.pid
         _, writing = made.save(str(tmp_path / "c"), {"step": 2})
         writing.result(60)

@@ -56,7 +56,8 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    CheckpointReader, CheckpointWriter, CheckpointWriterConfig, Folder, GroupBarrier, RankInfo,
+    CheckpointReader, CheckpointWriter, CheckpointWriterConfig, CheckpointManager, GroupBarrier,
+    RankInfo,
     TCPStoreBarrier,
 )
 from phalanx.errors import BarrierTimeout, SaveTimeout
@@ -127,7 +128,7 @@ check(2)
 both(lambda rank: save(rank, 4))
 check(4)
 
-with Folder(f"{PATH}/run", keep_last=2, keep_every=4) as folder:
+with CheckpointManager(f"{PATH}/run", keep_last=2, keep_every=4) as folder:
     for step in range(1, 10):
         folder.save(step, state(0, step))
     assert folder.steps() == [4, 8, 9]

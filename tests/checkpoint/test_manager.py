@@ -135,8 +135,8 @@ def test_two_jobs_are_refused_with_who_it_is_that_holds_it(tmp_path):
 
 def test_a_job_that_was_killed_holds_nothing(tmp_path):
     code = (
-        "import sys, time; from phalanx.checkpoint._step_directory import LocalShelf\n"
-        "shelf = LocalShelf(sys.argv[1]); shelf.take('the other job'); print(flush=True)\n"
+        "import sys, time; from phalanx.checkpoint._step_directory import LocalStepDirectory\n"
+        "shelf = LocalStepDirectory(sys.argv[1]); shelf.take('the other job'); print(flush=True)\n"
         "time.sleep(60)"
     )
     command = [sys.executable, "-c", code, tmp_path]

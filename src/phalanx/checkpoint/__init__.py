@@ -2,7 +2,7 @@
 
 ::
 
-    folder = Folder("run", keep_last=3, keep_every=1000)
+    folder = CheckpointManager("run", keep_last=3, keep_every=1000)
     folder.save(1000, {"model": model, "optimizer": optimizer})
     folder.load(state={"model": model, "optimizer": optimizer})
 

@@ -59,7 +59,7 @@ class CheckpointManager:
 
     ::
 
-        folder = Folder("run", keep_last=3, keep_every=1000, group=group)
+        folder = CheckpointManager("run", keep_last=3, keep_every=1000, group=group)
         folder.save(step, {"model": model, "optimizer": optimizer, "rng": RNGState()})
 
     Every rank makes one, and all call `save`, `load` and `latest` together. The ranks are those of

@@ -36,7 +36,7 @@ class PreemptionGuard:
 
     ::
 
-        with StopRequest(group) as stop:
+        with PreemptionGuard(group) as stop:
             for step in range(first, last):
                 ...
                 if stop.requested():
@@ -87,7 +87,7 @@ class PreemptionGuard:
                 "request"
             )
         if self._before:
-            raise InvalidState("this StopRequest was entered already, and not left")
+            raise InvalidState("this PreemptionGuard was entered already, and not left")
         self._process = os.getpid()
         for each in self._signals:
             try:

@@ -33,8 +33,10 @@ from ._types import STATE_DICT, RankInfo
 from ._writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 
 __all__ = [
-    "AsyncCheckpointer",
     "BARRIER_REGISTRY",
+    "STATE_DICT",
+    "STOPPED",
+    "AsyncCheckpointer",
     "Barrier",
     "BarrierConfig",
     "CheckpointManager",
@@ -55,8 +57,6 @@ __all__ = [
     "RNGState",
     "RankInfo",
     "Replicated",
-    "STATE_DICT",
-    "STOPPED",
     "SaveProgress",
     "SaveReport",
     "SyncCheckpointer",

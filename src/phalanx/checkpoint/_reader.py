@@ -432,7 +432,9 @@ class CheckpointReader:
             return finish()
 
 
-def _read_all(checkpoint: OpenCheckpoint, tree: Node, locate: _Locator) -> tuple[Any, list[str]]:
+def _read_all(
+    checkpoint: OpenCheckpoint, tree: Node, locate: _DeviceMapper
+) -> tuple[Any, list[str]]:
     if isinstance(tree, Absent):
         raise MissingKeys(
             f"{checkpoint.path} has state of its own for {format_ranks(tree.ranks)} "

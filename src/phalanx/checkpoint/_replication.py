@@ -284,7 +284,8 @@ def elements_in_range(tensor: Tensor, part: TensorRange) -> Tensor:
 def own_shards(state_dict: STATE_DICT, rank_info: RankInfo) -> STATE_DICT:
     """Return the state with only the bytes of what is marked `Replicated` that this rank writes.
 
-    Nothing is copied: what is left are views of the tensors, as `BucketPiece`. A writer takes the
+    Nothing is copied: what is left are views of the tensors, as `ReplicatedShard`. A writer takes
+    the
     result for the state itself, so that an asynchronous save needs to stage no more than this.
     """
     tree = parse_state(state_dict)

@@ -157,7 +157,7 @@ class TensorLeaf:
     device: str
     """The type of its device."""
     data: Any = field(compare=False)
-    """A `Tensor`, a `BucketPiece`, or what the manifest says of its place."""
+    """A `Tensor`, a `ReplicatedShard`, or what the manifest says of its place."""
     mark: Mark = ""
 
 

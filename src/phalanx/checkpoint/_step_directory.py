@@ -141,7 +141,9 @@ class StepDirectory(ABC):
 
     @abstractmethod
     def take(self, owner: str) -> None:
-        """Take the place for the calling job; raises `CheckpointDirectoryInUse` if another one has it."""
+        """Take the place for the calling job; raises `CheckpointDirectoryInUse` if another one has
+        it.
+        """
 
     @abstractmethod
     def release(self) -> None:

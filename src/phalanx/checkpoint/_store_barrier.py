@@ -598,7 +598,7 @@ class StoreBarrierMember:
     # -- a use that does not pass ----------------------------------------------------------
 
     def _decide(self, use: int, text: str | None, value: int, cause: str) -> list[str] | None:
-        """End a use, one way or the other, whoever is still to come; None as in `_outcome`."""
+        """End a use, one way or the other, whoever is still to come; None as in `_results`."""
         by_me, value = self._epoch.close(value)
         if value >= OPEN:  # it is complete
             if (

@@ -8,7 +8,7 @@ A gradient goes from here to `_autograd_hooks` (which notice it), `_reducer` and
 `_backward_pass` (which decide when to reduce it), `_buckets` (which hold it) and the process
 group.
 
-Everything that holds a reference to the group is built in `_connect` and left out of
+Everything that holds a reference to the group is built in `_connect_to_store` and left out of
 `__getstate__`. A new attribute of that kind must be added to `UNPICKLED`.
 """
 

@@ -1,6 +1,7 @@
 """Check that all ranks make the same call, before the engine starts it.
 
-`consistency_check_for` selects how. An engine whose ranks see each other's calls compares them at no
+`consistency_check_for` selects how. An engine whose ranks see each other's calls compares them at
+no
 cost. Otherwise, and only with `checks=True`, every call is preceded by an allgather of a short
 description. A difference raises `RankMismatch` with both calls, on every rank.
 """

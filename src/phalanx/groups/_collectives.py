@@ -1,6 +1,7 @@
 """The collectives of a process group, in both of torch's call forms.
 
-`group.allreduce(tensor, op=ReduceOp.MAX, timeout=...)` and `group.allreduce([tensor], opts)` mean the
+`group.allreduce(tensor, op=ReduceOp.MAX, timeout=...)` and `group.allreduce([tensor], opts)` mean
+the
 same; so do the tensor and list forms of the other collectives. Each method validates its arguments,
 adapts them to what the engine supports (`_reductions`) and calls `_issue`.
 

@@ -133,18 +133,21 @@ class RawWork(Protocol):
 Engine = Any
 """An object with torch's collectives in list-and-options form.
 
-Optional, for engines of our own: ``run_on_all_ranks(sequence, said, side)`` compares a call with the others'
+Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with
+the others'
 of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
 ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
 on with what nobody waits for; ``rest()`` ends a thread of its own, for the group that kept the
 memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allreduce that adds up
-real numbers; ``shortcut(**divide_among_ranks)`` makes an even shorter way, for that and for barriers, and
+real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for
+barriers, and
 ``adopt(ticket, tensor_memory)`` the work of a call that came by it (`_shortcut`).
 
 An interrupt may come between the engine's start of a call and the moment when its handle is stored.
 So an engine has ``begun``, a list that the group sets: it puts the handle of each call there in the
 same step in which it takes the call, or before. The group empties it when the handle is safe. For
-an engine without it, `track_started_works` does this around every method, which is as good for one in C++.
+an engine without it, `track_started_works` does this around every method, which is as good for
+one in C++.
 
 An engine whose membership may change has ``members()``, the ranks that take part in what comes
 next; ``leave()``, after which this rank does not, or which names what is under way instead;
@@ -281,7 +284,8 @@ class Traits:
     connects_in_background: bool = False
     """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
     offer: Callable[[int, Sequence[Member], int, dict[str, object]], Any] | None = None
-    """Makes what rank 0 offers to ranks on the same machine (see `_engine_setup`), given a rank, the
+    """Makes what rank 0 offers to ranks on the same machine (see `_engine_setup`), given a rank,
+    the
     group's members, how many ranks there are on the machine, and the backend's options."""
     name_of: Callable[[Engine], str] | None = None
     """Tells the name of the engine that was chosen, where the backend is a choice."""

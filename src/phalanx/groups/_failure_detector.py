@@ -10,7 +10,8 @@ interrupted: destroying it blocks the interpreter until its last call times out.
 closed groups are released when their calls have ended; what is busy at interpreter exit is
 leaked on purpose.
 
-`FailureDetector.failure` is set once, under its lock; the first cause wins. No lock is held across a
+`FailureDetector.failure` is set once, under its lock; the first cause wins. No lock is held
+across a
 store request.
 """
 

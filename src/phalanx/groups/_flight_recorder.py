@@ -4,7 +4,8 @@ A call is recorded on the calling thread before the engine sees it, so recording
 minimum: it builds no strings and keeps no frame alive. Text is produced when somebody reads.
 The module also finds the line of user code that made a call, or that a rank is executing.
 
-`FlightRecorder.begin` counts stack frames: it must be called from `_issue`, called from the collective.
+`FlightRecorder.begin` counts stack frames: it must be called from `_issue`, called from the
+collective.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Reductions that an engine does not support natively.
 
-`adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has, with
-functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an engine
+`adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has,
+with
+functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an
+engine
 that only moves dense ones: ranks exchange their entry counts first, then the entries padded to the
 longest.
 

@@ -2,7 +2,7 @@
 
 Nothing is written while all is well. A rank that waits too long increments a counter; the
 watchdog of every rank polls that counter and, when it has changed, writes a report of what its
-rank is doing. The first cause of a failure (`UseFailure`) is written once, by compare-and-set, for
+rank is doing. The first cause of a failure (`Failure`) is written once, by compare-and-set, for
 all ranks.
 
 Every method returns soon: a store that does not answer reads like an empty one.

@@ -1,6 +1,7 @@
 """Opening the store that a URL or the environment names, and hosting it for peers.
 
-`open_store` accepts a store, `env://`, `tcp://`, `file://` or a scheme registered with torch. Rank 0
+`open_store` accepts a store, `env://`, `tcp://`, `file://` or a scheme registered with torch.
+Rank 0
 hosts the TCP store unless a launcher does.
 
 Groups on a hosted store hold leases. When the last lease ends, the store stays open until every

@@ -5,7 +5,8 @@ Requests run on a borrowed thread; the caller stops waiting after the timeout an
 abandoned, not joined. While a request is unanswered, further requests on the same connection
 fail at once.
 
-`borrow_thread` and `in_background` serve other work that may get stuck. A thread that would wait on at
+`borrow_thread` and `in_background` serve other work that may get stuck. A thread that would wait
+on at
 interpreter exit must check `is_exiting`.
 """
 

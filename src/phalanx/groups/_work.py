@@ -1,8 +1,10 @@
 """The handle of a call: waiting with a deadline, completing its future, and failing.
 
 `Work.wait` blocks in the engine for `OVERDUE_AFTER` seconds. Only then does it ask the
-`FailureDetector`, in short intervals, whether the call can still succeed. The second half of the module handles
-calls that never started: refused because the group is closed or has failed, or interrupted by a signal
+`FailureDetector`, in short intervals, whether the call can still succeed. The second half of the
+module handles
+calls that never started: refused because the group is closed or has failed, or interrupted by a
+signal
 while the engine was taking them.
 
 Several threads may wait for one `Work`. What must happen once happens under `Work._once`; no

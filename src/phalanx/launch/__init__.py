@@ -47,7 +47,7 @@ def run(
 
     With `check`, a failure raises `RanksFailed`, which says who was first and why, and Ctrl-C
     raises `KeyboardInterrupt`; without, look at the outcome. Ranks that were asked to stop and
-    have saved their work have not failed: `WriteResult.stopped` tells.
+    have saved their work have not failed: `Outcome.stopped` tells.
     """
     environ = dict(os.environ if env is None else env)
     job = Job(

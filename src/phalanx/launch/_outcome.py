@@ -1,4 +1,4 @@
-"""How a run ended: `WriteResult` and `RankExit` for programs, a text for people.
+"""How a run ended: `Outcome` and `RankExit` for programs, a text for people.
 
 The first rank that failed is the cause; failures after it are listed as consequences.
 """

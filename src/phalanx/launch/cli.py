@@ -150,7 +150,8 @@ def run(
     rank fails, its traceback is shown, the others are stopped, and the exit code is its own.
 
     SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which have --grace seconds to save their
-    work. If they leave by phalanx.checkpoint.PreemptionGuard, the exit code is 75: start it again. What
+    work. If they leave by phalanx.checkpoint.PreemptionGuard, the exit code is 75: start it
+    again. What
     is ignored at the start (SIGHUP by nohup, SIGINT by a script's &) stays so; SIGTERM works there.
 
     With any of the options from --nnodes to --master-port, torchrun takes over.

@@ -18,12 +18,12 @@ makes loaders of different lengths, and what one process makes of the same batch
 """
 
 from . import faults
-from ._context import RankContext
-from ._groups import over_groups
-from ._outcome import Died, RankFailures, Stopped
+from ._over_groups import over_groups
 from ._pool import RankPool
+from ._results import Died, RankFailures, Stopped
+from ._run import RankContext
 from ._threads import ThreadRanks
-from ._uneven import Batch, UnevenBatches, uneven_batches
+from ._uneven_batches import Batch, UnevenBatches, uneven_batches
 from .faults import Fault, delay, kill, stop
 
 __all__ = [

@@ -1,37 +1,119 @@
-"""What a rank process is sent: a body by reference, its arguments, and the caller's surroundings.
+"""What a rank process is sent: a function by reference, its arguments, the caller's environment.
 
-Tasks and reports are pickled. That is against the rule that nothing unpickles what came from a
-wire, and safe here: they travel only between a process and the children that it started, of the
-same user on the same machine, over socket pairs that nobody else can open.
+Functions travel as module and qualified name and are imported on the other side, with pytest's
+assertion rewriting if the caller had it.
+
+Arguments and results are pickled. This is the one place in this package where pickles are read.
+It is safe because they travel only between a process and its own children, over inherited
+socket pairs that no other process can open.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import importlib.util
 import os
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import reduce
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
-from ..errors import InvalidType
-from ._function_reference import Reference
-from ._outcome import Raised, Report, Returned, describe
+from ..errors import InvalidArgument, InvalidType
+from ._results import Raised, RankResult, Returned, format_traceback
 from .faults import Fault
 
-__all__ = [
-    "Surroundings",
-    "Task",
-    "pack_arguments",
-    "pack_report",
-    "pack_task",
-    "rank_environment",
-    "unpack_report",
-    "unpack_task",
-    "unpacked_arguments",
-]
+
+@dataclass(frozen=True)
+class FunctionReference:
+    """Where to find a function, in this process or in another."""
+
+    module: str
+    qualname: str
+    file: str | None
+    rewritten: bool
+    """Whether pytest has rewritten the module's assertions, so that they explain themselves."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> FunctionReference:
+        """Refer to a function that can be reached by name from its module."""
+        module = sys.modules.get(function.__module__)
+        for name in (function.__qualname__, f"{function.__qualname__}.body"):
+            if module is not None and _find_attribute(module, name) is function:
+                file = getattr(module, "__file__", None)
+                rewritten = "@pytest_ar" in vars(module)
+                return cls(function.__module__, name, file, rewritten)
+        raise InvalidArgument(
+            f"ranks find their body by name, but {function.__module__}.{function.__qualname__} "
+            "is not there; make it a function of the module, and pass what it needs as args"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.qualname.removesuffix('.body')}"
+
+    def load(self) -> Callable[..., Any]:
+        """Find the function, importing its module if need be."""
+        found = _find_attribute(self._module(), self.qualname)
+        assert callable(found), f"{self} is not there any more"
+        return found
+
+    def _module(self) -> ModuleType:
+        known = sys.modules.get(self.module)
+        if known is not None and getattr(known, "__file__", None) == self.file:
+            return known
+        if self.file is None:
+            return importlib.import_module(self.module)
+        return self._from_file(self.file)
+
+    def _from_file(self, file: str) -> ModuleType:
+        # By file and not by search: with some of pytest's import modes no search would find it.
+        # The packages above it, if they are any, must be there first, for its relative imports.
+        package, _, _ = self.module.rpartition(".")
+        if package:
+            with suppress(ModuleNotFoundError):
+                importlib.import_module(package)
+        # A script's functions are wanted, not what it does when it is run.
+        name = "__ranks_main__" if self.module == "__main__" else self.module
+        loader = (_AssertRewritingLoader if self.rewritten else SourceFileLoader)(name, file)
+        spec = importlib.util.spec_from_loader(name, loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[self.module] = module
+        try:
+            loader.exec_module(module)
+        except BaseException:
+            del sys.modules[self.module]
+            raise
+        return module
+
+
+def _find_attribute(module: ModuleType, qualname: str) -> object:
+    try:
+        return reduce(getattr, qualname.split("."), module)
+    except AttributeError:
+        return None
+
+
+class _AssertRewritingLoader(SourceFileLoader):
+    """Load a test module the way that pytest does, with assertions that show their values."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Compile the rewritten source, past the cache of the plain one."""
+        from _pytest.assertion.rewrite import rewrite_asserts
+
+        path = self.get_filename(fullname)
+        source = Path(path).read_bytes()
+        tree = ast.parse(source, path)
+        rewrite_asserts(tree, source, path)
+        code: CodeType = compile(tree, path, "exec", dont_inherit=True)
+        return code
 
 
 # Ranks share the machine; and a library that starts no threads of its own can be forked safely.
@@ -48,7 +130,7 @@ def rank_environment() -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class CallerEnvironment:
     """What a body may take for granted to be the same in a rank as in the caller."""
 
     environ: Mapping[str, str]
@@ -57,7 +139,7 @@ class Surroundings:
     argv: Sequence[str]
 
     @classmethod
-    def here(cls) -> Surroundings:
+    def here(cls) -> CallerEnvironment:
         """Describe those of this process."""
         return cls(rank_environment(), os.getcwd(), tuple(sys.path), tuple(sys.argv))
 
@@ -75,12 +157,12 @@ class Surroundings:
 class Task:
     """One rank's part of a run."""
 
-    body: Reference
+    body: FunctionReference
     arguments: bytes
     size: int
     backend: str
     timeout: float
-    surroundings: Surroundings
+    caller_environment: CallerEnvironment
     rank: int = 0
     port: int = 0
     """Where the store of the run listens on this machine."""
@@ -116,7 +198,7 @@ def unpacked_arguments(packed: bytes) -> Iterator[tuple[tuple[Any, ...], dict[st
         yield args, kwargs
 
 
-def pack_report(report: Report) -> bytes:
+def pack_report(report: RankResult) -> bytes:
     """Pickle a report, or one that says why it cannot be."""
     # Not the pickler of multiprocessing: torch teaches that one to share a tensor's memory.
     try:
@@ -125,16 +207,16 @@ def pack_report(report: Report) -> bytes:
         assert isinstance(report.outcome, Returned)
         kind = type(report.outcome.value).__qualname__
         problem = InvalidType(f"the result, of type {kind}, cannot be sent back: {error}")
-        return pickle.dumps(Report(Raised(describe(problem))))
+        return pickle.dumps(RankResult(Raised(format_traceback(problem))))
 
 
-def unpack_report(packed: bytes) -> Report:
+def unpack_report(packed: bytes) -> RankResult:
     """Unpickle a report, or make one that says why it cannot be."""
     try:
-        report: Report = pickle.loads(packed)  # noqa: S301 - see the module's docstring
+        report: RankResult = pickle.loads(packed)  # noqa: S301 - see the module's docstring
         return report
     except Exception as error:  # noqa: BLE001 - a result's constructor may raise anything
-        return Report(Raised(f"its result cannot be read here\n{describe(error)}"))
+        return RankResult(Raised(f"its result cannot be read here\n{format_traceback(error)}"))
 
 
 def unpack_task(packed: bytes) -> Task:

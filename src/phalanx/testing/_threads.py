@@ -1,4 +1,8 @@
-"""Threads as ranks, for what needs many ranks and no process to die."""
+"""`ThreadRanks`: threads as ranks, for tests that need many ranks and kill none.
+
+A thread cannot be killed. If one hangs, its groups are aborted; if that does not end it, it is
+left behind as a daemon.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,9 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import InvalidArgument
-from ._context import RankContext
-from ._injection import thread_is_rank
-from ._outcome import Report, Stuck, fatal, is_ours, settle
-from ._run import Patience, check_faults, check_size, perform
-from .faults import Fault
-
-__all__ = ["ThreadRanks"]
+from ._results import Hung, RankResult, is_failure, is_internal_frame, settle
+from ._run import RankContext, RunDeadline, check_faults, check_size, run_body
+from .faults import Fault, thread_as_rank
 
 
 class ThreadRanks:
@@ -60,27 +60,27 @@ class ThreadRanks:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            run = _Run(self.backend, size, timeout=timeout, linger=linger)
+            run = _ThreadRun(self.backend, size, timeout=timeout, linger=linger)
             run.start(call, faults)
             reports = run.collect()
         return settle(name or f"{body.__module__}.{body.__qualname__}", reports)
 
 
-class _Run:
+class _ThreadRun:
     def __init__(self, backend: str, size: int, *, timeout: float, linger: float) -> None:
         store = HashStore()  # one object: thread ranks meet in it
         self._contexts = [
             RankContext(rank, size, backend=backend, timeout=timeout, connect=lambda: store)
             for rank in range(size)
         ]
-        self._patience = Patience(timeout, linger)
-        self._finished: queue.SimpleQueue[tuple[int, Report]] = queue.SimpleQueue()
+        self._patience = RunDeadline(timeout, linger)
+        self._finished: queue.SimpleQueue[tuple[int, RankResult]] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def start(self, call: Callable[[RankContext], Any], faults: Sequence[Fault]) -> None:
         def live(context: RankContext) -> None:
-            with thread_is_rank():
-                report = perform(call, context, faults=faults)
+            with thread_as_rank():
+                report = run_body(call, context, faults=faults)
             self._finished.put((context.rank, report))
 
         for context in self._contexts:
@@ -91,27 +91,27 @@ class _Run:
             self._threads.append(thread)
             thread.start()
 
-    def collect(self) -> dict[int, Report]:
-        reports: dict[int, Report] = {}
+    def collect(self) -> dict[int, RankResult]:
+        reports: dict[int, RankResult] = {}
         while len(reports) < len(self._threads) and self._patience.left:
             try:
                 rank, report = self._finished.get(timeout=self._patience.left)
             except queue.Empty:
                 break
             reports[rank] = report
-            if fatal(report.outcome, mortal=False):
+            if is_failure(report.outcome, mortal=False):
                 self._patience.shorten()
         stuck = [rank for rank in range(len(self._threads)) if rank not in reports]
-        reports.update({rank: Report(self._stuck(rank)) for rank in stuck})
+        reports.update({rank: RankResult(self._stuck(rank)) for rank in stuck})
         for rank in stuck:
             self._contexts[rank].abort()  # ends those that wait for a peer
         return reports
 
-    def _stuck(self, rank: int) -> Stuck:
+    def _stuck(self, rank: int) -> Hung:
         ident = self._threads[rank].ident
         frame = sys._current_frames().get(ident) if ident is not None else None
         stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
         # The body is called by our frames, and those by the ones of a thread.
-        ours = dropwhile(lambda frame: not is_ours(frame.filename), stack)
-        body = dropwhile(lambda frame: is_ours(frame.filename), ours)
-        return Stuck(self._patience.spent, "".join(traceback.format_list(list(body))))
+        ours = dropwhile(lambda frame: not is_internal_frame(frame.filename), stack)
+        body = dropwhile(lambda frame: is_internal_frame(frame.filename), ours)
+        return Hung(self._patience.spent, "".join(traceback.format_list(list(body))))

@@ -1,14 +1,30 @@
-"""The life of a rank process: wait for a task, run it, report, be as new."""
+"""The processes of a rank pool: the template, and the rank processes forked from it.
+
+The template imports torch once and then waits. A new rank is a fork of it, which takes
+milliseconds where a new interpreter takes seconds, so a rank that died or hung is cheap to
+replace. Forking is safe because the template never starts a thread and never runs an operation.
+
+The template also reaps the ranks and sends them signals: until it has waited for a rank, that
+rank's pid cannot belong to another process.
+
+A rank process waits for a task, runs it, reports, and resets what a body may have changed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
+import importlib
+import json
 import os
 import random
+import selectors
 import signal
+import socket
 import sys
+import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -17,12 +33,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ._context import RankContext
-from ._outcome import Report
-from ._run import perform
+from ._results import RankResult
+from ._run import RankContext, run_body
 from ._task import Task, pack_report, unpack_task, unpacked_arguments
-
-__all__ = ["DUMP_SIGNAL", "host_store", "main"]
 
 # One that neither torch nor a test is likely to use.
 DUMP_SIGNAL = signal.SIGRTMIN + 6
@@ -30,7 +43,7 @@ DUMP_SIGNAL = signal.SIGRTMIN + 6
 _PR_SET_PDEATHSIG = 1
 
 
-def main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
+def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
     """Serve tasks until the pool hangs up."""
     _die_with(parent)
     os.setsid()  # so that whatever a body starts can be ended together with it
@@ -45,7 +58,7 @@ def main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task = unpack_task(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pack_report(_run(task)))
+            connection.send_bytes(pack_report(_run_task(task)))
 
 
 def _die_with(parent: int) -> None:
@@ -54,29 +67,29 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _run(task: Task) -> Report:
+def _run_task(task: Task) -> RankResult:
     context = RankContext(
         task.rank,
         task.size,
         backend=task.backend,
         timeout=task.timeout,
-        connect=lambda: _connect(task),
+        connect=lambda: _connect_to_store(task),
         generation=task.generation,
     )
-    return perform(lambda rank: _call(task, rank), context, faults=task.faults)
+    return run_body(lambda rank: _call_body(task, rank), context, faults=task.faults)
 
 
-def _call(task: Task, context: RankContext) -> Any:
-    task.surroundings.enter()
-    _seed()
+def _call_body(task: Task, context: RankContext) -> Any:
+    task.caller_environment.enter()
+    _seed_generators()
     body = task.body.load()  # first: what the arguments refer to may be in its module
     with unpacked_arguments(task.arguments) as (args, kwargs):
         result = body(context, *args, **kwargs)
-    _tidy()  # not after a failure: then the process is not used again
+    _reset_torch_state()  # not after a failure: then the process is not used again
     return result
 
 
-def _connect(task: Task) -> Store:
+def _connect_to_store(task: Task) -> Store:
     store = TCPStore(
         "127.0.0.1",
         task.port,
@@ -97,7 +110,7 @@ def host_store(context: RankContext) -> int:
     return _stores[-1].port
 
 
-def _seed() -> None:
+def _seed_generators() -> None:
     torch.set_num_threads(1)  # ranks share the machine
     torch.manual_seed(0)
     random.seed(0)
@@ -105,7 +118,7 @@ def _seed() -> None:
         numpy.random.seed(0)
 
 
-def _tidy() -> None:
+def _reset_torch_state() -> None:
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     if dist.is_initialized():
@@ -114,3 +127,92 @@ def _tidy() -> None:
     # What is left was imported, or is kept. To walk through it after every body would soon take
     # longer than the bodies.
     gc.freeze()
+
+
+def template_main(control: int, preload: list[str]) -> None:
+    """Serve the pool at the other end of `control` until it hangs up."""
+    for name in preload:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    TemplateServer(socket.socket(fileno=control)).serve()
+    os._exit(0)  # nothing is left to do, and to unload torch takes a while
+
+
+class TemplateServer:
+    """The parent of the ranks."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self._ranks: dict[int, int] = {}  # process id to a descriptor that is readable at its end
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(control, selectors.EVENT_READ)
+
+    def serve(self) -> None:
+        """Fork, signal and reap ranks; end with the pool, and end them, too."""
+        try:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.data is not None:
+                        self._reap(key.data)
+                    elif not self._obey():
+                        return
+        finally:
+            for pid in self._ranks:
+                _kill_rank(pid)
+
+    def _obey(self) -> bool:
+        message, descriptors, _, _ = socket.recv_fds(self._control, 4096, 3)
+        if not message:
+            return False
+        order = json.loads(message)
+        if order["do"] == "fork":
+            self._fork(descriptors)
+        elif order["rank"] in self._ranks:
+            os.kill(order["rank"], order["signal"])
+        return True
+
+    def _fork(self, descriptors: list[int]) -> None:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(descriptors, parent)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._ranks[pid] = os.pidfd_open(pid)
+        self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
+        self._tell(forked=pid)
+
+    def _become_rank(self, descriptors: list[int], parent: int) -> None:
+        status = 1
+        try:
+            # Nothing of the template's may stay open here, or its end would go unnoticed.
+            self._selector.close()
+            self._control.close()
+            for descriptor in self._ranks.values():
+                os.close(descriptor)
+            rank_main(*descriptors, parent=parent)
+            status = 0
+        except BaseException:  # noqa: BLE001 - nothing may return into the template's loop
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+
+    def _reap(self, pid: int) -> None:
+        descriptor = self._ranks.pop(pid)
+        self._selector.unregister(descriptor)
+        os.close(descriptor)
+        _kill_rank(pid)
+        _, status = os.waitpid(pid, 0)
+        self._tell(ended=pid, status=os.waitstatus_to_exitcode(status))
+
+    def _tell(self, **message: Any) -> None:
+        self._control.send(json.dumps(message).encode())
+
+
+def _kill_rank(pid: int) -> None:
+    """Kill a rank and what it started; until it is waited for, nobody else has its ids."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it had no time to make its group
+        os.killpg(pid, signal.SIGKILL)

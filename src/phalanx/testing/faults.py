@@ -1,21 +1,21 @@
-"""Make a rank die, stop or lag at a named point.
+"""Fault injection: kill, stop or delay a rank at a named point.
 
-A fault is declared with the run and travels to its rank::
+A fault is declared with the run and sent to its rank::
 
     pool.run(body, 3, faults=[Fault("allreduce:issued", kill(), rank=2)])
 
-or is injected by the body itself, into whoever runs it::
+or injected by the body itself, on every rank that runs it::
 
     with faults.inject("my point", delay(0.5)):
         ...
 
 Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``;
-``form:signed in`` and, in shared tensor_memory, ``form:mapped`` while they form; and, besides ``before``
-and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared tensor_memory, ``rejoin:entering``. A
+``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and, besides ``before``
+and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. A
 save of a checkpoint marks, each after ``checkpoint:``, ``begin``, ``locked``, ``tensor`` (before
 each one), ``flush`` (of each file), ``written``, ``publish``, ``published`` and ``committed``, and
 over another one also ``moved``, ``replace`` and ``replaced``. A body marks its own points with
-`fault_point`.
+`reach`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,76 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from .. import _faultpoints
 from ..errors import InvalidArgument
-from ._injection import arm
 
-__all__ = ["Action", "Fault", "delay", "inject", "kill", "reach", "stop"]
+__all__ = [
+    "Action",
+    "Fault",
+    "delay",
+    "inject",
+    "kill",
+    "reach",
+    "stop",
+]
+
+
+_current_rank = threading.local()
+
+
+class ArmedFault:
+    """A fault that waits for its point."""
+
+    def __init__(self, fault: Fault, *, thread: int | None) -> None:
+        self.fault = fault
+        self.struck = False
+        self._thread = thread
+        self._left = fault.nth
+        self._lock = threading.Lock()  # over the count; not held while the fault acts
+
+    def __call__(self, point: str) -> None:
+        """Count a point reached, and act when it is the one."""
+        if point != self.fault.point or self._thread not in (None, threading.get_ident()):
+            return
+        with self._lock:
+            self._left -= 1
+            due = self._left == 0
+        if due:
+            self.struck = True
+            self.fault.action()
+
+
+@contextmanager
+def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
+    """Keep faults armed for the calling rank, and show which of them have struck."""
+    thread = getattr(_current_rank, "thread", None)
+    injections = [ArmedFault(fault, thread=thread) for fault in faults]
+    with ExitStack() as stack:
+        for injection in injections:
+            _faultpoints.arm(injection)
+            stack.callback(_faultpoints.disarm, injection)
+        yield injections
+
+
+@contextmanager
+def thread_as_rank() -> Iterator[None]:
+    """Let this thread be a rank of its own: what is armed in it strikes no other."""
+    _current_rank.thread = threading.get_ident()
+    try:
+        yield
+    finally:
+        del _current_rank.thread
+
 
 # Only somebody else can wake a stopped process. It counts from the moment when the process has
 # really stopped, for a wake-up that comes before the stop would be lost.
-_WAKER = """
+_RESUME_SCRIPT = """
 until grep -q '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.01; done
 sleep $2; kill -CONT $1
 """
@@ -61,7 +117,7 @@ class _Stop:
         if self.resume_after is None:
             os.kill(os.getpid(), signal.SIGSTOP)
             return
-        waker = ["sh", "-c", _WAKER, "sh", str(os.getpid()), str(self.resume_after)]
+        waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(self.resume_after)]
         with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
             os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -141,7 +197,7 @@ class Fault:
 @contextmanager
 def inject(point: str, action: Action, *, nth: int = 1) -> Iterator[None]:
     """Act at the nth time that the calling rank reaches `point` inside the block."""
-    with arm([Fault(point, action, nth=nth)]):
+    with arm_faults([Fault(point, action, nth=nth)]):
         yield
 
 

@@ -1,4 +1,4 @@
-"""Fixtures: ranks for a whole session, uneven batches; import them in a ``conftest.py``."""
+"""Pytest fixtures: rank pools for a session, uneven batches. Import them in a ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import pytest
 
 from . import RankPool, ThreadRanks, UnevenBatches
 from . import uneven_batches as make_batches
-from ._uneven import PATTERNS
+from ._uneven_batches import PATTERNS
 
-__all__ = ["ranks", "threads", "uneven_batches"]
+__all__ = [
+    "ranks",
+    "threads",
+    "uneven_batches",
+]
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ class Note:
 
 
 Trace = dict[str, Note]
-"""Notes by the moment: ``numbered_save.pass`` after a backward pass, ``numbered_save`` after a numbered_save, ``end``."""
+"""Notes by the moment: ``turn.pass`` after a backward pass, ``turn`` after a turn, ``end``."""
 
 
 def optimizer_options(program: Program) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -306,7 +306,7 @@ class Slab:
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
 
     def allocate_shared(self, nbytes: int) -> int:
-        """Set memory aside that every rank will `fault_point`, and tell where; it is given back, some
+        """Set memory aside that every rank will `reach`, and tell where; it is given back, some
         time later, when nobody has a tensor of it any more."""
         data = _round_up_to_pages(nbytes)
         length = data + _round_up_to_pages(self._ranks)

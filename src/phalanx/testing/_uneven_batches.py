@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ..errors import InvalidArgument
 
-__all__ = ["PATTERNS", "Batch", "UnevenBatches", "uneven_batches"]
-
 PATTERNS = {
     "even": (2, 2, 2, 2),
     "rising": (1, 2, 3, 5),

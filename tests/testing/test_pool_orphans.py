@@ -14,13 +14,13 @@ from phalanx.testing import RankFailures
 PARENT = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from testing import test_orphans
+from testing import test_pool_orphans
 from phalanx.testing import RankPool
 
 with RankPool(2) as pool:
-    pids = pool.run(test_orphans.report_pid)
+    pids = pool.run(test_pool_orphans.report_pid)
     print(*pids, flush=True)
-    pool.run(test_orphans.hang, kwargs={"started": sys.argv[2]}, timeout=60)
+    pool.run(test_pool_orphans.hang, kwargs={"started": sys.argv[2]}, timeout=60)
 """
 
 

@@ -1,4 +1,4 @@
-"""One test body over many groups: one rank, some ranks, all ranks, halves of a split."""
+"""`over_groups`: one test body, parametrized over backends, sizes and split groups."""
 
 from __future__ import annotations
 
@@ -12,21 +12,19 @@ from .. import native
 from ..groups import ProcessGroup
 from ..groups import _torch_integration as torch_tables
 from ..groups._backend_registry import find_backend
-from ._context import RankContext
-from ._function_reference import Reference
-from ._outcome import RankFailures
 from ._pool import RankPool
+from ._results import RankFailures
+from ._run import RankContext
+from ._task import FunctionReference
 from ._threads import ThreadRanks
 
-__all__ = ["over_groups"]
-
-_SPLIT_WORLD = 4  # ranks
-_HERE = ("local", "gloo", "shm") if native.engine is not None else ("local", "gloo")
+_SPLIT_WORLD_SIZE = 4  # ranks
+_AVAILABLE_BACKENDS = ("local", "gloo", "shm") if native.engine is not None else ("local", "gloo")
 _FIXTURES = ("ranks", "threads", "over")
 
 
 @dataclass(frozen=True)
-class Over:
+class GroupCase:
     """The group that a test runs over."""
 
     backend: str
@@ -48,7 +46,7 @@ class Over:
 
 def over_groups(
     *,
-    backends: Sequence[str] = _HERE,
+    backends: Sequence[str] = _AVAILABLE_BACKENDS,
     sizes: Sequence[int] = (1, 2, 3, 4),
     split: bool = False,
     reuse: bool = False,
@@ -65,9 +63,9 @@ def over_groups(
     With `reuse`, process ranks keep the group for the next test that asks for one like it. That
     saves most of such a test's time, and is for bodies that leave the group as they found it.
     """
-    overs = [Over(backend, size) for backend in backends for size in sizes]
+    overs = [GroupCase(backend, size) for backend in backends for size in sizes]
     if split:
-        overs += [Over(backend, _SPLIT_WORLD, split=True) for backend in backends]
+        overs += [GroupCase(backend, _SPLIT_WORLD_SIZE, split=True) for backend in backends]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         return _as_test(body, overs, timeout=timeout, reuse=reuse, options=options)
@@ -77,7 +75,7 @@ def over_groups(
 
 def _as_test(
     body: Callable[..., None],
-    overs: Sequence[Over],
+    overs: Sequence[GroupCase],
     *,
     timeout: float,
     reuse: bool,
@@ -86,13 +84,13 @@ def _as_test(
     import pytest
 
     @functools.wraps(body)
-    def test(*, ranks: RankPool, threads: ThreadRanks, over: Over, **given: Any) -> None:
+    def test(*, ranks: RankPool, threads: ThreadRanks, over: GroupCase, **given: Any) -> None:
         has_threads = find_backend(over.backend).traits.ranks_are_threads
         runner = threads if has_threads else ranks
-        reference = Reference.of(body)
+        reference = FunctionReference.of(body)
         args = (reference, over, options, given, reuse)
         try:
-            runner.run(_on_group, over.size, args=args, timeout=timeout, name=str(reference))
+            runner.run(_run_on_group, over.size, args=args, timeout=timeout, name=str(reference))
             return
         except RankFailures as error:
             failures = str(error)
@@ -111,17 +109,17 @@ def _parameters(body: Callable[..., None]) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(body).parameters)
 
 
-def _on_group(
+def _run_on_group(
     context: RankContext,
-    body: Reference,
-    over: Over,
+    body: FunctionReference,
+    over: GroupCase,
     options: dict[str, Any],
     given: dict[str, Any],
     reuse: bool,
 ) -> None:
     function = body.load()
     keeps = reuse and context.generation is not None
-    group = (_kept if keeps else Over.form)(over, context, options)
+    group = (_reuse_group if keeps else GroupCase.form)(over, context, options)
     extra = {"ctx": context} if "ctx" in _parameters(function) else {}
     try:
         function(group, **given, **extra)
@@ -131,20 +129,20 @@ def _on_group(
             torch_tables.unregister_group(group)
 
 
-_kept_groups: dict[tuple[int | None, str], ProcessGroup] = {}
+_reusable_groups: dict[tuple[int | None, str], ProcessGroup] = {}
 
 
-def _kept(over: Over, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
+def _reuse_group(over: GroupCase, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
     """Find the group that an earlier test has left, or form one and leave it.
 
     All ranks find one or none does: they have been in the same tests since one was replaced.
     """
-    for key in [key for key in _kept_groups if key[0] != context.generation]:
-        _kept_groups.pop(key).abort()
+    for key in [key for key in _reusable_groups if key[0] != context.generation]:
+        _reusable_groups.pop(key).abort()
     key = (context.generation, f"{over} {options} {context.timeout}")
-    if key in _kept_groups:
-        _kept_groups[key]._torch_name = torch_tables.add_to_torch_tables(_kept_groups[key])
+    if key in _reusable_groups:
+        _reusable_groups[key]._torch_name = torch_tables.add_to_torch_tables(_reusable_groups[key])
     else:
-        _kept_groups[key] = over.form(context, options)
+        _reusable_groups[key] = over.form(context, options)
         context.leave_open()
-    return _kept_groups[key]
+    return _reusable_groups[key]

@@ -1,4 +1,9 @@
-"""How the run of one rank ended, and the one report that is made of all of them."""
+"""How ranks ended, and the one error that reports all of them.
+
+Failures are ordered by time, since the first is most likely the cause of the others. Ranks that
+failed with the same text are reported once. Frames of this package's private modules are left
+out of tracebacks.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,8 @@ from typing import Any
 from .._signals import signal_name
 from ..errors import RanksFailed
 
-__all__ = ["Died", "Outcome", "Raised", "RankFailures", "Report", "Returned", "Stopped", "Stuck"]
-
 # Public modules of this package are not counted: a body calls them, they do not lead into it.
-_PRIVATE = str(Path(__file__).parent / "_")
+_PRIVATE_MODULES = str(Path(__file__).parent / "_")
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Stopped:
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Hung:
     """The rank did not finish."""
 
     seconds: float
@@ -82,11 +85,11 @@ class Stuck:
         return f"did not finish in {self.seconds:.1f} s; it was here:\n{self.stacks}"
 
 
-Outcome = Returned | Raised | Died | Stopped | Stuck
+Outcome = Returned | Raised | Died | Stopped | Hung
 
 
 @dataclass(frozen=True)
-class Report:
+class RankResult:
     """How a rank's run ended, and what it left undone."""
 
     outcome: Outcome
@@ -115,17 +118,19 @@ class RankFailures(RanksFailed):
         """What the ranks printed."""
         told = {rank: failures.get(rank, str(outcome)) for rank, outcome in outcomes.items()}
         sections = [
-            f"{_ranks(ranks)} {text.rstrip()}" for text, ranks in _fold(told, first=failures)
+            f"{_format_ranks(ranks)} {text.rstrip()}"
+            for text, ranks in _group_by_text(told, first=failures)
         ]
         printed = [
-            f"{_ranks(ranks)} printed\n{text.rstrip()}" for text, ranks in _fold(self.outputs)
+            f"{_format_ranks(ranks)} printed\n{text.rstrip()}"
+            for text, ranks in _group_by_text(self.outputs)
         ]
         super().__init__("\n\n".join([title, *sections, *printed]))
 
 
 def settle(
     name: str,
-    reports: Mapping[int, Report],
+    reports: Mapping[int, RankResult],
     *,
     mortal: Collection[int] = (),
     doomed: Collection[int] = (),
@@ -141,7 +146,7 @@ def settle(
     failures = {
         rank: text
         for rank, report in in_time
-        if (text := _failure(report, mortal=rank in mortal, doomed=rank in doomed))
+        if (text := _failure_text(report, mortal=rank in mortal, doomed=rank in doomed))
     }
     outcomes = {rank: report.outcome for rank, report in sorted(reports.items())}
     if failures:
@@ -152,16 +157,16 @@ def settle(
     ]
 
 
-def fatal(outcome: Outcome, *, mortal: bool) -> bool:
+def is_failure(outcome: Outcome, *, mortal: bool) -> bool:
     """Tell whether an outcome makes waiting for the other ranks pointless."""
     if isinstance(outcome, Died | Stopped):
         return not mortal
     return not isinstance(outcome, Returned)
 
 
-def _failure(report: Report, *, mortal: bool, doomed: bool) -> str | None:
+def _failure_text(report: RankResult, *, mortal: bool, doomed: bool) -> str | None:
     outcome = report.outcome
-    if fatal(outcome, mortal=mortal):
+    if is_failure(outcome, mortal=mortal):
         return str(outcome)
     if isinstance(outcome, Returned) and report.missed is not None:
         return f"finished, but never came to its fault: {report.missed}"
@@ -170,21 +175,23 @@ def _failure(report: Report, *, mortal: bool, doomed: bool) -> str | None:
     return None
 
 
-def describe(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """Format a traceback without the frames that led into the body."""
     told = traceback.TracebackException.from_exception(error)
     frames: list[traceback.FrameSummary] = list(told.stack)
-    inner = dropwhile(lambda frame: is_ours(frame.filename), frames)
+    inner = dropwhile(lambda frame: is_internal_frame(frame.filename), frames)
     told.stack = traceback.StackSummary.from_list(inner)
     return "".join(told.format())
 
 
-def is_ours(text: str) -> bool:
+def is_internal_frame(text: str) -> bool:
     """Tell whether a file name, or a line with one, is of the machinery around bodies."""
-    return _PRIVATE in text
+    return _PRIVATE_MODULES in text
 
 
-def _fold(texts: Mapping[int, str], *, first: Iterable[int] = ()) -> list[tuple[str, list[int]]]:
+def _group_by_text(
+    texts: Mapping[int, str], *, first: Iterable[int] = ()
+) -> list[tuple[str, list[int]]]:
     order = [*first, *(rank for rank in sorted(texts) if rank not in set(first))]
     folded: dict[str, list[int]] = {}
     for rank in order:
@@ -193,6 +200,6 @@ def _fold(texts: Mapping[int, str], *, first: Iterable[int] = ()) -> list[tuple[
     return [(texts[ranks[0]], sorted(ranks)) for ranks in folded.values()]
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     noun = "rank" if len(ranks) == 1 else "ranks"
     return f"{noun} {', '.join(map(str, ranks))}"

@@ -37,8 +37,7 @@ def test_the_documented_backend_of_ones_own_works(ranks):
 
 
 WITH_PROGRAMS = {"checkpoint_async", "checkpoints", "uneven"} | {
-    f"ddp_{name}"
-    for name in ("buffers", "compile", "delay", "hooks", "mesh", "optimizers", "precision", "rpc")
+    f"ddp_{name}" for name in ("features", "hooks", "optimizers")
 }
 
 

@@ -136,9 +136,6 @@ NB_MODULE(_engine, module) {
   });
   module.def("park_dying_threads", &park_dying_threads);
   module.def("instruction_set", &instruction_set);
-  module.def("supports", [](int type, int op) {
-    return supports(static_cast<DType>(type), static_cast<ReduceOp>(op));
-  });
 
   nb::class_<Sizes>(module, "Sizes")
       .def(nb::init<>())

@@ -45,8 +45,6 @@ void Engine::watch(int rank, std::shared_ptr<const Process> process) {
   processes_[rank] = std::move(process);
 }
 
-void Engine::watch(int rank, int pidfd) { watch(rank, std::make_shared<Process>(pidfd)); }
-
 std::uint64_t Engine::issue(Request request) {
   if (driver_) return driver_->hand_in(std::move(request));
   const std::lock_guard lock(mutex_);
@@ -346,11 +344,9 @@ bool Engine::finish_next() {
 void Engine::describe(Operation& operation) {
   const Request& request = operation.request;
   Descriptor& mine = mine_.ring[operation.sequence % kRing];
-  mine.sequence = operation.sequence;
   mine.bytes = request.bytes;
   mine.extent = request.extent;
   mine.offset = region_.offset_of(request.input, request.bytes);
-  mine.clock = now_ns();
   mine.factor = request.reduction.factor;
   mine.root = request.root;
   mine.kind = request.kind;

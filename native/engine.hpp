@@ -86,9 +86,8 @@ class Engine {
   void share_cores(int cores);
   int cores() const { return cores_; }
 
-  // Notices when the process of a peer ends. The second form takes a pidfd that no other engine uses.
+  // Notices when the process of a peer ends.
   void watch(int rank, std::shared_ptr<const Process> process);
-  void watch(int rank, int pidfd);
 
   // Tells the others that this rank has mapped the region and lacks nothing: they may begin.
   void mark_present();

@@ -33,7 +33,6 @@ inline constexpr std::uint64_t kRing = 64;  // descriptors that a rank keeps
 inline constexpr std::uint64_t kNever = std::numeric_limits<std::uint64_t>::max();
 
 enum class Kind : std::uint8_t {
-  none = 0,
   barrier = 1,
   allreduce = 2,
   reduce = 3,
@@ -46,15 +45,13 @@ enum class Kind : std::uint8_t {
 };
 
 // What a rank says about one of its operations, before it says that it has arrived there.
-struct Descriptor {
-  std::uint64_t sequence = 0;
+struct alignas(kLine) Descriptor {
   std::uint64_t bytes = 0;   // of this rank's input
   std::uint64_t extent = 0;  // what ranks must agree on; see `Operation::extent`
   std::uint64_t offset = kNever;  // of the input in the region; kNever if it lies elsewhere
-  std::uint64_t clock = 0;        // nanoseconds; when the rank arrived
   double factor = 1.0;
   std::int32_t root = 0;
-  Kind kind = Kind::none;
+  Kind kind = Kind::barrier;
   DType type = DType::uint8;
   ReduceOp op = ReduceOp::sum;
 };
@@ -113,7 +110,6 @@ struct alignas(kLine) Channel {
 struct alignas(kPage) Header {
   std::uint64_t magic = 0;
   std::uint64_t token = 0;
-  std::uint64_t total = 0;
   std::uint32_t ranks = 0;
   std::uint32_t version = 0;
 };

@@ -179,7 +179,6 @@ bool Engine::is_source(const Request& request, int rank) const {
     case Kind::scatter:
       return rank == request.root;
     case Kind::barrier:
-    case Kind::none:
       return false;
     default:
       return true;

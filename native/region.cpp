@@ -21,7 +21,7 @@ namespace phalanx {
 
 namespace {
 
-constexpr std::uint32_t kVersion = 3;
+constexpr std::uint32_t kVersion = 4;
 
 std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1) / to * to; }
 
@@ -147,7 +147,6 @@ Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
     for (int to = 0; to < ranks; ++to) new (region.bytes(layout.channel(from, to))) Channel;
   auto* header = new (&region.header()) Header;
   header->token = random_number();
-  header->total = layout.total;
   header->ranks = static_cast<std::uint32_t>(ranks);
   header->version = kVersion;
   header->magic = kMagic;

@@ -91,7 +91,6 @@ class Shares {
         exchange(at, from, to);
         break;
       case Kind::barrier:
-      case Kind::none:
         break;
     }
   }

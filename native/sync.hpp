@@ -34,6 +34,8 @@ void sleep_on(Bed& bed, std::uint32_t seen, std::uint64_t nanoseconds);
 // Wakes a rank if it sleeps.
 void wake(Bed& bed);
 
+void yield_core();
+
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
@@ -44,11 +46,6 @@ inline void relax() {
 
 // Waits until `ready()`; gives up at `deadline` (of `now_ns`) or after `nap` asleep, so that the
 // caller can look around. Returns whether it is ready.
-template <class Ready>
-bool wait_a_while(Bed& bed, const Pace& pace, std::uint64_t nap, Ready&& ready);
-
-void yield_core();
-
 template <class Ready>
 bool wait_a_while(Bed& bed, const Pace& pace, std::uint64_t nap, Ready&& ready) {
   for (int i = 0; i < pace.spins; ++i) {

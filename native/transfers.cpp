@@ -101,7 +101,7 @@ bool Transfers::cancel(std::uint64_t ticket) {
   for (auto& outbox : outboxes_)
     taken += std::erase_if(
         outbox, [&](const Send& send) { return send.ticket == ticket && send.written == 0; });
-  if (taken != 0) end(ticket, {State::cancelled, peer_of(ticket), 0});
+  if (taken != 0) end(ticket, {State::cancelled, status(ticket).peer, 0});
   return taken != 0;
 }
 
@@ -113,16 +113,12 @@ void Transfers::end(std::uint64_t ticket, Status status) {
     found->second = status;
 }
 
-int Transfers::peer_of(std::uint64_t ticket) const { return status(ticket).peer; }
-
-bool Transfers::progress() noexcept {
-  bool moved = false;
+void Transfers::progress() noexcept {
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
-    moved |= push(peer);
-    moved |= pull(peer);
+    push(peer);
+    pull(peer);
   }
-  return moved;
 }
 
 bool Transfers::is_busy() const {
@@ -141,9 +137,9 @@ bool Transfers::has_news() const {
   return false;
 }
 
-bool Transfers::push(int to) {
+void Transfers::push(int to) {
   auto& outbox = outboxes_[static_cast<std::size_t>(to)];
-  if (outbox.empty()) return false;
+  if (outbox.empty()) return;
   Channel& stream = channel(region_, rank_, to);
   char* const bytes = ring(region_, rank_, to);
   const std::size_t size = region_.layout().sizes.channel;
@@ -169,13 +165,12 @@ bool Transfers::push(int to) {
     end(send.ticket, {State::finished, to, send.head.bytes});
     outbox.pop_front();
   }
-  if (written == before) return false;
+  if (written == before) return;
   stream.written.publish(written);
   wake(region_.control(to).bed);
-  return true;
 }
 
-bool Transfers::pull(int from) {
+void Transfers::pull(int from) {
   Channel& stream = channel(region_, from, rank_);
   const char* const bytes = ring(region_, from, rank_);
   const std::size_t size = region_.layout().sizes.channel;
@@ -200,10 +195,9 @@ bool Transfers::pull(int from) {
     if (inbox.got < sizeof(Head) + inbox.head.bytes) break;
     end_message(from, inbox);
   }
-  if (taken == before) return false;
+  if (taken == before) return;
   stream.taken.publish(taken);
   wake(region_.control(from).bed);
-  return true;
 }
 
 // Finds who has asked for the message that begins; otherwise makes room to put it aside.

@@ -44,8 +44,8 @@ class Transfers {
     bool forgotten = false;    // nobody will ask how it ended
   };
 
-  // Moves what can be moved; returns whether anything was.
-  bool progress() noexcept;
+  // Moves what can be moved.
+  void progress() noexcept;
 
   Status status(std::uint64_t ticket) const;
 
@@ -61,9 +61,6 @@ class Transfers {
 
   // Tells whether there is anything to move.
   bool is_busy() const;
-
-  // The rank that an unfinished transfer depends on; -1 if it is anybody.
-  int peer_of(std::uint64_t ticket) const;
 
   // Tells whether a peer has done something since `progress` found nothing to do.
   bool has_news() const;
@@ -100,8 +97,8 @@ class Transfers {
     bool starved = false;    // there was no memory to put aside the message of `head`
   };
 
-  bool push(int to);
-  bool pull(int from);
+  void push(int to);
+  void pull(int from);
   bool match(const Receive& receive);
   bool begin_message(int from, Inbox& inbox);  // whether there is room for it
   void end_message(int from, Inbox& inbox);

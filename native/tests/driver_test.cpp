@@ -150,7 +150,8 @@ void test_a_death_is_known_although_nobody_waits() {
   std::atomic<int> seen{0};
   run(3, [&](Engine& engine, int rank) {
     if (rank == 2) return;  // dead to the others
-    engine.watch(2, static_cast<int>(::syscall(SYS_pidfd_open, peer, 0)));
+    engine.watch(2, std::make_shared<Process>(
+                        static_cast<int>(::syscall(SYS_pidfd_open, peer, 0))));
     Buffer buffer(engine, 100, rank == 0);
     buffer.fill(1);
     const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));

@@ -10,6 +10,7 @@
 #include <atomic>
 #include <cstdio>
 #include <functional>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -114,7 +115,7 @@ inline void take_for_dead(Engine& engine, int rank) {
   int ends[2];
   CHECK(::pipe(ends) == 0);
   ::close(ends[1]);
-  engine.watch(rank, ends[0]);
+  engine.watch(rank, std::make_shared<Process>(ends[0]));
 }
 
 // A page at whose first touch a thread stops until it is let go: a share that takes long. Of its own

@@ -1,4 +1,4 @@
-// What Python sees of the engine: addresses and numbers, nothing of torch.
+// The Python module: addresses and numbers, without torch.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -16,10 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "copy.hpp"
 #include "engine.hpp"
-#include "extent.hpp"
-#include "shortcut.hpp"
+#include "fast_path.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -30,13 +28,6 @@ namespace {
 using Address = std::uintptr_t;
 
 char* pointer(Address address) { return reinterpret_cast<char*>(address); }
-
-// Waiting and moving memory need nothing of Python; other threads may run meanwhile.
-template <class Function>
-auto unlocked(Function&& function) {
-  const nb::gil_scoped_release release;
-  return function();
-}
 
 bool is_finalizing() {
 #if PY_VERSION_HEX >= 0x030D0000
@@ -50,90 +41,96 @@ std::uint64_t nanoseconds(double seconds) {
   return seconds <= 0 ? 0 : static_cast<std::uint64_t>(seconds * 1e9);
 }
 
-std::tuple<int, int, int> told(const Verdict& verdict) {
-  return {static_cast<int>(verdict.outcome), verdict.first, verdict.second};
+std::tuple<int, int, int> as_tuple(const Result& result) {
+  return {static_cast<int>(result.outcome), result.first, result.second};
 }
 
-std::tuple<int, int, std::uint64_t> told(const Transfers::Status& status) {
+std::tuple<int, int, std::uint64_t> as_tuple(const Transfers::Status& status) {
   return {static_cast<int>(status.state), status.peer, status.bytes};
 }
 
-// Starts something on behalf of `work`, which keeps the memory alive, and tells it the ticket. A
-// signal may raise an exception in Python as soon as this returns, before anything is done with what
-// it returns. So the work is in `begun` before the engine gets the memory, and has its ticket before
-// Python runs again. If the engine throws, it has changed nothing, and the work is taken out again.
-template <class Start>
-std::uint64_t begin(nb::list& begun, nb::handle work, Start&& start) {
-  begun.append(work);
+// Starts an operation for `work`, which keeps the memory alive and gets the ticket. A signal may raise
+// an exception in Python as soon as this returns, before the caller can store the result. So the work
+// is in `started` before the engine gets the memory, and has its ticket before Python code runs again.
+// If the engine throws, it has changed nothing, and the work is removed.
+template <class Function>
+std::uint64_t start(nb::list& started, nb::handle work, Function&& function) {
+  started.append(work);
   std::uint64_t ticket = 0;
   try {
-    ticket = unlocked(std::forward<Start>(start));
+    const nb::gil_scoped_release release;
+    ticket = function();
   } catch (...) {
-    nb::del(begun[nb::len(begun) - 1]);
+    nb::del(started[nb::len(started) - 1]);
     throw;
   }
   nb::setattr(work, "ticket", nb::int_(ticket));
   return ticket;
 }
 
+Request request_of(int kind, int type, int op, double factor, int root) {
+  Request request;
+  request.kind = static_cast<Collective>(kind);
+  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
+  request.root = root;
+  return request;
+}
+
 std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,
                     Address input, std::size_t bytes, std::uint64_t amount, nb::handle shape,
                     const std::vector<Address>& outputs, std::size_t output_bytes,
                     std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at,
-                    nb::list begun, nb::handle work) {
-  Request request;
-  request.kind = static_cast<Kind>(kind);
-  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
-  request.root = root;
+                    nb::list started, nb::handle work) {
+  Request request = request_of(kind, type, op, factor, root);
   request.input = pointer(input);
   request.bytes = bytes;
-  request.extent = extent_of(amount, shape);
+  request.fingerprint = fingerprint_of(amount, shape);
   request.output_bytes = output_bytes;
   for (const Address output : outputs) request.outputs.push_back(pointer(output));
   request.send_at = std::move(send_at);
   request.receive_at = std::move(receive_at);
-  return begin(begun, work, [&] { return engine.issue(std::move(request)); });
+  return start(started, work, [&] { return engine.issue(std::move(request)); });
 }
 
-// The call of calls: an all-reduce, or anything else that works in place.
+// For allreduce, reduce, broadcast and barrier.
 std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double factor, int root,
                              Address tensor, std::size_t bytes, nb::handle shape,
-                             nb::list begun, nb::handle work) {
-  Request request;
-  request.kind = static_cast<Kind>(kind);
-  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
-  request.root = root;
+                             nb::list started, nb::handle work) {
+  Request request = request_of(kind, type, op, factor, root);
   request.input = pointer(tensor);
   request.bytes = request.output_bytes = bytes;
-  request.extent = extent_of(bytes, shape);
+  request.fingerprint = fingerprint_of(bytes, shape);
   request.outputs.push_back(request.input);
-  return begin(begun, work, [&] { return engine.issue(std::move(request)); });
+  return start(started, work, [&] { return engine.issue(std::move(request)); });
 }
 
-// When the interpreter goes away it ends threads that come back to it, by unwinding their stacks. Under
-// C++ code that must not be unwound (pybind11's, nanobind's, torch's callbacks) this is `terminate`, and
-// the whole process aborts. From here on such a thread sleeps instead, until the process has ended.
+// A finalizing interpreter ends threads that return to it by unwinding their stacks. Through C++ code
+// that must not be unwound (pybind11's, nanobind's, torch's callbacks) that calls `terminate`, and the
+// process aborts. After this call, such a thread sleeps until the process has ended.
 void park_dying_threads() {
-  static std::terminate_handler usual = nullptr;
+  static std::terminate_handler previous = nullptr;
   static const pid_t process = ::getpid();
-  if (usual != nullptr) return;
-  usual = std::set_terminate([] {
+  if (previous != nullptr) return;
+  previous = std::set_terminate([] {
     const bool other = ::gettid() != ::getpid() && ::getpid() == process;
     while (other && is_finalizing()) ::pause();
-    usual();
+    previous();
   });
 }
 
 }  // namespace
 
 NB_MODULE(_engine, module) {
+  using NoGil = nb::call_guard<nb::gil_scoped_release>;
   module.doc() = "The shared-memory engine.";
-  // A group that was not shut down lives as long as the interpreter, which is nobody's bug.
+  // A group that was not shut down lives as long as the interpreter.
   nb::set_leak_warnings(false);
   module.attr("MAX_RANKS") = kMaxRanks;
-  module.def("stream_bytes", [](Address into, Address from, std::size_t bytes) {
-    unlocked([&] { stream_bytes(pointer(into), pointer(from), bytes); });
-  });
+  module.def("stream_bytes",
+             [](Address into, Address from, std::size_t bytes) {
+               stream_bytes(pointer(into), pointer(from), bytes);
+             },
+             NoGil());
   module.def("park_dying_threads", &park_dying_threads);
   module.def("instruction_set", &instruction_set);
 
@@ -165,13 +162,14 @@ NB_MODULE(_engine, module) {
       .def("reserve",
            [](Region& region, Address address, std::size_t length) {
              const std::uint64_t offset = region.offset_of(pointer(address), length);
-             if (offset == kNever) throw std::out_of_range("not in this region");
-             unlocked([&] { region.reserve(offset, length); });
+             if (offset == kNever) throw std::out_of_range("address is not in this region");
+             const nb::gil_scoped_release release;
+             region.reserve(offset, length);
            })
-      .def("give_back",
+      .def("release",
            [](Region& region, Address address, std::size_t length) {
              const std::uint64_t offset = region.offset_of(pointer(address), length);
-             if (offset != kNever) region.give_back(offset, length);
+             if (offset != kNever) region.release(offset, length);
            })
       .def_prop_ro("path", &Region::path)
       .def_prop_ro("token", &Region::token);
@@ -179,72 +177,66 @@ NB_MODULE(_engine, module) {
   nb::class_<Engine>(module, "Engine")
       .def("__init__",
            [](Engine* self, Region& region, int rank, int cores) {
-             new (self) Engine(std::move(region), rank, cores);  // the region moves in
+             new (self) Engine(std::move(region), rank, cores);
            })
-      .def("share_cores", &Engine::share_cores)
+      .def("set_cores", &Engine::set_cores)
       .def_prop_ro("cores", &Engine::cores)
       .def("watch", [](Engine& engine, int rank, std::shared_ptr<Process> process) {
         engine.watch(rank, std::move(process));
       })
       .def("mark_present", &Engine::mark_present)
       .def("start_driver", &Engine::start_driver)
-      .def("stop_driver", [](Engine& engine) { unlocked([&] { engine.stop_driver(); }); })
+      .def("stop_driver", &Engine::stop_driver, NoGil())
       .def_prop_ro("has_driver", &Engine::has_driver)
       .def("issue", &issue)
       .def("issue_in_place", &issue_in_place)
-      .def("test",
-           [](Engine& engine, std::uint64_t ticket) {
-             return told(unlocked([&] { return engine.test(ticket); }));
-           })
+      .def("test", [](Engine& engine, std::uint64_t ticket) { return as_tuple(engine.test(ticket)); },
+           NoGil())
       .def("wait",
            [](Engine& engine, std::uint64_t ticket, double seconds) {
-             return told(unlocked([&] { return engine.wait(ticket, nanoseconds(seconds)); }));
-           })
+             return as_tuple(engine.wait(ticket, nanoseconds(seconds)));
+           },
+           NoGil())
       .def("send",
            [](Engine& engine, int to, std::int64_t tag, Address data, std::size_t bytes,
-              nb::list begun, nb::handle work) {
-             return begin(begun, work, [&] { return engine.send(to, tag, pointer(data), bytes); });
+              nb::list started, nb::handle work) {
+             return start(started, work, [&] { return engine.send(to, tag, pointer(data), bytes); });
            })
       .def("receive",
            [](Engine& engine, int from, std::int64_t tag, Address data, std::size_t bytes,
-              nb::list begun, nb::handle work) {
-             return begin(begun, work,
+              nb::list started, nb::handle work) {
+             return start(started, work,
                           [&] { return engine.receive(from, tag, pointer(data), bytes); });
            })
       .def("test_transfer",
            [](Engine& engine, std::uint64_t ticket) {
-             return told(unlocked([&] { return engine.test_transfer(ticket); }));
-           })
+             return as_tuple(engine.test_transfer(ticket));
+           },
+           NoGil())
       .def("wait_transfer",
            [](Engine& engine, std::uint64_t ticket, double seconds) {
-             return told(
-                 unlocked([&] { return engine.wait_transfer(ticket, nanoseconds(seconds)); }));
-           })
-      .def("forget_transfer",
-           [](Engine& engine, std::uint64_t ticket) {
-             unlocked([&] { engine.forget_transfer(ticket); });
-           })
-      .def("cancel_transfer",
-           [](Engine& engine, std::uint64_t ticket) {
-             return unlocked([&] { return engine.cancel_transfer(ticket); });
-           })
+             return as_tuple(engine.wait_transfer(ticket, nanoseconds(seconds)));
+           },
+           NoGil())
+      .def("detach_transfer", &Engine::detach_transfer, NoGil())
+      .def("cancel_transfer", &Engine::cancel_transfer, NoGil())
       .def_prop_ro("transfers_kept", &Engine::transfers_kept)
       .def("dead", &Engine::dead)
       .def("members", &Engine::members)
       .def("leave", &Engine::leave)
       .def("rejoin",
            [](Engine& engine, std::uint64_t calls, double seconds) {
-             const Engine::Entry entry =
-                 unlocked([&] { return engine.rejoin(calls, nanoseconds(seconds)); });
-             return std::tuple(static_cast<int>(entry.stage), entry.calls);
-           })
-      .def("awaited", [](Engine& engine) { return unlocked([&] { return engine.awaited(); }); })
-      .def("forget", &Engine::forget)
+             const Engine::RejoinStatus status = engine.rejoin(calls, nanoseconds(seconds));
+             return std::tuple(static_cast<int>(status.stage), status.calls);
+           },
+           NoGil())
+      .def("awaited", &Engine::awaited, NoGil())
+      .def("exclude", &Engine::exclude)
       .def("abort", &Engine::abort)
-      .def_prop_ro("is_untouched", &Engine::is_untouched)
+      .def_prop_ro("is_quiescent", &Engine::is_quiescent)
       .def_prop_ro("region", &Engine::region, nb::rv_policy::reference_internal);
 
-  add_work(module);
-  add_shortcut(module);
-  add_gathering(module);
+  register_fast_path_work(module);
+  register_fast_path(module);
+  register_flatten(module);
 }

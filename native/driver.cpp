@@ -4,27 +4,25 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <utility>
 
 namespace phalanx {
 
 namespace {
 
-constexpr std::uint64_t kNap = 20'000'000;            // nanoseconds; nobody is waiting meanwhile
-constexpr std::uint64_t kLong = 3600'000'000'000;     // until somebody rings
-constexpr Pace kAtOnce{0, 0};
+constexpr std::uint64_t kDeathCheckInterval = 20'000'000;  // nanoseconds; no caller is waiting
+constexpr std::uint64_t kForever = 3600'000'000'000;       // until a wake-up
 
-// Signals are for the program's own threads, but for those that a thread brings upon itself.
-class NoSignals {
+// Blocks all signals for threads started meanwhile, but for synchronous ones.
+class BlockedSignals {
  public:
-  NoSignals() {
+  BlockedSignals() {
     sigset_t all;
     sigfillset(&all);
     for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP, SIGABRT}) sigdelset(&all, own);
     ::pthread_sigmask(SIG_SETMASK, &all, &before_);
   }
-  ~NoSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+  ~BlockedSignals() { ::pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
 
  private:
   sigset_t before_;
@@ -32,17 +30,17 @@ class NoSignals {
 
 }  // namespace
 
-Driver::Driver(Engine& engine, const Pace& pace)
-    : engine_(engine), pace_(pace), maker_(::getpid()), tickets_(engine.issued_) {}
+Driver::Driver(Engine& engine, const SpinPolicy& policy)
+    : engine_(engine), spin_policy_(policy), owner_pid_(::getpid()), tickets_(engine.issued_) {}
 
 Driver::~Driver() {
   stop();
-  if (::getpid() != maker_) static_cast<void>(thread_.release());  // to join it would be to hang
+  if (::getpid() != owner_pid_) static_cast<void>(thread_.release());  // joining would hang
 }
 
 void Driver::start() {
-  const NoSignals inherited;
-  running_.store(true, std::memory_order_seq_cst);  // it will; what is handed in waits for it
+  const BlockedSignals inherited;
+  running_.store(true, std::memory_order_seq_cst);  // submissions wait for it
   try {
     thread_ = std::make_unique<std::thread>([this] { run(); });
   } catch (...) {
@@ -52,184 +50,125 @@ void Driver::start() {
 }
 
 void Driver::stop() {
-  if (::getpid() != maker_ || thread_ == nullptr) return;
+  if (::getpid() != owner_pid_ || thread_ == nullptr) return;
   if (stop_.exchange(true, std::memory_order_seq_cst)) return;
-  nudge();
+  notify();
   thread_->join();
 }
 
-// -- what callers do ------------------------------------------------------------------------------
-
-std::uint64_t Driver::hand_in(Request request) {
+std::uint64_t Driver::submit(Request request) {
   std::uint64_t ticket = 0;
   {
     const std::lock_guard lock(inbox_mutex_);
     Engine::prepare(spare_, std::move(request));
     inbox_.splice(inbox_.end(), spare_, spare_.begin());
     ticket = ++tickets_;
-    mail_.store(inbox_.size(), std::memory_order_seq_cst);
+    submitted_.store(inbox_.size(), std::memory_order_seq_cst);
     unfinished_.store(true, std::memory_order_seq_cst);
   }
-  if (!runs()) {
+  if (!is_running()) {
     const std::lock_guard lock(engine_.mutex_);
     engine_.progress();
     return ticket;
   }
-  // Peers learn of it at once if nobody is at work here; large shares are left to the thread.
-  bool next_in_line = true;  // for all that is known, if somebody is
+  // Announce it now if the lock is free; large operations are left to the thread.
+  bool next_in_line = true;  // unknown while another thread has the lock
   if (std::unique_lock lock(engine_.mutex_, std::try_to_lock); lock) {
-    engine_.be_brief();
+    engine_.progress_briefly();
     next_in_line = engine_.queue_.size() == 1;
-    if (engine_.queue_.empty()) note();
+    if (engine_.queue_.empty()) update_unfinished();
   }
-  if (next_in_line) nudge();  // otherwise it has what comes before to do
+  if (next_in_line) notify();  // otherwise the thread is busy with earlier operations
   return ticket;
 }
 
-void Driver::nudge() {
-  nudges_.fetch_add(1, std::memory_order_seq_cst);
-  wake(cot_);
-  wake(engine_.mine_.bed);
+void Driver::notify() {
+  notifications_.fetch_add(1, std::memory_order_seq_cst);
+  wake(driver_wait_);
+  wake(engine_.mine_.peer_wait);
 }
 
-void Driver::take_in() noexcept {
-  if (!has_mail()) return;
+void Driver::accept_submissions() noexcept {
+  if (!has_submissions()) return;
   const std::lock_guard lock(inbox_mutex_);
   while (!inbox_.empty()) engine_.enqueue(inbox_);
-  spare_.splice(spare_.end(), engine_.spare_);  // which are used here now
-  mail_.store(0, std::memory_order_seq_cst);
+  spare_.splice(spare_.end(), engine_.spare_);  // spares are taken from here
+  submitted_.store(0, std::memory_order_seq_cst);
 }
 
-void Driver::note() noexcept {
+void Driver::update_unfinished() noexcept {
   const std::lock_guard lock(inbox_mutex_);
   const bool left = !engine_.queue_.empty() || !inbox_.empty() || engine_.transfers_.is_busy();
   unfinished_.store(left && engine_.failure_.outcome == Outcome::pending,
                     std::memory_order_seq_cst);
 }
 
-void Driver::count_from(std::uint64_t ticket) {
+void Driver::reset_tickets(std::uint64_t last) {
   const std::lock_guard lock(inbox_mutex_);
-  tickets_ = ticket;
+  tickets_ = last;
 }
 
-Driver::Caller::Caller(Driver* driver) : driver_(driver) {
+Driver::CallerScope::CallerScope(Driver* driver) : driver_(driver) {
   if (driver_ != nullptr) driver_->callers_.fetch_add(1, std::memory_order_seq_cst);
 }
 
-Driver::Caller::~Caller() {
+Driver::CallerScope::~CallerScope() {
   if (driver_ == nullptr) return;
   driver_->callers_.fetch_sub(1, std::memory_order_seq_cst);
-  if (driver_->unfinished_.load(std::memory_order_seq_cst)) wake(driver_->cot_);
+  if (driver_->unfinished_.load(std::memory_order_seq_cst)) wake(driver_->driver_wait_);
 }
 
-// -- the engine, with a driver --------------------------------------------------------------------
-
-void Engine::start_driver() {
-  // Callers and threads may all be awake at once.
-  driver_ = std::make_unique<Driver>(*this, pace_for(2 * ranks_, cores_));
-  try {
-    driver_->start();
-  } catch (...) {
-    driver_.reset();
-    throw;
-  }
-}
-
-void Engine::stop_driver() {
-  if (driver_) driver_->stop();
-}
-
-bool Engine::has_driver() const { return driver_ && driver_->runs(); }
-
-bool Engine::ended_well(std::uint64_t ticket) const {
-  return ticket <= ended_.load(std::memory_order_acquire) &&
-         !spoilt_.load(std::memory_order_relaxed);
-}
-
-// With a thread to do the work, to look is only that; it does not even wait for a share under way.
-Verdict Engine::look(std::uint64_t ticket) {
-  if (ended_well(ticket)) return {Outcome::finished, -1, -1};
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  return lock ? verdict(ticket) : Verdict{};
-}
-
-// What keeps a caller for moments only: lets the peers know of all that is queued, and does small
-// shares if they are next.
-void Engine::be_brief() {
-  if (failure_.outcome != Outcome::pending) return;
-  driver_->take_in();
-  while (announce_next()) {
-  }
-  while (shared_ < announced_ && is_small(to_share_->request) && share_next()) {
-  }
-  while (finish_next()) {
-  }
-  ended_.store(finished_, std::memory_order_release);
-}
-
-bool Engine::is_small(const Request& request) const {
-  return std::max(request.bytes, request.output_bytes) <= region_.layout().sizes.small;
-}
-
-// Has the driver look at what a caller has changed.
-void Engine::nudge() {
-  if (!driver_) return;
-  driver_->note();
-  driver_->nudge();
-}
-
-// -- what the thread does -------------------------------------------------------------------------
+// -- the thread -----------------------------------------------------------------------------------
 
 void Driver::run() {
   ::pthread_setname_np(::pthread_self(), "phalanx-driver");
-  drive();
+  while (true) {
+    while (!should_run())
+      spin_then_sleep(driver_wait_, kNoSpin, kForever, [this] { return should_run(); });
+    if (must_stop()) break;
+    const Progress last = make_progress();
+    wake(engine_.mine_.peer_wait);  // a caller may wait there for what has just finished
+    if (last.blocked) wait_for_peers(last);
+  }
   running_.store(false, std::memory_order_seq_cst);
 }
 
-void Driver::drive() {
-  while (true) {
-    while (!is_wanted()) wait_a_while(cot_, kAtOnce, kLong, [this] { return is_wanted(); });
-    if (must_stop()) return;
-    const View view = turn();
-    wake(engine_.mine_.bed);  // a caller may sleep there until what was done is done
-    if (view.blocked) sleep_in_bed(view);
-  }
+bool Driver::should_run() const {
+  return must_stop() || (unfinished_.load(std::memory_order_seq_cst) && !has_callers());
 }
 
-bool Driver::is_wanted() const {
-  return must_stop() || (unfinished_.load(std::memory_order_seq_cst) && !is_called());
-}
-
-// Does what can be done now, unless a caller comes who would rather do it.
-Driver::View Driver::turn() {
-  View view;
-  view.nudges = nudges_.load(std::memory_order_seq_cst);  // before all that may be the reason
+// Makes progress until it is blocked or a caller arrives.
+Driver::Progress Driver::make_progress() {
+  Progress now;
+  now.notifications = notifications_.load(std::memory_order_seq_cst);  // before the state they announce
   const std::lock_guard lock(engine_.mutex_);
-  engine_.watch_ = {};
+  engine_.blocked_on_ = {};
   bool moved = true;
-  while (moved && !is_called() && !must_stop()) moved = engine_.step();
-  view.transferring = engine_.transfers_.is_busy();
-  if (view.transferring && engine_.failure_.outcome == Outcome::pending)
+  while (moved && !has_callers() && !must_stop()) moved = engine_.step();
+  now.transferring = engine_.transfers_.is_busy();
+  if (now.transferring && engine_.failure_.outcome == Outcome::pending)
     engine_.transfers_.progress();
-  note();
-  view.blocked = !moved && unfinished_.load(std::memory_order_seq_cst);
-  view.watch = engine_.watch_;
-  return view;
+  update_unfinished();
+  now.blocked = !moved && unfinished_.load(std::memory_order_seq_cst);
+  now.blocked_on = engine_.blocked_on_;
+  return now;
 }
 
-void Driver::sleep_in_bed(const View& view) {
-  if (wait_a_while(engine_.mine_.bed, pace_, kNap, [&] { return has_news(view); })) return;
+void Driver::wait_for_peers(const Progress& last) {
+  const auto ready = [&] { return can_progress(last); };
+  if (spin_then_sleep(engine_.mine_.peer_wait, spin_policy_, kDeathCheckInterval, ready)) return;
   const std::lock_guard lock(engine_.mutex_);
-  engine_.look_for_dead();
+  engine_.check_for_deaths();
 }
 
-bool Driver::has_news(const View& view) {
-  if (is_called() || nudges_.load(std::memory_order_seq_cst) != view.nudges) return true;
-  const Counter* const counter = view.watch.counter;
-  if (counter != nullptr && counter->read() >= view.watch.needed) return true;
-  if (!view.transferring) return counter == nullptr;
+bool Driver::can_progress(const Progress& last) {
+  if (has_callers() || notifications_.load(std::memory_order_seq_cst) != last.notifications)
+    return true;
+  const Counter* const counter = last.blocked_on.counter;
+  if (counter != nullptr && counter->read() >= last.blocked_on.needed) return true;
+  if (!last.transferring) return counter == nullptr;
   const std::lock_guard lock(engine_.mutex_);
-  return engine_.transfers_.has_news();
+  return engine_.transfers_.can_progress();
 }
 
 }  // namespace phalanx

@@ -1,24 +1,21 @@
-// A thread that does a rank's share while its caller computes.
+// A thread that makes progress for a rank while its caller computes.
 //
-// It pays where there are more cores than ranks; on as many it would only compete with the callers,
-// and an engine does without it. The thread makes progress like any caller: it takes the engine's
-// lock and does what can be done. Three things keep it from being in a caller's way:
+// It pays where there are more cores than ranks; otherwise it would compete with the callers. The
+// thread makes progress like any caller, under the engine's lock. Three rules keep it out of the
+// callers' way:
 //
-//   the inbox     A large share is done under the engine's lock, for milliseconds. A caller that
-//                 issues the next operation meanwhile leaves it in the inbox, whose lock is held
-//                 for moments; whoever makes progress takes it from there. If the engine's lock is
-//                 free the caller announces the operation itself, and does the share of a small
-//                 one; to wake a thread for that would take longer.
-//   stepping back A caller that waits does the work itself, on a core that is awake; the thread
-//                 leaves it the lock after the share at hand and stays away until it has gone. So
-//                 it does for callers that need the lock for something else.
-//   the cot       Where the thread sleeps while nothing is queued, or a caller does the work. It is
-//                 not the rank's bed, so peers do not ring for it. In bed, beside callers, it
-//                 sleeps only while it waits for a peer.
+//   inbox        A large operation holds the engine's lock for milliseconds. A caller that issues the
+//                next operation meanwhile leaves it in the inbox, whose lock is held briefly; whoever
+//                makes progress takes it from there. If the engine's lock is free, the caller announces
+//                the operation itself and executes it if it is small: waking a thread takes longer.
+//   yielding     A caller that waits does the work itself. The thread releases the lock after the
+//                current step and stays away while there are callers.
+//   driver wait  The thread sleeps in a slot of its own while nothing is queued or a caller does the
+//                work, so that peers do not wake it. It sleeps in the rank's `peer_wait`, beside
+//                callers, only while it is blocked on a peer.
 //
-// Sleeping follows `sync.hpp`: whoever changes what a sleeper looks at does so in sequentially
-// consistent order, and then rings. Any number of threads may sleep in one bed: `sleeping` counts
-// them, each takes note of the bell before it is counted, and a ring wakes all.
+// Sleeping follows `sync.hpp`: whoever changes what a sleeper checks does so in sequentially
+// consistent order and then calls `wake`.
 
 #pragma once
 
@@ -26,7 +23,6 @@
 
 #include <atomic>
 #include <cstdint>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -37,80 +33,79 @@ namespace phalanx {
 
 class Driver {
  public:
-  Driver(Engine& engine, const Pace& pace);
+  Driver(Engine& engine, const SpinPolicy& policy);
   ~Driver();
   Driver(const Driver&) = delete;
   Driver& operator=(const Driver&) = delete;
 
   void start();
 
-  // Ends the thread, at most one share later; callers do the work from then on. In a forked child,
-  // where there is no thread to end, it does nothing.
+  // Ends the thread after its current step; callers do the work from then on. Does nothing in a forked
+  // child, which has no thread.
   void stop();
 
-  bool runs() const { return running_.load(std::memory_order_seq_cst); }
+  bool is_running() const { return running_.load(std::memory_order_seq_cst); }
 
-  // Takes an operation without waiting for a share under way; returns its ticket. Throws, with
-  // nothing done, where there is no memory for it.
-  std::uint64_t hand_in(Request request);
+  // Takes an operation without waiting for the engine's lock and returns its ticket. If it throws, it
+  // has changed nothing.
+  std::uint64_t submit(Request request);
 
-  bool has_mail() const { return mail_.load(std::memory_order_seq_cst) != 0; }
+  bool has_submissions() const { return submitted_.load(std::memory_order_seq_cst) != 0; }
 
-  // The engine's lock is held around these.
-  void take_in() noexcept;  // moves what was handed in to the engine's queue
-  void note() noexcept;     // takes note of whether anything is left to do
-  void count_from(std::uint64_t ticket);  // gives out the next ones; nothing may be handed in
+  // These expect the engine's lock to be held.
+  void accept_submissions() noexcept;  // moves the inbox to the engine's queue
+  void update_unfinished() noexcept;
+  void reset_tickets(std::uint64_t last);  // the inbox must be empty
 
-  // Has the thread look again, wherever it sleeps.
-  void nudge();
+  // Makes the thread check again, wherever it sleeps.
+  void notify();
 
-  // While there is one, a caller has the lock or waits for it, and the thread stays away.
-  class Caller {
+  // While one exists, a caller has the engine's lock or waits for it, and the thread stays away.
+  class CallerScope {
    public:
-    explicit Caller(Driver* driver);
-    ~Caller();
-    Caller(const Caller&) = delete;
-    Caller& operator=(const Caller&) = delete;
+    explicit CallerScope(Driver* driver);
+    ~CallerScope();
+    CallerScope(const CallerScope&) = delete;
+    CallerScope& operator=(const CallerScope&) = delete;
 
    private:
     Driver* const driver_;
   };
 
  private:
-  // How things stood when the thread could do no more.
-  struct View {
-    bool blocked = false;  // there is something to do, and it takes a peer to go on
+  // The state after the thread has made all possible progress.
+  struct Progress {
+    bool blocked = false;  // on a peer
     bool transferring = false;
-    Engine::Watch watch;
-    std::uint64_t nudges = 0;
+    Engine::BlockedOn blocked_on;
+    std::uint64_t notifications = 0;
   };
 
   void run();
-  void drive();
-  View turn();
-  void sleep_in_bed(const View& view);
-  bool has_news(const View& view);
-  bool is_wanted() const;
+  Progress make_progress();
+  void wait_for_peers(const Progress& last);
+  bool can_progress(const Progress& last);
+  bool should_run() const;
   bool must_stop() const { return stop_.load(std::memory_order_seq_cst); }
-  bool is_called() const { return callers_.load(std::memory_order_seq_cst) != 0; }
+  bool has_callers() const { return callers_.load(std::memory_order_seq_cst) != 0; }
 
   Engine& engine_;
-  const Pace pace_;
-  const pid_t maker_;  // the process that has the thread
-  Bed cot_;
+  const SpinPolicy spin_policy_;
+  const pid_t owner_pid_;  // the process that has the thread
+  WaitSlot driver_wait_;
   std::atomic<bool> stop_{false};
   std::atomic<bool> running_{false};
-  std::atomic<bool> unfinished_{false};  // written under either lock when true, both when false
+  std::atomic<bool> unfinished_{false};  // set under either lock, cleared under both
   std::atomic<int> callers_{0};
-  std::atomic<std::uint64_t> nudges_{0};
+  std::atomic<std::uint64_t> notifications_{0};
 
-  std::mutex inbox_mutex_;  // over the next four; taken after the engine's lock, never before
+  std::mutex inbox_mutex_;  // protects the next four; taken after the engine's lock
   Engine::Operations inbox_;
-  Engine::Operations spare_;  // places for what will be handed in
+  Engine::Operations spare_;
   std::uint64_t tickets_;
-  std::atomic<std::size_t> mail_{0};  // the length of the inbox, for those who only look
+  std::atomic<std::size_t> submitted_{0};  // the length of the inbox, for readers without the lock
 
-  std::unique_ptr<std::thread> thread_;  // a pointer, for a forked child must leave it alone
+  std::unique_ptr<std::thread> thread_;  // a pointer, so that a forked child can abandon it
 };
 
 }  // namespace phalanx

@@ -1,4 +1,4 @@
-// Chooses the kernels for this machine and hands each reduction to the right one.
+// Selects the kernels for this machine.
 
 #include "reduce.hpp"
 
@@ -19,7 +19,7 @@ struct Available {
     std::size_t found = 0;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    // These ask the operating system too: it must save the wide registers.
+    // These also check that the operating system saves the wide registers.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
       tables[found++] = &avx512::table;
@@ -46,7 +46,7 @@ Kernel find(const Reduction& reduction) {
   const KernelTable* table = current_table().load(std::memory_order_relaxed);
   const Kernel kernel =
       table->kernels[static_cast<int>(reduction.type)][static_cast<int>(reduction.op)];
-  assert(kernel != nullptr && "the engine asks supports() first");
+  assert(kernel != nullptr && "callers check supports()");
   return kernel;
 }
 
@@ -72,11 +72,9 @@ void reduce(const Reduction& reduction, std::span<const void* const> in, void* o
   find(reduction)({in.data(), in.size(), &out, 1, count, reduction.factor});
 }
 
-// One pass through registers, at every size. Measured against it on Zen 4, 2 to 4 buffers of 16 KiB
-// to 100 MiB: computing chunks into scratch and copying them out takes 1.2 to 2.8 times as long
-// (each line goes through the first-level cache twice more); streaming stores 1.1 to 6 times (the
-// lines are in the cache already, having just been read, so there is no fetch to save);
-// prefetching gains nothing over the hardware's.
+// One pass through registers, at every size. Alternatives on Zen 4, with 2 to 4 buffers of 16 KiB to
+// 100 MiB: chunks in scratch memory, copied out, take 1.2 to 2.8 times as long; streaming stores 1.1 to
+// 6 times, since the lines are already in the cache; prefetching gains nothing.
 void reduce_to_all(const Reduction& reduction, std::span<void* const> buffers, std::size_t count) {
   assert(!buffers.empty());
   find(reduction)(

@@ -1,5 +1,5 @@
-// The kernels for the instruction set that every machine of the architecture has: SSE2 on x86-64,
-// NEON on aarch64, whatever the compiler makes of 16-byte vectors elsewhere.
+// The kernels for the baseline of the architecture: SSE2 on x86-64, NEON on aarch64, 16-byte vectors of
+// the compiler elsewhere.
 
 #define PHALANX_ISA baseline
 #if defined(__aarch64__)

@@ -1,11 +1,8 @@
-// Which kernels run: one table per instruction set, chosen once, at run time.
+// One table of kernels per instruction set, selected at run time. Internal to reduce.cpp and its tests.
 //
-// Internal to the arithmetic and its tests; the engine sees only reduce.hpp.
-//
-// This header is included by translation units that are compiled for instruction sets the machine
-// may not have. It must therefore define no inline function and include no header that does
-// (<vector>, <algorithm>, <span>...): the linker keeps one copy of such a function, and it may keep
-// the one with AVX-512 in it.
+// This header is included by translation units that are compiled for instruction sets the machine may
+// not have. It must not define inline functions or include headers that do (<vector>, <algorithm>,
+// <span>...): the linker keeps one copy of such a function, possibly the one with AVX-512 code.
 
 #pragma once
 
@@ -44,10 +41,10 @@ extern const KernelTable table;
 }
 #endif
 
-// The tables this machine can run, the best one first; ends with a null pointer.
+// The tables that this machine supports, best first; ends with a null pointer.
 const KernelTable* const* available_tables();
 
-// Makes every later reduction use `table`. For tests and benchmarks; not while others reduce.
+// Selects the table of all later reductions. For tests.
 void use_table(const KernelTable& table);
 
 }  // namespace phalanx

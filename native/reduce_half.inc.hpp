@@ -1,23 +1,22 @@
-// float16 and bfloat16 to float32 and back, a vector at a time. Part of reduce_kernels.inc.hpp.
+// Vector conversions between float16 or bfloat16 and float32. Part of reduce_kernels.inc.hpp.
 //
-// Both directions are exact or rounded to nearest even, keep infinities and subnormals, and keep a
-// NaN a NaN (made quiet). None of them depends on the thread's flush-to-zero mode for values
-// that float16 can hold, so the portable way and the hardware give the same bits.
+// They are exact or rounded to nearest even, keep infinities and subnormals, and quiet NaNs. For values
+// that float16 can hold, the result does not depend on the thread's flush-to-zero mode, so the portable
+// code and the hardware give the same bits.
 
 using Halves = VectorOf<std::uint16_t, kVectorBytes / 2>;
 using Floats = Vector<float>;
 using Words = Vector<std::int32_t>;  // signed, because SSE2 compares only those
 using Bits = Vector<std::uint32_t>;
 
-// The upper half of every word is dropped.
 INLINE Halves narrow(Bits words) { return __builtin_convertvector(words, Halves); }
 INLINE Bits widen(Halves halves) { return __builtin_convertvector(halves, Bits); }
 INLINE Words broadcast(std::int32_t value) { return Words{} + value; }
 
 #if PHALANX_VECTOR_BYTES == 64 && defined(__AVX512F__)
 
-// The masked forms, with a full mask, are the same instructions; the plain ones make gcc 12 warn of
-// an uninitialised variable in its own header (GCC bug 105593).
+// Masked forms with a full mask are the same instructions; the plain ones make gcc 12 warn about an
+// uninitialised variable in its own header (GCC bug 105593).
 INLINE Floats from_float16(Halves h) {
   return as<Floats>(_mm512_maskz_cvtph_ps(0xffff, as<__m256i>(h)));
 }
@@ -80,7 +79,7 @@ INLINE Halves to_float16(Floats f) {
 
 INLINE Floats from_bfloat16(Halves h) { return as<Floats>(widen(h) << 16); }
 
-// AVX512_BF16 has an instruction for this, but it flushes subnormals to zero: other bits.
+// The instruction of AVX512_BF16 flushes subnormals to zero, which gives other bits.
 INLINE Halves to_bfloat16(Floats f) {
   const Bits bits = as<Bits>(f);
   const Bits rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;

@@ -1,20 +1,18 @@
 // The kernels, written once and compiled once per instruction set.
 //
 // Each reduce_<isa>.cpp defines PHALANX_ISA (a namespace), PHALANX_ISA_NAME and
-// PHALANX_VECTOR_BYTES, and includes this file. All that is defined here is in an anonymous
-// namespace, and no header with inline functions of its own is included: see reduce_dispatch.hpp.
+// PHALANX_VECTOR_BYTES, and includes this file. Everything here is in an anonymous namespace, and no
+// header with inline functions is included: see reduce_dispatch.hpp.
 //
-// A kernel is an operation over a format. The *format* says how a vector of elements is loaded
-// into lanes and stored back (half floats widen to float32 lanes; a bool becomes 0 or 1; a complex
-// number is two lanes). The *operation* says what happens in the lanes. The *loop* is the same for
-// all: it holds a few vectors of accumulators in registers, runs over the inputs in their order,
-// and only then stores, so that an output may be an input and each line of memory is visited once.
+// A kernel is an operation over a format. The *format* loads elements into vector lanes and stores them
+// back (half floats widen to float32 lanes; a bool becomes 0 or 1; a complex number is two lanes). The
+// *operation* computes on lanes. The *loop* is the same for all: it holds a few accumulators in
+// registers, runs over the inputs in their order, and only then stores, so that an output may be an
+// input and each line of memory is visited once.
 //
-// Vectors are the compiler's own (vector_size): the operators are element by element, the same on
-// every machine, and nothing depends on what an auto-vectoriser thinks of a loop. Two rules keep
-// the bits equal everywhere: -ffp-contract=off (no fused multiply-add), and averages that are
-// correctly rounded quotients. What they cannot fix is *which* NaN comes out when there are
-// several, or what sign it has; it is always a NaN.
+// Vectors are those of the compiler (vector_size), so nothing depends on the auto-vectoriser. Two rules
+// keep the bits equal everywhere: -ffp-contract=off (no fused multiply-add), and averages that are
+// correctly rounded quotients. Which NaN is returned, and its sign, is not defined.
 
 #include <cstddef>
 #include <cstdint>
@@ -45,7 +43,6 @@ using VectorOf = typename MakeVector<T, bytes>::Type;
 template <class T>
 using Vector = VectorOf<T, kVectorBytes>;
 
-// The same bits as another type.
 template <class To, class From>
 INLINE To as(From from) {
   return __builtin_bit_cast(To, from);
@@ -67,7 +64,7 @@ INLINE void store_bits(char* to, V bits) {
   __builtin_memcpy(to, &bits, sizeof bits);
 }
 
-// Elements that are computed in their own type.
+// Elements computed in their own type.
 template <class T>
 struct Plain {
   using Lane = T;
@@ -79,7 +76,7 @@ struct Plain {
   INLINE static void store(char* to, Lanes lanes) { store_bits(to, lanes); }
 };
 
-// A pair of T, real part first. Adding and scaling go lane by lane, as if they were reals.
+// A pair of T, real part first. Addition and scaling work lane by lane, as on reals.
 template <class T>
 struct Complex : Plain<T> {
   static constexpr std::size_t kElement = 2 * sizeof(T);
@@ -105,7 +102,7 @@ struct BFloat16 {
   INLINE static void store(char* to, Lanes lanes) { store_bits(to, to_bfloat16(lanes)); }
 };
 
-// Any byte but zero is true (a bool tensor may be a view of other bytes); what is stored is 0 or 1.
+// Any non-zero byte is true (a bool tensor may be a view of other bytes); 0 or 1 is stored.
 struct Boolean : Plain<std::uint8_t> {
   INLINE static Lanes load(const char* from) {
     return as<Lanes>(load_bits<Lanes>(from) != 0) & 1;
@@ -116,7 +113,7 @@ struct Boolean : Plain<std::uint8_t> {
 
 // --------------------------------------------------------------------------------------- the loop
 
-// Moves only `bytes` of a vector, so that the end of a buffer is computed like the rest of it.
+// Load and store an incomplete vector.
 template <class F>
 INLINE typename F::Lanes load_part(const char* from, std::size_t bytes) {
   char padded[F::kBytes] = {};
@@ -136,7 +133,6 @@ INLINE auto input_part(const Op& op, const void* in, std::size_t at, std::size_t
   return op.prepare(load_part<typename Op::Format>(static_cast<const char*>(in) + at, bytes));
 }
 
-// Reduces the last, incomplete vector.
 template <class Op>
 void reduce_part(const Op& op, const KernelArguments& a, std::size_t at, std::size_t bytes) {
   auto total = input_part(op, a.in[0], at, bytes);
@@ -149,7 +145,7 @@ void reduce_part(const Op& op, const KernelArguments& a, std::size_t at, std::si
   }
 }
 
-// Reduces `vectors` whole vectors. All the loads come before the first store.
+// All loads come before the first store.
 template <std::size_t vectors, class Op>
 INLINE void reduce_block(const Op& op, const KernelArguments& a, std::size_t at) {
   using F = typename Op::Format;
@@ -173,8 +169,8 @@ INLINE void reduce_block(const Op& op, const KernelArguments& a, std::size_t at)
 template <class Op>
 constexpr std::size_t kBlock = 4 * Op::Format::kBytes;
 
-// Reduces whole blocks and returns how many bytes that was. By value, because the compiler must
-// assume that a store into a buffer changes what a reference refers to.
+// Reduces whole blocks and returns their length in bytes. Arguments are passed by value, since the
+// compiler must assume that a store into a buffer changes what a reference refers to.
 template <class Op>
 INLINE std::size_t reduce_blocks(const Op& op, const KernelArguments a) {
   const std::size_t bytes = a.count * Op::Format::kElement / kBlock<Op> * kBlock<Op>;
@@ -191,8 +187,8 @@ std::size_t reduce_fixed_blocks(const Op& op, const KernelArguments& a) {
   return reduce_blocks(op, {in, inputs, out, outputs, a.count, a.factor});
 }
 
-// Loops for few buffers, with every pointer in a register: a quarter faster while the data is in
-// the cache (beyond it, one waits for memory). Only for what gradients need: code has its cost.
+// Loops for few buffers keep every pointer in a register, which is a quarter faster while the data is in
+// the cache. Instantiated only for what gradients need, to limit code size.
 template <class Op>
 std::size_t reduce_few_blocks(const Op& op, const KernelArguments& a) {
   const bool to_all = a.outputs == a.inputs;
@@ -316,7 +312,6 @@ constexpr KernelTable make_table() {
 
 }  // namespace
 
-// Constant: made by the compiler, so it is there before any code runs.
 constinit const KernelTable table = make_table();
 
 }  // namespace phalanx::PHALANX_ISA

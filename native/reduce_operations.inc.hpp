@@ -1,8 +1,8 @@
-// What happens in the lanes: one struct per reduce operation. Part of reduce_kernels.inc.hpp.
+// One struct per reduce operation. Part of reduce_kernels.inc.hpp.
 //
-// prepare: an input as it comes from memory; combine: the accumulator and the next input; finish:
-// the accumulator before it is stored. Integers add and multiply as unsigned, which wraps; the
-// signed ones are told apart only where it matters (division, order).
+// `prepare` is applied to each input, `combine` to the accumulator and the next input, `finish` to the
+// accumulator before it is stored. Integers add and multiply as unsigned, which wraps around; signedness
+// matters only for division and order.
 
 template <class F>
 struct Operation {
@@ -49,8 +49,8 @@ struct Xor : Operation<F> {
   INLINE static Lanes combine(Lanes a, Lanes b) { return a ^ b; }
 };
 
-// The later input wins if it is smaller or NaN; so a NaN stays, and of equal zeros the first stays.
-// (For integers the comparison with itself is constant and vanishes.)
+// The later input wins if it is smaller or NaN, so a NaN stays, and the first of two zeros. For integers
+// the compiler removes the comparison with itself.
 template <class F>
 struct Min : Operation<F> {
   using Lanes = typename F::Lanes;
@@ -75,8 +75,8 @@ struct Average : Sum<F> {
   INLINE Lanes finish(Lanes sum) const { return sum / divisor; }
 };
 
-// The same bits for a number of inputs that is a power of two: its reciprocal is exact, so product
-// and quotient round the same number. Division is what limits the speed in the first-level cache.
+// For a power of two the reciprocal is exact, so the product has the same bits as the quotient. Division
+// limits the speed in the first-level cache.
 template <class F>
 struct AverageOfPowerOfTwo : Sum<F> {
   using Lanes = typename F::Lanes;
@@ -87,9 +87,8 @@ struct AverageOfPowerOfTwo : Sum<F> {
   INLINE Lanes finish(Lanes sum) const { return sum * reciprocal; }
 };
 
-// Integers divide one by one, in `Wide`: no machine has a vector instruction for it, and the number
-// of inputs may not fit the element (200 ranks, int8). F has unsigned lanes; Signed says what they
-// stand for.
+// Integers divide one by one, in `Wide`: there is no vector instruction, and the number of inputs may not
+// fit the element type (200 ranks, int8). F has unsigned lanes; Signed is the element type.
 template <class F, class Signed, class Wide>
 struct IntegerAverage : Sum<F> {
   using Lane = typename F::Lane;
@@ -112,7 +111,7 @@ Lane factor_as(double factor) {
   if constexpr (static_cast<Lane>(0.5) != 0) {
     return static_cast<Lane>(factor);
   } else {
-    // Lanes are unsigned, and a negative double does not convert to unsigned: go through int64.
+    // A negative double does not convert to unsigned lanes directly.
     return static_cast<Lane>(factor < 0 ? static_cast<std::uint64_t>(
                                               static_cast<std::int64_t>(factor))
                                         : static_cast<std::uint64_t>(factor));
@@ -140,8 +139,8 @@ struct CountTo<0, I...> {
   using Type = Indices<I...>;
 };
 
-// (a + bi)(c + di) = (ac - bd) + (ad + bc)i, the plain formula, as torch has it. With lanes
-// real, imaginary, real...: [a a] * [c d] + [-b b] * [d c].
+// (a + bi)(c + di) = (ac - bd) + (ad + bc)i, without special cases, like torch. With interleaved lanes:
+// [a a] * [c d] + [-b b] * [d c].
 template <class F>
 struct ComplexProduct : Operation<F> {
   using Lane = typename F::Lane;

@@ -13,7 +13,7 @@
 #include <system_error>
 #include <utility>
 
-#ifndef MADV_POPULATE_WRITE  // headers older than the kernel that may run this
+#ifndef MADV_POPULATE_WRITE  // the headers may be older than the kernel
 #define MADV_POPULATE_WRITE 23
 #endif
 
@@ -29,10 +29,14 @@ std::size_t round_up(std::size_t value, std::size_t to) { return (value + to - 1
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+[[noreturn]] void refuse(const std::string& path) {
+  throw std::runtime_error(path + " is not this group's region");
+}
+
 std::uint64_t random_number() {
   std::uint64_t value = 0;
   if (::getrandom(&value, sizeof value, 0) != sizeof value) fail("getrandom");
-  return value | 1;  // never zero, which means "not there yet"
+  return value | 1;  // never zero, the initial value of `present`
 }
 
 std::string hex(std::uint64_t value) {
@@ -41,11 +45,11 @@ std::string hex(std::uint64_t value) {
   return text;
 }
 
-// A file that is being made: it and its name are gone again unless a region takes them over.
+// A new file, removed again unless a region takes it over.
 struct File {
   int fd = -1;
-  std::string path;    // where others open it
-  bool named = false;  // in a folder
+  std::string path;
+  bool named = false;  // has a name in a directory
 
   File() = default;
   File(const File&) = delete;
@@ -56,17 +60,17 @@ struct File {
   }
 };
 
-void make(File& file, const std::string& where) {
+void create_file(File& file, const std::string& where) {
   if (where == "memfd") {
     file.fd = ::memfd_create("phalanx", MFD_CLOEXEC);
     if (file.fd < 0) fail("memfd_create");
-    // Another process of the same user reaches it here; nobody else may, and no name is left over.
+    // Reachable for processes of the same user only, and it leaves no name.
     file.path = "/proc/" + std::to_string(::getpid()) + "/fd/" + std::to_string(file.fd);
     return;
   }
   file.path = where + "/phalanx-" + hex(random_number()) + hex(random_number());
   file.fd = ::open(file.path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, 0600);
-  if (file.fd < 0) fail("cannot make a file in " + where);
+  if (file.fd < 0) fail("cannot create a file in " + where);
   file.named = true;
 }
 
@@ -76,43 +80,43 @@ Layout::Layout(int ranks_, const Sizes& sizes_) : ranks(ranks_), sizes(sizes_) {
   const auto n = static_cast<std::size_t>(ranks);
   control = sizeof(Header);
   small = control + n * sizeof(Control);
-  windows = round_up(small + n * (kRing * sizes.small + kStagger), kPage);
+  windows = round_up(small + n * (kRingSize * sizes.small + kStagger), kPage);
   channels = round_up(windows + n * (sizes.windows * sizes.window + kStagger), kPage);
   slabs = round_up(channels + n * n * (sizeof(Channel) + sizes.channel), kPage);
   total = slabs + n * (sizes.slab + kStagger);
 }
 
-// The descriptor is taken over when all has gone well.
+// Takes the descriptor over unless it throws.
 Region::Region(int& fd, Layout layout) : layout_(layout) {
   void* base =
       ::mmap(nullptr, layout_.total, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) fail("cannot map " + std::to_string(layout_.total) + " bytes");
   base_ = static_cast<char*>(base);
   fd_ = std::exchange(fd, -1);
-  // Linux 5.14 and later. The page is the header's, which is there in any case.
-  advises_ = ::sysconf(_SC_PAGESIZE) == static_cast<long>(kPage) &&
+  // Linux 5.14 and later. Populates the page of the header, which is needed anyway.
+  can_populate_ = ::sysconf(_SC_PAGESIZE) == static_cast<long>(kPage) &&
              ::madvise(base_, kPage, MADV_POPULATE_WRITE) == 0;
 }
 
-void Region::drop_descriptor() noexcept {
-  if (!advises_ || fd_ < 0) return;
+void Region::close_descriptor() noexcept {
+  if (!can_populate_ || fd_ < 0) return;
   ::close(fd_);
   fd_ = -1;
 }
 
 Region::Region(Region&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)),
-      advises_(other.advises_),
+      can_populate_(other.can_populate_),
       path_(std::exchange(other.path_, {})),
       layout_(other.layout_),
       base_(std::exchange(other.base_, nullptr)),
-      maker_(other.maker_),
+      creator_pid_(other.creator_pid_),
       owner_(other.owner_) {}
 
 Region Region::alias() const {
   Region same(layout_);
   same.fd_ = fd_;
-  same.advises_ = advises_;
+  same.can_populate_ = can_populate_;
   same.base_ = base_;
   same.owner_ = false;
   return same;
@@ -120,7 +124,7 @@ Region Region::alias() const {
 
 Region::~Region() {
   if (!owner_) return;
-  if (::getpid() == maker_) unlink();  // a forked child's copy leaves the name alone
+  if (::getpid() == creator_pid_) unlink();  // not in a forked child
   if (base_ != nullptr) ::munmap(base_, layout_.total);
   if (fd_ >= 0) ::close(fd_);
 }
@@ -128,15 +132,14 @@ Region::~Region() {
 Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
   const Layout layout(ranks, sizes);
   File file;
-  make(file, where);
+  create_file(file, where);
   if (::ftruncate(file.fd, static_cast<off_t>(layout.total)) != 0) fail("ftruncate");
-  // All but the slabs is needed, sooner or later. To learn now that a file system has no room for it
-  // is an error; to learn it when it is touched would be a SIGBUS. A memfd has no limit but the
-  // machine's memory, and to clear it all at once would take longer than the rest of forming a group.
+  // Allocate all but the slabs now: a full file system is an error here and would be a SIGBUS later. A
+  // memfd is limited only by the machine's memory, and clearing it at once would dominate group creation.
   if (const int error =
           file.named ? ::posix_fallocate(file.fd, 0, static_cast<off_t>(layout.slabs)) : 0) {
     errno = error;
-    fail("no room for " + std::to_string(layout.slabs) + " bytes in " + where);
+    fail("cannot allocate " + std::to_string(layout.slabs) + " bytes in " + where);
   }
   Region region(file.fd, layout);
   for (int rank = 0; rank < ranks; ++rank) {
@@ -151,7 +154,7 @@ Region Region::create(const std::string& where, int ranks, const Sizes& sizes) {
   header->version = kVersion;
   header->magic = kMagic;
   region.path_ = std::move(file.path);
-  region.maker_ = ::getpid();
+  region.creator_pid_ = ::getpid();
   file.named = false;
   return region;
 }
@@ -164,20 +167,20 @@ Region Region::open(const std::string& path, std::uint64_t token, int ranks, con
   const Layout layout(ranks, sizes);
   if (::fstat(file.fd, &status) != 0 || status.st_uid != ::geteuid() ||
       static_cast<std::size_t>(status.st_size) != layout.total)
-    throw std::runtime_error("what lies at " + path + " is not this group's region");
+    refuse(path);
   Region region(file.fd, layout);
   const Header& header = region.header();
   if (header.magic != kMagic || header.version != kVersion || header.token != token ||
       header.ranks != static_cast<std::uint32_t>(ranks))
-    throw std::runtime_error("what lies at " + path + " is not this group's region");
-  region.drop_descriptor();
+    refuse(path);
+  region.close_descriptor();
   return region;
 }
 
 void Region::unlink() {
   if (!path_.empty() && !path_.starts_with("/proc/")) ::unlink(path_.c_str());
   path_.clear();
-  drop_descriptor();
+  close_descriptor();
 }
 
 std::uint64_t Region::offset_of(const void* address, std::size_t length) const {
@@ -188,22 +191,20 @@ std::uint64_t Region::offset_of(const void* address, std::size_t length) const {
 }
 
 void Region::reserve(std::size_t offset, std::size_t length) {
-  if (advises_) {
-    if (::madvise(bytes(offset), length, MADV_POPULATE_WRITE) == 0) return;
-    const int error = errno == EFAULT ? ENOSPC : errno;  // to touch it would be a SIGBUS
-    give_back(offset, length);
-    errno = error;
-    fail("no memory for " + std::to_string(length) + " shared bytes");
+  int error = 0;
+  if (!can_populate_) {
+    error = ::posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(length));
+  } else if (::madvise(bytes(offset), length, MADV_POPULATE_WRITE) != 0) {
+    error = errno == EFAULT ? ENOSPC : errno;  // a touch would raise SIGBUS
+    release(offset, length);
   }
-  if (const int error =
-          ::posix_fallocate(fd_, static_cast<off_t>(offset), static_cast<off_t>(length))) {
-    errno = error;
-    fail("no memory for " + std::to_string(length) + " shared bytes");
-  }
+  if (error == 0) return;
+  errno = error;
+  fail("cannot allocate " + std::to_string(length) + " bytes of shared memory");
 }
 
-void Region::give_back(std::size_t offset, std::size_t length) noexcept {
-  if (advises_) {
+void Region::release(std::size_t offset, std::size_t length) noexcept {
+  if (can_populate_) {
     ::madvise(bytes(offset), length, MADV_REMOVE);
     return;
   }

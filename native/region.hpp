@@ -1,4 +1,4 @@
-// The memory that the ranks of a group share: made by one, mapped by all, with no name left behind.
+// The shared memory of a group: created by one rank, mapped by all, unlinked before it is used.
 
 #pragma once
 
@@ -13,14 +13,14 @@ namespace phalanx {
 
 class Region {
  public:
-  // Makes a region. `where` is "memfd", or a directory for a file with an unguessable name.
+  // `where` is "memfd", or a directory for a file with an unguessable name.
   static Region create(const std::string& where, int ranks, const Sizes& sizes);
 
-  // Maps a region that another rank made; fails unless it is this user's and bears the token.
+  // Maps a region that another rank created. Throws unless this user owns it and the token matches.
   static Region open(const std::string& path, std::uint64_t token, int ranks, const Sizes& sizes);
 
-  // The same mapping once more, for a rank that is another thread of this process. It lives as long
-  // as the original does. At the same address, ThreadSanitizer sees what ranks do to each other.
+  // A second view of the same mapping, which must outlive it. For tests with threads as ranks: at one
+  // address ThreadSanitizer sees the accesses of all ranks.
   Region alias() const;
 
   Region(Region&& other) noexcept;
@@ -28,10 +28,10 @@ class Region {
   ~Region();
 
   const Layout& layout() const { return layout_; }
-  const std::string& path() const { return path_; }  // what others open; empty once unlinked
+  const std::string& path() const { return path_; }  // for `open`; empty once unlinked
   std::uint64_t token() const { return header().token; }
 
-  // Takes the name away, and the descriptor behind it; whoever has mapped the region keeps it.
+  // Removes the name and closes the descriptor; existing mappings stay.
   void unlink();
 
   Header& header() const { return *at<Header>(0); }
@@ -40,12 +40,12 @@ class Region {
   }
   char* bytes(std::size_t offset) const { return base_ + offset; }
 
-  // Tells where in the region an address lies; kNever if it does not.
+  // Returns the offset of memory in a slab, or kNever.
   std::uint64_t offset_of(const void* address, std::size_t length) const;
 
-  // Makes sure that memory stands behind a part of a slab, so that touching it cannot fail later.
+  // Allocates the pages of a part of a slab, so that touching them cannot fail later; frees them.
   void reserve(std::size_t offset, std::size_t length);
-  void give_back(std::size_t offset, std::size_t length) noexcept;
+  void release(std::size_t offset, std::size_t length) noexcept;
 
  private:
   explicit Region(Layout layout) : layout_(layout) {}
@@ -54,14 +54,14 @@ class Region {
   T* at(std::size_t offset) const {
     return reinterpret_cast<T*>(base_ + offset);
   }
-  void drop_descriptor() noexcept;
+  void close_descriptor() noexcept;
 
-  int fd_ = -1;  // only to map, unless the kernel needs it to reserve memory and to take it back
-  bool advises_ = false;  // whether the kernel does both by address
+  int fd_ = -1;  // closed after mapping if `can_populate_`
+  bool can_populate_ = false;  // the kernel reserves and releases pages by address
   std::string path_;
   Layout layout_;
   char* base_ = nullptr;
-  pid_t maker_ = 0;  // the process that made it, and takes its name away
+  pid_t creator_pid_ = 0;  // of the process that unlinks it
   bool owner_ = true;
 };
 

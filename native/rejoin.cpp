@@ -1,20 +1,20 @@
-// How ranks that have left become members again: all together, at numbers that all agree on.
+// Rejoin: ranks that have left become members again, all together, with counters that all agree on.
 //
-// Everybody who lives has left, so no operation is under way anywhere and nobody looks at who is a
-// member. Each rank counts two steps in its `entry`:
+// Every living rank has left, so no operation is in progress and no rank reads who is a member. Each
+// rank counts two steps in its `rejoin_step`:
 //
-//   odd    it has left, and all that it began has ended
-//   even   it has seen that all are there, has set its counters to the greatest of anybody's, and is
-//          a member
+//   odd    it has left, and all its operations have ended
+//   even   it has seen that all ranks are at the first step, has set its counters to the maximum over
+//          all ranks, and is a member
 //
-// It takes the second step when everybody has taken the first, and begins no operation until
-// everybody has taken the second: then whatever it reads of the others is of after the return.
-// Nobody can be further ahead, so what the greatest is does not change before all have read it.
+// A rank takes the second step when all have taken the first, and issues no operation until all have
+// taken the second: then everything it reads of its peers was written after the rejoin. No rank can be
+// further ahead, so the maximum does not change before all have read it.
 //
-// A rank that dies leaves its `entry` as it was. Who is dead and short of a step keeps everybody from
-// the next one, and who is dead and was not keeps nobody: survivors, who look at the word after they
-// know of the death, all find the same. Once it is forgotten nobody waits for it, and the rest take
-// up where they were. Its counters still count: beyond them it is no member of anything.
+// A dead rank's `rejoin_step` is final. If it had not taken a step, it keeps the others from the next
+// one, and they report its death; otherwise it holds up nobody. Survivors read the step after they know
+// of the death, so all find the same. Once the dead rank is excluded the others continue where they
+// were. Its counters still count in the maximum: beyond them it is a member of nothing.
 
 #include <algorithm>
 
@@ -25,42 +25,42 @@ namespace phalanx {
 
 namespace {
 
-constexpr std::uint64_t kNap = 20'000'000;  // nanoseconds; who comes rings, who dies does not
-constexpr Pace kAtOnce{0, 0};
+constexpr std::uint64_t kDeathCheckInterval = 20'000'000;  // nanoseconds
 
 }  // namespace
 
-Engine::Entry Engine::rejoin(std::uint64_t calls, std::uint64_t nanoseconds) {
-  const Driver::Caller caller(driver_.get());
+Engine::RejoinStatus Engine::rejoin(std::uint64_t calls, std::uint64_t nanoseconds) {
+  const Driver::CallerScope scope(driver_.get());
   const std::uint64_t deadline = now_ns() + nanoseconds;
-  Pace pace = pace_;  // at first; who waits for long is not to burn a core
+  const std::uint64_t interval = std::min(kDeathCheckInterval, nanoseconds);
+  SpinPolicy policy = spin_policy_;  // a long wait does not spin
   while (true) {
     std::vector<int> late;
     {
       const std::lock_guard lock(mutex_);
-      // Before it is asked whether the group has failed: what all have agreed on holds for all.
-      const bool moved = come_back(calls);
+      // Before the check for a failure: a step that all have agreed on is valid on all.
+      const bool moved = advance_rejoin(calls);
       if (moved || failure_.outcome != Outcome::pending) return {failure_, stage(), agreed_calls_};
       late = late_ranks();
     }
-    const std::uint64_t step = mine_.entry.read();
+    const std::uint64_t step = mine_.rejoin_step.read();
     const auto all_came = [&] {
       return std::all_of(late.begin(), late.end(), [&](int rank) {
-        return region_.control(rank).entry.read() >= step;
+        return region_.control(rank).rejoin_step.read() >= step;
       });
     };
-    if (wait_a_while(mine_.hall, pace, std::min(kNap, nanoseconds), all_came)) continue;
-    pace = kAtOnce;
-    for (const int rank : late)  // its word is read after its death is known, and so is final
-      if (has_ended(rank) && region_.control(rank).entry.read() < step)
-        return at_stage({Outcome::dead, rank, -1});
-    if (now_ns() >= deadline) return at_stage({});
+    if (spin_then_sleep(mine_.rejoin_wait, policy, interval, all_came)) continue;
+    policy = kNoSpin;
+    for (const int rank : late)  // the step is read after the death is known, so it is final
+      if (has_exited(rank) && region_.control(rank).rejoin_step.read() < step)
+        return rejoin_status({Outcome::dead, rank, -1});
+    if (now_ns() >= deadline) return rejoin_status({});
   }
 }
 
-Engine::Entry Engine::at_stage(Verdict verdict) {
+Engine::RejoinStatus Engine::rejoin_status(Result result) {
   const std::lock_guard lock(mutex_);
-  return {verdict, stage(), agreed_calls_};
+  return {result, stage(), agreed_calls_};
 }
 
 std::vector<int> Engine::awaited() {
@@ -68,67 +68,67 @@ std::vector<int> Engine::awaited() {
   return late_ranks();
 }
 
-// Whichever step this rank has taken last, it waits for the others to take it too.
+// After either step, a rank waits for the others to take it too.
 std::vector<int> Engine::late_ranks() const {
-  const std::uint64_t step = mine_.entry.read();
+  const std::uint64_t step = mine_.rejoin_step.read();
   std::vector<int> ranks;
   for (int rank = 0; rank < ranks_; ++rank)
-    if (!is_forgotten(rank) && region_.control(rank).entry.read() < step) ranks.push_back(rank);
+    if (!is_excluded(rank) && region_.control(rank).rejoin_step.read() < step) ranks.push_back(rank);
   return ranks;
 }
 
-Engine::Stage Engine::stage() const {
-  if (!coming_back_) return mine_.left_at.read() == kNever ? Stage::entered : Stage::outside;
-  return mine_.entry.read() % 2 != 0 ? Stage::waiting : Stage::entering;
+Engine::RejoinStage Engine::stage() const {
+  if (!rejoining_) return mine_.left_at.read() == kNever ? RejoinStage::entered : RejoinStage::outside;
+  return mine_.rejoin_step.read() % 2 != 0 ? RejoinStage::waiting : RejoinStage::entering;
 }
 
-bool Engine::come_back(std::uint64_t calls) {
+bool Engine::advance_rejoin(std::uint64_t calls) {
   switch (stage()) {
-    case Stage::outside:
+    case RejoinStage::outside:
       mine_.calls.publish(calls);
-      coming_back_ = true;
-      publish_entry(mine_.entry.read() + 1);
+      rejoining_ = true;
+      publish_rejoin_step(mine_.rejoin_step.read() + 1);
       return true;
-    case Stage::waiting:
+    case RejoinStage::waiting:
       if (!late_ranks().empty()) return false;
-      take_place();
-      publish_entry(mine_.entry.read() + 1);
+      adopt_counters();
+      publish_rejoin_step(mine_.rejoin_step.read() + 1);
       return true;
-    case Stage::entering:
+    case RejoinStage::entering:
       if (!late_ranks().empty()) return false;
-      coming_back_ = false;
+      rejoining_ = false;
       return true;
-    case Stage::entered:
+    case RejoinStage::entered:
       break;
   }
   return true;
 }
 
-std::uint64_t Engine::greatest(Counter Control::*counter) const {
+std::uint64_t Engine::max_over_ranks(Counter Control::*counter) const {
   std::uint64_t most = 0;
   for (int rank = 0; rank < ranks_; ++rank)
     most = std::max(most, (region_.control(rank).*counter).read());
   return most;
 }
 
-// As if this rank had taken part in all that the others did meanwhile, and all of it were done.
-void Engine::take_place() {
-  issued_ = announced_ = shared_ = finished_ = greatest(&Control::arrived);
-  ended_.store(finished_, std::memory_order_release);
-  windows_used_ = greatest(&Control::finished);
-  agreed_calls_ = greatest(&Control::calls);
-  if (driver_) driver_->count_from(issued_);
+// As if this rank had completed all operations of the others.
+void Engine::adopt_counters() {
+  issued_ = announced_ = executed_ = finished_ = max_over_ranks(&Control::arrived);
+  visible_finished_.store(finished_, std::memory_order_release);
+  windows_used_ = max_over_ranks(&Control::released);
+  agreed_calls_ = max_over_ranks(&Control::calls);
+  if (driver_) driver_->reset_tickets(issued_);
   mine_.arrived.publish(issued_);
   mine_.done.publish(issued_);
-  for (Counter* const counter : {&mine_.filled, &mine_.worked, &mine_.finished})
+  for (Counter* const counter : {&mine_.filled, &mine_.processed, &mine_.released})
     counter->publish(windows_used_);
   mine_.left_at.publish(kNever);
 }
 
-void Engine::publish_entry(std::uint64_t value) {
-  mine_.entry.publish(value);
+void Engine::publish_rejoin_step(std::uint64_t value) {
+  mine_.rejoin_step.publish(value);
   for (int rank = 0; rank < ranks_; ++rank)
-    if (rank != rank_) wake(region_.control(rank).hall);
+    if (rank != rank_) wake(region_.control(rank).rejoin_wait);
 }
 
 }  // namespace phalanx

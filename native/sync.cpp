@@ -12,7 +12,7 @@ namespace phalanx {
 
 namespace {
 
-// Not FUTEX_PRIVATE: the word is shared by processes.
+// Not FUTEX_PRIVATE: processes share the word.
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* timeout) {
   static_assert(sizeof(word) == sizeof(std::uint32_t));
@@ -29,28 +29,27 @@ std::uint64_t now_ns() {
          static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-Pace pace_for(int ranks, int cores) {
-  // With a core for each rank a peer is a few microseconds away, and it pays to stay awake for it.
-  // Without, it may be waiting for this very core. A core is offered only twice before sleeping where
-  // ranks have cores of their own: if it does not go to the peer, there are strangers, who keep it
-  // for a whole slice each time, while a sleeper is back when it is called. (Linux counts a slice as
-  // used up by who yields in it: 50 offers made 25 MiB take 40 ms on busy cores, 2 of them 9.)
-  return ranks <= cores ? Pace{2000, 2} : Pace{20, 200};
+SpinPolicy spin_policy_for(int ranks, int cores) {
+  // With a core per rank, a peer answers within microseconds, and spinning pays. With fewer, the peer
+  // may be waiting for this core. A rank with its own core yields only twice: if other programs take
+  // the core, each keeps it for a whole time slice, while a sleeper is woken at once. (On busy cores
+  // an all-reduce of 25 MiB took 40 ms with 50 yields and 9 ms with 2.)
+  return ranks <= cores ? SpinPolicy{2000, 2} : SpinPolicy{20, 200};
 }
 
 void yield_core() { ::sched_yield(); }
 
-void sleep_on(Bed& bed, std::uint32_t seen, std::uint64_t nanoseconds) {
+void futex_wait(WaitSlot& slot, std::uint32_t seen, std::uint64_t nanoseconds) {
   timespec timeout{};
   timeout.tv_sec = static_cast<time_t>(nanoseconds / 1'000'000'000u);
   timeout.tv_nsec = static_cast<long>(nanoseconds % 1'000'000'000u);
-  futex(bed.bell, FUTEX_WAIT, seen, &timeout);  // whatever ended it, the caller looks again
+  futex(slot.futex_word, FUTEX_WAIT, seen, &timeout);  // the caller checks again
 }
 
-void wake(Bed& bed) {
-  if (bed.sleeping.load(std::memory_order_seq_cst) == 0) return;
-  bed.bell.fetch_add(1, std::memory_order_seq_cst);
-  futex(bed.bell, FUTEX_WAKE, INT_MAX, nullptr);
+void wake(WaitSlot& slot) {
+  if (slot.waiters.load(std::memory_order_seq_cst) == 0) return;
+  slot.futex_word.fetch_add(1, std::memory_order_seq_cst);
+  futex(slot.futex_word, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
 }  // namespace phalanx

@@ -1,14 +1,13 @@
-// Waiting for another rank: spin briefly, then yield, then sleep.
+// Waiting for another rank: spin briefly, then yield, then sleep on a futex.
 //
-// A waiter that spins answers within a fraction of a microsecond, but on a machine that is busy
-// elsewhere it burns the very time that its peer needs; so it gives up its core after a while, and
-// sleeps on a futex after another. Nobody rings for a rank that is awake: a publisher pays for one
-// look at its peers' `sleeping`.
+// A spinning waiter reacts within a fraction of a microsecond. On a busy machine it takes the time
+// that its peer needs, so it yields after a while, and sleeps after another. A publisher that has no
+// sleeping peers pays one load per peer.
 //
-// Why no wake-up is lost: the sleeper stores `sleeping`, then reads the counter; the publisher
-// stores the counter, then reads `sleeping`. All four are sequentially consistent, so at least one
-// of them sees the other's store. If the publisher does, it moves the bell, and a futex does not
-// fall asleep on a bell that has moved.
+// No wake-up is lost: the sleeper increments `waiters`, then reads the counter; the publisher stores
+// the counter, then reads `waiters`. All four are sequentially consistent, so at least one side sees
+// the other's store. If it is the publisher, it changes `futex_word`, and a futex does not sleep on a
+// word that has changed. Any number of threads may sleep in one slot; a wake-up wakes all of them.
 
 #pragma once
 
@@ -18,25 +17,27 @@
 
 namespace phalanx {
 
-std::uint64_t now_ns();  // of the monotonic clock, which all processes of a machine share
+std::uint64_t now_ns();  // monotonic, the same in all processes of a machine
 
-struct Pace {
-  int spins;   // looks before the core is offered to others
-  int yields;  // looks between which it is
+struct SpinPolicy {
+  int spins;   // checks before the first yield
+  int yields;  // checks with a yield after each
 };
 
-// Chooses by whether there are more ranks than cores.
-Pace pace_for(int ranks, int cores);
+inline constexpr SpinPolicy kNoSpin{0, 0};
 
-// Sleeps until the bell moves from `seen`, or for `nanoseconds`.
-void sleep_on(Bed& bed, std::uint32_t seen, std::uint64_t nanoseconds);
+// Depends on whether there are more ranks than cores.
+SpinPolicy spin_policy_for(int ranks, int cores);
 
-// Wakes a rank if it sleeps.
-void wake(Bed& bed);
+// Sleeps until the futex word differs from `seen`, at most for `nanoseconds`.
+void futex_wait(WaitSlot& slot, std::uint32_t seen, std::uint64_t nanoseconds);
+
+// Wakes all threads that sleep in the slot.
+void wake(WaitSlot& slot);
 
 void yield_core();
 
-inline void relax() {
+inline void cpu_pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -44,23 +45,23 @@ inline void relax() {
 #endif
 }
 
-// Waits until `ready()`; gives up at `deadline` (of `now_ns`) or after `nap` asleep, so that the
-// caller can look around. Returns whether it is ready.
+// Waits until `ready()`, with at most one sleep of `nanoseconds`. Returns whether it is ready.
 template <class Ready>
-bool wait_a_while(Bed& bed, const Pace& pace, std::uint64_t nap, Ready&& ready) {
-  for (int i = 0; i < pace.spins; ++i) {
+bool spin_then_sleep(WaitSlot& slot, const SpinPolicy& policy, std::uint64_t nanoseconds,
+                     Ready&& ready) {
+  for (int i = 0; i < policy.spins; ++i) {
     if (ready()) return true;
-    relax();
+    cpu_pause();
   }
-  for (int i = 0; i < pace.yields; ++i) {
+  for (int i = 0; i < policy.yields; ++i) {
     if (ready()) return true;
     yield_core();
   }
-  const std::uint32_t seen = bed.bell.load(std::memory_order_seq_cst);
-  bed.sleeping.fetch_add(1, std::memory_order_seq_cst);
+  const std::uint32_t seen = slot.futex_word.load(std::memory_order_seq_cst);
+  slot.waiters.fetch_add(1, std::memory_order_seq_cst);
   const bool already = ready();
-  if (!already) sleep_on(bed, seen, nap);
-  bed.sleeping.fetch_sub(1, std::memory_order_seq_cst);
+  if (!already) futex_wait(slot, seen, nanoseconds);
+  slot.waiters.fetch_sub(1, std::memory_order_seq_cst);
   return already || ready();
 }
 

@@ -18,9 +18,9 @@ char* ring(const Region& region, int from, int to) {
   return region.bytes(region.layout().channel(from, to)) + sizeof(Channel);
 }
 
-// Copies into or out of a ring of bytes, around its end if need be.
+// Copy into or out of a ring buffer.
 void put(char* ring, std::size_t size, std::uint64_t at, const char* data, std::size_t bytes) {
-  if (bytes == 0) return;  // where the pointer may be null
+  if (bytes == 0) return;  // the pointer may be null
   const std::size_t first = std::min<std::size_t>(bytes, size - at % size);
   std::memcpy(ring + at % size, data, first);
   std::memcpy(ring, data + first, bytes - first);
@@ -40,7 +40,7 @@ Transfers::Transfers(Region& region, int rank)
       rank_(rank),
       ranks_(region.layout().ranks),
       outboxes_(static_cast<std::size_t>(ranks_)),
-      room_seen_(static_cast<std::size_t>(ranks_)),
+      taken_seen_(static_cast<std::size_t>(ranks_)),
       inboxes_(static_cast<std::size_t>(ranks_)) {}
 
 std::uint64_t Transfers::send(int to, std::int64_t tag, const char* data, std::size_t bytes) {
@@ -74,11 +74,11 @@ Transfers::Status Transfers::status(std::uint64_t ticket) const {
   return found == statuses_.end() ? Status{State::finished, -1, 0} : found->second;
 }
 
-Transfers::Status Transfers::status_of_wait(std::uint64_t ticket) const {
+Transfers::Status Transfers::status_for_wait(std::uint64_t ticket) const {
   const auto receive = std::find_if(receives_.begin(), receives_.end(),
                                     [&](const Receive& r) { return r.ticket == ticket; });
   if (receive == receives_.end()) return status(ticket);
-  const Inbox* last = nullptr;  // a receive from anybody is held up when nobody can get through
+  const Inbox* last = nullptr;  // a receive from any sender is starved only if all senders are
   for (int from = 0; from < ranks_; ++from) {
     if (from == rank_ || (receive->from >= 0 && receive->from != from)) continue;
     const Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
@@ -86,13 +86,13 @@ Transfers::Status Transfers::status_of_wait(std::uint64_t ticket) const {
     last = &inbox;
   }
   if (last == nullptr) return status(ticket);
-  return {State::starved, static_cast<int>(last - inboxes_.data()), last->head.bytes};
+  return {State::starved, static_cast<int>(last - inboxes_.data()), last->header.bytes};
 }
 
-void Transfers::forget(std::uint64_t ticket) {
+void Transfers::detach(std::uint64_t ticket) {
   const auto found = statuses_.find(ticket);
   if (found == statuses_.end()) return;
-  found->second.forgotten = true;
+  found->second.detached = true;
   if (found->second.state != State::pending) statuses_.erase(found);
 }
 
@@ -106,8 +106,8 @@ bool Transfers::cancel(std::uint64_t ticket) {
 }
 
 void Transfers::end(std::uint64_t ticket, Status status) {
-  const auto found = statuses_.find(ticket);  // there is one of each that has not ended
-  if (found->second.forgotten)
+  const auto found = statuses_.find(ticket);  // every pending transfer has one
+  if (found->second.detached)
     statuses_.erase(found);
   else
     found->second = status;
@@ -126,12 +126,12 @@ bool Transfers::is_busy() const {
                                            [](const auto& outbox) { return !outbox.empty(); });
 }
 
-bool Transfers::has_news() const {
+bool Transfers::can_progress() const {
   for (int peer = 0; peer < ranks_; ++peer) {
     if (peer == rank_) continue;
     const auto i = static_cast<std::size_t>(peer);
     if (channel(region_, peer, rank_).written.read() != inboxes_[i].seen) return true;
-    if (!outboxes_[i].empty() && channel(region_, rank_, peer).taken.read() != room_seen_[i])
+    if (!outboxes_[i].empty() && channel(region_, rank_, peer).taken.read() != taken_seen_[i])
       return true;
   }
   return false;
@@ -145,29 +145,29 @@ void Transfers::push(int to) {
   const std::size_t size = region_.layout().sizes.channel;
   const std::uint64_t before = stream.written.read();
   std::uint64_t written = before;
-  room_seen_[static_cast<std::size_t>(to)] = stream.taken.read();
+  taken_seen_[static_cast<std::size_t>(to)] = stream.taken.read();
   while (!outbox.empty()) {
     Send& send = outbox.front();
-    std::size_t room = size - (written - room_seen_[static_cast<std::size_t>(to)]);
-    if (send.written < sizeof(Head)) {  // the head goes in one piece
-      if (room < sizeof(Head)) break;
-      put(bytes, size, written, reinterpret_cast<const char*>(&send.head), sizeof(Head));
-      written += sizeof(Head);
-      send.written = sizeof(Head);
-      room -= sizeof(Head);
+    std::size_t room = size - (written - taken_seen_[static_cast<std::size_t>(to)]);
+    if (send.written < sizeof(MessageHeader)) {  // headers are not split
+      if (room < sizeof(MessageHeader)) break;
+      put(bytes, size, written, reinterpret_cast<const char*>(&send.header), sizeof(MessageHeader));
+      written += sizeof(MessageHeader);
+      send.written = sizeof(MessageHeader);
+      room -= sizeof(MessageHeader);
     }
-    const std::size_t sent = send.written - sizeof(Head);
-    const std::size_t now = std::min<std::size_t>(room, send.head.bytes - sent);
+    const std::size_t sent = send.written - sizeof(MessageHeader);
+    const std::size_t now = std::min<std::size_t>(room, send.header.bytes - sent);
     put(bytes, size, written, send.data + sent, now);
     written += now;
     send.written += now;
-    if (send.written < sizeof(Head) + send.head.bytes) break;
-    end(send.ticket, {State::finished, to, send.head.bytes});
+    if (send.written < sizeof(MessageHeader) + send.header.bytes) break;
+    end(send.ticket, {State::finished, to, send.header.bytes});
     outbox.pop_front();
   }
   if (written == before) return;
   stream.written.publish(written);
-  wake(region_.control(to).bed);
+  wake(region_.control(to).peer_wait);
 }
 
 void Transfers::pull(int from) {
@@ -179,60 +179,60 @@ void Transfers::pull(int from) {
   const std::uint64_t before = stream.taken.read();
   std::uint64_t taken = before;
   while (true) {
-    if (inbox.got < sizeof(Head)) {
-      if (inbox.seen - taken < sizeof(Head)) break;
-      take(bytes, size, taken, reinterpret_cast<char*>(&inbox.head), sizeof(Head));
+    if (inbox.received < sizeof(MessageHeader)) {
+      if (inbox.seen - taken < sizeof(MessageHeader)) break;
+      take(bytes, size, taken, reinterpret_cast<char*>(&inbox.header), sizeof(MessageHeader));
       inbox.starved = !begin_message(from, inbox);
       if (inbox.starved) break;
-      taken += sizeof(Head);
-      inbox.got = sizeof(Head);
+      taken += sizeof(MessageHeader);
+      inbox.received = sizeof(MessageHeader);
     }
-    const std::size_t got = inbox.got - sizeof(Head);
-    const std::size_t now = std::min<std::size_t>(inbox.seen - taken, inbox.head.bytes - got);
-    take(bytes, size, taken, inbox.target + got, now);
+    const std::size_t received = inbox.received - sizeof(MessageHeader);
+    const std::size_t now = std::min<std::size_t>(inbox.seen - taken, inbox.header.bytes - received);
+    take(bytes, size, taken, inbox.target + received, now);
     taken += now;
-    inbox.got += now;
-    if (inbox.got < sizeof(Head) + inbox.head.bytes) break;
+    inbox.received += now;
+    if (inbox.received < sizeof(MessageHeader) + inbox.header.bytes) break;
     end_message(from, inbox);
   }
   if (taken == before) return;
   stream.taken.publish(taken);
-  wake(region_.control(from).bed);
+  wake(region_.control(from).peer_wait);
 }
 
-// Finds who has asked for the message that begins; otherwise makes room to put it aside.
+// Finds the receive that matches the current message, or allocates a buffer for it.
 bool Transfers::begin_message(int from, Inbox& inbox) {
   const auto wanted = std::find_if(receives_.begin(), receives_.end(), [&](const Receive& r) {
-    return r.tag == inbox.head.tag && (r.from == from || r.from < 0);
+    return r.tag == inbox.header.tag && (r.from == from || r.from < 0);
   });
-  if (wanted != receives_.end() && wanted->bytes == inbox.head.bytes) {
+  if (wanted != receives_.end() && wanted->bytes == inbox.header.bytes) {
     inbox.ticket = wanted->ticket;
     inbox.target = wanted->data;
     receives_.erase(wanted);
     return true;
   }
   if (wanted != receives_.end()) {
-    end(wanted->ticket, {State::wrong_size, from, inbox.head.bytes});
+    end(wanted->ticket, {State::wrong_size, from, inbox.header.bytes});
     receives_.erase(wanted);
   }
   try {
-    inbox.aside.push_back(
-        {inbox.head, std::make_unique_for_overwrite<char[]>(inbox.head.bytes)});
+    inbox.unexpected.push_back(
+        {inbox.header, std::make_unique_for_overwrite<char[]>(inbox.header.bytes)});
   } catch (const std::bad_alloc&) {
     return false;
   }
   inbox.ticket = 0;
-  inbox.target = inbox.aside.back().bytes.get();
+  inbox.target = inbox.unexpected.back().bytes.get();
   return true;
 }
 
 void Transfers::end_message(int from, Inbox& inbox) {
-  inbox.got = 0;
+  inbox.received = 0;
   if (inbox.ticket != 0) {
-    end(inbox.ticket, {State::finished, from, inbox.head.bytes});
+    end(inbox.ticket, {State::finished, from, inbox.header.bytes});
     return;
   }
-  // It may have been asked for while it came in.
+  // A matching receive may have been posted meanwhile.
   for (auto it = receives_.begin(); it != receives_.end(); ++it) {
     const Receive receive = *it;
     if (match(receive)) {
@@ -242,22 +242,22 @@ void Transfers::end_message(int from, Inbox& inbox) {
   }
 }
 
-// Gives a receive a message that was put aside, if it is complete.
+// Completes a receive from a buffered message.
 bool Transfers::match(const Receive& receive) {
   for (int from = 0; from < ranks_; ++from) {
     if (receive.from >= 0 && receive.from != from) continue;
     Inbox& inbox = inboxes_[static_cast<std::size_t>(from)];
-    const bool incomplete = inbox.got >= sizeof(Head) && inbox.ticket == 0;
-    const auto end_of_complete = inbox.aside.end() - (incomplete ? 1 : 0);
-    const auto found = std::find_if(inbox.aside.begin(), end_of_complete,
-                                    [&](const Message& m) { return m.head.tag == receive.tag; });
+    const bool incomplete = inbox.received >= sizeof(MessageHeader) && inbox.ticket == 0;
+    const auto end_of_complete = inbox.unexpected.end() - (incomplete ? 1 : 0);
+    const auto found = std::find_if(inbox.unexpected.begin(), end_of_complete,
+                                    [&](const Message& m) { return m.header.tag == receive.tag; });
     if (found == end_of_complete) continue;
-    if (found->head.bytes == receive.bytes) {
+    if (found->header.bytes == receive.bytes) {
       if (receive.bytes != 0) std::memcpy(receive.data, found->bytes.get(), receive.bytes);
       end(receive.ticket, {State::finished, from, receive.bytes});
-      inbox.aside.erase(found);
+      inbox.unexpected.erase(found);
     } else {
-      end(receive.ticket, {State::wrong_size, from, found->head.bytes});
+      end(receive.ticket, {State::wrong_size, from, found->header.bytes});
     }
     return true;
   }

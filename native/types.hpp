@@ -1,4 +1,4 @@
-// What the engine knows of the data that it moves: element types and reduce operations.
+// Element types and reduce operations.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace phalanx {
 
-// The numbers are part of the region's layout and of the Python bindings: add, never renumber.
+// The numbers are part of the layout of the region and are exported to Python: add, never renumber.
 enum class DType : std::uint8_t {
   float32 = 0,
   float64 = 1,
@@ -30,14 +30,14 @@ inline constexpr int kDTypes = 15;
 
 enum class ReduceOp : std::uint8_t {
   sum = 0,
-  avg = 1,  // the sum divided by the number of ranks; integers lose their fraction
+  avg = 1,  // integers truncate
   product = 2,
   min = 3,
   max = 4,
   band = 5,
   bor = 6,
   bxor = 7,
-  premul_sum = 8,  // each input times a factor, then the sum
+  premul_sum = 8,  // each input is multiplied by a factor
 };
 
 inline constexpr int kReduceOps = 9;

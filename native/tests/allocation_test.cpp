@@ -1,6 +1,6 @@
-// Memory runs out at each allocation of the engine in turn. The call that meets it is refused and has
-// done nothing, so that the same call made again has the right result; what nobody called for, such as
-// a message to be put aside, is done later. Nothing is lost: no memory, no descriptor, no name.
+// Each allocation of the engine fails in turn. The call throws without having changed anything, so that
+// it succeeds when it is repeated; buffering an unexpected message is retried by the engine. No memory,
+// descriptor or file leaks.
 
 #include <dirent.h>
 #include <stdlib.h>
@@ -14,10 +14,10 @@
 
 namespace {
 
-std::atomic<long> live{0};                    // allocations that were not freed
-std::atomic<bool> armed{false};               // whether any may fail
-std::atomic<long> left{0};                    // how many will go well before one does not
-std::atomic<std::size_t> largest{SIZE_MAX};   // the least that fails always
+std::atomic<long> live{0};                    // allocations not freed
+std::atomic<bool> armed{false};               // whether allocations may fail
+std::atomic<long> left{0};                    // allocations until one fails
+std::atomic<std::size_t> largest{SIZE_MAX};   // allocations of this size always fail
 std::atomic<long> refusals{0};
 
 void* allocate(std::size_t bytes, std::size_t alignment) {
@@ -60,7 +60,7 @@ class Armed {
   ~Armed() { armed = false; }
 };
 
-// Makes a call, and once more if it was refused.
+// Repeats a call that throws bad_alloc.
 template <class Call>
 auto attempt(Call&& call) {
   for (int turn = 0; turn < 2; ++turn) {
@@ -70,7 +70,7 @@ auto attempt(Call&& call) {
     } catch (const std::bad_alloc&) {
     }
   }
-  CHECK(!"refused twice");
+  CHECK(!"failed twice");
   std::abort();
 }
 
@@ -90,9 +90,9 @@ std::string folder() {
   return made;
 }
 
-// -- what is done while memory runs out -------------------------------------------------------------
+// -- scenarios --------------------------------------------------------------------------------------
 
-// Three ranks, all on this thread.
+// Three ranks on one thread.
 class Ranks {
  public:
   static constexpr int kSize = 3;
@@ -111,8 +111,8 @@ class Ranks {
     return attempt([&] { return engines_[rank]->issue(Request(request)); });
   }
 
-  // Does what can be done, on all.
-  Verdict verdict(int rank, std::uint64_t ticket) {
+  // Makes progress on all ranks.
+  Result result(int rank, std::uint64_t ticket) {
     for (int turn = 0; turn < 60; ++turn)
       for (const auto& engine : engines_) attempt([&] { return engine->test(ticket).outcome; });
     return engines_[rank]->test(ticket);
@@ -128,7 +128,7 @@ class Ranks {
   std::unique_ptr<Engine> engines_[kSize];
 };
 
-void make_regions() {
+void create_regions() {
   for (const std::string& where : {std::string("memfd"), folder()}) {
     const auto made =
         attempt([&] { return std::make_unique<Region>(Region::create(where, 2, tiny())); });
@@ -147,7 +147,7 @@ void make_regions() {
   }
 }
 
-void call_all_kinds() {
+void run_collectives() {
   Ranks ranks;
   std::uint64_t ticket = 0;
   for (const bool shared : {false, true})
@@ -159,11 +159,12 @@ void call_all_kinds() {
         inputs.back().fill(rank + 1);
         outputs[static_cast<std::size_t>(rank)].resize(count * Ranks::kSize);
       }
-      for (const Kind kind : {Kind::barrier, Kind::allreduce, Kind::broadcast, Kind::allgather}) {
+      for (const Collective kind : {Collective::barrier, Collective::allreduce,
+                                    Collective::broadcast, Collective::allgather}) {
         for (int rank = 0; rank < Ranks::kSize; ++rank) {
           const auto i = static_cast<std::size_t>(rank);
           Request request = in_place(kind, inputs[i], 1);
-          if (kind == Kind::allgather) {
+          if (kind == Collective::allgather) {
             request.outputs.clear();
             for (std::size_t r = 0; r < Ranks::kSize; ++r)
               request.outputs.push_back(reinterpret_cast<char*>(outputs[i].data() + r * count));
@@ -175,54 +176,54 @@ void call_all_kinds() {
           CHECK(issued == ticket);
         }
         for (int rank = 0; rank < Ranks::kSize; ++rank)
-          CHECK(ranks.verdict(rank, ticket).outcome == Outcome::finished);
+          CHECK(ranks.result(rank, ticket).outcome == Outcome::finished);
       }
       for (std::size_t i = 0; i < Ranks::kSize; ++i)
         CHECK(inputs[i].holds(6) && outputs[i] == std::vector<int>(count * Ranks::kSize, 6));
     }
 }
 
-// Some that do not end well, and many at once.
-void lose_and_leave() {
+// Failed operations, and many in flight.
+void exclude_and_leave() {
   Ranks ranks;
   std::vector<Buffer> buffers;
   for (int rank = 0; rank < Ranks::kSize; ++rank) buffers.emplace_back(ranks[rank], 300u, true);
   for (std::size_t rank = 0; rank < 3; ++rank)
-    ranks.issue(static_cast<int>(rank), in_place(Kind::allreduce, buffers[rank]));
-  for (int rank = 0; rank < 3; ++rank) CHECK(ranks.verdict(rank, 1).outcome == Outcome::finished);
+    ranks.issue(static_cast<int>(rank), in_place(Collective::allreduce, buffers[rank]));
+  for (int rank = 0; rank < 3; ++rank) CHECK(ranks.result(rank, 1).outcome == Outcome::finished);
   CHECK(attempt([&] { return ranks[1].leave(); }));
   std::uint64_t last = 0;
   for (const int rank : {0, 2})
     for (int call = 0; call < 40; ++call)
       last = ranks.issue(
-          rank, in_place(Kind::broadcast, buffers[static_cast<std::size_t>(rank)], call % 2));
+          rank, in_place(Collective::broadcast, buffers[static_cast<std::size_t>(rank)], call % 2));
   for (const int rank : {0, 2}) {
-    CHECK(ranks.verdict(rank, last).outcome == Outcome::rootless);
-    CHECK(ranks.verdict(rank, last - 1).outcome == Outcome::finished);
+    CHECK(ranks.result(rank, last).outcome == Outcome::root_left);
+    CHECK(ranks.result(rank, last - 1).outcome == Outcome::finished);
     CHECK(attempt([&] { return ranks[rank].members(); }).size() == 2);
   }
   for (const int rank : {0, 2}) CHECK(attempt([&] { return ranks[rank].leave(); }));
   for (int turn = 0; turn < 3; ++turn)
     for (int rank = 0; rank < 3; ++rank) attempt([&] { return ranks[rank].rejoin(0, 1).stage; });
   for (int rank = 0; rank < 3; ++rank) {
-    CHECK(attempt([&] { return ranks[rank].rejoin(0, 1).stage; }) == Engine::Stage::entered);
+    CHECK(attempt([&] { return ranks[rank].rejoin(0, 1).stage; }) == Engine::RejoinStage::entered);
     CHECK(attempt([&] { return ranks[rank].awaited(); }).empty());
     buffers[static_cast<std::size_t>(rank)].fill(1);
   }
   for (const std::size_t rank : {2u, 0u, 1u})
-    last = ranks.issue(static_cast<int>(rank), in_place(Kind::allreduce, buffers[rank]));
+    last = ranks.issue(static_cast<int>(rank), in_place(Collective::allreduce, buffers[rank]));
   for (const int rank : {0, 1}) {
-    take_for_dead(ranks[rank], 2);
+    mark_dead(ranks[rank], 2);
     CHECK((attempt([&] { return ranks[rank].dead(); }) == std::vector<int>{2}));
     attempt([&] { return ranks[rank].abort(), 0; });
-    attempt([&] { return ranks[rank].forget(2), 0; });
+    attempt([&] { return ranks[rank].exclude(2), 0; });
   }
   for (int turn = 0; turn < 9; ++turn)
     for (const int rank : {0, 1}) attempt([&] { return ranks[rank].test(last).outcome; });
   for (const int rank : {0, 1}) CHECK(ranks[rank].test(last).outcome == Outcome::torn);
 }
 
-// Messages that nobody has asked for, of which some come before those that are waited for.
+// Unexpected messages.
 void send_and_receive() {
   Ranks ranks;
   const auto bytes = [](std::vector<int>& of) { return reinterpret_cast<char*>(of.data()); };
@@ -258,12 +259,12 @@ void send_and_receive() {
   CHECK(state(receive(4, none)) == State::finished);
   const auto never = receive(5, got_one);
   CHECK(attempt([&] { return ranks[1].cancel_transfer(never); }));
-  for (const auto ticket : {second, wrong, third, never}) ranks[1].forget_transfer(ticket);
+  for (const auto ticket : {second, wrong, third, never}) ranks[1].detach_transfer(ticket);
   CHECK(attempt([&] { return ranks[1].transfers_kept(); }) == 2);
 }
 
-// With threads; how many allocations there are depends on who is first.
-void be_driven() {
+// The number of allocations depends on the scheduling of the drivers.
+void run_with_drivers() {
   Ranks ranks;
   std::vector<Buffer> buffers;
   for (int rank = 0; rank < Ranks::kSize; ++rank) {
@@ -277,7 +278,7 @@ void be_driven() {
   std::uint64_t last = 0;
   for (int call = 0; call < 5; ++call)
     for (std::size_t rank = 0; rank < 3; ++rank)
-      last = ranks.issue(static_cast<int>(rank), in_place(Kind::allreduce, buffers[rank]));
+      last = ranks.issue(static_cast<int>(rank), in_place(Collective::allreduce, buffers[rank]));
   CHECK(last == 5);
   const Armed now;
   for (int rank = 0; rank < 3; ++rank) finish(ranks[rank], last);
@@ -289,12 +290,12 @@ void be_driven() {
   CHECK(state == Transfers::State::finished && got == sent);
 }
 
-// -- one allocation after the other -----------------------------------------------------------------
+// -- failures ---------------------------------------------------------------------------------------
 
-void fail_in_turn(void (*scene)(), const char* name) {
-  scene();  // once, for what is allocated the first time
+void fail_each_allocation(void (*scene)(), const char* name) {
+  scene();  // for allocations that happen only once
   long number = 0;
-  int without = 0;  // runs that did not get so far
+  int without = 0;  // runs in which no allocation failed
   while (without < 3) {
     const long memory = live, descriptors = entries("/proc/self/fd");
     const long names = entries(folder().c_str());
@@ -306,14 +307,14 @@ void fail_in_turn(void (*scene)(), const char* name) {
     CHECK(live == memory);
     CHECK(entries("/proc/self/fd") == descriptors);
     CHECK(entries(folder().c_str()) == names);
-    if (failed != before) std::printf("  where allocation %ld of %s failed\n", number, name);
+    if (failed != before) std::printf("  with failed allocation %ld of %s\n", number, name);
   }
   CHECK(number > 8);
 }
 
-// A message so large that there is no memory to put it aside: it is told who waits for one behind it,
-// calls go on, and whoever asks for it has it.
-void test_a_message_that_there_is_no_memory_for() {
+// There is no memory to buffer a large message. A receive behind it is starved, collectives continue, and
+// a receive of the message itself succeeds.
+void test_starved_receive() {
   run(2, [](Engine& engine, int rank) {
     using State = Transfers::State;
     std::vector<int> large(5000, 7), small(3, 8);
@@ -321,11 +322,11 @@ void test_a_message_that_there_is_no_memory_for() {
     std::vector<int> got_large(5000), got_small(3);
     Buffer sum(engine, 10, false);
     sum.fill(1);
-    finish(engine, engine.issue(in_place(Kind::barrier, nullptr, 0)));  // all have what they need
+    barrier(engine);  // all ranks have allocated
     if (rank == 0) {
       const auto first = engine.send(1, 1, data(large), 20'000);
       const auto second = engine.send(1, 2, data(small), 12);
-      finish(engine, engine.issue(in_place(Kind::allreduce, sum)));
+      finish(engine, engine.issue(in_place(Collective::allreduce, sum)));
       CHECK(engine.wait_transfer(first, 20 * kSecond).state == State::finished);
       CHECK(engine.wait_transfer(second, 20 * kSecond).state == State::finished);
       return;
@@ -336,7 +337,7 @@ void test_a_message_that_there_is_no_memory_for() {
     const auto status = engine.wait_transfer(second, 20 * kSecond);
     CHECK(status.state == State::starved && status.peer == 0 && status.bytes == 20'000);
     CHECK(engine.test_transfer(second).state == State::pending);
-    finish(engine, engine.issue(in_place(Kind::allreduce, sum)));
+    finish(engine, engine.issue(in_place(Collective::allreduce, sum)));
     CHECK(sum.holds(2));
     const auto first = engine.receive(0, 1, data(got_large), 20'000);
     CHECK(engine.wait_transfer(first, 20 * kSecond).state == State::finished);
@@ -350,15 +351,15 @@ void test_a_message_that_there_is_no_memory_for() {
 }  // namespace
 
 int main() {
-  fail_in_turn(make_regions, "make_regions");
-  fail_in_turn(call_all_kinds, "call_all_kinds");
-  fail_in_turn(lose_and_leave, "lose_and_leave");
-  fail_in_turn(send_and_receive, "send_and_receive");
-  fail_in_turn(be_driven, "be_driven");
-  for (const Driven by : {Driven::by_callers, Driven::by_threads}) {
-    driven = by;
-    test_a_message_that_there_is_no_memory_for();
+  fail_each_allocation(create_regions, "create_regions");
+  fail_each_allocation(run_collectives, "run_collectives");
+  fail_each_allocation(exclude_and_leave, "exclude_and_leave");
+  fail_each_allocation(send_and_receive, "send_and_receive");
+  fail_each_allocation(run_with_drivers, "run_with_drivers");
+  for (const DriverMode by : {DriverMode::callers, DriverMode::threads}) {
+    driver_mode = by;
+    test_starved_receive();
   }
   ::rmdir(folder().c_str());
-  return tell();
+  return report();
 }

@@ -1,4 +1,4 @@
-// The thread that does a rank's share: what it does by itself, and that it is in nobody's way.
+// The driver thread: it makes progress on its own and does not delay callers.
 
 #include <signal.h>
 #include <sys/syscall.h>
@@ -11,18 +11,18 @@
 
 namespace {
 
-Verdict await_end(Engine& engine, std::uint64_t ticket) {
+Result poll_until_ended(Engine& engine, std::uint64_t ticket) {
   const auto until = now_ns() + 20 * kSecond;
-  Verdict verdict;
-  while (verdict.outcome == Outcome::pending && now_ns() < until) {
+  Result result;
+  while (result.outcome == Outcome::pending && now_ns() < until) {
     yield_core();
-    verdict = engine.test(ticket);  // which does nothing itself
+    result = engine.test(ticket);  // makes no progress itself
   }
-  return verdict;
+  return result;
 }
 
-// Rank 0 never enters the engine again after it has issued; the other one waits for it.
-void test_work_is_done_in_the_background() {
+// Rank 0 does not wait; rank 1 depends on its progress.
+void test_progress_in_background() {
   for (const bool shared : {false, true})
     for (const std::size_t count : {1u, 1000u}) {
       std::atomic<bool> done{false};
@@ -30,11 +30,11 @@ void test_work_is_done_in_the_background() {
         Buffer one(engine, count, shared), two(engine, count, shared, 8192);
         one.fill(rank + 1);
         two.fill(rank + 10);
-        engine.issue(in_place(Kind::allreduce, one));
-        const auto last = engine.issue(in_place(Kind::allreduce, two));
+        engine.issue(in_place(Collective::allreduce, one));
+        const auto last = engine.issue(in_place(Collective::allreduce, two));
         if (rank == 0) {
           while (!done) yield_core();
-          CHECK(await_end(engine, last).outcome == Outcome::finished);
+          CHECK(poll_until_ended(engine, last).outcome == Outcome::finished);
         } else {
           finish(engine, last);
           done = true;
@@ -44,50 +44,49 @@ void test_work_is_done_in_the_background() {
     }
 }
 
-void test_a_caller_need_not_wait_for_a_share_under_way() {
+void test_issue_does_not_wait_for_running_operation() {
   Trap trap;
   run(2, [&](Engine& engine, int rank) {
     Buffer small(engine, 4, false), large(engine, Trap::kBytes / sizeof(int), false);
     small.fill(1);
     char* const data = rank == 0 ? trap.page() : large.bytes();
-    const auto first = engine.issue(in_place(Kind::allreduce, data, Trap::kBytes));
+    const auto first = engine.issue(in_place(Collective::allreduce, data, Trap::kBytes));
     if (rank == 0) {
-      trap.await();
-      const auto second = engine.issue(in_place(Kind::allreduce, small));
+      trap.wait_until_caught();
+      const auto second = engine.issue(in_place(Collective::allreduce, small));
       CHECK(engine.test(first).outcome == Outcome::pending);
       CHECK(engine.test(second).outcome == Outcome::pending);
-      trap.let_go();
-      CHECK(await_end(engine, second).outcome == Outcome::finished);
-      CHECK(!trap.outlasted());
+      trap.release();
+      CHECK(poll_until_ended(engine, second).outcome == Outcome::finished);
+      CHECK(!trap.timed_out());
     } else {
-      finish(engine, engine.issue(in_place(Kind::allreduce, small)));
+      finish(engine, engine.issue(in_place(Collective::allreduce, small)));
     }
     CHECK(engine.test(first).outcome == Outcome::finished);
     CHECK(small.holds(2));
   });
 }
 
-// What has ended is the caller's, though the thread is at the next.
-void test_a_wait_ends_with_its_operation() {
+void test_wait_returns_during_next_operation() {
   Trap trap;
   run(2, [&](Engine& engine, int rank) {
     Buffer small(engine, 4, false), large(engine, Trap::kBytes / sizeof(int), false);
     small.fill(1);
-    const auto first = engine.issue(in_place(Kind::allreduce, small));
-    CHECK(await_end(engine, first).outcome == Outcome::finished);
+    const auto first = engine.issue(in_place(Collective::allreduce, small));
+    CHECK(poll_until_ended(engine, first).outcome == Outcome::finished);
     char* const data = rank == 0 ? trap.page() : large.bytes();
-    const auto second = engine.issue(in_place(Kind::allreduce, data, Trap::kBytes));
+    const auto second = engine.issue(in_place(Collective::allreduce, data, Trap::kBytes));
     if (rank == 0) {
-      trap.await();
+      trap.wait_until_caught();
       finish(engine, first);
-      CHECK(!trap.outlasted());
-      trap.let_go();
+      CHECK(!trap.timed_out());
+      trap.release();
     }
     finish(engine, second);
   });
 }
 
-void test_several_threads_may_wait() {
+void test_several_waiting_threads() {
   run(3, [&](Engine& engine, int) {
     constexpr std::size_t kCalls = 200;
     std::vector<Buffer> buffers;
@@ -103,89 +102,87 @@ void test_several_threads_may_wait() {
       }
     };
     std::thread others[] = {std::thread(wait, 1), std::thread(wait, 7), std::thread(wait, 50)};
-    for (Buffer& buffer : buffers) last = engine.issue(in_place(Kind::allreduce, buffer));
+    for (Buffer& buffer : buffers) last = engine.issue(in_place(Collective::allreduce, buffer));
     for (auto& other : others) other.join();
     bool right = true;
     for (std::size_t call = 0; call < kCalls; ++call)
       right = right && buffers[call].holds(3 * static_cast<int>(call));
     CHECK(right);
-    Buffer none(engine, 0, false);
-    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+    barrier(engine);
   });
 }
 
-void test_transfers_move_in_the_background() {
+void test_transfers_in_background() {
   std::atomic<bool> received{false};
   run(2, [&](Engine& engine, int rank) {
-    Buffer buffer(engine, 1000, false);  // many times what a channel holds
+    Buffer buffer(engine, 1000, false);  // many times the size of a channel
     buffer.fill(rank + 1);
     Buffer sum(engine, 500, true);
     sum.fill(1);
     if (rank == 0) {
       engine.send(1, 0, buffer.bytes(), buffer.size());
-      const auto ticket = engine.issue(in_place(Kind::allreduce, sum));
+      const auto ticket = engine.issue(in_place(Collective::allreduce, sum));
       while (!received) yield_core();
-      CHECK(await_end(engine, ticket).outcome == Outcome::finished);
+      CHECK(poll_until_ended(engine, ticket).outcome == Outcome::finished);
     } else {
       const auto ticket = engine.receive(0, 0, buffer.bytes(), buffer.size());
       CHECK(engine.wait_transfer(ticket, 20 * kSecond).state == Transfers::State::finished);
       CHECK(buffer.holds(1));
       received = true;
-      finish(engine, engine.issue(in_place(Kind::allreduce, sum)));
+      finish(engine, engine.issue(in_place(Collective::allreduce, sum)));
     }
     CHECK(sum.holds(2));
   });
 }
 
-// Starts a process that does nothing, for a peer that can die.
-pid_t bystander() {
+pid_t start_idle_process() {
   const pid_t pid = ::fork();
   if (pid == 0)
     while (true) ::pause();
   return pid;
 }
 
-void test_a_death_is_known_although_nobody_waits() {
-  const pid_t peer = bystander();
+void test_death_is_detected_without_waits() {
+  const pid_t peer = start_idle_process();
   std::atomic<int> seen{0};
   run(3, [&](Engine& engine, int rank) {
-    if (rank == 2) return;  // dead to the others
+    if (rank == 2) return;  // plays the dead rank
     engine.watch(2, std::make_shared<Process>(
                         static_cast<int>(::syscall(SYS_pidfd_open, peer, 0))));
     Buffer buffer(engine, 100, rank == 0);
     buffer.fill(1);
-    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+    const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
     CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
     if (++seen == 2) ::kill(peer, SIGKILL);
-    const Verdict verdict = await_end(engine, ticket);
-    CHECK(verdict.outcome == Outcome::dead && verdict.first == 2);
-    engine.forget(2);  // and the thread gets on without it
-    CHECK(await_end(engine, ticket).outcome == Outcome::finished);
+    const Result result = poll_until_ended(engine, ticket);
+    CHECK(result.outcome == Outcome::dead && result.first == 2);
+    engine.exclude(2);  // the driver continues without it
+    CHECK(poll_until_ended(engine, ticket).outcome == Outcome::finished);
     CHECK(buffer.holds(2));
-    finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+    finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
   });
   ::waitpid(peer, nullptr, 0);
 }
 
-void test_abort_reaches_the_thread() {
+void test_abort_stops_driver() {
   run(2, [](Engine& engine, int rank) {
     if (rank == 1) return;
     auto buffer = std::make_unique<Buffer>(engine, 100u, false);
-    const auto ticket = engine.issue(in_place(Kind::allreduce, *buffer));
+    const auto ticket = engine.issue(in_place(Collective::allreduce, *buffer));
     engine.abort();
-    buffer.reset();  // AddressSanitizer would see a touch
+    buffer.reset();  // AddressSanitizer would report an access
     CHECK(engine.test(ticket).outcome == Outcome::aborted);
-    const auto refused = engine.issue(in_place(Kind::barrier, nullptr, 0));
+    const auto refused = engine.issue(in_place(Collective::barrier, nullptr, 0));
     CHECK(engine.wait(refused, kSecond).outcome == Outcome::aborted);
   });
 }
 
-// An engine ends promptly wherever its thread is: idle, waiting for a peer, or at work.
-void test_an_engine_may_end_at_any_time() {
+// The destructor returns promptly while the driver is idle, blocked on a peer, or busy.
+void test_destroy_engine_at_any_time() {
   const auto started = now_ns();
   for (int turn = 0; turn < 30; ++turn) {
     Region region = Region::create("memfd", 2, tiny());
-    std::vector<std::vector<int>> memory(2, std::vector<int>(1000, 1));  // which outlives the engine
+    std::vector<std::vector<int>> memory(2, std::vector<int>(1000, 1));  // outlives the engine
     std::vector<std::thread> threads;
     for (int rank = 0; rank < 2; ++rank)
       threads.emplace_back([&, rank] {
@@ -194,7 +191,7 @@ void test_an_engine_may_end_at_any_time() {
         auto* const data = reinterpret_cast<char*>(memory[static_cast<std::size_t>(rank)].data());
         const int calls = turn % 3 == 0 ? 0 : turn % 3 == 1 && rank == 1 ? 0 : 30;
         for (int call = 0; call < calls; ++call)
-          engine.issue(in_place(Kind::allreduce, data, 4000));
+          engine.issue(in_place(Collective::allreduce, data, 4000));
         if (turn % 2 == 0) ::usleep(static_cast<useconds_t>(turn * 20));
       });
     for (auto& thread : threads) thread.join();
@@ -202,32 +199,32 @@ void test_an_engine_may_end_at_any_time() {
   CHECK(now_ns() - started < 20 * kSecond);
 }
 
-void test_callers_take_over_when_the_thread_has_ended() {
+void test_callers_continue_after_stop() {
   run(2, [](Engine& engine, int rank) {
     Buffer before(engine, 300, false), after(engine, 300, true);
     before.fill(rank);
     after.fill(rank);
-    const auto first = engine.issue(in_place(Kind::allreduce, before));
+    const auto first = engine.issue(in_place(Collective::allreduce, before));
     engine.stop_driver();
     engine.stop_driver();
     CHECK(!engine.has_driver());
     finish(engine, first);
-    finish(engine, engine.issue(in_place(Kind::allreduce, after)));
+    finish(engine, engine.issue(in_place(Collective::allreduce, after)));
     CHECK(before.holds(1) && after.holds(1));
   });
 }
 
-// A forked child has a copy of the engine and no thread; to end the copy must not hang.
-void test_a_forked_child_has_nothing_to_join() {
+// A forked child has a copy of the engine without a thread; destroying it must not hang.
+void test_destroy_in_forked_child() {
   Region region = Region::create("memfd", 2, tiny());
   auto engine = std::make_unique<Engine>(region.alias(), 0, 2);
   engine->start_driver();
-  Trap trap;  // so that the child's copy of the lock is taken for ever
+  Trap trap;  // the child's copy of the lock stays locked
   Engine peer(region.alias(), 1, 2);
   Buffer theirs(peer, Trap::kBytes / sizeof(int), false);
-  const auto ticket = engine->issue(in_place(Kind::allreduce, trap.page(), Trap::kBytes));
-  const auto other = peer.issue(in_place(Kind::allreduce, theirs));
-  trap.await();
+  const auto ticket = engine->issue(in_place(Collective::allreduce, trap.page(), Trap::kBytes));
+  const auto other = peer.issue(in_place(Collective::allreduce, theirs));
+  trap.wait_until_caught();
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(10);
@@ -238,15 +235,15 @@ void test_a_forked_child_has_nothing_to_join() {
   int status = 0;
   ::waitpid(child, &status, 0);
   CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 7);
-  trap.let_go();
+  trap.release();
   finish(peer, other);
-  CHECK(await_end(*engine, ticket).outcome == Outcome::finished);
+  CHECK(poll_until_ended(*engine, ticket).outcome == Outcome::finished);
 }
 
-void test_idle_threads_sleep() {
+void test_idle_driver_sleeps() {
   run(3, [](Engine& engine, int) {
     Buffer buffer(engine, 100, false);
-    finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+    finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
   });
   Region region = Region::create("memfd", 1, tiny());
   std::vector<std::unique_ptr<Engine>> engines;
@@ -267,17 +264,17 @@ void test_idle_threads_sleep() {
 }  // namespace
 
 int main() {
-  driven = Driven::by_threads;
-  test_work_is_done_in_the_background();
-  test_a_caller_need_not_wait_for_a_share_under_way();
-  test_a_wait_ends_with_its_operation();
-  test_several_threads_may_wait();
-  test_transfers_move_in_the_background();
-  test_a_death_is_known_although_nobody_waits();
-  test_abort_reaches_the_thread();
-  test_an_engine_may_end_at_any_time();
-  test_callers_take_over_when_the_thread_has_ended();
-  test_a_forked_child_has_nothing_to_join();
-  test_idle_threads_sleep();
-  return tell();
+  driver_mode = DriverMode::threads;
+  test_progress_in_background();
+  test_issue_does_not_wait_for_running_operation();
+  test_wait_returns_during_next_operation();
+  test_several_waiting_threads();
+  test_transfers_in_background();
+  test_death_is_detected_without_waits();
+  test_abort_stops_driver();
+  test_destroy_engine_at_any_time();
+  test_callers_continue_after_stop();
+  test_destroy_in_forked_child();
+  test_idle_driver_sleeps();
+  return report();
 }

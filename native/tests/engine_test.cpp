@@ -1,5 +1,4 @@
-// The engine, with threads for ranks: every collective on every way that data can take, in sizes so
-// small that each test goes around the rings and through many windows.
+// The engine with threads as ranks: every collective on every data path.
 
 #include <atomic>
 #include <thread>
@@ -19,7 +18,7 @@ void test_allreduce(int ranks) {
       for (const std::size_t count : {0u, 1u, 15u, 16u, 17u, 48u, 100u, 1000u}) {
         Buffer buffer(engine, count, shared);
         for (std::size_t i = 0; i < count; ++i) buffer[i] = value(rank, i, salt);
-        finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+        finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
         bool right = true;
         for (std::size_t i = 0; i < count; ++i) {
           int sum = 0;
@@ -32,7 +31,7 @@ void test_allreduce(int ranks) {
   });
 }
 
-// Many calls under way at once, more than the ring holds, waited for in the end.
+// More operations in flight than the ring holds.
 void test_asynchronous(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     constexpr std::size_t kCalls = 150;
@@ -42,7 +41,7 @@ void test_asynchronous(int ranks) {
       const std::size_t count = call % 40;
       buffers.emplace_back(engine, count, call % 3 == 0, call * 256);
       for (std::size_t i = 0; i < count; ++i) buffers[call][i] = rank + static_cast<int>(call);
-      last = engine.issue(in_place(Kind::allreduce, buffers[call]));
+      last = engine.issue(in_place(Collective::allreduce, buffers[call]));
     }
     finish(engine, last);
     bool right = true;
@@ -51,14 +50,13 @@ void test_asynchronous(int ranks) {
       for (std::size_t i = 0; i < call % 40; ++i)
         right = right && buffers[call][i] == ranks_sum + engine.ranks() * static_cast<int>(call);
     CHECK(right);
-    // Nobody may let go of its buffers before all have read them.
-    Buffer none(engine, 0, false);
-    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+    // Buffers must not be freed before all ranks have read them.
+    barrier(engine);
   });
 }
 
-// The way of who has moments only: it keeps the order, whoever else issues, and leaves nothing out.
-void test_issuing_in_moments(int ranks) {
+// try_issue keeps the order of tickets when mixed with issue.
+void test_try_issue(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     constexpr std::size_t kCalls = 200;
     std::vector<Buffer> buffers;
@@ -68,29 +66,28 @@ void test_issuing_in_moments(int ranks) {
     for (std::size_t call = 0; call < kCalls; ++call) {
       buffers[call].fill(rank + 1);
       Engine::Issued issued;
-      if (call % 5 != 0) issued = engine.try_issue(in_place(Kind::allreduce, buffers[call]));
-      if (issued.ticket == 0)  // somebody is at it, or it is this one's turn to go the other way
-        issued.ticket = engine.issue(in_place(Kind::allreduce, buffers[call]));
+      if (call % 5 != 0) issued = engine.try_issue(in_place(Collective::allreduce, buffers[call]));
+      if (issued.ticket == 0)  // the engine is busy, or this call uses issue()
+        issued.ticket = engine.issue(in_place(Collective::allreduce, buffers[call]));
       CHECK(issued.ticket == last + 1);
       last = issued.ticket;
       if (issued.more) engine.test(last);
       if (call % 3 != 0) continue;
       finish(engine, last);
-      CHECK(engine.ended_well(last));
+      CHECK(engine.has_succeeded(last));
       CHECK(buffers[call].holds(engine.ranks() * (engine.ranks() + 1) / 2));
     }
     finish(engine, last);
-    Buffer none(engine, 0, false);
-    finish(engine, engine.issue(in_place(Kind::barrier, none)));
+    barrier(engine);
   });
 }
 
-void test_issuing_to_a_failed_engine() {
+void test_try_issue_on_failed_engine() {
   run(1, [&](Engine& engine, int) {
     Buffer buffer(engine, 5, false);
     engine.abort();
-    CHECK(engine.try_issue(in_place(Kind::allreduce, buffer)).ticket == 0);
-    CHECK(!engine.ended_well(1));
+    CHECK(engine.try_issue(in_place(Collective::allreduce, buffer)).ticket == 0);
+    CHECK(!engine.has_succeeded(1));
   });
 }
 
@@ -101,19 +98,19 @@ void test_broadcast_and_reduce(int ranks) {
         for (const std::size_t count : {3u, 300u}) {
           Buffer copy(engine, count, shared);
           for (std::size_t i = 0; i < count; ++i) copy[i] = value(rank, i, root);
-          finish(engine, engine.issue(in_place(Kind::broadcast, copy, root)));
+          finish(engine, engine.issue(in_place(Collective::broadcast, copy, root)));
           CHECK(copy[count - 1] == value(root, count - 1, root));
 
           Buffer sum(engine, count, shared, 4096);
-          for (std::size_t i = 0; i < count; ++i) sum[i] = rank + 1;
-          finish(engine, engine.issue(in_place(Kind::reduce, sum, root)));
+          sum.fill(rank + 1);
+          finish(engine, engine.issue(in_place(Collective::reduce, sum, root)));
           const int all = engine.ranks() * (engine.ranks() + 1) / 2;
           CHECK(sum[count - 1] == (rank == root ? all : rank + 1));
         }
   });
 }
 
-void test_gathers(int ranks) {
+void test_allgather_and_reduce_scatter(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     const auto n = static_cast<std::size_t>(engine.ranks());
     for (const bool shared : {false, true})
@@ -121,7 +118,7 @@ void test_gathers(int ranks) {
         Buffer mine(engine, count, shared);
         for (std::size_t i = 0; i < count; ++i) mine[i] = value(rank, i, 0);
         std::vector<int> all(n * count);
-        Request gather = in_place(Kind::allgather, mine);
+        Request gather = in_place(Collective::allgather, mine);
         gather.outputs.clear();
         for (std::size_t r = 0; r < n; ++r)
           gather.outputs.push_back(reinterpret_cast<char*>(all.data() + r * count));
@@ -131,22 +128,21 @@ void test_gathers(int ranks) {
           right = right && all[r * count + count - 1] == value(static_cast<int>(r), count - 1, 0);
         CHECK(right);
 
-        // What was gathered, reduced and scattered again: every rank has its part times the ranks.
+        // Reduce-scatter of what was gathered: each rank gets its part times the world size.
         Buffer whole(engine, n * count, shared, 16384);
         for (std::size_t i = 0; i < n * count; ++i) whole[i] = all[i];
         std::vector<int> part(count);
-        Request scatter = in_place(Kind::reduce_scatter, whole);
+        Request scatter = in_place(Collective::reduce_scatter, whole);
         scatter.output_bytes = count * sizeof(int);
         scatter.outputs = {reinterpret_cast<char*>(part.data())};
         finish(engine, engine.issue(std::move(scatter)));
         CHECK(part[count - 1] == engine.ranks() * value(rank, count - 1, 0));
-        Buffer none(engine, 0, false);
-        finish(engine, engine.issue(in_place(Kind::barrier, none)));
+        barrier(engine);
       }
   });
 }
 
-void test_exchange(int ranks) {
+void test_alltoall(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     const auto n = static_cast<std::size_t>(engine.ranks());
     for (const std::size_t grain : {1u, 70u}) {  // rank s sends (s + r) * grain ints to rank r
@@ -158,7 +154,7 @@ void test_exchange(int ranks) {
       }
       std::vector<int> mine(send.back() / sizeof(int), rank), got(receive.back() / sizeof(int), -1);
       Request request;
-      request.kind = Kind::alltoall;
+      request.kind = Collective::alltoall;
       request.input = reinterpret_cast<char*>(mine.data());
       request.bytes = send.back();
       request.outputs = {reinterpret_cast<char*>(got.data())};
@@ -175,10 +171,10 @@ void test_exchange(int ranks) {
   });
 }
 
-Request exchange(Buffer& mine, std::vector<int>& got, std::vector<std::uint64_t> send,
+Request alltoall(Buffer& mine, std::vector<int>& got, std::vector<std::uint64_t> send,
                  std::vector<std::uint64_t> receive) {
   Request request;
-  request.kind = Kind::alltoall;
+  request.kind = Collective::alltoall;
   request.input = mine.bytes();
   request.bytes = mine.size();
   request.outputs = {reinterpret_cast<char*>(got.data())};
@@ -188,48 +184,47 @@ Request exchange(Buffer& mine, std::vector<int>& got, std::vector<std::uint64_t>
   return request;
 }
 
-// A small input among large ones is read where it lies, like them: it is not the caller's again
-// before everybody has read it.
-void test_uneven_exchange() {
-  std::atomic<bool> arrived{false}, looked{false};
+// A small input among large ones is read in place, so the call does not finish before all have read it.
+void test_uneven_alltoall() {
+  std::atomic<bool> arrived{false}, checked{false};
   run(2, [&](Engine& engine, int rank) {
     const std::size_t mine = rank == 0 ? 1 : 100;  // ints for each rank
     Buffer buffer(engine, 2 * mine, true);
     for (std::size_t i = 0; i < 2 * mine; ++i) buffer[i] = rank + 1;
     std::vector<int> got(101);
     const auto part = mine * sizeof(int);
-    const auto ask = [&] {
-      return engine.issue(exchange(buffer, got, {0, part, 2 * part}, {0, 4, 404}));
+    const auto issue = [&] {
+      return engine.issue(alltoall(buffer, got, {0, part, 2 * part}, {0, 4, 404}));
     };
     if (rank == 0) {
       while (!arrived) yield_core();
-      const auto ticket = ask();
+      const auto ticket = issue();
       CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
-      looked = true;
+      checked = true;
       finish(engine, ticket);
       buffer[0] = buffer[1] = -1;
     } else {
-      const auto ticket = ask();
+      const auto ticket = issue();
       arrived = true;
-      while (!looked) yield_core();
+      while (!checked) yield_core();
       finish(engine, ticket);
     }
     CHECK(got[0] == 1 && got[1] == 2 && got[100] == 2);
   });
 }
 
-// Who is sent more or less than it has room for says so, and nothing is stored.
-void test_exchange_that_does_not_fit() {
+// A rank that is sent more or less than it has room for reports a mismatch and stores nothing.
+void test_alltoall_size_mismatch() {
   run(2, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 4, false);
     std::vector<int> got(4, 7);
-    const auto receive = rank == 0 ? 8u : 4u;  // rank 1 expects one int of rank 0, which sends two
-    const auto verdict =
-        engine.wait(engine.issue(exchange(buffer, got, {0, 8, 16}, {0, receive, receive + 8})),
+    const auto receive = rank == 0 ? 8u : 4u;  // rank 1 has room for one int of rank 0, which sends two
+    const auto result =
+        engine.wait(engine.issue(alltoall(buffer, got, {0, 8, 16}, {0, receive, receive + 8})),
                     20 * kSecond);
     if (rank == 0) return;
-    CHECK(verdict.outcome == Outcome::mismatch);
-    CHECK(verdict.first == 0 && verdict.second == 1);
+    CHECK(result.outcome == Outcome::mismatch);
+    CHECK(result.first == 0 && result.second == 1);
     CHECK(got == std::vector<int>(4, 7));
   });
 }
@@ -238,7 +233,7 @@ void test_transfers() {
   run(3, [](Engine& engine, int rank) {
     std::vector<int> first(100, rank), second(7, 10 + rank);
     if (rank == 0) {
-      // Received in another order than sent, and from anybody.
+      // Received in another order than sent, and from any sender.
       int got[2][107];
       for (int from = 1; from < 3; ++from) {
         auto two = engine.receive(from, 2, reinterpret_cast<char*>(got[from - 1]), 7 * sizeof(int));
@@ -263,12 +258,12 @@ void test_transfers() {
   });
 }
 
-void test_leaving() {
+void test_leave() {
   run(3, [](Engine& engine, int rank) {
     Buffer buffer(engine, 40, false);
     const auto sum = [&](int mine) {
-      for (std::size_t i = 0; i < 40; ++i) buffer[i] = mine;
-      finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+      buffer.fill(mine);
+      finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
       return buffer[39];
     };
     CHECK(sum(1) == 3);
@@ -282,25 +277,25 @@ void test_leaving() {
   });
 }
 
-// Who still has something under way cannot leave, for the others would not look after it.
-void test_leaving_too_early() {
-  std::atomic<bool> tried{false};
+// A rank with operations in flight cannot leave.
+void test_leave_with_operations_in_flight() {
+  std::atomic<bool> left_too_early{false};
   run(2, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 40, false);
     if (rank == 0) {
-      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
       CHECK(!engine.leave());
-      tried = true;
+      left_too_early = true;
       finish(engine, ticket);
       CHECK(engine.leave());
     } else {
-      while (!tried) yield_core();
-      finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+      while (!left_too_early) yield_core();
+      finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
     }
   });
 }
 
-// What an absent rank was to hand out fails alike for all, and the group goes on.
+// A broadcast from a departed root fails on all ranks, and the group continues.
 void test_root_that_left() {
   run(3, [](Engine& engine, int rank) {
     Buffer buffer(engine, 40, false);
@@ -308,37 +303,37 @@ void test_root_that_left() {
       CHECK(engine.leave());
       return;
     }
-    const auto verdict =
-        engine.wait(engine.issue(in_place(Kind::broadcast, buffer, 1)), 20 * kSecond);
-    CHECK(verdict.outcome == Outcome::rootless && verdict.first == 1);
-    finish(engine, engine.issue(in_place(Kind::broadcast, buffer, 2)));
+    const auto result =
+        engine.wait(engine.issue(in_place(Collective::broadcast, buffer, 1)), 20 * kSecond);
+    CHECK(result.outcome == Outcome::root_left && result.first == 1);
+    finish(engine, engine.issue(in_place(Collective::broadcast, buffer, 2)));
   });
 }
 
-// Rank 2 dies after it has described a call. Its words are frozen from then on, so the
-// others come to the same end: what it took no part in goes on, what it left undone is torn.
-void test_going_on(std::size_t count, bool shared, bool torn) {
+// Rank 2 dies after it has announced an operation. The survivors agree: it finishes if rank 2 was not
+// needed any more, and is torn otherwise; later operations run without it.
+void test_exclude(std::size_t count, bool shared, bool torn) {
   std::atomic<bool> dead{false};
   run(3, [&](Engine& engine, int rank) {
     Buffer buffer(engine, count, shared);
     const auto sum = [&] {
-      for (std::size_t i = 0; i < count; ++i) buffer[i] = 1;
-      return engine.issue(in_place(Kind::allreduce, buffer));
+      buffer.fill(1);
+      return engine.issue(in_place(Collective::allreduce, buffer));
     };
     finish(engine, sum());
     if (rank == 2) {
-      sum();  // described, and nothing done for it any more
+      sum();  // announced, but never executed
       dead = true;
       return;
     }
     while (!dead) yield_core();
     const auto ticket = sum();
     if (shared || torn) CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
-    engine.abort();  // as the group does when it hears of a death
-    engine.forget(2);
-    const auto verdict = engine.wait(ticket, 20 * kSecond);
-    CHECK(verdict.outcome == (torn ? Outcome::torn : Outcome::finished));
-    if (torn) CHECK(verdict.first == 2);
+    engine.abort();  // as the group does after a death
+    engine.exclude(2);
+    const auto result = engine.wait(ticket, 20 * kSecond);
+    CHECK(result.outcome == (torn ? Outcome::torn : Outcome::finished));
+    if (torn) CHECK(result.first == 2);
     if (!torn) CHECK(buffer[count - 1] == 3);
     finish(engine, sum());
     CHECK(buffer[0] == 2 && buffer[count - 1] == 2);
@@ -346,37 +341,37 @@ void test_going_on(std::size_t count, bool shared, bool torn) {
   });
 }
 
-void test_disagreement_and_deadline() {
+void test_mismatch_and_timeout() {
   run(2, [](Engine& engine, int rank) {
     Buffer buffer(engine, rank == 0 ? 4u : 5u, false);
-    const auto verdict = engine.wait(engine.issue(in_place(Kind::allreduce, buffer)), 20 * kSecond);
-    CHECK(verdict.outcome == Outcome::mismatch);
-    CHECK(verdict.first == 0 && verdict.second == 1);
+    const auto result = engine.wait(engine.issue(in_place(Collective::allreduce, buffer)), 20 * kSecond);
+    CHECK(result.outcome == Outcome::mismatch);
+    CHECK(result.first == 0 && result.second == 1);
   });
   run(2, [](Engine& engine, int rank) {
     if (rank == 1) return;
     Buffer buffer(engine, 4, false);
-    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+    const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
     CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
     engine.abort();
     CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::aborted);
   });
 }
 
-// A death is noticed even while the rank in front of the dead one is alive and late.
-void test_death_behind_a_late_rank() {
+// A death is detected even if a lower rank is alive and late.
+void test_death_behind_late_rank() {
   run(3, [](Engine& engine, int rank) {
     if (rank != 0) return;
-    take_for_dead(engine, 2);
+    mark_dead(engine, 2);
     Buffer buffer(engine, 4, false);
-    const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
-    const auto verdict = engine.wait(ticket, 20 * kSecond);
-    CHECK(verdict.outcome == Outcome::dead);
-    CHECK(verdict.first == 2);
+    const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
+    const auto result = engine.wait(ticket, 20 * kSecond);
+    CHECK(result.outcome == Outcome::dead);
+    CHECK(result.first == 2);
   });
 }
 
-// Nothing of a transfer is touched after an abort, and nobody waits for it to move.
+// An abort ends the wait for a transfer.
 void test_abort_ends_transfers() {
   run(2, [](Engine& engine, int rank) {
     Buffer buffer(engine, 100, false);
@@ -393,29 +388,29 @@ void test_abort_ends_transfers() {
   });
 }
 
-// Whoever comes late to a call that a rank has given up leaves that rank's buffer alone.
-void test_nobody_writes_to_who_has_given_up() {
-  std::atomic<bool> arrived{false}, gave_up{false}, tried{false};
+// A late rank does not write to the buffer of a rank that has aborted the call.
+void test_aborted_buffer_is_not_written() {
+  std::atomic<bool> arrived{false}, aborted{false}, checked{false};
   run(2, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 1000, true);
-    for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 1;
+    buffer.fill(1);
     if (rank == 0) {
       while (!arrived) yield_core();
-      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
       CHECK(engine.wait(ticket, kSecond / 50).outcome == Outcome::pending);
       engine.abort();
-      for (std::size_t i = 0; i < 1000; ++i) buffer[i] = 5;
-      gave_up = true;
-      while (!tried) yield_core();
+      buffer.fill(5);
+      aborted = true;
+      while (!checked) yield_core();
       bool right = true;
       for (std::size_t i = 0; i < 1000; ++i) right = right && buffer[i] == 5;
       CHECK(right);
     } else {
-      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
+      const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
       arrived = true;
-      while (!gave_up) yield_core();
+      while (!aborted) yield_core();
       CHECK(engine.wait(ticket, kSecond / 20).outcome == Outcome::pending);
-      tried = true;
+      checked = true;
     }
   });
 }
@@ -434,7 +429,7 @@ void test_wrong_region() {
   CHECK(region.control(1).arrived.read() == 7);
 }
 
-// Copies past the cache, whatever lies before and after whole lines, and however little it is.
+// Lengths and offsets that are not whole cache lines.
 void test_streamed_copies() {
   std::vector<char> from(20'000), into(20'000);
   for (std::size_t i = 0; i < from.size(); ++i) from[i] = static_cast<char>(i * 7 % 251);
@@ -450,82 +445,81 @@ void test_streamed_copies() {
     }
 }
 
-// Whichever way is being tried, the bytes arrive.
-void test_packing() {
-  Packer packer;
+void test_adaptive_copier() {
+  AdaptiveCopier copier;
   std::vector<char> from(40'000), into(40'000);
   for (int turn = 0; turn < 200; ++turn) {
     std::fill(from.begin(), from.end(), static_cast<char>(turn));
     const std::size_t length = turn % 3 == 0 ? 100 : from.size();
-    packer.copy(into.data(), from.data(), length);
+    copier.copy(into.data(), from.data(), length);
     CHECK(std::equal(from.begin(), from.begin() + static_cast<long>(length), into.begin()));
   }
 }
 
-// A root that dies after it has described a broadcast: who was to get a part of it from the root is
-// left without, and so all say; where nobody was, nothing is missing.
-void test_lost_root(bool shared) {
+// A root that dies after it has announced a broadcast tears it where it was to store a part into the
+// receivers' buffers; otherwise the receivers finish.
+void test_dead_root(bool shared) {
   std::atomic<bool> dead{false};
   run(3, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 300, shared || rank == 2);
-    for (std::size_t i = 0; i < 300; ++i) buffer[i] = rank;
+    buffer.fill(rank);
     if (rank == 2) {
-      engine.issue(in_place(Kind::broadcast, buffer, 2));
+      engine.issue(in_place(Collective::broadcast, buffer, 2));
       dead = true;
       return;
     }
     while (!dead) yield_core();
-    const auto ticket = engine.issue(in_place(Kind::broadcast, buffer, 2));
-    engine.forget(2);
-    const auto verdict = engine.wait(ticket, 20 * kSecond);
-    CHECK(verdict.outcome == (shared ? Outcome::torn : Outcome::finished));
+    const auto ticket = engine.issue(in_place(Collective::broadcast, buffer, 2));
+    engine.exclude(2);
+    const auto result = engine.wait(ticket, 20 * kSecond);
+    CHECK(result.outcome == (shared ? Outcome::torn : Outcome::finished));
     CHECK(buffer[0] == 2 && (shared || buffer[299] == 2));
-    finish(engine, engine.issue(in_place(Kind::broadcast, buffer, 1)));
+    finish(engine, engine.issue(in_place(Collective::broadcast, buffer, 1)));
   });
 }
 
-void test_all_ways() {
+void test_all_modes() {
   for (const int ranks : {1, 2, 3, 5}) {
     test_allreduce(ranks);
     test_asynchronous(ranks);
-    test_issuing_in_moments(ranks);
+    test_try_issue(ranks);
     test_broadcast_and_reduce(ranks);
-    test_gathers(ranks);
-    test_exchange(ranks);
+    test_allgather_and_reduce_scatter(ranks);
+    test_alltoall(ranks);
   }
-  test_issuing_to_a_failed_engine();
-  test_exchange_that_does_not_fit();
+  test_try_issue_on_failed_engine();
+  test_alltoall_size_mismatch();
   test_transfers();
-  test_leaving();
-  test_leaving_too_early();
+  test_leave();
+  test_leave_with_operations_in_flight();
   test_root_that_left();
-  test_disagreement_and_deadline();
-  test_death_behind_a_late_rank();
+  test_mismatch_and_timeout();
+  test_death_behind_late_rank();
   test_abort_ends_transfers();
 }
 
-// These count on a rank 2 that does nothing when it is not in the engine.
+// These need a rank 2 without a driver.
 void test_deaths() {
-  test_going_on(10, false, false);  // small: its input lies in its slot
-  test_going_on(300, true, true);   // its slice was left undone
-  test_going_on(300, false, true);  // its windows were left empty
-  test_lost_root(true);
-  test_lost_root(false);
+  test_exclude(10, false, false);  // small: its input is in its slot
+  test_exclude(300, true, true);   // its slice is missing
+  test_exclude(300, false, true);  // its windows are empty
+  test_dead_root(true);
+  test_dead_root(false);
 }
 
 }  // namespace
 
 int main() {
-  for (const Driven by : {Driven::by_callers, Driven::by_threads, Driven::by_both}) {
-    driven = by;
-    test_all_ways();
-    if (by != Driven::by_threads) test_deaths();
+  for (const DriverMode by : {DriverMode::callers, DriverMode::threads, DriverMode::mixed}) {
+    driver_mode = by;
+    test_all_modes();
+    if (by != DriverMode::threads) test_deaths();
   }
-  driven = Driven::by_callers;  // these count on ranks that do nothing when they are not in it
-  test_uneven_exchange();
-  test_nobody_writes_to_who_has_given_up();
+  driver_mode = DriverMode::callers;  // these need ranks without a driver
+  test_uneven_alltoall();
+  test_aborted_buffer_is_not_written();
   test_streamed_copies();
-  test_packing();
+  test_adaptive_copier();
   test_wrong_region();
-  return tell();
+  return report();
 }

@@ -1,5 +1,5 @@
-// What the engine's tests share: threads for ranks, and sizes so small that each test goes around
-// the rings and through many windows.
+// Shared by the native tests: threads as ranks, and sizes so small that each test wraps around the rings
+// and takes many windows.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline void check(bool good, const char* what, const char* file, int line) {
 }
 #define CHECK(condition) check((condition), #condition, __FILE__, __LINE__)
 
-inline int tell() {
+inline int report() {
   std::printf("%ld passed, %ld failed\n", passed.load(), failed.load());
   return failed.load() == 0 ? 0 : 1;
 }
@@ -49,9 +49,9 @@ inline Sizes tiny() {
   return sizes;
 }
 
-// Who does the ranks' shares; `by_both` gives a thread to the odd ones.
-enum class Driven { by_callers, by_threads, by_both };
-inline Driven driven = Driven::by_callers;
+// Who makes progress; `mixed` starts a driver on odd ranks.
+enum class DriverMode { callers, threads, mixed };
+inline DriverMode driver_mode = DriverMode::callers;
 
 using Body = std::function<void(Engine&, int)>;
 
@@ -61,14 +61,14 @@ inline void run(int ranks, const Body& body) {
   for (int rank = 0; rank < ranks; ++rank)
     threads.emplace_back([&, rank] {
       Engine engine(region.alias(), rank, 2);
-      if (driven == Driven::by_threads || (driven == Driven::by_both && rank % 2 == 1))
+      if (driver_mode == DriverMode::threads || (driver_mode == DriverMode::mixed && rank % 2 == 1))
         engine.start_driver();
       body(engine, rank);
     });
   for (auto& thread : threads) thread.join();
 }
 
-// Memory for one rank's tensor: ordinary, or in the region.
+// A tensor of one rank, in ordinary memory or in the region.
 class Buffer {
  public:
   Buffer(Engine& engine, std::size_t count, bool shared, std::size_t at = 0)
@@ -95,31 +95,30 @@ class Buffer {
   int* data_;
 };
 
-inline Request in_place(Kind kind, char* data, std::size_t bytes, int root = 0) {
+inline Request in_place(Collective kind, char* data, std::size_t bytes, int root = 0) {
   Request request;
   request.kind = kind;
   request.reduction = {DType::int32, ReduceOp::sum, 1.0};
   request.root = root;
   request.input = data;
-  request.bytes = request.output_bytes = request.extent = bytes;
+  request.bytes = request.output_bytes = request.fingerprint = bytes;
   request.outputs = {data};
   return request;
 }
 
-inline Request in_place(Kind kind, Buffer& buffer, int root = 0) {
+inline Request in_place(Collective kind, Buffer& buffer, int root = 0) {
   return in_place(kind, buffer.bytes(), buffer.size(), root);
 }
 
-// Reads as ended, like the pidfd of a process that has.
-inline void take_for_dead(Engine& engine, int rank) {
+// The read end of a closed pipe is readable, like the pidfd of a process that has ended.
+inline void mark_dead(Engine& engine, int rank) {
   int ends[2];
   CHECK(::pipe(ends) == 0);
   ::close(ends[1]);
   engine.watch(rank, std::make_shared<Process>(ends[0]));
 }
 
-// A page at whose first touch a thread stops until it is let go: a share that takes long. Of its own
-// memory, or laid where it is to be.
+// A page whose first access blocks a thread until `release`, to simulate an operation that takes long.
 class Trap {
  public:
   static constexpr std::size_t kBytes = 4096;
@@ -131,11 +130,11 @@ class Trap {
     page_ = static_cast<char*>(page);
     ::mprotect(page_, kBytes, PROT_NONE);
     struct sigaction action {};
-    action.sa_handler = [](int) { spring(); };
+    action.sa_handler = [](int) { on_fault(); };
     sigemptyset(&action.sa_mask);
     ::sigaction(SIGSEGV, &action, &before_);
-    caught_ = let_go_ = false;
-    outlasted_ = false;
+    caught_ = released_ = false;
+    timed_out_ = false;
   }
   ~Trap() {
     ::sigaction(SIGSEGV, &before_, nullptr);
@@ -145,27 +144,31 @@ class Trap {
   Trap& operator=(const Trap&) = delete;
 
   char* page() const { return page_; }
-  void await() const {
+  void wait_until_caught() const {
     while (!caught_) yield_core();
   }
-  void let_go() { let_go_ = true; }
-  bool outlasted() const { return outlasted_; }  // nobody let go in time
+  void release() { released_ = true; }
+  bool timed_out() const { return timed_out_; }
 
  private:
-  static void spring() {
+  static void on_fault() {
     caught_ = true;
     const auto until = now_ns() + 10 * kSecond;
-    while (!let_go_ && now_ns() < until) yield_core();
-    outlasted_ = !let_go_;
+    while (!released_ && now_ns() < until) yield_core();
+    timed_out_ = !released_;
     ::mprotect(page_, kBytes, PROT_READ | PROT_WRITE);
   }
 
   static inline char* page_ = nullptr;
-  static inline std::atomic<bool> caught_, let_go_, outlasted_;
+  static inline std::atomic<bool> caught_, released_, timed_out_;
   bool owns_ = false;
   struct sigaction before_ {};
 };
 
 inline void finish(Engine& engine, std::uint64_t ticket) {
   CHECK(engine.wait(ticket, 20 * kSecond).outcome == Outcome::finished);
+}
+
+inline void barrier(Engine& engine) {
+  finish(engine, engine.issue(in_place(Collective::barrier, nullptr, 0)));
 }

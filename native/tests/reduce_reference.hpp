@@ -1,4 +1,4 @@
-// The reductions computed slowly and obviously, one element at a time, and values to try them on.
+// A scalar reference implementation of the reductions, and random inputs.
 
 #pragma once
 
@@ -56,7 +56,7 @@ void visit_types(Visitor&& visit) {
 inline const char* const op_names[kReduceOps] = {"sum",  "avg", "product", "min",       "max",
                                           "band", "bor", "bxor",    "premul_sum"};
 
-// ------------------------------------------------------- half floats, from their definition
+// ------------------------------------------------------- half floats, by definition
 
 // Rounds to nearest even with `digits` significant bits, none below 2^smallest.
 inline double round_to(double value, int digits, int smallest) {
@@ -101,7 +101,7 @@ inline void encode(float value, Float16& half) {
 }
 
 inline void encode(float value, BFloat16& half) {
-  // A double holds the rounded value; so does a float, unless it overflowed, which gives infinity.
+  // The rounded value fits a double, and a float unless it overflows to infinity.
   const double exact =
       std::isfinite(value) ? round_to(value, 8, -133) : static_cast<double>(value);
   const float rounded = std::fabs(exact) > std::numeric_limits<float>::max()
@@ -231,7 +231,7 @@ inline std::uint64_t random_bits() {  // splitmix64
   return z ^ z >> 31;
 }
 
-// Any bits at all (half the time), moderate numbers, and the special ones.
+// Random bits, moderate numbers and special values.
 template <class T>
 T random_real() {
   using Limits = std::numeric_limits<T>;

@@ -1,10 +1,7 @@
-// Checks every kernel of every instruction set that this machine has against a slow, obvious
-// computation of the same thing. Exits non-zero if anything differs.
+// Compares every kernel of every instruction set of this machine with a scalar reference.
 //
-// Results are compared bit by bit, except that any NaN equals any NaN: which one survives an
-// addition of two is not part of the contract (and differs between processors).
-//
-// Compile with -ffp-contract=off: the reference must not be fused either.
+// Results are compared bit by bit, but any NaN equals any NaN. Compile with -ffp-contract=off: the
+// reference must not be fused either.
 
 #include "reduce.hpp"
 
@@ -26,7 +23,7 @@ using namespace phalanx::reference;
 
 long passed = 0;
 long failed = 0;
-std::string context;  // what is being checked, for the message
+std::string context;  // of the current check, for messages
 
 void check(bool good, const char* what, int line) {
   ++(good ? passed : failed);
@@ -37,7 +34,7 @@ void check(bool good, const char* what, int line) {
 
 // -------------------------------------------------------------------------------------- the checks
 
-// Inputs and the right answer, made once; every length is a prefix of it.
+// Inputs and the expected result; every length is a prefix.
 template <class T>
 struct Problem {
   Reduction reduction;
@@ -56,8 +53,8 @@ struct Problem {
   }
 };
 
-// A copy of one input, `shift` elements into its storage. Guards around it show a write too far.
-// Half of the time nothing comes after it, so that the address sanitizer shows a read too far.
+// A copy of one input, `shift` elements into its storage, with guards against writes out of bounds. Half
+// of the time there is no guard after it, so that AddressSanitizer reports a read out of bounds.
 template <class T>
 struct Shifted {
   static constexpr std::size_t kGuard = 64;
@@ -137,7 +134,7 @@ template <class T>
 void check_problem(const Problem<T>& problem) {
   const std::size_t longest = problem.answer.size();
   for (std::size_t count = 0; count <= longest; count += count < 300 ? 1 : 1237) {
-    // Every length with two inputs; with others the loops are the same, so a sample will do.
+    // Every length with two inputs, a sample with other numbers of inputs.
     if (problem.inputs.size() != 2 && count > 20 && count % 7 != 0) continue;
     check_apart(problem, count);
     check_in_place(problem, count);
@@ -148,7 +145,7 @@ void check_problem(const Problem<T>& problem) {
 template <class T>
 double factor_for(std::size_t n) {
   if constexpr (std::is_integral_v<T>) return std::is_signed_v<T> && n % 2 ? -3.0 : 7.0;
-  return 1.0 / 3.0;  // not exact, so that a fused multiply-add would show
+  return 1.0 / 3.0;  // inexact, so that a fused multiply-add is detected
 }
 
 void check_all_kernels(const KernelTable& table) {
@@ -165,7 +162,7 @@ void check_all_kernels(const KernelTable& table) {
   });
 }
 
-// More inputs than the element type can count.
+// More inputs than fit the element type.
 void check_many_inputs() {
   visit_types([]<class T>(T, DType type, const char* type_name) {
     context = std::string("many inputs, ") + type_name;
@@ -176,7 +173,7 @@ void check_many_inputs() {
   });
 }
 
-// Every half float there is, as it is and scaled so that all kinds of rounding happen.
+// Every half float, scaled to exercise all kinds of rounding.
 template <class T>
 void check_every_half(DType type) {
   std::vector<T> every(65536);
@@ -194,7 +191,7 @@ void check_every_half(DType type) {
   }
 }
 
-// float32 sums that lie exactly between two half floats must go to the even one.
+// float32 sums exactly between two half floats round to the even one.
 void check_ties() {
   const std::uint16_t a[] = {0x3c00, 0x3c01, 0x3c00, 0x7bff, 0x7bff};  // 1, 1 + 2^-10, 1, 65504...
   const std::uint16_t b[] = {0x1000, 0x1000, 0x1001, 0x4c00, 0x4bff};  // 2^-11, 2^-11, more, 16...
@@ -243,7 +240,6 @@ void check_supports() {
 int main() {
   std::printf("best instruction set: %s\n", instruction_set());
   check_supports();
-  // All equal the one reference, hence each other.
   for (auto table = available_tables(); *table != nullptr; ++table) {
     use_table(**table);
     CHECK(std::strcmp(instruction_set(), (*table)->name) == 0);

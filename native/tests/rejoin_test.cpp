@@ -1,4 +1,4 @@
-// Ranks that leave and come back, with threads for ranks.
+// Ranks that leave and rejoin, with threads as ranks.
 
 #include <unistd.h>
 
@@ -6,31 +6,31 @@
 
 namespace {
 
-using Stage = Engine::Stage;
-using Entry = Engine::Entry;
+using RejoinStage = Engine::RejoinStage;
+using RejoinStatus = Engine::RejoinStatus;
 
-// Goes on with coming back up to a stage, or until there is a verdict.
-Entry come_back(Engine& engine, std::uint64_t calls = 0, Stage to = Stage::entered) {
+// Rejoins up to a stage, or until there is a result.
+RejoinStatus rejoin(Engine& engine, std::uint64_t calls = 0, RejoinStage to = RejoinStage::entered) {
   const std::uint64_t until = now_ns() + 20 * kSecond;
-  Entry entry;
-  do entry = engine.rejoin(calls, kSecond);
-  while (entry.verdict.outcome == Outcome::pending && entry.stage != to && now_ns() < until);
-  return entry;
+  RejoinStatus status;
+  do status = engine.rejoin(calls, kSecond);
+  while (status.result.outcome == Outcome::pending && status.stage != to && now_ns() < until);
+  return status;
 }
 
-void leave_and_come_back(Engine& engine) {
+void leave_and_rejoin(Engine& engine) {
   CHECK(engine.leave());
-  CHECK(come_back(engine).stage == Stage::entered);
+  CHECK(rejoin(engine).stage == RejoinStage::entered);
 }
 
 int sum(Engine& engine, Buffer& buffer, int mine) {
   buffer.fill(mine);
-  finish(engine, engine.issue(in_place(Kind::allreduce, buffer)));
+  finish(engine, engine.issue(in_place(Collective::allreduce, buffer)));
   CHECK(buffer.holds(buffer[0]));
   return buffer[0];
 }
 
-// Small, in windows and in place, all in one round, so that numbers of windows differ as well.
+// All data paths in one round, so that the numbers of windows differ between ranks too.
 struct Buffers {
   explicit Buffers(Engine& engine)
       : small(engine, 10, false), ordinary(engine, 300, false), shared(engine, 200, true) {}
@@ -38,8 +38,8 @@ struct Buffers {
   Buffer small, ordinary, shared;
 };
 
-// Every rank makes some steps in each round, and the others go on without who has run out.
-void test_rounds(int ranks) {
+// Ranks take different numbers of steps in each round; the others continue without those that left.
+void test_uneven_rounds(int ranks) {
   const auto steps = [](int round, int rank) { return (round * 7 + rank * 5 + 3) % 11; };
   run(ranks, [&](Engine& engine, int rank) {
     Buffers buffers(engine);
@@ -54,93 +54,93 @@ void test_rounds(int ranks) {
         CHECK(sum(engine, buffers[round + step], rank + 1) == expected);
       }
       CHECK(engine.leave());
-      const Entry entry =
-          come_back(engine, calls + static_cast<std::uint64_t>(steps(round, rank)));
-      CHECK(entry.stage == Stage::entered);
-      CHECK(entry.calls == calls + most);
+      const RejoinStatus status =
+          rejoin(engine, calls + static_cast<std::uint64_t>(steps(round, rank)));
+      CHECK(status.stage == RejoinStage::entered);
+      CHECK(status.calls == calls + most);
       CHECK(engine.members().size() <= static_cast<std::size_t>(ranks));
-      calls = entry.calls;
+      calls = status.calls;
     }
-    finish(engine, engine.issue(in_place(Kind::barrier, nullptr, 0)));
+    barrier(engine);
     CHECK(engine.members().size() == static_cast<std::size_t>(ranks));
   });
 }
 
-// With nothing in between, a fast rank is a round ahead of one that has yet to look.
-void test_nothing_but_coming_back(int ranks) {
+// A fast rank may be a round ahead of a slow one.
+void test_rejoin_without_operations(int ranks) {
   run(ranks, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 10, false);
-    for (int round = 0; round < 200; ++round) leave_and_come_back(engine);
+    for (int round = 0; round < 200; ++round) leave_and_rejoin(engine);
     CHECK(sum(engine, buffer, rank) == ranks * (ranks - 1) / 2);
   });
 }
 
-// Rank 2 dies before or after it has said that it waits. Either way the others cannot enter, say so,
-// and can when they go on without it, beyond all that it did; even one who had forgotten it before.
-void test_death(Stage reached) {
+// Rank 2 dies at each stage. The others report its death if they need it, and can rejoin once they have
+// excluded it.
+void test_death(RejoinStage reached) {
   std::atomic<bool> dead{false};
   run(3, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 200, true);
     sum(engine, buffer, 1);
-    if (rank == 2) CHECK(sum(engine, buffer, 3) >= 3);  // one more than the others, who leave
+    if (rank == 2) CHECK(sum(engine, buffer, 3) >= 3);  // one more than the others, which leave
     CHECK(engine.leave());
     if (rank == 2) {
-      if (reached != Stage::outside) come_back(engine, 100, reached);
+      if (reached != RejoinStage::outside) rejoin(engine, 100, reached);
       dead = true;
       return;
     }
     while (!dead) {
-      if (reached == Stage::entering) engine.rejoin(5, kSecond / 100);
+      if (reached == RejoinStage::entering) engine.rejoin(5, kSecond / 100);
       yield_core();
     }
-    take_for_dead(engine, 2);
-    const bool entered = reached == Stage::entering;
+    mark_dead(engine, 2);
+    const bool entered = reached == RejoinStage::entering;
     if (entered || rank == 1) {
-      const Entry entry = come_back(engine, 5);
-      CHECK(entry.verdict.outcome == (entered ? Outcome::pending : Outcome::dead));
-      if (!entered) CHECK(entry.verdict.first == 2);
+      const RejoinStatus status = rejoin(engine, 5);
+      CHECK(status.result.outcome == (entered ? Outcome::pending : Outcome::dead));
+      if (!entered) CHECK(status.result.first == 2);
       if (!entered) CHECK((engine.awaited().back() == 2));
     }
     if (entered) {
       buffer.fill(1);
-      const auto ticket = engine.issue(in_place(Kind::allreduce, buffer));
-      const auto verdict = engine.wait(ticket, 20 * kSecond);
-      CHECK(verdict.outcome == Outcome::dead && verdict.first == 2);
-      engine.forget(2);
+      const auto ticket = engine.issue(in_place(Collective::allreduce, buffer));
+      const auto result = engine.wait(ticket, 20 * kSecond);
+      CHECK(result.outcome == Outcome::dead && result.first == 2);
+      engine.exclude(2);
       finish(engine, ticket);
       CHECK(buffer.holds(2));
     }
-    engine.abort();  // as the group does when it hears of a death
-    engine.forget(2);
+    engine.abort();  // as the group does after a death
+    engine.exclude(2);
     if (!entered) {
-      const Entry entry = come_back(engine, 5);
-      CHECK(entry.stage == Stage::entered);
-      CHECK(entry.calls == (reached == Stage::outside ? 5 : 100));
+      const RejoinStatus status = rejoin(engine, 5);
+      CHECK(status.stage == RejoinStage::entered);
+      CHECK(status.calls == (reached == RejoinStage::outside ? 5 : 100));
     }
     CHECK(sum(engine, buffer, 1) == 2);
-    for (int round = 0; round < 5; ++round) leave_and_come_back(engine);
+    for (int round = 0; round < 5; ++round) leave_and_rejoin(engine);
     CHECK(sum(engine, buffer, 1) == 2);
     CHECK((engine.members() == std::vector<int>{0, 1}));
   });
 }
 
-// Who waits in vain is told in time, and for whom; it may wait again.
-void test_deadline() {
+// A timeout names the missing ranks, and the rank can wait again.
+void test_timeout() {
   std::atomic<bool> waited{false};
   run(2, [&](Engine& engine, int rank) {
     Buffer buffer(engine, 10, false);
     if (rank == 1) {
       while (!waited) yield_core();
       CHECK(sum(engine, buffer, 7) == 7);
-      leave_and_come_back(engine);
+      leave_and_rejoin(engine);
     } else {
       CHECK(engine.leave());
-      CHECK(engine.rejoin(0, kSecond).stage == Stage::waiting);
-      const Entry entry = engine.rejoin(0, kSecond / 50);
-      CHECK(entry.verdict.outcome == Outcome::pending && entry.stage == Stage::waiting);
+      CHECK(engine.rejoin(0, kSecond).stage == RejoinStage::waiting);
+      const RejoinStatus status = engine.rejoin(0, kSecond / 50);
+      CHECK(status.result.outcome == Outcome::pending && status.stage == RejoinStage::waiting);
       CHECK((engine.awaited() == std::vector<int>{1}));
       waited = true;
-      CHECK(come_back(engine).stage == Stage::entered);
+      CHECK(rejoin(engine).stage == RejoinStage::entered);
     }
     CHECK(sum(engine, buffer, 1) == 2);
   });
@@ -152,7 +152,7 @@ void test_abort() {
     CHECK(engine.leave());
     std::thread other([&] {
       const auto started = now_ns();
-      CHECK(come_back(engine).verdict.outcome == Outcome::aborted);
+      CHECK(rejoin(engine).result.outcome == Outcome::aborted);
       CHECK(now_ns() - started < 10 * kSecond);
     });
     engine.abort();
@@ -160,7 +160,7 @@ void test_abort() {
   });
 }
 
-// Of a transfer that nobody will come for nothing is left; the next one finds its place free.
+// A cancelled receive does not take a later message.
 void test_cancelled_transfers() {
   run(2, [](Engine& engine, int rank) {
     Buffer lost(engine, 1, false), got(engine, 1, false), sent(engine, 1, false);
@@ -169,7 +169,7 @@ void test_cancelled_transfers() {
     CHECK(engine.cancel_transfer(ticket));
     CHECK(!engine.cancel_transfer(ticket));
     CHECK(engine.wait_transfer(ticket, 20 * kSecond).state == Transfers::State::cancelled);
-    leave_and_come_back(engine);
+    leave_and_rejoin(engine);
     sent.fill(rank);
     engine.send(other, 3, sent.bytes(), sent.size());
     const auto received = engine.receive(other, 3, got.bytes(), got.size());
@@ -181,17 +181,18 @@ void test_cancelled_transfers() {
 }  // namespace
 
 int main() {
-  for (const Driven by : {Driven::by_callers, Driven::by_threads, Driven::by_both}) {
-    driven = by;
+  for (const DriverMode by : {DriverMode::callers, DriverMode::threads, DriverMode::mixed}) {
+    driver_mode = by;
     for (const int ranks : {1, 2, 3, 5}) {
-      test_rounds(ranks);
-      test_nothing_but_coming_back(ranks);
+      test_uneven_rounds(ranks);
+      test_rejoin_without_operations(ranks);
     }
-    for (const Stage reached : {Stage::outside, Stage::waiting, Stage::entering})
+    for (const RejoinStage reached :
+         {RejoinStage::outside, RejoinStage::waiting, RejoinStage::entering})
       test_death(reached);
-    test_deadline();
+    test_timeout();
     test_abort();
     test_cancelled_transfers();
   }
-  return tell();
+  return report();
 }

@@ -27,7 +27,7 @@ HERE = "groups/test_fast_path.py"
 
 
 def is_short(work):
-    return type(work).__name__ == "ShortWork"
+    return type(work).__name__ == "FastPathWork"
 
 
 def alone(**options):

@@ -314,7 +314,9 @@ class DenseBucket(Bucket):
         if native.engine is None or self._addresses is None:
             return False
         into, sizes = self._addresses[places.start], self._sizes[places]
-        return bool(native.engine.gather(into, news, sizes, DTYPE_NUMBERS[self.flat.dtype], factor))
+        return bool(
+            native.engine.flatten(into, news, sizes, DTYPE_NUMBERS[self.flat.dtype], factor)
+        )
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:

@@ -30,7 +30,7 @@ from ._reductions import SparseSum, adapt_reduction, as_bytes, is_sum, plain_op
 from ._work import Work
 
 if TYPE_CHECKING:
-    from ..native._engine import Shortcut
+    from ..native._engine import FastPath
 
 
 SUM = ReduceOp.SUM
@@ -69,7 +69,7 @@ class CollectiveBase(dist.ProcessGroup):
     _rank: int
     _participants: int
     """How many ranks take part, where the engine does not know by itself."""
-    _fast_path: Shortcut | None
+    _fast_path: FastPath | None
     """A shorter way for what is nothing special, where there is one."""
     _fast_dtypes: frozenset[torch.dtype]
     """Element types that the engine adds up with nobody's help."""

@@ -1,12 +1,12 @@
 """The native fast path for plain sums, means and barriers.
 
-The extension (`native/shortcut.hpp`) does what `ProcessGroup._issue` and `Work.wait` do for a
+The extension (`native/fast_path.hpp`) does what `ProcessGroup._issue` and `Work.wait` do for a
 call that needs nothing special and ends soon. Everything else takes the slow path in Python.
 This module hands the extension the parts of a group that it needs and turns its handle into a
 `Work` on demand.
 
 The extension reads slots of `Call` and `FlightRecorder` by name; renaming one of them means
-renaming it in `native/shortcut.cpp` too.
+renaming it in `native/fast_path.cpp` too.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .. import _faultpoints as faultpoints
 from .. import native
 from . import _flight_recorder
 from ._engine import Engine
-from ._failure_detector import FailureDetector
+from ._failure_detector import PRUNE_IN_FLIGHT_ABOVE, FailureDetector
 from ._flight_recorder import Call, FlightRecorder
 from ._work import Work
 
 if TYPE_CHECKING:
-    from ..native._engine import Shortcut, ShortWork
+    from ..native._engine import FastPath, FastPathWork
     from ._process_group import ProcessGroup
 
 
@@ -49,19 +49,19 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_NATIVE_DTYPES)}
 """What the native side calls the types whose tensors it reads."""
 
 
-def fast_path_for(group: ProcessGroup) -> Shortcut | None:
+def fast_path_for(group: ProcessGroup) -> FastPath | None:
     """Make the short way of a group whose engine has one."""
     if not hasattr(group._engine, "shortcut") or not can_read_tensors():
         return None
     if group._agreement is not None:
         return None  # what is compared beforehand takes long anyway
-    shortcut: Shortcut = group._engine.shortcut(
-        order=group._order,
+    shortcut: FastPath = group._engine.shortcut(
+        issue_lock=group._order,
         recorder=group._recorder,
         calls=group._recorder.calls,
         in_flight=group._detector.in_flight,
         # Not of the group itself: a call that is waited for outlives it, but does not keep it.
-        grow=functools.partial(_make_work, group._detector),
+        make_work=functools.partial(_make_work, group._detector),
         timeout=group._timeout,
     )
     return shortcut
@@ -89,9 +89,9 @@ def can_read_tensors() -> bool:
     """Tell the native side what all groups share, and whether it can read torch's tensors."""
     if native.engine is None:
         return False
-    _add_work_attributes(native.engine.ShortWork)
+    _add_work_attributes(native.engine.FastPathWork)
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return exchange is not None and native.engine.prepare_shortcuts(
+    return exchange is not None and native.engine.configure_fast_path(
         call=Call,
         recorder=FlightRecorder,
         files=_flight_recorder.known_files,
@@ -102,15 +102,16 @@ def can_read_tensors() -> bool:
         strided=torch.strided,
         dtypes=_NATIVE_DTYPES,
         exchange=exchange,
+        max_in_flight=PRUNE_IN_FLIGHT_ABOVE,
     )
 
 
-def _add_work_attributes(short: type[ShortWork]) -> None:
+def _add_work_attributes(short: type[FastPathWork]) -> None:
     """Give the native class what else a `Work` has: the attributes of the one it grows into."""
     for name in set(dir(Work)) - set(dir(short)):
         if not name.startswith("__"):
             setattr(short, name, property(_forwarded(name)))
 
 
-def _forwarded(name: str) -> Callable[[ShortWork], Any]:
+def _forwarded(name: str) -> Callable[[FastPathWork], Any]:
     return lambda short: getattr(short.as_work(), name)

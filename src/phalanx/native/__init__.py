@@ -1,7 +1,7 @@
-"""The native engine, where it could be built: shared memory for ranks on one machine.
+"""The native engine: shared memory for ranks on one machine.
 
-The C++ sources are in ``native/`` at the top of the project. On a machine without a compiler the
-package installs without the engine; then `engine` is None and `why_missing` says so.
+The C++ sources are in ``native/`` at the top of the project. Without a compiler the package
+installs without the engine; then `engine` is None and `why_missing` has the reason.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def share_region(
         host = _offer_region if rank == 0 else _accept_region
         engine, verdict = host(peers, number, place, rank, size, sizes)
         if engine is not None:
-            engine.share_cores(verdict["cores"])
+            engine.set_cores(verdict["cores"])
             watch_peers(engine, rank, [Member.from_json(told) for told in verdict["members"]])
             return engine
         refusals.append(f"{place}: {verdict['why']}")
@@ -361,8 +361,8 @@ class Slab:
     def _release(self, offset: int, length: int) -> None:
         if os.getpid() != self._pid:  # a forked child's copy of a tensor that the parent still has
             return
-        if self._engine.is_untouched:
-            self._engine.region.give_back(self._base + offset, length)
+        if self._engine.is_quiescent:
+            self._engine.region.release(self._base + offset, length)
             self._returned.append((offset, length))
         else:
             self._suspect.append((offset, length))

@@ -205,7 +205,7 @@ class ShmTransfer(ShmWork):
         if self.ticket == 0:  # it never began
             return
         with suppress(InvalidState):  # a forked child has no engine
-            self._owner._engine.forget_transfer(self.ticket)
+            self._owner._engine.detach_transfer(self.ticket)
         if self._memory is not None:  # for all that is known, it has not ended
             self._owner._transfers[self.ticket] = self._memory
             self._owner._dropped.add(self.ticket)
@@ -329,7 +329,7 @@ class ShmEngine:
 
     def exclude(self, rank: int) -> None:
         """Go on without a rank that is dead."""
-        self._engine.forget(rank)
+        self._engine.exclude(rank)
 
     def rest(self) -> None:
         """End the thread, if there is one."""
@@ -351,10 +351,10 @@ class ShmEngine:
         self._engine.region  # noqa: B018 - which a forked child does not have
         return self._slab.allocate(shape, dtype)
 
-    def shortcut(self, **parts: Any) -> _engine.Shortcut:
+    def shortcut(self, **parts: Any) -> _engine.FastPath:
         """Make a shorter way to plain sums and barriers, of parts of the group."""
         assert native.engine is not None
-        shortcut: _engine.Shortcut = native.engine.Shortcut(
+        shortcut: _engine.FastPath = native.engine.FastPath(
             engine=self._engine, owner=self, **parts
         )
         return shortcut
@@ -705,7 +705,7 @@ class RegionOffer:
         watch_peers(engine, self._rank, self._members)
         cores = _cores_of_processes([member.pid for member in self._members])
         # Others want the same cores: those of the larger group that these ranks come from.
-        engine.share_cores(max(1, cores * self._size // self._crowd))
+        engine.set_cores(max(1, cores * self._size // self._crowd))
         driver = self._driver
         if driver is None and choose_driver(self._crowd, cores) == "caller":
             driver = "caller"

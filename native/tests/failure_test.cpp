@@ -1,5 +1,5 @@
-// Ranks that give up, die or are stopped at any point of direct operations: survivors come to the same
-// end, and nobody touches the buffers of who has given up.
+// Ranks that abort, die or are stopped at any point of an operation: survivors agree on its result, and
+// no rank accesses the buffers of one that has aborted.
 
 #include <algorithm>
 #include <cstdlib>
@@ -14,23 +14,22 @@ namespace {
 
 // -- interleavings ----------------------------------------------------------------------------------
 //
-// All ranks are engines of one thread, which takes a step of one rank at a time, in an order that a
-// seed decides. What each step does is what a group does: survivors who hear of a death give up,
-// and go on without the dead some time later; some of those who are to die give up first, and use
-// their buffers for something else.
+// All ranks run on one thread, one step at a time, in an order that depends on a seed. Steps do what a
+// group does: survivors that detect a death abort and exclude the dead rank later; some victims abort
+// before they die and overwrite their buffers.
 
 constexpr int kSize = 4;
 constexpr std::size_t kOperations = 6;
 constexpr std::size_t kRoom = 16384;  // bytes in a slab for each operation
 
 struct Call {
-  Kind kind = Kind::allreduce;
+  Collective kind = Collective::allreduce;
   int root = 0;
   std::size_t count = 0;
   bool shared[kSize] = {};
 };
 
-int brought(int rank, std::size_t call) { return (rank + 1) * 100 + static_cast<int>(call); }
+int input_value(int rank, std::size_t call) { return (rank + 1) * 100 + static_cast<int>(call); }
 constexpr int kGarbage = -77'777;
 
 class Rank {
@@ -39,7 +38,7 @@ class Rank {
       : rank_(rank), calls_(calls), engine(region.alias(), rank, kSize) {
     for (std::size_t call = 0; call < calls.size(); ++call) {
       inputs_.emplace_back(engine, calls[call].count, calls[call].shared[rank], call * kRoom);
-      inputs_.back().fill(brought(rank, call));
+      inputs_.back().fill(input_value(rank, call));
       outputs_.emplace_back(calls[call].count * kSize, 0);
     }
   }
@@ -48,47 +47,47 @@ class Rank {
     const std::size_t call = tickets.size();
     Request request = in_place(calls_[call].kind, inputs_[call], calls_[call].root);
     const std::size_t count = calls_[call].count;
-    if (calls_[call].kind == Kind::allgather) {
+    if (calls_[call].kind == Collective::allgather) {
       request.outputs.clear();
       for (std::size_t r = 0; r < kSize; ++r)
         request.outputs.push_back(reinterpret_cast<char*>(outputs_[call].data() + r * count));
     }
-    if (calls_[call].kind == Kind::scatter) {
+    if (calls_[call].kind == Collective::scatter) {
       const std::size_t part = count / kSize * sizeof(int);
       if (rank_ != calls_[call].root) request.bytes = 0;
       request.outputs = {reinterpret_cast<char*>(outputs_[call].data())};
-      request.output_bytes = request.extent = part;
+      request.output_bytes = request.fingerprint = part;
     }
     tickets.push_back(engine.issue(std::move(request)));
   }
 
-  void use_buffers_for_something_else() {
+  void overwrite_buffers() {
     for (std::size_t call = 0; call < tickets.size(); ++call)
       if (engine.test(tickets[call]).outcome != Outcome::finished) inputs_[call].fill(kGarbage);
   }
 
-  // Whether a call that ended well has the right result, given who took part in it.
-  bool is_right(std::size_t call, const std::set<int>& members) {
+  // Whether a finished call has the correct result, given its members.
+  bool is_correct(std::size_t call, const std::set<int>& members) {
     Buffer& input = inputs_[call];
     const Call& of = calls_[call];
     int sum = 0;
-    for (const int rank : members) sum += brought(rank, call);
+    for (const int rank : members) sum += input_value(rank, call);
     switch (of.kind) {
-      case Kind::allreduce:
+      case Collective::allreduce:
         return input.holds(sum);
-      case Kind::reduce:
-        return input.holds(rank_ == of.root ? sum : brought(rank_, call));
-      case Kind::broadcast:
-        return input.holds(brought(of.root, call));
-      case Kind::scatter:
+      case Collective::reduce:
+        return input.holds(rank_ == of.root ? sum : input_value(rank_, call));
+      case Collective::broadcast:
+        return input.holds(input_value(of.root, call));
+      case Collective::scatter:
         return std::all_of(outputs_[call].begin(),
                            outputs_[call].begin() + static_cast<long>(of.count / kSize),
-                           [&](int value) { return value == brought(of.root, call); });
-      case Kind::allgather:
+                           [&](int value) { return value == input_value(of.root, call); });
+      case Collective::allgather:
         for (const int rank : members)
           for (std::size_t i = 0; i < of.count; ++i)
             if (outputs_[call][static_cast<std::size_t>(rank) * of.count + i] !=
-                brought(rank, call))
+                input_value(rank, call))
               return false;
         return true;
       default:
@@ -97,8 +96,8 @@ class Rank {
   }
 
   bool alive = true;
-  bool gave_up = false;
-  std::set<int> forgotten;
+  bool aborted = false;
+  std::set<int> detached;
   std::vector<std::uint64_t> tickets;
 
  private:
@@ -108,14 +107,24 @@ class Rank {
   std::vector<std::vector<int>> outputs_;
 
  public:
-  Engine engine;  // ends first
+  Engine engine;  // destroyed first
 };
 
-class World {
+using Ranks = std::vector<std::unique_ptr<Rank>>;
+
+Ranks make_ranks(const Region& region, const std::vector<Call>& calls) {
+  Ranks ranks;
+  for (int rank = 0; rank < kSize; ++rank)
+    ranks.push_back(std::make_unique<Rank>(region, rank, calls));
+  return ranks;
+}
+
+class Simulation {
  public:
-  explicit World(unsigned seed) : seed_(seed), chance_(seed) {
-    constexpr Kind kinds[] = {Kind::allreduce, Kind::allreduce, Kind::broadcast,
-                              Kind::allgather, Kind::reduce,    Kind::scatter};
+  explicit Simulation(unsigned seed) : seed_(seed), random_(seed) {
+    constexpr Collective kinds[] = {Collective::allreduce, Collective::allreduce,
+                                    Collective::broadcast, Collective::allgather,
+                                    Collective::reduce,    Collective::scatter};
     constexpr std::size_t kCounts[] = {4, 100, 400};
     for (std::size_t i = 0; i < kOperations; ++i) {
       Call& call = calls_.emplace_back();
@@ -125,62 +134,61 @@ class World {
       const bool all_shared = below(3) != 0;
       for (bool& shared : call.shared) shared = all_shared || below(2) == 0;
     }
-    for (int rank = 0; rank < kSize; ++rank)
-      ranks_.push_back(std::make_unique<Rank>(region_, rank, calls_));
+    ranks_ = make_ranks(region_, calls_);
     std::vector<int> order{0, 1, 2, 3};
-    std::shuffle(order.begin(), order.end(), chance_);
+    std::shuffle(order.begin(), order.end(), random_);
     victims_.insert(order.begin(), order.begin() + 1 + static_cast<long>(below(2)));
   }
 
   void run() {
-    for (int step = 0; step < 400 && !is_over(); ++step)
-      take_step(static_cast<int>(below(kSize)), below(4) == 0);
+    for (int i = 0; i < 400 && !is_over(); ++i)
+      step(static_cast<int>(below(kSize)), below(4) == 0);
     for (const int rank : victims_)
       if (ranks_[static_cast<std::size_t>(rank)]->alive) die(rank);
-    for (int step = 0; step < 400 && !is_over(); ++step)
-      for (int rank = 0; rank < kSize; ++rank) take_step(rank, true);
+    for (int i = 0; i < 400 && !is_over(); ++i)
+      for (int rank = 0; rank < kSize; ++rank) step(rank, true);
     compare();
   }
 
  private:
-  std::size_t below(std::size_t limit) { return chance_() % limit; }
+  std::size_t below(std::size_t limit) { return random_() % limit; }
   Rank& at(int rank) { return *ranks_[static_cast<std::size_t>(rank)]; }
 
-  // `patient`: waits rather than looks, and so finds out who is dead.
-  void take_step(int number, bool patient) {
+  // Deaths are detected only by steps that wait.
+  void step(int number, bool waits) {
     Rank& rank = at(number);
     if (!rank.alive) return;
     const bool victim = victims_.count(number) != 0;
     if (victim && below(12) == 0) return die(number);
-    if (rank.gave_up) {
-      if (!victim && !dead_.empty() && below(3) == 0) go_on(rank);
+    if (rank.aborted) {
+      if (!victim && !dead_.empty() && below(3) == 0) exclude_dead(rank);
       return;
     }
-    if (victim && below(15) == 0) return give_up(rank, true);
+    if (victim && below(15) == 0) return abort(rank, true);
     if (rank.tickets.size() < kOperations && (below(2) == 0 || rank.tickets.empty()))
       return rank.issue();
     const std::uint64_t last = rank.tickets.back();
-    const Verdict verdict = patient ? rank.engine.wait(last, 1) : rank.engine.test(last);
-    if (verdict.outcome == Outcome::dead) give_up(rank, victim);
+    const Result result = waits ? rank.engine.wait(last, 1) : rank.engine.test(last);
+    if (result.outcome == Outcome::dead) abort(rank, victim);
   }
 
-  void give_up(Rank& rank, bool for_good) {
+  void abort(Rank& rank, bool for_good) {
     rank.engine.abort();
-    rank.gave_up = true;
-    if (for_good) rank.use_buffers_for_something_else();
+    rank.aborted = true;
+    if (for_good) rank.overwrite_buffers();
   }
 
-  void go_on(Rank& rank) {
-    for (const int lost : dead_) rank.engine.forget(lost);
-    rank.forgotten = dead_;
-    rank.gave_up = false;
+  void exclude_dead(Rank& rank) {
+    for (const int lost : dead_) rank.engine.exclude(lost);
+    rank.detached = dead_;
+    rank.aborted = false;
   }
 
   void die(int rank) {
     at(rank).alive = false;
     dead_.insert(rank);
     for (int other = 0; other < kSize; ++other)
-      if (at(other).alive) take_for_dead(at(other).engine, rank);
+      if (at(other).alive) mark_dead(at(other).engine, rank);
   }
 
   bool is_over() {
@@ -188,7 +196,7 @@ class World {
     for (int number = 0; number < kSize; ++number) {
       Rank& rank = at(number);
       if (!rank.alive) continue;
-      over = over && !rank.gave_up && rank.tickets.size() == kOperations &&
+      over = over && !rank.aborted && rank.tickets.size() == kOperations &&
              rank.engine.test(rank.tickets.back()).outcome != Outcome::pending &&
              rank.engine.test(rank.tickets.back()).outcome != Outcome::dead;
     }
@@ -196,7 +204,7 @@ class World {
   }
 
   void compare() {
-    bool alike = true, right = true, ended = is_over();
+    bool agree = true, right = true, ended = is_over();
     for (std::size_t call = 0; ended && call < kOperations; ++call) {
       std::set<Outcome> outcomes;
       std::set<int> named, members;
@@ -204,27 +212,27 @@ class World {
         if (region_.control(rank).arrived.read() > call) members.insert(rank);
       for (int rank = 0; rank < kSize; ++rank) {
         if (!at(rank).alive) continue;
-        const Verdict verdict = at(rank).engine.test(at(rank).tickets[call]);
-        outcomes.insert(verdict.outcome);
-        named.insert(verdict.first);
-        if (verdict.outcome == Outcome::finished)
-          right = right && at(rank).is_right(call, members);
+        const Result result = at(rank).engine.test(at(rank).tickets[call]);
+        outcomes.insert(result.outcome);
+        named.insert(result.first);
+        if (result.outcome == Outcome::finished)
+          right = right && at(rank).is_correct(call, members);
         else
           ++torn;
       }
-      alike = alike && outcomes.size() == 1 && named.size() == 1;
+      agree = agree && outcomes.size() == 1 && named.size() == 1;
     }
     CHECK(ended);
-    CHECK(alike);
+    CHECK(agree);
     CHECK(right);
-    if (!ended || !alike || !right) std::printf("in the order of seed %u\n", seed_);
+    if (!ended || !agree || !right) std::printf("with seed %u\n", seed_);
   }
 
   const unsigned seed_;
-  std::mt19937 chance_;
+  std::mt19937 random_;
   Region region_ = Region::create("memfd", kSize, tiny());
   std::vector<Call> calls_;
-  std::vector<std::unique_ptr<Rank>> ranks_;
+  Ranks ranks_;
   std::set<int> victims_, dead_;
 
  public:
@@ -232,87 +240,80 @@ class World {
 };
 
 void test_survivors_agree(unsigned orders) {
-  World::torn = 0;
-  for (unsigned seed = 0; seed < orders; ++seed) World(seed).run();
-  CHECK(World::torn > 0);
+  Simulation::torn = 0;
+  for (unsigned seed = 0; seed < orders; ++seed) Simulation(seed).run();
+  CHECK(Simulation::torn > 0);
 }
 
-// A call that all have done stays done: rank 3 gives up and dies later, after one who has seen the end
-// of the call and before one who has not.
-void test_a_completed_call_is_not_torn(Kind kind) {
+// An operation that all ranks have executed is not torn when rank 3 aborts and dies later, between the
+// finish on one survivor and on another.
+void test_completed_operation_is_not_torn(Collective kind) {
   Region region = Region::create("memfd", kSize, tiny());
   std::vector<Call> calls(2);
   for (Call& call : calls) call = {kind, 3, 400, {true, true, true, true}};
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (int rank = 0; rank < kSize; ++rank)
-    ranks.push_back(std::make_unique<Rank>(region, rank, calls));
-  for (const std::size_t rank : {0u, 2u, 3u, 1u}) ranks[rank]->issue();  // the last does its share
+  const Ranks ranks = make_ranks(region, calls);
+  for (const std::size_t rank : {0u, 2u, 3u, 1u}) ranks[rank]->issue();  // the last one executes
   for (const std::size_t rank : {0u, 2u, 3u}) ranks[rank]->engine.test(1);
   for (const std::size_t rank : {0u, 2u, 3u}) finish(ranks[rank]->engine, 1);
-  for (const std::size_t rank : {0u, 1u, 3u}) take_for_dead(ranks[rank]->engine, 2);
+  for (const std::size_t rank : {0u, 1u, 3u}) mark_dead(ranks[rank]->engine, 2);
   ranks[3]->issue();
   CHECK(ranks[3]->engine.wait(2, 1).outcome == Outcome::dead);
   ranks[3]->engine.abort();
-  ranks[3]->use_buffers_for_something_else();
+  ranks[3]->overwrite_buffers();
   for (const std::size_t rank : {0u, 1u}) {
-    take_for_dead(ranks[rank]->engine, 3);
+    mark_dead(ranks[rank]->engine, 3);
     ranks[rank]->engine.abort();
-    ranks[rank]->engine.forget(2);
-    ranks[rank]->engine.forget(3);
+    ranks[rank]->engine.exclude(2);
+    ranks[rank]->engine.exclude(3);
     finish(ranks[rank]->engine, 1);
-    CHECK(ranks[rank]->is_right(0, {0, 1, 2, 3}));
+    CHECK(ranks[rank]->is_correct(0, {0, 1, 2, 3}));
   }
 }
 
-// Nobody ends a call well that another may not: rank 3 gives up when one has done its share and the
-// other has not.
-void test_a_call_is_torn_for_all(Kind kind) {
+// Rank 3 aborts when one survivor has executed the operation and another has not.
+void test_torn_on_all_survivors(Collective kind) {
   Region region = Region::create("memfd", kSize, tiny());
   std::vector<Call> calls(1, {kind, 3, 400, {true, true, true, true}});
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (int rank = 0; rank < kSize; ++rank)
-    ranks.push_back(std::make_unique<Rank>(region, rank, calls));
-  for (const std::size_t rank : {3u, 2u, 1u, 0u}) ranks[rank]->issue();  // the last does its share
+  const Ranks ranks = make_ranks(region, calls);
+  for (const std::size_t rank : {3u, 2u, 1u, 0u}) ranks[rank]->issue();  // the last one executes
   for (const std::size_t rank : {0u, 2u, 3u})
     CHECK(ranks[rank]->engine.test(1).outcome == Outcome::pending);
   ranks[3]->engine.abort();
-  ranks[3]->use_buffers_for_something_else();
+  ranks[3]->overwrite_buffers();
   CHECK(ranks[1]->engine.test(1).outcome == Outcome::pending);
   for (const std::size_t rank : {2u, 1u, 0u}) {
-    take_for_dead(ranks[rank]->engine, 3);
+    mark_dead(ranks[rank]->engine, 3);
     ranks[rank]->engine.abort();
-    ranks[rank]->engine.forget(3);
+    ranks[rank]->engine.exclude(3);
     ranks[rank]->engine.test(1);
   }
   for (const std::size_t rank : {0u, 1u, 2u}) {
-    const Verdict verdict = ranks[rank]->engine.test(1);
-    CHECK(verdict.outcome == Outcome::torn && verdict.first == 3);
+    const Result result = ranks[rank]->engine.test(1);
+    CHECK(result.outcome == Outcome::torn && result.first == 3);
   }
 }
 
-// Two are lost in a broadcast through windows, the root among them, and it is not the last of them.
-void test_a_root_is_missed_among_others() {
+// Two ranks die in a broadcast through windows; the root is not the last of them.
+void test_dead_root_among_dead_ranks() {
   Region region = Region::create("memfd", kSize, tiny());
-  std::vector<Call> calls(1, {Kind::broadcast, 0, 400, {}});
-  std::vector<std::unique_ptr<Rank>> ranks;
-  for (int rank = 0; rank < kSize; ++rank)
-    ranks.push_back(std::make_unique<Rank>(region, rank, calls));
+  std::vector<Call> calls(1, {Collective::broadcast, 0, 400, {}});
+  const Ranks ranks = make_ranks(region, calls);
   for (const auto& rank : ranks) rank->issue();
   for (const std::size_t rank : {1u, 3u})
-    for (const int lost : {0, 2}) ranks[rank]->engine.forget(lost);
+    for (const int lost : {0, 2}) ranks[rank]->engine.exclude(lost);
   for (int turn = 0; turn < 20; ++turn)
     for (const std::size_t rank : {1u, 3u}) ranks[rank]->engine.test(1);
   for (const std::size_t rank : {1u, 3u}) {
-    const Verdict verdict = ranks[rank]->engine.test(1);
-    CHECK(verdict.outcome == Outcome::torn && verdict.first == 0);
+    const Result result = ranks[rank]->engine.test(1);
+    CHECK(result.outcome == Outcome::torn && result.first == 0);
   }
 }
 
 // -- stopped in the middle --------------------------------------------------------------------------
 
-// Rank 1 is stopped in the middle of its share. Rank 0 gives up meanwhile and uses its buffer for
-// something else. When rank 1 goes on, it ends the piece at hand and leaves the rest alone.
-void test_who_was_stopped_goes_no_further_than_a_piece(Kind kind) {
+// Rank 1 is stopped in the middle of an operation. Rank 0 aborts meanwhile and overwrites its buffer. When
+// rank 1 continues, it completes the current piece and does not access the rest.
+void test_stopped_rank_ends_with_its_piece(Collective kind) {
   constexpr std::size_t kPages = 16;
   constexpr std::size_t kInts = kPages * Trap::kBytes / sizeof(int);
   constexpr std::size_t kInPage = Trap::kBytes / sizeof(int);
@@ -328,21 +329,21 @@ void test_who_was_stopped_goes_no_further_than_a_piece(Kind kind) {
   mine.fill(1);
   theirs.fill(2);
   const auto ticket = zero.issue(in_place(kind, mine, 1));
-  // The second half is rank 1's to store, in either kind, and page 12 is in it.
+  // Rank 1 stores the second half in both collectives; page 12 is in it.
   constexpr std::size_t kAt = 12 * kInPage;
   Trap trap(theirs.bytes() + kAt * sizeof(int));
   std::uint64_t other = 0;
   std::thread peer([&] { other = one.issue(in_place(kind, theirs, 1)); });
-  trap.await();
-  CHECK(zero.is_untouched());
-  zero.abort();  // which waits, but not for ever
-  CHECK(!zero.is_untouched());
+  trap.wait_until_caught();
+  CHECK(zero.is_quiescent());
+  zero.abort();  // waits until its timeout
+  CHECK(!zero.is_quiescent());
   for (std::size_t i = 0; i < kInts; ++i)
     if (i < kAt || i >= kAt + kInPiece) mine[i] = 5;
-  trap.let_go();
+  trap.release();
   peer.join();
-  CHECK(!trap.outlasted());
-  CHECK(zero.is_untouched());
+  CHECK(!trap.timed_out());
+  CHECK(zero.is_quiescent());
   bool right = true;
   for (std::size_t i = 0; i < kInts; ++i)
     right = right && (mine[i] == 5 || (i >= kAt && i < kAt + kInPiece));
@@ -351,36 +352,36 @@ void test_who_was_stopped_goes_no_further_than_a_piece(Kind kind) {
   CHECK(one.test(other).outcome == Outcome::pending);
 }
 
-// The same, but rank 0 goes on in the end, its buffer as it was: nothing is added twice or left out.
-void test_a_share_is_taken_up_where_it_was_left(Kind kind) {
-  std::atomic<bool> gave_up{false};
+// Rank 0 aborts and resumes repeatedly, with its buffer unchanged: nothing is reduced twice or left out.
+void test_resume_after_abort(Collective kind) {
+  std::atomic<bool> aborted{false};
   run(3, [&](Engine& engine, int rank) {
-    if (rank == 2) return;  // whose death is the reason
+    if (rank == 2) return;  // plays the dead rank
     Buffer buffer(engine, 4096, true);
     for (std::size_t i = 0; i < 4096; ++i) buffer[i] = static_cast<int>(i) * (rank + 1);
-    engine.forget(2);
+    engine.exclude(2);
     const auto ticket = engine.issue(in_place(kind, buffer, 1));
     if (rank == 0) {
       for (int turn = 0; turn < 20; ++turn) {
         engine.test(ticket);
         engine.abort();
         yield_core();
-        engine.forget(2);
+        engine.exclude(2);
       }
-      gave_up = true;
+      aborted = true;
     } else {
-      while (!gave_up) engine.test(ticket);
+      while (!aborted) engine.test(ticket);
     }
     finish(engine, ticket);
     bool right = true;
-    const int times = kind == Kind::allreduce ? 3 : 2;
+    const int times = kind == Collective::allreduce ? 3 : 2;
     for (std::size_t i = 0; i < 4096; ++i) right = right && buffer[i] == static_cast<int>(i) * times;
     CHECK(right);
   });
 }
 
-// Rank 0 gives up at any moment, and has its buffer to itself: ThreadSanitizer sees who touches it.
-void test_a_buffer_is_its_owners_after_giving_up(Kind kind) {
+// Rank 0 aborts at any time and owns its buffer: ThreadSanitizer reports an access.
+void test_aborted_buffer_is_not_accessed(Collective kind) {
   for (std::uint64_t turn = 0; turn < 30; ++turn) {
     std::atomic<bool> over{false};
     std::atomic<std::uint64_t> tries[3]{};
@@ -388,8 +389,8 @@ void test_a_buffer_is_its_owners_after_giving_up(Kind kind) {
       Buffer buffer(engine, 4000, true);
       buffer.fill(1);
       std::uint64_t ticket = engine.issue(in_place(kind, buffer, 1));
-      const auto give_up_at = now_ns() + turn * 20'000;
-      while (rank == 0 ? now_ns() < give_up_at : !over) {
+      const auto abort_at = now_ns() + turn * 20'000;
+      while (rank == 0 ? now_ns() < abort_at : !over) {
         if (engine.test(ticket).outcome == Outcome::finished)
           ticket = engine.issue(in_place(kind, buffer, 1));
         ++tries[rank];
@@ -397,7 +398,7 @@ void test_a_buffer_is_its_owners_after_giving_up(Kind kind) {
       }
       engine.abort();
       if (rank != 0) return;
-      if (engine.is_untouched()) {  // and not on a machine that had no time for a piece
+      if (engine.is_quiescent()) {  // false if the machine was too busy to finish a piece in time
         buffer.fill(kGarbage);
         for (const int other : {1, 2}) {
           const std::uint64_t seen = tries[other];
@@ -414,18 +415,19 @@ void test_a_buffer_is_its_owners_after_giving_up(Kind kind) {
 
 int main(int count, char** values) {
   test_survivors_agree(count > 1 ? static_cast<unsigned>(std::atoi(values[1])) : 300);
-  for (const Kind kind : {Kind::allreduce, Kind::broadcast, Kind::allgather, Kind::reduce, Kind::scatter}) {
-    test_a_completed_call_is_not_torn(kind);
-    test_a_call_is_torn_for_all(kind);
+  for (const Collective kind : {Collective::allreduce, Collective::broadcast, Collective::allgather,
+                                Collective::reduce, Collective::scatter}) {
+    test_completed_operation_is_not_torn(kind);
+    test_torn_on_all_survivors(kind);
   }
-  test_a_root_is_missed_among_others();
-  for (const Kind kind : {Kind::allreduce, Kind::broadcast}) {
-    test_who_was_stopped_goes_no_further_than_a_piece(kind);
-    for (const Driven by : {Driven::by_callers, Driven::by_both}) {
-      driven = by;
-      test_a_share_is_taken_up_where_it_was_left(kind);
-      test_a_buffer_is_its_owners_after_giving_up(kind);
+  test_dead_root_among_dead_ranks();
+  for (const Collective kind : {Collective::allreduce, Collective::broadcast}) {
+    test_stopped_rank_ends_with_its_piece(kind);
+    for (const DriverMode by : {DriverMode::callers, DriverMode::mixed}) {
+      driver_mode = by;
+      test_resume_after_abort(kind);
+      test_aborted_buffer_is_not_accessed(kind);
     }
   }
-  return tell();
+  return report();
 }

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <exception>
+#include <initializer_list>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -104,6 +105,62 @@ std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double 
   return start(started, work, [&] { return engine.issue(std::move(request)); });
 }
 
+template <class Enum>
+using Names = std::initializer_list<std::pair<const char*, Enum>>;
+
+template <class Enum>
+nb::dict to_dict(Names<Enum> names) {
+  nb::dict values;
+  for (const auto& [name, value] : names) values[name] = static_cast<int>(value);
+  return values;
+}
+
+// Exports an enum as a class with integer attributes: calls take and return plain integers, which are
+// faster to convert and compare than Python enums.
+template <class Enum>
+void add_constants(nb::module_& module, const char* name, Names<Enum> names) {
+  nb::dict members = to_dict(names);
+  members["__module__"] = module.attr("__name__");
+  const nb::handle type(reinterpret_cast<PyObject*>(&PyType_Type));
+  module.attr(name) = type(name, nb::tuple(), members);
+}
+
+void export_constants(nb::module_& module) {
+  module.attr("MAX_RANKS") = kMaxRanks;
+  module.attr("DTYPES") = to_dict<DType>(
+      {{"float32", DType::float32},     {"float64", DType::float64}, {"float16", DType::float16},
+       {"bfloat16", DType::bfloat16},   {"int8", DType::int8},       {"int16", DType::int16},
+       {"int32", DType::int32},         {"int64", DType::int64},     {"uint8", DType::uint8},
+       {"uint16", DType::uint16},       {"uint32", DType::uint32},   {"uint64", DType::uint64},
+       {"bool", DType::boolean},        {"complex64", DType::complex64},
+       {"complex128", DType::complex128}});
+  using Op = ReduceOp;
+  add_constants<Op>(module, "ReduceOp",
+                    {{"SUM", Op::sum}, {"AVG", Op::avg}, {"PRODUCT", Op::product},
+                     {"MIN", Op::min}, {"MAX", Op::max}, {"BAND", Op::band},
+                     {"BOR", Op::bor}, {"BXOR", Op::bxor}, {"PREMUL_SUM", Op::premul_sum}});
+  using C = Collective;
+  add_constants<C>(module, "Collective",
+                   {{"BARRIER", C::barrier}, {"ALLREDUCE", C::allreduce}, {"REDUCE", C::reduce},
+                    {"BROADCAST", C::broadcast}, {"ALLGATHER", C::allgather}, {"GATHER", C::gather},
+                    {"SCATTER", C::scatter}, {"REDUCE_SCATTER", C::reduce_scatter},
+                    {"ALLTOALL", C::alltoall}});
+  add_constants<Outcome>(module, "Outcome",
+                         {{"PENDING", Outcome::pending}, {"FINISHED", Outcome::finished},
+                          {"DEAD", Outcome::dead}, {"MISMATCH", Outcome::mismatch},
+                          {"ABORTED", Outcome::aborted}, {"ROOT_LEFT", Outcome::root_left},
+                          {"TORN", Outcome::torn}});
+  using State = Transfers::State;
+  add_constants<State>(module, "TransferState",
+                       {{"PENDING", State::pending}, {"FINISHED", State::finished},
+                        {"WRONG_SIZE", State::wrong_size}, {"CANCELLED", State::cancelled},
+                        {"STARVED", State::starved}, {"STOPPED", State::stopped}});
+  using Stage = Engine::RejoinStage;
+  add_constants<Stage>(module, "RejoinStage",
+                       {{"OUTSIDE", Stage::outside}, {"WAITING", Stage::waiting},
+                        {"ENTERING", Stage::entering}, {"ENTERED", Stage::entered}});
+}
+
 // A finalizing interpreter ends threads that return to it by unwinding their stacks. Through C++ code
 // that must not be unwound (pybind11's, nanobind's, torch's callbacks) that calls `terminate`, and the
 // process aborts. After this call, such a thread sleeps until the process has ended.
@@ -125,7 +182,7 @@ NB_MODULE(_engine, module) {
   module.doc() = "The shared-memory engine.";
   // A group that was not shut down lives as long as the interpreter.
   nb::set_leak_warnings(false);
-  module.attr("MAX_RANKS") = kMaxRanks;
+  export_constants(module);
   module.def("stream_bytes",
              [](Address into, Address from, std::size_t bytes) {
                stream_bytes(pointer(into), pointer(from), bytes);

@@ -10,6 +10,52 @@ from phalanx.groups._flight_recorder import Call, FlightRecorder
 from phalanx.groups._work import Work
 
 MAX_RANKS: int
+DTYPES: dict[str, int]  # by torch's names, in the order of their numbers
+
+class ReduceOp:
+    SUM: int
+    AVG: int
+    PRODUCT: int
+    MIN: int
+    MAX: int
+    BAND: int
+    BOR: int
+    BXOR: int
+    PREMUL_SUM: int
+
+class Collective:
+    BARRIER: int
+    ALLREDUCE: int
+    REDUCE: int
+    BROADCAST: int
+    ALLGATHER: int
+    GATHER: int
+    SCATTER: int
+    REDUCE_SCATTER: int
+    ALLTOALL: int
+
+class Outcome:
+    PENDING: int
+    FINISHED: int
+    DEAD: int
+    MISMATCH: int
+    ABORTED: int
+    ROOT_LEFT: int
+    TORN: int
+
+class TransferState:
+    PENDING: int
+    FINISHED: int
+    WRONG_SIZE: int
+    CANCELLED: int
+    STARVED: int
+    STOPPED: int
+
+class RejoinStage:
+    OUTSIDE: int
+    WAITING: int
+    ENTERING: int
+    ENTERED: int
 
 def park_dying_threads() -> None: ...
 def instruction_set() -> str: ...

@@ -1,8 +1,8 @@
-"""Draw the pictures of mesh.md: python docs/mesh/pictures.py; a test says when they are old."""
+"""Draw the pictures of mesh.md. A test fails when they are outdated."""
 
 from pathlib import Path
 
-from phalanx.mesh._drawing import svg
+from phalanx.mesh._drawing import draw_mesh
 from phalanx.mesh._plan import plan_mesh
 from phalanx.mesh.layout import MeshLayout
 
@@ -29,7 +29,7 @@ def pictures() -> dict[str, str]:
 
 def _part(layout: MeshLayout, *names: str) -> str:
     start, _ = layout.locate(RANK)
-    return svg(layout, names=names, rank=RANK, ranks_per_host=8, start=start)
+    return draw_mesh(layout, names=names, rank=RANK, ranks_per_host=8, start=start, svg=True)
 
 
 if __name__ == "__main__":

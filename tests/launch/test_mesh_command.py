@@ -19,8 +19,8 @@ def test_it_prints_coordinates_groups_and_hosts(phalanx):
         "rank 513 is at dp=4, pp=0, tp=1, on host 64",
         "",
         "axis  size  stride  crosses hosts  at  group of rank 513",
-        "dp    8     128     yes            4   1,129,257,385,513,641,769,897 on 8 hosts",
-        "pp    16    8       yes            0   513,521,529,…,633 on 16 hosts",
+        "dp    8     128     yes            4   1-897:128 on 8 hosts",
+        "pp    16    8       yes            0   513-633:8 on 16 hosts",
         "tp    8     1       no             1   512-519 on host 64",
     ]
 

@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh._drawing import svg, text, visible_positions
+from phalanx.mesh._drawing import draw_mesh, visible_positions
 from phalanx.mesh.layout import FlatLayout, MeshLayout
+
+
+def draw_svg(layout, **options):
+    return draw_mesh(layout, svg=True, **options)
+
 
 SVG = "{http://www.w3.org/2000/svg}"
 LARGE = MeshLayout.from_sizes_strides((64, 64, 64))
@@ -25,7 +30,7 @@ def words(picture):
 
 
 def test_text_shows_ranks_hosts_and_this_rank():
-    drawn = text(mesh(2, 8), names=("dp", "tp"), rank=5, ranks_per_host=4)
+    drawn = draw_mesh(mesh(2, 8), names=("dp", "tp"), rank=5, ranks_per_host=4)
     assert drawn.splitlines() == [
         "dp=2 × tp=8: 16 ranks, hosts of 4",  # noqa: RUF001
         "rank 5 is at dp=0, tp=5, on host 1",
@@ -38,7 +43,7 @@ def test_text_shows_ranks_hosts_and_this_rank():
 
 def test_a_line_lies_between_hosts_of_several_rows():
     nested = MeshLayout([FlatLayout((2, 2), (8, 1)), FlatLayout(4, 2)])
-    drawn = text(nested, names=("dp", "tp"), ranks_per_host=4)
+    drawn = draw_mesh(nested, names=("dp", "tp"), ranks_per_host=4)
     assert drawn.splitlines()[2:] == [
         "        0    1    2    3   tp",
         "dp=0    0    2 │  4    6   hosts 0-1",
@@ -50,12 +55,12 @@ def test_a_line_lies_between_hosts_of_several_rows():
 
 
 def test_a_block_is_drawn_for_each_place_along_the_outer_axes():
-    lines = text(mesh(2, 2, 1, 2), names="abcd").splitlines()
+    lines = draw_mesh(mesh(2, 2, 1, 2), names="abcd").splitlines()
     titles = [line for line in lines if line.startswith("a=") and ":" not in line]
     assert titles == ["a=0, b=0", "a=0, b=1", "a=1, b=0", "a=1, b=1"]
 
 
-@pytest.mark.parametrize("draw", [text, svg])
+@pytest.mark.parametrize("draw", [draw_mesh, draw_svg])
 def test_a_mesh_without_names_hosts_or_rank_is_drawn(draw):
     for layout in [mesh(), mesh(1), mesh(8), mesh(2, 3), mesh(2, 1, 3)]:
         drawn = draw(layout)
@@ -63,7 +68,7 @@ def test_a_mesh_without_names_hosts_or_rank_is_drawn(draw):
         assert f"{layout.numel()} rank" in drawn
 
 
-@pytest.mark.parametrize("draw", [text, svg])
+@pytest.mark.parametrize("draw", [draw_mesh, draw_svg])
 def test_a_rank_elsewhere_is_said_to_be_elsewhere(draw):
     assert "rank 9 is not in this mesh" in draw(mesh(2, 2), rank=9)
     assert "rank 3 is not in this mesh" in draw(mesh(4), rank=3, rank_map=[4, 5, 6, 7])
@@ -71,8 +76,8 @@ def test_a_rank_elsewhere_is_said_to_be_elsewhere(draw):
 
 def test_a_large_mesh_fits_a_screen_and_costs_little():
     begin = time.perf_counter()
-    drawn = text(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
-    picture = svg(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
+    drawn = draw_mesh(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
+    picture = draw_svg(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
     assert time.perf_counter() - begin < 0.5
     lines = drawn.splitlines()
     assert len(lines) < 45
@@ -86,13 +91,13 @@ def test_a_large_mesh_fits_a_screen_and_costs_little():
 
 def test_a_copy_elsewhere_shows_its_own_ranks():
     tp = mesh(4, 4)[1:]
-    drawn = text(tp, names=("tp",), rank=6, start=4)
+    drawn = draw_mesh(tp, names=("tp",), rank=6, start=4)
     assert drawn.splitlines()[-1].split() == ["4", "5", "[6]", "7"]
 
 
 def test_a_map_of_ranks_is_followed():
     layout = mesh(2, 2)
-    drawn = text(layout, names=("dp", "tp"), rank=30, rank_map=[10, 20, 30, 40])
+    drawn = draw_mesh(layout, names=("dp", "tp"), rank=30, rank_map=[10, 20, 30, 40])
     assert drawn.splitlines()[1] == "rank 30 is at dp=1, tp=0"
     assert drawn.splitlines()[-1].split() == ["dp=1", "[30]", "40"]
 
@@ -126,17 +131,17 @@ def test_every_mesh_is_drawn_as_valid_and_equal_pictures(sizes, rank, ranks_per_
     names = data.draw(st.none() | st.tuples(*[letters] * len(sizes)))
     options = {"names": names, "rank": rank, "ranks_per_host": ranks_per_host}
     layout = mesh(*sizes)
-    picture = svg(layout, **options)
-    assert picture == svg(layout, **options)
+    picture = draw_svg(layout, **options)
+    assert picture == draw_svg(layout, **options)
     numbers = {int(word) for word in words(picture) if word and re.fullmatch(r"\d{1,4}", word)}
     assert layout.numel() - 1 in numbers
     if layout.contains(rank):
         assert rank in numbers
-        assert text(layout, **options).count(f"[{rank}]") >= bool(sizes)
+        assert draw_mesh(layout, **options).count(f"[{rank}]") >= bool(sizes)
 
 
 def test_the_svg_tells_groups_and_hosts_apart_by_more_than_colour():
-    picture = svg(mesh(2, 2, 4), names=("pp", "dp", "tp"), rank=6, ranks_per_host=8)
+    picture = draw_svg(mesh(2, 2, 4), names=("pp", "dp", "tp"), rank=6, ranks_per_host=8)
     assert {"rank 6", "its pp group", "its dp group", "its tp group"} <= set(words(picture))
     assert {"host 0", "host 1", "pp=0", "pp=1"} <= set(words(picture))
     dashes = set(re.findall(r'stroke-dasharray="([^"]+)"', picture))
@@ -144,7 +149,7 @@ def test_the_svg_tells_groups_and_hosts_apart_by_more_than_colour():
 
 
 def test_the_svg_stays_inside_its_frame():
-    picture = ET.fromstring(svg(LARGE, rank=9, ranks_per_host=4))
+    picture = ET.fromstring(draw_svg(LARGE, rank=9, ranks_per_host=4))
     width, height = float(picture.get("width")), float(picture.get("height"))
     for group in picture.iter(f"{SVG}g"):
         left, top = map(float, re.findall(r"[\d.]+", group.get("transform")))
@@ -155,6 +160,6 @@ def test_the_svg_stays_inside_its_frame():
 
 def test_wrong_data_is_refused():
     with pytest.raises(InvalidArgument, match="1 names"):
-        text(mesh(2, 2), names=("dp",))
-    with pytest.raises(InvalidArgument, match="not 0"):
-        svg(mesh(2, 2), ranks_per_host=0)
+        draw_mesh(mesh(2, 2), names=("dp",))
+    with pytest.raises(InvalidArgument, match="got 0"):
+        draw_svg(mesh(2, 2), ranks_per_host=0)

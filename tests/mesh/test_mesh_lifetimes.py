@@ -83,7 +83,7 @@ def aside(function):
 
 def all_forgotten(mesh):
     """Wait until a shutdown on another thread has begun."""
-    while mesh._root_state.groups._made:
+    while mesh._root_state.groups._groups:
         threading.Event().wait(0.001)
 
 

@@ -64,6 +64,17 @@ def distributes(ctx, mesh):
     assert torch.equal((spread @ whole).full_tensor(), matrix @ matrix)
 
 
+def is_accepted_by_dtensor(ctx, mesh):
+    """DTensor works on our mesh itself, without a conversion."""
+    matrix = torch.arange(16.0).reshape(4, 4)
+    spread = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
+    row, column = mesh.get_coordinate()
+    assert torch.equal(spread.to_local(), matrix.chunk(2)[row].chunk(2, 1)[column])
+    whole = spread.redistribute(mesh, [Replicate(), Replicate()])
+    assert torch.equal(whole.to_local(), matrix)
+    assert torch.equal((spread @ whole).full_tensor(), matrix @ matrix)
+
+
 def trains_in_parallel(ctx, mesh):
     data, model = mesh.mesh_dim_names
     torch.manual_seed(0)
@@ -119,7 +130,7 @@ def takes_torchs_own(ctx, mesh):
 
 @pytest.mark.parametrize(
     "body",
-    [distributes, trains_in_parallel, comes_back, takes_torchs_own],
+    [distributes, is_accepted_by_dtensor, trains_in_parallel, comes_back, takes_torchs_own],
     ids=lambda b: b.__name__,
 )
 def test_on_torchs_default_group(ranks, body):
@@ -128,7 +139,9 @@ def test_on_torchs_default_group(ranks, body):
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(
-    "body", [distributes, trains_in_parallel, comes_back], ids=lambda b: b.__name__
+    "body",
+    [distributes, is_accepted_by_dtensor, trains_in_parallel, comes_back],
+    ids=lambda b: b.__name__,
 )
 def test_on_a_group_of_ours(ranks, body, backend):
     ranks.run(on_our_group, 4, args=(body, backend))

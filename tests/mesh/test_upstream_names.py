@@ -12,8 +12,10 @@ from torch.distributed import _mesh_layout as upstream_layout
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import phalanx.mesh
+from phalanx.errors import InvalidState
 from phalanx.groups import new_group
 from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh, layout
+from phalanx.mesh._device_mesh import RootState
 from phalanx.testing import ThreadRanks, over_groups
 
 from .kits import NAMES, PROGRAMS, WORLD, Ours, told
@@ -91,6 +93,81 @@ def test_properties_are_properties():
 @pytest.mark.parametrize("name", [name for name in METHODS if re.fullmatch("_[a-z].*", name)])
 def test_an_underscore_name_is_an_alias(name):
     assert getattr(DeviceMesh, name) is getattr(DeviceMesh, name[1:])
+
+
+# -- the base class ------------------------------------------------------------------------
+
+INHERITED = {
+    "__annotations__",
+    "_compute_coordinates_from_mesh",  # static
+    "_get_mesh_tensor_from_full_mesh",  # static
+    "_init_one_process_group",  # static
+    "_init_process_groups",  # static
+    "_stable_hash",  # of _hash_key, which is ours
+    "_sym_get_coordinate",  # of properties that are ours
+}
+UNSUPPORTED = {
+    "__getstate__",
+    "__setstate__",
+    "_create_flatten_mesh",
+    "_create_sub_mesh",
+    "_create_unflatten_mesh",
+    "_setup_world_group_and_device",
+}
+
+
+def test_each_name_of_torchs_mesh_is_overridden_or_safe_to_inherit():
+    """A method that torch adds must not run on state that our mesh lacks."""
+    assert set(vars(upstream.DeviceMesh)) - set(vars(DeviceMesh)) == INHERITED
+    attributes = set(upstream.DeviceMesh.__annotations__)
+    assert attributes - set(vars(DeviceMesh)) == {"_layout", "_mesh_dim_names"}  # set on instances
+
+
+def test_names_that_need_the_state_of_torchs_mesh_raise():
+    group = new_group("fake", rank=1, world_size=4)
+    mesh = init_device_mesh("cpu", (2, 2), group=group)
+    for name in UNSUPPORTED:
+        with pytest.raises(InvalidState, match=name):
+            getattr(mesh, name)()
+    group.shutdown()
+
+
+def test_what_torch_reads_from_a_mesh_is_there():
+    group = new_group("fake", rank=6, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), group=group)
+    assert isinstance(mesh, upstream.DeviceMesh)
+    assert mesh._rank_map.tolist() == list(mesh._flatten_rank_map) == list(range(8))
+    assert (mesh._rank, mesh._device_type, mesh._thread_id) == (6, "cpu", None)
+    assert (mesh._root_mesh, mesh["tp"]._root_mesh) == (None, mesh)
+    assert mesh._coordinate_on_dim == mesh._compute_coordinate_on_dim() == (1, 2)
+    assert mesh._sym_get_coordinate(1) == 2
+    assert mesh._is_current_rank_part_of_mesh()
+    assert mesh._flatten_mapping == {}
+    flat = mesh.flatten("all")
+    assert mesh._flatten_mapping == {"all": flat}
+    groups = mesh.get_all_groups()
+    assert mesh._dim_group_names == [each.group_name for each in groups]
+    assert mesh._pg_registry == {each.group_name: each for each in groups}
+    same = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), group=group)
+    assert mesh._stable_hash() == same._stable_hash() != mesh["tp"]._stable_hash()
+    assert DeviceMesh.from_torch(mesh) is mesh
+    mesh.shutdown()
+    group.shutdown()
+
+
+def test_a_large_mesh_builds_no_rank_map(monkeypatch):
+    def fail(*_args, **_kwargs):
+        raise AssertionError("a map of all ranks was built")
+
+    monkeypatch.setattr(RootState, "global_ranks", fail)
+    monkeypatch.setattr(RootState, "tensor", fail)
+    group = new_group("fake", rank=513, world_size=16_384)
+    mesh = make_everything(group, (256, 8, 8))
+    assert isinstance(mesh._root_state.ranks, range)
+    assert mesh["tp"].get_group().size() == 8
+    assert {mesh, mesh["dp"]}
+    mesh.shutdown()
+    group.shutdown()
 
 
 # -- the same everywhere -------------------------------------------------------------------

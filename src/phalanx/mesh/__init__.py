@@ -1,7 +1,7 @@
-"""Device meshes: ranks with coordinates, and groups along their axes when they are used.
+"""Device meshes: ranks with coordinates, and process groups along their axes.
 
-The names and meanings of ``torch.distributed.device_mesh``, and beyond them: a mesh is a layout to
-compute with, a group is made on first use by its members only, and meshes stand on any group.
+The API of ``torch.distributed.device_mesh``. A mesh is a layout of constant size, may be made on
+any group, and forms the group of an axis on first use, by its members only.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = [
     "init_device_mesh",
 ]
 
-# What needs torch is imported when it is asked for: planning a mesh does without.
-_LATER = {
+# Imported on access, since they need torch and `phalanx mesh` does not.
+_LAZY = {
     "DeviceMesh": "_device_mesh",
     "_MeshEnv": "_mesh_env",
     "_mesh_resources": "_mesh_env",
@@ -37,14 +37,14 @@ _LATER = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LATER:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    # Loaded submodules, but not what this file imports.
     loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
     return sorted({*__all__, *loaded})

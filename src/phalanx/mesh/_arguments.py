@@ -1,7 +1,6 @@
 """Validation of mesh arguments: shapes, names, ranks, device types, backend overrides.
 
-Every function raises `InvalidMesh` or `InvalidType` naming the argument, before anything is
-made.
+Every function raises `InvalidMesh` or `InvalidType`, naming the argument.
 """
 
 from __future__ import annotations
@@ -21,62 +20,59 @@ from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
 
 
 def check_device_type(device_type: object) -> str:
-    """Check that a device type is one, and has no index."""
     if not isinstance(device_type, str):
         raise InvalidType(
-            f"device_type is a name such as 'cpu' or 'cuda', not {device_type!r}"
+            f"device_type must be a string such as 'cpu' or 'cuda', got {device_type!r}"
             + (": pass its .type" if isinstance(device_type, torch.device) else "")
         )
     if not device_type.isalpha():
         kind = device_type.partition(":")[0]
         raise InvalidMesh(
-            f"device type {device_type!r} is not the name of a kind of device: a mesh has one kind "
-            f"for all ranks, without an index, such as {kind if kind.isalpha() else 'cuda'!r}"
+            f"device_type must be a type without an index, such as "
+            f"{kind if kind.isalpha() else 'cuda'!r}, got {device_type!r}"
         )
     return device_type
 
 
 def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
-    """Check the sizes of the axes."""
     try:
         sizes = tuple(shape)
     except TypeError:
-        raise InvalidType(f"mesh_shape is a tuple of sizes, not {shape!r}") from None
+        raise InvalidType(f"mesh_shape must be a tuple of sizes, got {shape!r}") from None
     for size in sizes:
         if not isinstance(size, int):
-            raise InvalidMesh(f"mesh_shape {sizes} has the size {size!r}: sizes are whole numbers")
+            raise InvalidMesh(f"mesh_shape must have integers only, got {size!r} in {sizes}")
         if size < 1:
-            raise InvalidMesh(f"mesh_shape {sizes} has the size {size}: every axis has at least 1")
+            raise InvalidMesh(f"sizes in mesh_shape must be at least 1, got {size} in {sizes}")
     return sizes
 
 
 def check_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | None:
-    """Check the names of the axes: one for each, all different."""
     if names is None:
         return None
     if isinstance(names, str):
-        raise InvalidMesh(f"mesh_dim_names is a tuple of names, not the string {names!r}")
+        raise InvalidMesh(f"mesh_dim_names must be a tuple of names, got the string {names!r}")
     try:
         names = tuple(names)
     except TypeError:
-        raise InvalidType(f"mesh_dim_names is a tuple of names, not {names!r}") from None
+        raise InvalidType(f"mesh_dim_names must be a tuple of names, got {names!r}") from None
     for name in names:
         if not isinstance(name, str):
-            raise InvalidType(f"mesh_dim_names {names} has {name!r}: names are strings")
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise InvalidMesh(f"mesh_dim_names {names} has {twice[0]!r} more than once")
+            raise InvalidType(f"mesh_dim_names must be strings, got {name!r} in {names}")
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise InvalidMesh(f"mesh_dim_names {names} has {repeated[0]!r} more than once")
     if len(names) != ndim:
-        raise InvalidMesh(f"mesh_dim_names {names} are {len(names)} names for {ndim} axes")
+        raise InvalidMesh(f"mesh_dim_names {names} has {len(names)} names for {ndim} axes")
     return names
 
 
 def read_ranks(mesh: Any) -> tuple[tuple[int, ...], Sequence[int]]:
-    """Return the shape of an array of ranks, and the ranks in order: a range where they are one."""
+    """Return the shape of an array of ranks, and the ranks in order, as a range if possible."""
     tensor = mesh.detach().cpu() if isinstance(mesh, torch.Tensor) else _rank_tensor(mesh)
     whole = tensor.to(torch.int64)
     if tensor.dtype.is_floating_point and not torch.equal(whole.to(tensor.dtype), tensor):
-        raise InvalidMesh(f"mesh {tensor.tolist()} has ranks that are not whole numbers")
+        raise InvalidMesh(f"mesh must have integers only, got {tensor.tolist()}")
     return tuple(tensor.shape), as_range(whole.flatten().tolist())
 
 
@@ -90,7 +86,7 @@ def _rank_tensor(mesh: Any) -> torch.Tensor:
 
 
 def as_range(ranks: Sequence[int]) -> Sequence[int]:
-    """Return ranks as a range if they are evenly spaced and ascend, else as a tuple."""
+    """Return evenly spaced, ascending ranks as a range, others as a tuple."""
     if isinstance(ranks, range):
         return ranks
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
@@ -102,20 +98,19 @@ def as_range(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def check_ranks(ranks: Sequence[int], *, size: int | None) -> None:
-    """Check that ranks are different and in the group; its size may be unknown."""
     if not ranks:
-        raise InvalidMesh("a mesh has at least one rank")
+        raise InvalidMesh("mesh must have at least one rank")
     if size is not None and len(ranks) > size:
-        raise InvalidMesh(f"a mesh of {len(ranks)} ranks is larger than its group of {size}")
+        raise InvalidMesh(f"mesh has {len(ranks)} ranks, more than its group ({size})")
     least, most = (ranks[0], ranks[-1]) if isinstance(ranks, range) else (min(ranks), max(ranks))
     limit = math.inf if size is None else size
     for rank in (least, most):
         if not 0 <= rank < limit:
-            allowed = "from 0" if size is None else f"0 to {size - 1}"
-            raise InvalidMesh(f"mesh has rank {rank}: the ranks of its group are {allowed}")
+            allowed = "at least 0" if size is None else f"0 to {size - 1}"
+            raise InvalidMesh(f"mesh has rank {rank}, but ranks of its group are {allowed}")
     if not isinstance(ranks, range) and len(set(ranks)) < len(ranks):
-        twice = next(rank for rank, count in Counter(ranks).items() if count > 1)
-        raise InvalidMesh(f"mesh has rank {twice} more than once: every rank has one place")
+        repeated = next(rank for rank, count in Counter(ranks).items() if count > 1)
+        raise InvalidMesh(f"mesh has rank {repeated} more than once")
 
 
 Override = (
@@ -125,7 +120,7 @@ Override = (
     | Backend.Options
     | tuple[str | None, Backend.Options | Mapping[str, Any] | timedelta | None]
 )
-"""A backend, its options (torch's, or ours by name), a timeout, or a backend with one of these."""
+"""A backend, its options (torch's object or a dict), a timeout, or a backend and one of these."""
 
 Overrides = Mapping[int | str, Override] | Sequence[Override | tuple[None, None] | None]
 
@@ -133,22 +128,21 @@ Overrides = Mapping[int | str, Override] | Sequence[Override | tuple[None, None]
 def parse_overrides(
     overrides: Overrides | None, ndim: int, names: Sequence[str] | None
 ) -> tuple[GroupOptions, ...]:
-    """Return the options of every axis, from overrides by name or number or one for each axis."""
+    """Return the options of each axis, from a dict by axis or a sequence with one per axis."""
     if overrides is None:
         return (DEFAULT_OPTIONS,) * ndim
     if not isinstance(overrides, Mapping):
         if isinstance(overrides, str) or not isinstance(overrides, Sequence):
             raise InvalidType(
-                "backend_override is a dict from axes to backends and options, or has one of these "
-                f"for every axis: not {overrides!r}"
+                f"backend_override must be a dict by axis or one entry per axis, got {overrides!r}"
             )
         if len(overrides) != ndim:
             raise InvalidMesh(
-                f"backend_override has {len(overrides)} entries for a mesh of {ndim} axes: give "
-                "one for each, or a dict for some of them"
+                f"backend_override has {len(overrides)} entries for a mesh of {ndim} axes. "
+                "Hint: a dict may name some of them."
             )
         return tuple(map(parse_override, overrides))
-    found = [DEFAULT_OPTIONS] * ndim
+    options = [DEFAULT_OPTIONS] * ndim
     given: dict[int, int | str] = {}
     for key, value in overrides.items():
         axis = _override_axis(key, ndim, names)
@@ -157,8 +151,8 @@ def parse_overrides(
                 f"backend_override names axis {axis} twice, as {given[axis]!r} and as {key!r}"
             )
         given[axis] = key
-        found[axis] = parse_override(value)
-    return tuple(found)
+        options[axis] = parse_override(value)
+    return tuple(options)
 
 
 def _override_axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
@@ -167,11 +161,10 @@ def _override_axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
     if type(key) is int and 0 <= key < ndim:
         return key
     allowed = f"0 to {ndim - 1}" + (f" or one of {', '.join(map(repr, names))}" if names else "")
-    raise InvalidMesh(f"backend_override has the key {key!r}: an axis is {allowed}")
+    raise InvalidMesh(f"backend_override has the key {key!r}, but axes are {allowed}")
 
 
 def parse_override(value: Override | Sequence[Any] | None) -> GroupOptions:
-    """Read one override."""
     if value is None:
         return DEFAULT_OPTIONS
     if isinstance(value, str):
@@ -196,6 +189,6 @@ def _parse_options(value: object) -> GroupOptions:
             rest = tuple(sorted((k, v) for k, v in value.items() if k != "timeout"))
             return GroupOptions(timeout=timeout, options=rest)
     raise InvalidType(
-        f"backend_override has the value {value!r}: give the name of a backend, its options (an "
-        "Options of torch, or a dict), a timeout, or a pair of a backend and one of these"
+        f"backend_override must be a backend, options (torch's object or a dict), a timeout, or a "
+        f"pair of a backend and one of these, got {value!r}"
     )

@@ -31,22 +31,28 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch.distributed as dist
 
 from ..errors import InvalidState, RankMismatch
-from ..groups._formatting import format_rank_ranges
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
-from .layout import FlatLayout, MeshLayout
+from .layout import FlatLayout, MeshLayout, format_ranks
 
 if TYPE_CHECKING:
     from ..groups._store_client import BlockingStoreClient, StoreClient
 
 
-MAX_MESHES_KEPT = 256  # meshes, the last ones made
-MAX_RECORDS_READ = 64  # records of others, at most, where there is any doubt
-MAX_RANKS_LISTED = 4096  # ranks; a longer list of irregular ranks is taken to have everybody
+MAX_MESHES_KEPT = 256  # the last ones made
+MAX_RECORDS_READ = 64
+MAX_RANKS_LISTED = 4096  # a longer irregular list counts as including every rank
+
+
+def format_axes(names: Sequence[str] | None, sizes: Sequence[int]) -> str:
+    """Format axes as ``dp=2, tp=4``."""
+    if names is None:
+        return ", ".join(map(str, sizes))
+    return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class RootKey:
-    """What tells a mesh that was not derived from another."""
+    """Identity of a root mesh, equal on every rank that made the same mesh."""
 
     device_type: str
     names: tuple[str, ...] | None
@@ -55,25 +61,19 @@ class RootKey:
 
     @cached_property
     def text(self) -> str:
-        """Tell it in a message."""
-        sizes = self.layout.top_level_sizes
-        names = self.names or (None,) * len(sizes)
-        axes = ", ".join(
-            str(size) if name is None else f"{name}={size}"
-            for name, size in zip(names, sizes, strict=True)
-        )
-        return f"DeviceMesh(({axes}), {self.device_type!r}, ranks {_format_mesh_ranks(self.ranks)})"
+        axes = format_axes(self.names, self.layout.top_level_sizes)
+        ranks = format_ranks(self.ranks, limit=16)
+        return f"DeviceMesh(({axes}), {self.device_type!r}, ranks {ranks})"
 
     @cached_property
     def digest(self) -> str:
-        """Tell it from all others, alike in every process."""
-        said = repr((self.device_type, self.names, str(self.layout), self.ranks))
-        return hashlib.blake2b(said.encode(), digest_size=12).hexdigest()
+        identity = repr((self.device_type, self.names, str(self.layout), self.ranks))
+        return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
 @dataclass(frozen=True)
 class AxisUse:
-    """An axis that a group is made for."""
+    """An axis of a root mesh for which a group is formed."""
 
     root: RootKey
     name: str
@@ -84,7 +84,7 @@ class AxisUse:
 class _RegisteredMesh:
     used: bool = False
     axes: dict[str, dict[FlatLayout, None]] = field(default_factory=dict)
-    """The layouts that derived axes of a name have had."""
+    """Layouts of the axes that were derived or used, by name."""
 
 
 class MeshRegistry:
@@ -92,12 +92,11 @@ class MeshRegistry:
 
     def __init__(self) -> None:
         self._entries: dict[RootKey, _RegisteredMesh] = {}
-        self._lock = threading.Lock()  # over `_entries`, for moments
-        self._announced = ""  # the record that others were told last, where no group was made
+        self._lock = threading.Lock()  # guards `_entries`; never held across a store request
+        self._published = ""  # the last record written without forming a group
         self._store: StoreClient | None = None
 
-    def note(self, root: RootKey) -> None:
-        """Remember that a mesh was made."""
+    def add(self, root: RootKey) -> None:
         with self._lock:
             if root not in self._entries:
                 self._entries[root] = _RegisteredMesh()
@@ -105,33 +104,33 @@ class MeshRegistry:
                     del self._entries[next(iter(self._entries))]
 
     def record_axis(self, root: RootKey, name: str, axis: FlatLayout) -> None:
-        """Remember that a mesh got an axis by flattening or unflattening."""
+        """Record an axis made by flatten or unflatten."""
         with self._lock:
             entry = self._entries.setdefault(root, _RegisteredMesh())
             entry.axes.setdefault(name, {})[axis] = None
 
-    def purpose(
+    def rendezvous_check(
         self, base: ParentGroup, ranks: Sequence[int], use: AxisUse, *, label: str
-    ) -> AxisPurpose | None:
-        """Note that an axis is used, and return what its members tell each other, if they talk."""
+    ) -> AxisRendezvousCheck | None:
+        """Record the use of an axis; return what its members compare, if they can communicate."""
         if not base.talks or len(ranks) == 1:
             return None
-        return AxisPurpose(base.rank, ranks, use, self._record(use), label)
+        return AxisRendezvousCheck(base.rank, ranks, use, self._record_use(use), label)
 
-    def announce(self, base: ParentGroup, use: AxisUse) -> None:
-        """Tell the others of an axis that needs no group made, and compare as far as is known."""
-        purpose = self.purpose(base, range(base.size), use, label=base.label)
-        if purpose is None or purpose.told == self._announced:
+    def publish(self, base: ParentGroup, use: AxisUse) -> None:
+        """Publish the use of an axis that needs no new group, and compare with known records."""
+        check = self.rendezvous_check(base, range(base.size), use, label=base.label)
+        if check is None or check.record_json == self._published:
             return
         if self._store is None:
             self._store = base.connect()
-        self._store.set_all(purpose.notes())
-        conflict = purpose.contradiction(self._store, range(base.size))
+        self._store.set_all(check.notes())
+        conflict = check.contradiction(self._store, range(base.size))
         if conflict is not None:
             raise conflict
-        self._announced = purpose.told  # not before: who asks again must hear the same
+        self._published = check.record_json  # only now, so that a retry raises the same error
 
-    def _record(self, use: AxisUse) -> dict[str, Any]:
+    def _record_use(self, use: AxisUse) -> dict[str, Any]:
         with self._lock:
             entry = self._entries.setdefault(use.root, _RegisteredMesh())
             entry.used = True
@@ -140,76 +139,73 @@ class MeshRegistry:
 
 
 @dataclass(frozen=True)
-class AxisPurpose:
-    """What a group is made for, to be compared with what the other members make it for."""
+class AxisRendezvousCheck:
+    """Compares the axis for which a group forms with the axes of the other members."""
 
     rank: int
     ranks: Sequence[int]
     use: AxisUse
-    mine: dict[str, Any]
-    """This rank's record."""
+    record: dict[str, Any]
+    """This rank's meshes, by digest."""
     label: str
 
     @cached_property
-    def told(self) -> str:
-        """The record as it is written down."""
-        return json.dumps(self.mine)
+    def record_json(self) -> str:
+        return json.dumps(self.record)
 
     @property
     def text(self) -> str:
-        """Tell the axis from all others."""
+        """Identify the axis."""
         return f"{self.use.root.digest} {self.use.name} {self.use.axis}"
 
     def notes(self) -> dict[str, str]:
-        """Return this rank's record, for others to read."""
-        return {_record_key(self.rank): self.told}
+        """Return what to write into the store, by key."""
+        return {_record_key(self.rank): self.record_json}
 
     def contradiction(
         self, store: BlockingStoreClient, members: Sequence[int]
     ) -> RankMismatch | None:
-        """Return what is wrong with one of these members of the group, if anything is."""
+        """Compare with the records of these members; return the first conflict."""
         for member in self._nearest(members):
-            said = store.read(_record_key(self.ranks[member]))
-            theirs = None if said is None else self._contradiction(json.loads(said))
-            if theirs is not None:
-                return self._mismatch(member, theirs)
+            text = store.read(_record_key(self.ranks[member]))
+            conflict = None if text is None else self._find_conflict(json.loads(text))
+            if conflict is not None:
+                return self._mismatch(member, *conflict)
         return None
 
     def _nearest(self, members: Sequence[int]) -> list[int]:
-        size, me = len(self.ranks), self._me
-        away = {each: min((each - me) % size, (me - each) % size) for each in members if each != me}
-        return sorted(away, key=lambda each: away[each])[:MAX_RECORDS_READ]
+        size, own = len(self.ranks), self._own_index
+        distance = {m: min((m - own) % size, (own - m) % size) for m in members if m != own}
+        return sorted(distance, key=lambda member: distance[member])[:MAX_RECORDS_READ]
 
     @cached_property
-    def _me(self) -> int:
+    def _own_index(self) -> int:
         return list(self.ranks).index(self.rank)
 
-    def _contradiction(self, theirs: dict[str, Any]) -> str | None:
-        root = self.use.root.digest
-        if root not in theirs:
+    def _find_conflict(self, theirs: dict[str, Any]) -> tuple[str, str] | None:
+        """Return what this rank and the other one do differently."""
+        root, name = self.use.root, self.use.name
+        if root.digest not in theirs:
             for digest, entry in theirs.items():
-                if entry["used"] and digest not in self.mine and _includes_rank(entry, self.rank):
-                    return f"uses {entry['text']}"
+                if entry["used"] and digest not in self.record and _includes(entry, self.rank):
+                    return f"uses {root.text}", f"uses {entry['text']}"
             return None
-        entry = theirs[root]
-        known = entry["axes"].get(self.use.name, [])
-        strange = [axis for axis in known if axis not in self.mine[root]["axes"][self.use.name]]
-        if known and str(self.use.axis) not in known and strange:
-            return f"has the axis {self.use.name!r} as {strange[0]} in {entry['text']}"
+        entry = theirs[root.digest]
+        known = entry["axes"].get(name, [])
+        unknown = [axis for axis in known if axis not in self.record[root.digest]["axes"][name]]
+        if known and str(self.use.axis) not in known and unknown:
+            return (
+                f"has the axis {name!r} as {self.use.axis} in {root.text}",
+                f"has the axis {name!r} as {unknown[0]} in {entry['text']}",
+            )
         return None
 
-    def _mismatch(self, member: int, theirs: str) -> RankMismatch:
-        root = self.use.root.text
-        mine = (
-            f"has the axis {self.use.name!r} as {self.use.axis} in {root}"
-            if theirs.startswith("has")
-            else f"uses {root}"
-        )
-        sides = sorted([(self._me, self.rank, mine), (member, self.ranks[member], theirs)])
-        told = ", ".join(f"rank {rank} {what}" for _, rank, what in sides)
+    def _mismatch(self, member: int, own: str, theirs: str) -> RankMismatch:
+        sides = sorted([(self._own_index, self.rank, own), (member, self.ranks[member], theirs)])
+        facts = ", ".join(f"rank {rank} {what}" for _, rank, what in sides)
         return RankMismatch(
-            f"ranks disagree on the mesh behind group {self.label!r}: {told}. Every rank must make "
-            "the same mesh",
+            f"ranks disagree on the mesh behind group {self.label!r}: {facts}. Every rank must "
+            "make the same mesh",
             group=self.label,
             ranks=[side[0] for side in sides],
         )
@@ -230,54 +226,47 @@ def _mesh_record(root: RootKey, entry: _RegisteredMesh) -> dict[str, Any]:
     }
 
 
-def _includes_rank(entry: dict[str, Any], rank: int) -> bool:
+def _includes(entry: dict[str, Any], rank: int) -> bool:
     if entry["range"] is not None:
         return rank in range(*entry["range"])
     return entry["ranks"] is None or rank in entry["ranks"]
 
 
-def _format_mesh_ranks(ranks: Sequence[int]) -> str:
-    if isinstance(ranks, range):
-        step = f":{ranks.step}" if ranks.step > 1 else ""
-        return f"{ranks[0]}-{ranks[-1]}{step}"
-    shown = ", ".join(map(str, ranks[:16]))
-    return f"[{shown}{', ...' if len(ranks) > 16 else ''}]"
-
-
 _GroupKey = tuple[Sequence[int], GroupOptions, str]
-"""Ranks, options and the type of device: who has all of these alike shares a group."""
+"""Ranks, options and device type. Axes for which all three are equal share a group."""
 
 
 class GroupCache(Protocol):
-    """Who keeps groups at hand: a mesh."""
+    """A mesh, which caches its groups by axis."""
 
-    def let_go(self) -> None:
-        """Keep none any more."""
+    _groups: dict[int | str | None, dist.ProcessGroup]
 
 
 class AxisGroups:
-    """The groups that were made of one group's ranks for axes of meshes, as one rank sees them."""
+    """The groups that one rank has formed from a base group for axes of meshes."""
 
     def __init__(self) -> None:
         self.registry = MeshRegistry()
-        """The meshes that this rank has made on the group, to be compared with those of others."""
-        self.era = 0
-        """How often all groups were shut down: what was found in an earlier era is not to be kept.
-        """
-        # Over the rest and the era, for moments: ranks may form two groups in different order on
-        # two threads, and must not wait for each other here.
-        self._lock = threading.Lock()
-        self._made: dict[_GroupKey, Future[dist.ProcessGroup]] = {}
-        self._caching_meshes: WeakValueDictionary[int, GroupCache] = WeakValueDictionary()
+        self.generation = 0
+        """Number of shutdowns. A group of an earlier generation must not be cached."""
+        self._lock = threading.Lock()  # guards the rest and `generation`
+        self._groups: dict[_GroupKey, Future[dist.ProcessGroup]] = {}
+        self._caches: WeakValueDictionary[int, GroupCache] = WeakValueDictionary()
 
-    def keep(self, keeper: GroupCache, keep: Callable[[], None], *, era: int) -> None:
-        """Let a mesh keep a group at hand until it is shut down, which it may have been since."""
+    def cache_in(
+        self,
+        mesh: GroupCache,
+        groups: dict[int | str | None, dist.ProcessGroup],
+        *,
+        generation: int,
+    ) -> None:
+        """Let a mesh cache groups, unless they were shut down meanwhile."""
         with self._lock:
-            if era == self.era:
-                keep()
-                self._caching_meshes[id(keeper)] = keeper
+            if generation == self.generation:
+                mesh._groups.update(groups)
+                self._caches[id(mesh)] = mesh
 
-    def find(
+    def get_or_form(
         self,
         base: ParentGroup,
         ranks: Sequence[int],
@@ -286,73 +275,63 @@ class AxisGroups:
         use: AxisUse,
         desc: str,
     ) -> dist.ProcessGroup:
-        """Return the group of these ranks, in this order, or make it."""
+        """Return the group of these ranks in this order; form it if there is none."""
         device_type = use.root.device_type
         if base.is_gone:
             raise InvalidState(
-                f"group {base.label!r} was destroyed: {use.root.text} gets no more groups, make it "
-                "on another one"
+                f"group {base.label!r} was destroyed, so {use.root.text} can form no more groups"
             )
         if options == DEFAULT_OPTIONS and ranks == range(base.size) and base.takes(device_type):
-            self.registry.announce(base, use)
+            self.registry.publish(base, use)
             return base.group
-        name = f"mesh {_format_group_ranks(ranks)}{options.label}"
+        # The name must be the same on every rank and unique among groups of the base.
+        name = f"mesh {format_ranks(ranks)}{options.label}"
 
-        def make() -> dist.ProcessGroup:
-            purpose = self.registry.purpose(base, ranks, use, label=f"{base.label}/{name}")
+        def form() -> dist.ProcessGroup:
+            check = self.registry.rendezvous_check(base, ranks, use, label=f"{base.label}/{name}")
             return base.make(
-                ranks, options, name=name, desc=desc, device_type=device_type, purpose=purpose
+                ranks, options, name=name, desc=desc, device_type=device_type, purpose=check
             )
 
-        return self._once((ranks, options, device_type), make)
+        return self._form_once((ranks, options, device_type), form)
 
     def shutdown(self) -> None:
-        """End this rank's part in all groups that were made so far, or are being made."""
+        """Shut down this rank's part in all groups, those that are forming included."""
         with self._lock:
-            made, self._made = self._made, {}
-            self.era += 1
-            for keeper in list(self._caching_meshes.values()):
-                keeper.let_go()  # an engine's threads and memory end with the last who has it
-        for future in made.values():
-            if future.exception() is None:  # otherwise who has asked for it is told
+            groups, self._groups = self._groups, {}
+            self.generation += 1
+            for mesh in list(self._caches.values()):
+                mesh._groups.clear()  # the last reference ends an engine's threads and memory
+        for future in groups.values():
+            if future.exception() is None:
                 end_group(future.result())
 
-    def _once(self, key: _GroupKey, make: Callable[[], dist.ProcessGroup]) -> dist.ProcessGroup:
+    def _form_once(
+        self, key: _GroupKey, form: Callable[[], dist.ProcessGroup]
+    ) -> dist.ProcessGroup:
         with self._lock:
-            found = self._made.get(key)
-            if found is None:
-                mine = self._made[key] = Future[dist.ProcessGroup]()
-        if found is not None:
-            return found.result()  # what makes it has a deadline
+            existing = self._groups.get(key)
+            if existing is None:
+                future = self._groups[key] = Future[dist.ProcessGroup]()
+        if existing is not None:
+            return existing.result()  # forming has a deadline, so this wait has one
         try:
-            group = make()
+            group = form()
         except BaseException as error:
             with self._lock:
-                if self._made.get(key) is mine:  # and none of a later era
-                    del self._made[key]  # the next to ask tries again
-            mine.set_exception(error)
+                if self._groups.get(key) is future:  # not one of a later generation
+                    del self._groups[key]  # the next call tries again
+            future.set_exception(error)
             raise
-        mine.set_result(group)
+        future.set_result(group)
         return group
 
 
-def _format_group_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks in short, the same on every rank: ``0-6:2`` is 0, 2, 4, 6."""
-    if isinstance(ranks, range) and ranks.step > 1 and len(ranks) > 1:
-        return f"{ranks[0]}-{ranks[-1]}:{ranks.step}"
-    return format_rank_ranges(ranks)
-
-
-# Groups of torch's own take no attributes, so this stands in for one: it has nothing of a group
-# that is gone.
+# torch's own groups take no attributes, hence a table. It does not keep groups alive.
 _by_base_group: WeakKeyDictionary[dist.ProcessGroup, AxisGroups] = WeakKeyDictionary()
 _by_base_group_lock = threading.Lock()
 
 
 def axis_groups_of(group: dist.ProcessGroup) -> AxisGroups:
-    """Return what was made of this group's ranks so far."""
     with _by_base_group_lock:
-        found = _by_base_group.get(group)
-        if found is None:
-            found = _by_base_group[group] = AxisGroups()
-        return found
+        return _by_base_group.setdefault(group, AxisGroups())

@@ -1,8 +1,9 @@
 """The device mesh: ranks with coordinates, and a process group per axis on first use.
 
-`DeviceMesh` has the names and semantics of torch's. It stores a layout and a `RootState`, which
-all meshes derived from one root share. `init_device_mesh`, `from_groups` and unpickling construct
-root meshes; derived meshes come from `_submesh`.
+`DeviceMesh` has the names and semantics of torch's class, and derives from it so that torch's code
+accepts it. It never runs torch's constructor, which builds a map of all ranks and forms every
+group. A mesh stores a layout and a `RootState`, which all meshes derived from one root share.
+Derived meshes come from `_submesh`.
 
 No constructor communicates, except that `init_device_mesh` forms the base group where there is
 none. Groups of axes are formed by `get_group`, by the members of that group only.
@@ -10,15 +11,17 @@ none. Groups of axes are formed by `get_group`, by the members of that group onl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import InvalidMesh, InvalidType
+from ..errors import InvalidMesh, InvalidState, InvalidType, NotInMesh, UnknownAxis
 from ..groups._subgroups import (
     DEFAULT_OPTIONS,
     GroupOptions,
@@ -39,22 +42,158 @@ from ._arguments import (
     parse_overrides,
     read_ranks,
 )
-from ._mesh_env import _mesh_resources
-from ._root_state import RootState, init_root_mesh
-from .layout import MeshLayout
+from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of, format_axes
+from ._mesh_env import _mesh_resources, choose_device
+from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch.distributed.device_mesh import DeviceMesh as TorchMesh
+_Names = tuple[str, ...] | None
+_Options = tuple[GroupOptions, ...]
 
 
-class DeviceMesh:
-    """Ranks in an array of one or more axes, as layouts that cost the same for any number of them.
+class RootState:
+    """State that a root mesh shares with all meshes derived from it.
+
+    Layouts of the meshes give positions in `ranks`. Those are ranks of the base group or, where
+    `base_rank_names` is set, other numbers for the same ranks: global ranks, for a mesh made from
+    a group.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        ranks: Sequence[int],
+        *,
+        base: ParentGroup | None,
+        rank: int | None = None,
+        base_rank_names: Sequence[int] | None = None,
+    ) -> None:
+        self.device_type = device_type
+        self.ranks = ranks
+        self.base = base
+        self.base_rank_names = base_rank_names
+        self.rank = rank = _own_rank(base, base_rank_names) if rank is None else rank
+        self.position = ranks.index(rank) if rank in ranks else None
+        self.groups: AxisGroups = AxisGroups() if base is None else axis_groups_of(base.group)
+        self.flattened: dict[str, DeviceMesh] = {}
+        self.unflattened: dict[str, set[FlatLayout]] = {}
+        """Axes made by unflatten, by name. A flattened axis must have another name."""
+        # Not shared with other roots: a member that was not given the group would form one and
+        # wait for the others.
+        self.provided_groups: dict[Sequence[int], dist.ProcessGroup] = {}
+        self.root: DeviceMesh
+        self.root_key: RootKey
+        self.torch_root: TorchMesh | None = None
+
+    def subset(self, ranks: Sequence[int]) -> RootState:
+        """Return the state of a root mesh of some of the ranks."""
+        state = RootState(
+            self.device_type,
+            ranks,
+            base=self.base,
+            rank=self.rank,
+            base_rank_names=self.base_rank_names,
+        )
+        state.provided_groups = self.provided_groups
+        return state
+
+    def record_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
+        """Record axes made by flatten or unflatten."""
+        for name, axis in zip(names, layout, strict=True):
+            self.groups.registry.record_axis(self.root_key, name, axis)
+
+    def is_equivalent(self, other: RootState) -> bool:
+        """Whether a layout means the same ranks of the same group in both."""
+        return self is other or (
+            self.groups is other.groups
+            and self.device_type == other.device_type
+            and self.ranks == other.ranks
+        )
+
+    def base_ranks(self, ranks: Sequence[int]) -> Sequence[int]:
+        """Convert ranks to those of the base group."""
+        if self.base_rank_names is None:
+            return ranks
+        return as_range([self.base_rank_names.index(rank) for rank in ranks])
+
+    def global_ranks(self) -> Sequence[int]:
+        """Return the global ranks of all positions."""
+        if self.base is None or self.base_rank_names is not None:
+            return self.ranks
+        global_ranks = self.base.global_ranks
+        return [global_ranks[rank] for rank in self.ranks]
+
+    def ranks_at(self, positions: Sequence[int]) -> Sequence[int]:
+        if isinstance(self.ranks, range) and isinstance(positions, range):
+            return self.ranks[positions.start : positions.stop : positions.step]
+        return as_range([self.ranks[position] for position in positions])
+
+    def require_position(self, consequence: str) -> int:
+        """Return the position of this rank, or raise `NotInMesh`."""
+        if self.position is None:
+            raise NotInMesh(
+                f"rank {self.rank} is not in {self.root}, so {consequence}. "
+                "Hint: get_coordinate() is None on such a rank."
+            )
+        return self.position
+
+    def tensor(self, layout: MeshLayout) -> torch.Tensor:
+        """Return the ranks of the copy of a layout that contains this rank."""
+        start = 0
+        if layout.numel() < len(self.ranks):
+            start, _ = layout.locate(self.require_position("it is in no slice of it"))
+        positions = torch.tensor([start], device="cpu")
+        for size, step in layout.collapse().sizes_and_strides:
+            positions = (positions[:, None] + torch.arange(size, device="cpu") * step).flatten()
+        if isinstance(self.ranks, range):
+            ranks = positions * self.ranks.step + self.ranks.start
+        else:
+            ranks = torch.tensor(self.ranks, device="cpu")[positions]
+        return ranks.to(torch.int32).reshape(layout.top_level_sizes)
+
+    def axis_group(
+        self, axis: FlatLayout, name: str, options: GroupOptions, *, desc: str
+    ) -> dist.ProcessGroup:
+        """Return this rank's group along an axis; form it if there is none."""
+        position = self.require_position(f"it has no group along axis {name!r}")
+        ranks = self.ranks_at(axis.group_of(position))
+        if ranks in self.provided_groups and options == DEFAULT_OPTIONS:
+            return self.provided_groups[ranks]
+        if self.base is None:
+            raise InvalidState(
+                f"no group for ranks {list(ranks)} along axis {name!r}: {self.root} was made "
+                "without a group of all its ranks"
+            )
+        use = AxisUse(self.root_key, name, axis)
+        return self.groups.get_or_form(
+            self.base, self.base_ranks(ranks), options, use=use, desc=desc
+        )
+
+
+def _own_rank(base: ParentGroup | None, base_rank_names: Sequence[int] | None) -> int:
+    if base is not None:
+        return base.rank if base_rank_names is None else base_rank_names[base.rank]
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _unsupported(name: str) -> Callable[..., NoReturn]:
+    def method(self: DeviceMesh, *_: Any, **__: Any) -> NoReturn:
+        raise InvalidState(f"DeviceMesh.{name} is internal to torch's mesh; {self} has none")
+
+    method.__name__ = name
+    return method
+
+
+class DeviceMesh(TorchMesh):
+    """An array of ranks with one or more axes, stored as a layout of constant size.
 
     `mesh` is an array of ranks of `group`. Axes are numbered, and have names if `mesh_dim_names`
-    gives them. See `init_device_mesh` for the other arguments, and to make one by shape.
+    is given. See `init_device_mesh` for the other arguments, and to make a mesh by its shape.
     """
+
+    _thread_id = None
 
     def __init__(
         self,
@@ -68,7 +207,7 @@ class DeviceMesh:
         _rank: int | None = None,
     ) -> None:
         if mesh is None:
-            raise InvalidType("mesh is missing: give an array of ranks, or use init_device_mesh")
+            raise InvalidType("mesh is missing: pass an array of ranks, or use init_device_mesh")
         sizes, ranks = read_ranks(mesh)
         names = check_names(mesh_dim_names or None, len(sizes))
         check_device_type(device_type)
@@ -77,67 +216,92 @@ class DeviceMesh:
         if group is not None or _init_backend:
             base = default_parent_group(device_type) if group is None else parent_group(group)
         check_ranks(ranks, size=None if base is None else base.size)
-        init_root_mesh(
-            self,
-            RootState(device_type, ranks, base=base, rank=_rank),
-            MeshLayout.from_sizes_strides(sizes),
-            names,
-            options,
-        )
+        state = RootState(device_type, ranks, base=base, rank=_rank)
+        self._init_root(state, MeshLayout.from_sizes_strides(sizes), names, options)
+
+    def _init_root(
+        self,
+        state: RootState,
+        layout: MeshLayout,
+        names: _Names,
+        options: _Options,
+        *,
+        registered: bool = True,
+    ) -> None:
+        """Make this the root mesh of `state`."""
+        base = state.base
+        if base is not None:
+            for each in options:
+                if each is not DEFAULT_OPTIONS:
+                    base.check(each)
+            choose_device(state.device_type, base)
+        self._set_state(state, layout, names, options)
+        state.root = self
+        state.root_key = RootKey(state.device_type, names, layout, state.base_ranks(state.ranks))
+        if registered:
+            state.groups.registry.add(state.root_key)
+
+    @staticmethod
+    def _make_root(
+        state: RootState,
+        layout: MeshLayout,
+        names: _Names,
+        options: _Options | None = None,
+        *,
+        registered: bool = True,
+    ) -> DeviceMesh:
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        options = (DEFAULT_OPTIONS,) * len(layout) if options is None else options
+        mesh._init_root(state, layout, names, options, registered=registered)
+        return mesh
+
+    def _derive(self, layout: MeshLayout, names: tuple[str, ...], options: _Options) -> DeviceMesh:
+        """Return another mesh of the same root."""
+        mesh = DeviceMesh.__new__(DeviceMesh)
+        mesh._set_state(self._root_state, layout, names, options)
+        return mesh
 
     def _set_state(
-        self,
-        family: RootState,
-        layout: MeshLayout,
-        names: tuple[str, ...] | None,
-        options: tuple[GroupOptions, ...],
+        self, state: RootState, layout: MeshLayout, names: _Names, options: _Options
     ) -> None:
-        self._root_state = family
-        self._layout = layout
-        self._names = names
+        self._root_state = state
+        self._layout: MeshLayout = layout  # type: ignore[assignment]
+        self._mesh_dim_names = names
         self._options = options
         self._groups: dict[int | str | None, dist.ProcessGroup] = {}
         self._tensor: torch.Tensor | None = None
         self._hash: int | None = None
 
-    def _derive(
-        self, layout: MeshLayout, names: tuple[str, ...], options: tuple[GroupOptions, ...]
-    ) -> DeviceMesh:
-        """Return another mesh of the same family."""
-        mesh = DeviceMesh.__new__(DeviceMesh)
-        mesh._set_state(self._root_state, layout, names, options)
-        return mesh
-
-    # -- what it is ------------------------------------------------------------------------
+    # -- shape and coordinates -------------------------------------------------------------
 
     @property
     def device_type(self) -> str:
-        """Tell the type of the ranks' devices."""
+        """The type of the ranks' devices."""
         return self._root_state.device_type
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """Tell the names of the axes, if they have any."""
-        return self._names
+        """The names of the axes, or None."""
+        return self._mesh_dim_names
 
     @property
     def ndim(self) -> int:
-        """Tell how many axes there are."""
+        """The number of axes."""
         return len(self._layout)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Tell the size of every axis."""
+        """The size of each axis."""
         return self._layout.top_level_sizes
 
     @property
     def layout(self) -> MeshLayout:
-        """Tell where its ranks are among those of the root mesh."""
+        """The positions of the ranks among those of the root mesh."""
         return self._layout
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Tell the group whose ranks the mesh is made of."""
+        """The group whose ranks the mesh consists of."""
         base = self._root_state.base
         return None if base is None else base.group
 
@@ -145,13 +309,13 @@ class DeviceMesh:
         """Return the number of ranks, or the size of one axis."""
         if mesh_dim is None:
             return self._layout.numel()
-        return self._layout[_submesh.find_axis(self, mesh_dim)].numel()
+        return self._layout[self._axis_number(mesh_dim)].numel()
 
     @property
     def mesh(self) -> torch.Tensor:
-        """The ranks, as an array of the mesh's shape; made when it is first asked for.
+        """The ranks as an array of the mesh's shape, built on first access.
 
-        That of a slice holds the ranks that share this rank's place on the other axes.
+        For a slice: the ranks that share this rank's coordinates on the other axes.
         """
         if self._tensor is None:
             with _disable_current_modes():
@@ -159,89 +323,110 @@ class DeviceMesh:
         return self._tensor
 
     def get_rank(self) -> int:
-        """Return this rank, in the group that the mesh is made on."""
+        """Return this rank in the group that the mesh is made on."""
         return self._root_state.rank
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's place on every axis, or None if it is not in the mesh."""
+        """Return this rank's coordinate, or None if it is not in the mesh."""
         position = self._root_state.position
         return None if position is None else self._layout.locate(position)[1]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """Return this rank's place on one axis."""
+        """Return this rank's coordinate on one axis."""
         flattened = self._flattened(mesh_dim)
         if flattened is not None:
             return flattened.get_local_rank()
         axis = self._require_single_axis("get_local_rank") if mesh_dim is None else mesh_dim
-        number = _submesh.find_axis(self, axis)
-        position = self._root_state.require_position("it has no place on its axes")
+        number = self._axis_number(axis)
+        position = self._root_state.require_position("it has no coordinate")
         return self._layout.locate(position)[1][number]
+
+    def _axis_number(self, axis: int | str) -> int:
+        names, ndim = self._mesh_dim_names, self.ndim
+        if isinstance(axis, str):
+            if names is not None and axis in names:
+                return names.index(axis)
+            known = f"it has {', '.join(map(repr, names))}" if names else "its axes have no names"
+            raise UnknownAxis(f"{self} has no axis {axis!r}: {known}")
+        if isinstance(axis, int) and -ndim <= axis < ndim:
+            return axis % ndim
+        known = f"axes are 0 to {ndim - 1}" if ndim > 1 else f"it has {ndim or 'no'} axis"
+        raise UnknownAxis(f"{self} has no axis {axis!r}: {known}")
 
     def _require_single_axis(self, method: str) -> int:
         if self.ndim != 1:
-            raise InvalidMesh(f"{self} has {self.ndim} axes: tell {method} which one is meant")
+            raise InvalidMesh(f"{method} needs an axis: {self} has {self.ndim} axes")
         return 0
 
     def __repr__(self) -> str:
-        names = self._names or (None,) * self.ndim
-        axes = ", ".join(
-            f"{size}" if name is None else f"{name}={size}"
-            for name, size in zip(names, self.shape, strict=True)
-        )
-        place = self.get_coordinate()
-        told = "not in it" if place is None else f"at {place}"
+        coordinate = self.get_coordinate()
+        where = "not in it" if coordinate is None else f"at {coordinate}"
         size = self.size()
-        of = f"{size} rank{'s' if size > 1 else ''}"
-        return f"DeviceMesh(({axes}), {self.device_type!r}, {of}, rank {self.get_rank()} {told})"
+        return (
+            f"DeviceMesh(({format_axes(self._mesh_dim_names, self.shape)}), {self.device_type!r}, "
+            f"{size} rank{'s' if size > 1 else ''}, rank {self.get_rank()} {where})"
+        )
 
     # -- groups ----------------------------------------------------------------------------
 
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """Return this rank's group along an axis; the first call makes it, with its other members.
+        """Return this rank's group along an axis; the first call forms it with its other members.
 
-        Nobody else takes part. Meshes whose axes have the same ranks and options share a group.
+        No other rank takes part. Meshes whose axes have the same ranks and options share a group.
         """
         try:
             return self._groups[mesh_dim]
         except (KeyError, TypeError):
-            return self._find_group(mesh_dim)
+            return self._get_or_form_group(mesh_dim)
 
-    def _find_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
+    def _get_or_form_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
         groups = self._root_state.groups
-        era = groups.era
+        generation = groups.generation
         flattened = self._flattened(mesh_dim)
         if flattened is not None:
             group = flattened.get_group()
         else:
             axis = self._require_single_axis("get_group") if mesh_dim is None else mesh_dim
-            number = _submesh.find_axis(self, axis)
-            name = self._names[number] if self._names else str(number)
-            desc = f"mesh_{name}" if self._names else f"mesh_dim_{number}"
-            group = self._root_state.make_group(
-                self._layout[number], name, self._options[number], desc=desc
+            number = self._axis_number(axis)
+            names = self._mesh_dim_names
+            group = self._root_state.axis_group(
+                self._layout[number],
+                names[number] if names else str(number),
+                self._options[number],
+                desc=f"mesh_{names[number]}" if names else f"mesh_dim_{number}",
             )
-        groups.keep(self, lambda: self._groups.update({mesh_dim: group}), era=era)
+        groups.cache_in(self, {mesh_dim: group}, generation=generation)
         return group
 
     def _flattened(self, mesh_dim: int | str | None) -> DeviceMesh | None:
-        """Return the flattened mesh of that name, unless an axis of this one has it."""
-        if not isinstance(mesh_dim, str) or mesh_dim in (self._names or ()):
+        """Return the flattened mesh of that name, unless an axis of this mesh has it."""
+        if not isinstance(mesh_dim, str) or mesh_dim in (self._mesh_dim_names or ()):
             return None
         return self._root_state.flattened.get(mesh_dim)
 
-    def let_go(self) -> None:
-        """Forget which groups were found for the axes; the next call of `get_group` looks again."""
-        self._groups.clear()
+    def _set_axis_group(self, axis: int, group: dist.ProcessGroup) -> None:
+        """Use an existing group for an axis, in this mesh and its slices."""
+        state = self._root_state
+        name = self._mesh_dim_names[axis] if self._mesh_dim_names else str(axis)
+        position = state.require_position(f"it has no group along axis {name!r}")
+        ranks = state.ranks_at(self._layout[axis].group_of(position))
+        members = as_range(dist.get_process_group_ranks(group))
+        if ranks != members:
+            raise InvalidMesh(
+                f"axis {name!r} of rank {state.rank} has ranks {list(ranks)}, but the group "
+                f"given for it has {list(members)}"
+            )
+        state.provided_groups[ranks] = group
 
     def get_all_groups(self) -> list[dist.ProcessGroup]:
         """Return this rank's groups along all axes."""
         return [self.get_group(axis) for axis in range(self.ndim)]
 
     def shutdown(self) -> None:
-        """End this rank's part in all groups that were made for meshes on the same group.
+        """Shut down this rank's part in all groups formed for meshes on the same base group.
 
-        The group itself goes on, and so do groups that meshes were made of. An axis that is used
-        again gets a new group.
+        The base group and groups passed to `from_group` continue. An axis that is used again gets
+        a new group.
         """
         self._root_state.groups.shutdown()
 
@@ -253,14 +438,32 @@ class DeviceMesh:
         *,
         mesh_dim_names: tuple[str, ...] | None = None,
     ) -> DeviceMesh:
-        """Make a mesh whose axes have groups that are there already: one each.
+        """Make a mesh from existing groups, one for each axis.
 
-        Several groups need names and an array of global ranks, which one group needs not.
+        A list of groups needs `mesh`, an array of global ranks, and `mesh_dim_names`.
         """
+        check_device_type(device_type)
+        if isinstance(group, dist.ProcessGroup):
+            return _from_single_group(group, device_type, mesh, mesh_dim_names)
+        groups = _check_groups(group)
+        for value, name in ((groups, "group"), (mesh, "mesh"), (mesh_dim_names, "mesh_dim_names")):
+            if value is None or value == []:
+                raise InvalidMesh(f"{name} is missing: a list of groups needs mesh and names")
+        sizes, ranks = read_ranks(mesh)
+        if len(sizes) != len(groups):
+            raise InvalidMesh(f"mesh {sizes} has {len(sizes)} axes for {len(groups)} groups")
+        names = check_names(mesh_dim_names, len(sizes))
+        check_ranks(ranks, size=None)
+        members = dist.get_process_group_ranks(groups[0])
+        world = dist.group.WORLD if dist.is_initialized() else None
+        base = None if world is None else parent_group(world)
+        state = RootState(device_type, ranks, base=base, rank=members[groups[0].rank()])
+        made = DeviceMesh._make_root(state, MeshLayout.from_sizes_strides(sizes), names)
+        for axis, each in enumerate(groups):
+            made._set_axis_group(axis, each)
+        return made
 
-        return from_groups(group, device_type, mesh, names=mesh_dim_names)
-
-    # -- meshes out of this one ------------------------------------------------------------
+    # -- derived meshes --------------------------------------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
         return _submesh.slice_mesh(self, mesh_dim_names)
@@ -268,9 +471,9 @@ class DeviceMesh:
     def flatten(
         self, mesh_dim_name: str | None = None, backend_override: Override | None = None
     ) -> DeviceMesh:
-        """Return a mesh of one axis with the ranks of all; the root knows it by its name.
+        """Return a mesh of one axis with all ranks; the root can be sliced by its name.
 
-        The name is by default that of all axes, with underscores between them.
+        The default name is the names of all axes, joined by underscores.
         """
         return _submesh.flatten(self, mesh_dim_name, backend_override)
 
@@ -281,7 +484,7 @@ class DeviceMesh:
         mesh_dim_names: tuple[str, ...],
         backend_override: Overrides | None = None,
     ) -> DeviceMesh:
-        """Return a mesh with several axes in place of one; the last of them runs fastest."""
+        """Return a mesh with several axes in place of one; the last of them varies fastest."""
         return _submesh.unflatten(self, dim, mesh_sizes, mesh_dim_names, backend_override)
 
     @staticmethod
@@ -290,47 +493,61 @@ class DeviceMesh:
         return _submesh.concatenate(device_mesh_list)
 
     def get_root_mesh(self) -> DeviceMesh:
-        """Return the mesh that this one was derived from: itself if from none."""
+        """Return the mesh that this one was derived from, or itself."""
         return self._root_state.root
 
     def get_root_mesh_dim(self) -> int | None:
-        """Return which axis of the root mesh the only axis of this one is."""
-        if self._names is None:
+        """Return the number of this mesh's only axis in the root mesh."""
+        if self._mesh_dim_names is None:
             return None
         self._require_single_axis("get_root_mesh_dim")
-        return _submesh.find_axis(self._root_state.root, self._names[0])
+        return self._root_state.root._axis_number(self._mesh_dim_names[0])
 
     def get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
         """Return the number of the axis of that name."""
-        return _submesh.find_axis(self, str(mesh_dim_name))
+        return self._axis_number(str(mesh_dim_name))
 
     def get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> MeshLayout:
-        """Return the layout that a slice by these names has."""
+        """Return the layout of a slice by these names."""
         return _submesh.slice_layout(self, mesh_dim_names)
 
     def get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
-        """Return the meshes along one axis, for all ranks of the root: one for each group."""
+        """Return a mesh for each group along one axis, those of other ranks included."""
+        axis, state = self._axis_number(str(mesh_dim_name)), self._root_state
+        names = None if self._mesh_dim_names is None else (self._mesh_dim_names[axis],)
+        layout = MeshLayout.from_sizes_strides((self.size(axis),))
+        return [
+            # There may be thousands of them, so they are registered on first use.
+            DeviceMesh._make_root(
+                state.subset(state.ranks_at(positions)),
+                layout,
+                names,
+                (self._options[axis],),
+                registered=False,
+            )
+            for positions in self._layout[axis].global_ranks(len(state.ranks))
+        ]
 
-        return submeshes_along(self, self.get_mesh_dim_by_name(mesh_dim_name))
-
-    # -- as an object ----------------------------------------------------------------------
+    # -- identity, pickling, context -------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, DeviceMesh):
-            return NotImplemented
-        family, theirs = self._root_state, other._root_state
+            return False
         return (
-            self._names == other._names
+            self._mesh_dim_names == other._mesh_dim_names
             and self._layout == other._layout
-            and (family is theirs or family.is_equivalent(theirs))
+            and self._root_state.is_equivalent(other._root_state)
         )
+
+    def _hash_key(self) -> tuple[Any, ...]:
+        state = self._root_state
+        return self._layout, self._mesh_dim_names, state.device_type, state.ranks
 
     def __hash__(self) -> int:
         if self._hash is None:
-            family = self._root_state
-            self._hash = hash((self._layout, self._names, family.device_type, family.ranks))
+            self._hash = hash(self._hash_key())
         return self._hash
 
     def __enter__(self) -> DeviceMesh:
@@ -339,40 +556,60 @@ class DeviceMesh:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        exc_type: type[BaseException] | None,
+        exc_value: BaseException | None,
+        exc_traceback: TracebackType | None,
     ) -> None:
         _mesh_resources.mesh_stack.pop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-
-        return reduce_mesh(self)
+        state, base = self._root_state, self._root_state.base
+        options = _picklable_options(self._options)
+        if self is not state.root:
+            return _unpickle_submesh, (state.root, self._layout, self._mesh_dim_names, options)
+        flattened = [
+            (name, flat._layout, _picklable_options(flat._options))
+            for name, flat in state.flattened.items()
+        ]
+        pickled = _PickledRoot(
+            state.device_type,
+            state.ranks,
+            state.rank,
+            state.base_rank_names,
+            group=None if base is None else (base.group.group_name, base.size),
+            provided_groups=[
+                (ranks, group.group_name) for ranks, group in state.provided_groups.items()
+            ],
+        )
+        return _unpickle_root, (pickled, self._layout, self._mesh_dim_names, options, flattened)
 
     def draw(self, *, ranks_per_host: int | None = None, svg: bool = False) -> str:
-        """Return a picture of axes, hosts and this rank: as text, or as SVG."""
-        from . import _drawing  # pictures are rarely wanted
+        """Draw axes, hosts and this rank, as text or as SVG."""
+        from . import _drawing  # rarely needed
 
-        family = self._root_state
-        start = 0 if family.position is None else self._layout.locate(family.position)[0]
-        return (_drawing.svg if svg else _drawing.text)(
+        state = self._root_state
+        start = 0 if state.position is None else self._layout.locate(state.position)[0]
+        return _drawing.draw_mesh(
             self._layout,
-            names=self._names,
-            rank=None if family.position is None else family.rank,
+            names=self._mesh_dim_names,
+            rank=None if state.position is None else state.rank,
             ranks_per_host=ranks_per_host,
             start=start,
-            rank_map=family.ranks,
+            rank_map=state.ranks,
+            svg=svg,
         )
 
     def _repr_html_(self) -> str:
         return self.draw(svg=True)
 
-    def to_torch(self, *, as_default: bool = False) -> TorchMesh:
-        """Return torch's mesh of the same ranks with the same groups, for DTensor and FSDP2.
+    # -- torch's mesh ----------------------------------------------------------------------
 
-        All ranks of the mesh call it, for it makes the groups of all axes. Meshes of one root
-        become meshes of one root. DTensor wants a default group: `as_default` makes the mesh's
-        group that where torch has none.
+    def to_torch(self, *, as_default: bool = False) -> TorchMesh:
+        """Return a mesh of torch's own class with the same ranks and groups.
+
+        All ranks of the mesh call it, since it forms the groups of all axes. Meshes of one root
+        become meshes of one root. DTensor needs a default group: with `as_default` the mesh's
+        group becomes torch's default group if there is none.
         """
         from ._torch_interop import to_torch
 
@@ -380,19 +617,78 @@ class DeviceMesh:
 
     @staticmethod
     def from_torch(mesh: TorchMesh) -> DeviceMesh:
-        """Return a mesh of the ranks of torch's mesh, with the groups that it has."""
+        """Return a mesh with the ranks and groups of torch's mesh."""
         from ._torch_interop import from_torch
 
         return from_torch(mesh)
 
+    # What torch's code reads from a mesh. Everything is computed on access: nothing of a mesh
+    # grows with the number of ranks until torch asks for it.
+
+    @property
+    def _device_type(self) -> str:  # type: ignore[override]
+        return self._root_state.device_type
+
+    @property
+    def _rank(self) -> int:  # type: ignore[override]
+        return self._root_state.rank
+
+    @property
+    def _root_mesh(self) -> DeviceMesh | None:  # type: ignore[override]
+        root = self._root_state.root
+        return None if root is self else root
+
+    @property
+    def _flatten_mapping(self) -> dict[str, DeviceMesh]:  # type: ignore[override]
+        return self._root_state.flattened
+
+    @property
+    def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
+        with _disable_current_modes():
+            return torch.tensor(self._flatten_rank_map, dtype=torch.int, device="cpu")
+
+    @property
+    def _flatten_rank_map(self) -> tuple[int, ...]:  # type: ignore[override]
+        return tuple(self._root_state.global_ranks())
+
+    @property
+    def _dim_group_names(self) -> list[GroupName]:  # type: ignore[override]
+        if self._root_state.position is None:
+            return []
+        return [GroupName(group.group_name) for group in self.get_all_groups()]
+
+    @property
+    def _pg_registry(self) -> dict[str, dist.ProcessGroup]:  # type: ignore[override]
+        if self._root_state.position is None:
+            return {}
+        return {group.group_name: group for group in self.get_all_groups()}
+
+    @property
+    def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
+        return self.get_coordinate()
+
+    def _compute_coordinate_on_dim(self) -> tuple[int, ...] | None:
+        return self.get_coordinate()
+
+    def _is_current_rank_part_of_mesh(self) -> bool:
+        return self._root_state.position is not None
+
     _get_root_mesh = get_root_mesh
     _get_root_mesh_dim = get_root_mesh_dim
     _get_mesh_dim_by_name = get_mesh_dim_by_name
-    _get_slice_mesh_layout = get_slice_mesh_layout
-    _get_all_submeshes = get_all_submeshes
+    _get_slice_mesh_layout = get_slice_mesh_layout  # type: ignore[assignment]
+    _get_all_submeshes = get_all_submeshes  # type: ignore[assignment]
     _flatten = flatten
-    _unflatten = unflatten
-    _concatenate = concatenate
+    _unflatten = unflatten  # type: ignore[assignment]
+    _concatenate = concatenate  # type: ignore[assignment]
+
+    # Constructors and state of torch's class, which ours does not have.
+    _setup_world_group_and_device = _unsupported("_setup_world_group_and_device")
+    _create_sub_mesh = _unsupported("_create_sub_mesh")
+    _create_flatten_mesh = _unsupported("_create_flatten_mesh")
+    _create_unflatten_mesh = _unsupported("_create_unflatten_mesh")
+    __getstate__ = _unsupported("__getstate__")
+    __setstate__ = _unsupported("__setstate__")
 
 
 def init_device_mesh(
@@ -403,11 +699,12 @@ def init_device_mesh(
     backend_override: Overrides | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> DeviceMesh:
-    """Make a mesh of the ranks 0, 1, 2, ... with the last axis running fastest.
+    """Make a mesh of ranks 0, 1, 2, ... with the last axis varying fastest.
 
-    It is on `group`; by default on the group that the thread is in, on torch's default group, or on
-    a new group of all ranks that were started. No group is made for any axis before it is used.
-    `backend_override` gives axes, by name or number, a backend, options or a timeout of their own.
+    The mesh is on `group`; by default on the group that the thread has entered, else torch's
+    default group, else a new group of all ranks of the launcher. No group is formed for an axis
+    before it is used. `backend_override` sets a backend, options or a timeout for some axes, by
+    name or number.
     """
     sizes = check_shape(mesh_shape)
     names = check_names(mesh_dim_names, len(sizes))
@@ -417,182 +714,84 @@ def init_device_mesh(
     base = default_parent_group(device_type) if group is None else parent_group(group)
     ranks = range(layout.numel())
     check_ranks(ranks, size=base.size)
-    return init_root_mesh(
-        uninitialized_mesh(), RootState(device_type, ranks, base=base), layout, names, options
-    )
-
-
-def uninitialized_mesh() -> DeviceMesh:
-    """Return a mesh that is yet to be one."""
-    return DeviceMesh.__new__(DeviceMesh)
-
-
-def submeshes_along(mesh: DeviceMesh, axis: int) -> list[DeviceMesh]:
-    """Return a mesh of its own for each group along an axis, also for those of other ranks."""
-    family, options = mesh._root_state, (mesh._options[axis],)
-    names = None if mesh.mesh_dim_names is None else (mesh.mesh_dim_names[axis],)
-    layout = MeshLayout.from_sizes_strides((mesh.size(axis),))
-    return [
-        init_root_mesh(
-            uninitialized_mesh(),
-            family.part(family.ranks_at(each)),
-            layout,
-            names,
-            options,
-            noted=False,
-        )
-        for each in mesh._layout[axis].global_ranks(len(family.ranks))
-    ]
-
-
-# -- of groups that are there --------------------------------------------------------------
-
-
-def from_groups(
-    groups: dist.ProcessGroup | Sequence[dist.ProcessGroup],
-    device_type: str,
-    mesh: Any,
-    *,
-    names: tuple[str, ...] | None,
-) -> DeviceMesh:
-    """Return a mesh of global ranks whose axes have the groups given."""
-    check_device_type(device_type)
-    if isinstance(groups, dist.ProcessGroup):
-        return _from_single_group(groups, device_type, mesh, names)
-    groups = _check_groups(groups)
-    for missing, what in ((groups, "group"), (mesh, "mesh"), (names, "mesh_dim_names")):
-        if missing is None or missing == []:
-            raise InvalidMesh(f"{what} is missing: several groups need an array of ranks and names")
-    sizes, ranks = read_ranks(mesh)
-    if len(sizes) != len(groups):
-        raise InvalidMesh(
-            f"a mesh of {len(sizes)} axes, {sizes}, does not fit {len(groups)} groups"
-        )
-    names = check_names(names, len(sizes))
-    check_ranks(ranks, size=None)
-    members = dist.get_process_group_ranks(groups[0])
-    base = parent_group(dist.group.WORLD) if dist.is_initialized() and dist.group.WORLD else None
-    family = RootState(device_type, ranks, base=base, rank=members[groups[0].rank()])
-    options = (DEFAULT_OPTIONS,) * len(sizes)
-    made = init_root_mesh(
-        uninitialized_mesh(), family, MeshLayout.from_sizes_strides(sizes), names, options
-    )
-    for axis, group in enumerate(groups):
-        set_axis_group(made, axis, group)
-    return made
+    return DeviceMesh._make_root(RootState(device_type, ranks, base=base), layout, names, options)
 
 
 def _check_groups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
     try:
-        several = list(groups)
+        checked = list(groups)
     except TypeError:
-        raise InvalidType(f"from_group takes a group or a list of groups, not {groups!r}") from None
-    for each in several:
-        if not isinstance(each, dist.ProcessGroup):
-            raise InvalidType(f"from_group takes a list of groups, not of {each!r}")
-    return several
+        raise InvalidType(f"group must be a group or a list of groups, got {groups!r}") from None
+    for group in checked:
+        if not isinstance(group, dist.ProcessGroup):
+            raise InvalidType(f"group must be a list of groups, got {group!r} in it")
+    return checked
 
 
 def _from_single_group(
-    group: dist.ProcessGroup, device_type: str, mesh: Any, names: tuple[str, ...] | None
+    group: dist.ProcessGroup, device_type: str, mesh: Any, names: _Names
 ) -> DeviceMesh:
     members = as_range(dist.get_process_group_ranks(group))
     if mesh is not None and read_ranks(mesh) != ((len(members),), members):
         given = mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh
-        raise InvalidMesh(f"mesh {given} does not fit a group of the ranks {list(members)}")
+        raise InvalidMesh(f"mesh {given} differs from the ranks of the group, {list(members)}")
     names = check_names(names, 1)
-    family = RootState(device_type, members, base=parent_group(group), numbers=members)
-    layout = MeshLayout.from_sizes_strides((len(members),))
-    family.given[members] = group
-    return init_root_mesh(uninitialized_mesh(), family, layout, names, (DEFAULT_OPTIONS,))
-
-
-def set_axis_group(mesh: DeviceMesh, axis: int, group: dist.ProcessGroup) -> None:
-    """Make a group that of an axis, for this mesh and its slices."""
-    family, name = mesh._root_state, (mesh.mesh_dim_names or {axis: str(axis)})[axis]
-    position = family.require_position(f"it has no group along axis {name!r}")
-    ranks = family.ranks_at(mesh._layout[axis].group_of(position))
-    members = as_range(dist.get_process_group_ranks(group))
-    if ranks != members:
-        raise InvalidMesh(
-            f"axis {name!r} has the ranks {list(ranks)} here, and its group {list(members)}"
-        )
-    family.given[ranks] = group
-
-
-# -- from a pickle -------------------------------------------------------------------------
-
-
-def reduce_mesh(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Return how to make a mesh again, as `pickle` wants it: on groups of the same names there."""
-    family, base = mesh._root_state, mesh._root_state.base
-    options = _picklable_options(mesh._options)
-    if mesh is not family.root:
-        return _unpickle_submesh, (family.root, mesh._layout, mesh._names, options)
-    flattened = [
-        (name, flat._layout, _picklable_options(flat._options))
-        for name, flat in family.flattened.items()
-    ]
-    known = _PickledRoot(
-        family.device_type,
-        family.ranks,
-        family.rank,
-        family.numbers,
-        group=None if base is None else (base.group.group_name, base.size),
-        given=[(ranks, group.group_name) for ranks, group in family.given.items()],
-    )
-    return _unpickle_root, (known, mesh._layout, mesh._names, options, flattened)
+    state = RootState(device_type, members, base=parent_group(group), base_rank_names=members)
+    state.provided_groups[members] = group
+    return DeviceMesh._make_root(state, MeshLayout.from_sizes_strides((len(members),)), names)
 
 
 @dataclass(frozen=True)
 class _PickledRoot:
-    """What a pickle has of a family, with groups as the names by which torch knows them."""
+    """A `RootState` with groups replaced by the names under which torch knows them."""
 
     device_type: str
     ranks: Sequence[int]
     rank: int
-    numbers: Sequence[int] | None
+    base_rank_names: Sequence[int] | None
     group: tuple[str, int] | None
-    given: list[tuple[Sequence[int], str]]
+    provided_groups: list[tuple[Sequence[int], str]]
 
-    def family(self) -> RootState:
-        """Make the family again, with such of its groups as are known here."""
+    def restore(self) -> RootState:
+        """Return the state with those of its groups that exist in this process."""
         name, size = self.group or ("", 0)
         group = resolve_group(name)
         base = parent_group(group) if group is not None and group.size() == size else None
-        rank = self.rank if base is None else None
-        made = RootState(self.device_type, self.ranks, base=base, rank=rank, numbers=self.numbers)
-        for ranks, name in self.given:
+        state = RootState(
+            self.device_type,
+            self.ranks,
+            base=base,
+            rank=self.rank if base is None else None,
+            base_rank_names=self.base_rank_names,
+        )
+        for ranks, name in self.provided_groups:
             group = resolve_group(name)
             if group is not None and as_range(dist.get_process_group_ranks(group)) == ranks:
-                made.given[ranks] = group
-        return made
+                state.provided_groups[ranks] = group
+        return state
 
 
-def _picklable_options(options: tuple[GroupOptions, ...]) -> tuple[GroupOptions, ...]:
-    """Leave out torch's own options, which cannot be pickled."""
+def _picklable_options(options: _Options) -> _Options:
+    """Drop torch's own options, which cannot be pickled."""
     return tuple(replace(each, native=None) for each in options)
 
 
 def _unpickle_root(
-    known: _PickledRoot,
+    pickled: _PickledRoot,
     layout: MeshLayout,
-    names: tuple[str, ...] | None,
-    options: tuple[GroupOptions, ...],
-    flattened: list[tuple[str, MeshLayout, tuple[GroupOptions, ...]]],
+    names: _Names,
+    options: _Options,
+    flattened: list[tuple[str, MeshLayout, _Options]],
 ) -> DeviceMesh:
-    family = known.family()
-    mesh = init_root_mesh(uninitialized_mesh(), family, layout, names, options)
-    for name, flat, its_options in flattened:
-        family.flattened[name] = mesh._derive(flat, (name,), its_options)
+    state = pickled.restore()
+    mesh = DeviceMesh._make_root(state, layout, names, options)
+    for name, flat, flat_options in flattened:
+        state.flattened[name] = mesh._derive(flat, (name,), flat_options)
     return mesh
 
 
 def _unpickle_submesh(
-    root: DeviceMesh,
-    layout: MeshLayout,
-    names: tuple[str, ...],
-    options: tuple[GroupOptions, ...],
+    root: DeviceMesh, layout: MeshLayout, names: tuple[str, ...], options: _Options
 ) -> DeviceMesh:
     mesh = root._derive(layout, names, options)
     flattened = root._root_state.flattened.get(names[0]) if len(names) == 1 else None

@@ -1,9 +1,9 @@
 """Drawings of a mesh, as text and as SVG.
 
-`look` decides what is shown: a few blocks of cells, however large the mesh is. The last axis
+`make_view` decides what is shown: a few blocks of cells, however large the mesh is. The last axis
 runs along the columns of a block and the one before along its rows; there is one block for each
 position along the other axes. Of a long axis the ends and the neighbourhood of the given rank are
-shown, and None stands for what is left out. `text` and `svg` render the view.
+shown; None marks what is left out. `draw_mesh` renders the view.
 
 No colour carries meaning by itself: axes have dash patterns too, and the given rank is filled.
 The colours are Okabe and Ito's, which are distinguishable with any colour vision. This module
@@ -30,18 +30,16 @@ class ViewCell:
     """One rank in a picture."""
 
     rank: int
-    """Its global rank."""
     host: int | None
-    """The number of its host, if hosts are known."""
     is_mine: bool
-    """Whether it is the rank that the picture is drawn for."""
+    """Whether the picture is drawn for this rank."""
     axis: int | None
-    """The axis along which it is in that rank's group, if there is one."""
+    """The axis along which this rank is in that rank's group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewBlock:
-    """Two axes of a mesh, at one place along the others."""
+    """Two axes of a mesh, at one position along the others."""
 
     title: str
     rows: Positions
@@ -51,7 +49,7 @@ class ViewBlock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewLimits:
-    """How much of a mesh is shown."""
+    """Maximum numbers of blocks, rows and columns to show."""
 
     blocks: int
     rows: int
@@ -63,19 +61,15 @@ class MeshView:
     """Everything that a picture shows."""
 
     title: str
-    """The axes and their sizes, how many ranks, how many hosts."""
     place: str
-    """Where this rank is; empty if it is not in the mesh, or none is given."""
+    """The coordinate of `rank`; empty without one."""
     labels: tuple[str, ...]
-    """What the axes are called."""
     blocks: tuple[ViewBlock | None, ...]
     rank: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DrawnMesh:
-    """What is known of a mesh: plain data."""
-
     layout: MeshLayout
     labels: tuple[str, ...]
     start: int
@@ -94,7 +88,7 @@ class _DrawnMesh:
         return self.layout.coordinate_of(self.rank_map.index(rank) - self.start)
 
 
-def look(
+def make_view(
     layout: MeshLayout,
     *,
     names: Sequence[str] | None,
@@ -104,11 +98,10 @@ def look(
     start: int = 0,
     rank_map: Sequence[int] | None = None,
 ) -> MeshView:
-    """Return what to show of a mesh."""
     if names is not None and len(names) != len(layout):
         raise InvalidArgument(f"{len(names)} names {tuple(names)} for {len(layout)} axes")
     if ranks_per_host is not None and ranks_per_host < 1:
-        raise InvalidArgument(f"ranks_per_host has to be at least 1, and not {ranks_per_host}")
+        raise InvalidArgument(f"ranks_per_host must be at least 1, got {ranks_per_host}")
     mesh = _DrawnMesh(
         layout=layout,
         labels=tuple(names) if names else tuple(f"axis {axis}" for axis in range(len(layout))),
@@ -127,7 +120,7 @@ def look(
 
 
 def visible_positions(size: int, *, here: int | None, limit: int) -> Positions:
-    """Return which places of an axis to show: its ends, and what is around `here`."""
+    """Return the positions of an axis to show: its ends and the neighbourhood of `here`."""
     if size <= limit:
         return tuple(range(size))
     anchors = [0, size - 1] if here is None else [here, 0, size - 1]
@@ -239,8 +232,6 @@ _WRAP_WIDTH = 1280  # where blocks wrap
 
 @dataclass(frozen=True, slots=True)
 class _Box:
-    """A rectangle."""
-
     left: float
     top: float
     width: float
@@ -248,7 +239,7 @@ class _Box:
 
 
 class _BlockGeometry:
-    """Where the cells of a block are, seen from the block's own corner."""
+    """Coordinates of the cells of a block, relative to its corner."""
 
     def __init__(self, block: ViewBlock, *, cell_width: int) -> None:
         self.block = block
@@ -265,7 +256,7 @@ class _BlockGeometry:
         self.height = self.y[-1] + _CELL + _PAD
 
     def box(self, rows: Sequence[int], columns: Sequence[int], *, pad: int = 0) -> _Box:
-        """Return what surrounds the cells from the first to the last of these."""
+        """Return the bounding box of these cells."""
         left, top = self.x[columns[0]], self.y[rows[0]]
         return _Box(
             left - pad,
@@ -275,7 +266,7 @@ class _BlockGeometry:
         )
 
     def hosts(self) -> Iterator[tuple[int, _Box]]:
-        """Yield each host's boxes: one if its cells fill a rectangle, else one for each run."""
+        """Yield each host's boxes: one if its cells fill a rectangle, else one per cell."""
         places: dict[int, list[tuple[int, int]]] = {}
         for row, cells in enumerate(self.block.cells):
             for column, cell in enumerate(cells):
@@ -300,7 +291,6 @@ class _BlockGeometry:
 
 
 def _render_svg(view: MeshView) -> str:
-    """Return the picture as a complete SVG document."""
     plans = _block_geometries(view)
     corners, right, bottom = _arrange(plans)
     body = [
@@ -329,7 +319,7 @@ def _block_geometries(view: MeshView) -> list[_BlockGeometry | None]:
     cells = [c for block in view.blocks if block for row in block.cells for c in row if c]
     digits = max(len(str(cell.rank)) for cell in cells)
     hosts = max((len(str(cell.host)) for cell in cells if cell.host is not None), default=0)
-    # A host of one column has to be as wide as its name.
+    # A host of one column must be as wide as its name.
     width = max(_CELL + 4, 8 * digits + 14, 6 * (hosts + 4) if hosts else 0)
     return [_BlockGeometry(block, cell_width=width) if block else None for block in view.blocks]
 
@@ -337,7 +327,7 @@ def _block_geometries(view: MeshView) -> list[_BlockGeometry | None]:
 def _arrange(
     plans: Sequence[_BlockGeometry | None],
 ) -> tuple[list[tuple[float, float]], float, float]:
-    """Return where each block goes, and how far right and down they reach."""
+    """Return the corner of each block, and the right and bottom ends of all."""
     corners = []
     left, top, right, bottom = float(_PAPER), 62.0, 0.0, 0.0
     for plan in plans:
@@ -353,11 +343,11 @@ def _arrange(
 def _positions(
     lines: Sequence[Sequence[ViewCell | None]], *, first: int, size: int, between: int
 ) -> list[int]:
-    """Return where each row (or column) starts, with more room where hosts change."""
+    """Return the start of each row or column, with more room where hosts change."""
     positions = [first]
     for above, below in pairwise(lines):
         pairs = list(zip(above, below, strict=True))
-        # What follows a gap is a box of its own, whatever host it is.
+        # A gap ends a box, so the same host needs a new one after it.
         has_hosts = any(b and b.host is not None for _, b in pairs)
         changes = has_hosts and any(b and (not a or a.host != b.host) for a, b in pairs)
         positions.append(positions[-1] + size + _GAP + (between if changes else 0))
@@ -436,7 +426,7 @@ def _axis_style(axis: int) -> str:
 def _legend(
     view: MeshView, plans: Sequence[_BlockGeometry | None], top: float
 ) -> tuple[list[str], float]:
-    """Return the explanation of what is coloured, and its width."""
+    """Return the explanation of the colours, and its width."""
     if view.rank is None:
         return [], 0
     cells = [c for plan in plans if plan for row in plan.block.cells for c in row if c]
@@ -458,7 +448,7 @@ def _ellipsis() -> list[str]:
 
 
 def _escaped(words: str) -> str:
-    """Return text for XML, which has no way to write most control characters."""
+    """Escape text for XML, which cannot contain most control characters."""
     return escape("".join(letter if letter.isprintable() else "\ufffd" for letter in words))
 
 
@@ -486,11 +476,10 @@ def _svg_text(
     )
 
 
-_TEXT_WIDTH = 96
-"""How wide text may be, about."""
+_TEXT_WIDTH = 96  # columns, approximately
 
 
-def text(
+def draw_mesh(
     layout: MeshLayout,
     *,
     names: Sequence[str] | None = None,
@@ -498,58 +487,38 @@ def text(
     ranks_per_host: int | None = None,
     start: int = 0,
     rank_map: Sequence[int] | None = None,
+    svg: bool = False,
 ) -> str:
-    """Draw a mesh as text: a block of ranks for each place along all but the last two axes.
+    """Draw a mesh as text, or as an SVG image: one block per position on all but two axes.
 
-    `rank` is marked with brackets; a line lies between ranks of different hosts. `start` is where
-    the copy of the layout is that is drawn, and `rank_map` has the global rank for each of the
-    layout's.
+    As text, `rank` is in brackets and lines separate hosts. As SVG, each host is a box, and the
+    groups of `rank` have one colour and outline per axis. `start` is the first rank of the copy of
+    the layout to draw; `rank_map` gives the global rank for each of the layout's.
     """
     digits = len(str(start + layout.cosize()))
-    columns = max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
-    view = look(
+    columns = 8 if svg else max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
+    view = make_view(
         layout,
         names=names,
         rank=rank,
         ranks_per_host=ranks_per_host,
-        limits=_limits(layout, rows=32, columns=columns),
+        limits=_limits(layout, rows=16 if svg else 32, columns=columns),
         start=start,
         rank_map=rank_map,
     )
+    return _render_svg(view) if svg else _render_text(view)
+
+
+def _render_text(view: MeshView) -> str:
     lines = [view.title, *([view.place] if view.place else [])]
-    if len(layout):
+    if view.labels:
         for block in view.blocks:
             lines += ["", "…"] if block is None else ["", *_text_block(view, block)]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def svg(
-    layout: MeshLayout,
-    *,
-    names: Sequence[str] | None = None,
-    rank: int | None = None,
-    ranks_per_host: int | None = None,
-    start: int = 0,
-    rank_map: Sequence[int] | None = None,
-) -> str:
-    """Draw a mesh as an SVG image; the arguments are those of `text`.
-
-    Each host is a box, and the groups of `rank` are coloured, one colour and one outline per axis.
-    """
-    view = look(
-        layout,
-        names=names,
-        rank=rank,
-        ranks_per_host=ranks_per_host,
-        limits=_limits(layout, rows=16, columns=8),
-        start=start,
-        rank_map=rank_map,
-    )
-    return _render_svg(view)
-
-
 def _limits(layout: MeshLayout, *, rows: int, columns: int) -> ViewLimits:
-    """Return how much to show, given how many rows there may be in all blocks together."""
+    """Choose how much to show, with at most `rows` rows in all blocks together."""
     *outer, height = (1, *layout.top_level_sizes[:-1])
     blocks = math.prod(outer)
     if blocks * height <= rows:
@@ -603,7 +572,7 @@ def _text_row(row: Sequence[ViewCell | None], width: int) -> str:
 def _host_rule(
     above: Sequence[ViewCell | None], below: Sequence[ViewCell | None], width: int
 ) -> str:
-    """Return the line between two rows: under each cell that is on another host than the next."""
+    """Return the line between two rows, drawn where the host changes."""
     pieces = []
     for column, (upper, lower) in enumerate(zip(above, below, strict=True)):
         differs = _on_different_hosts(upper, lower)
@@ -618,7 +587,7 @@ def _host_rule(
 
 
 def _host_spans_rows(block: ViewBlock) -> bool:
-    """Tell whether any host has ranks in two rows, so that it takes a line to tell them apart."""
+    """Whether any host has ranks in two adjacent rows."""
     return any(
         _on_same_host(upper, lower)
         for above, below in pairwise(block.cells)

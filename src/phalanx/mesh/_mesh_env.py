@@ -1,4 +1,4 @@
-"""The mesh a thread has entered, and the devices of this host.
+"""The mesh that a thread has entered, and the devices of this host.
 
 `_mesh_resources` is the stack behind ``with mesh:``, under torch's name. `choose_device` sets this
 rank's device before its first group is formed, unless the program has used a device of that type.
@@ -32,7 +32,7 @@ class _MeshEnv(threading.local):
     def get_current_mesh(self) -> DeviceMesh:
         """Return the mesh that this thread entered last."""
         if not self.mesh_stack:
-            raise InvalidState("this thread is in no mesh: enter one by `with mesh:`")
+            raise InvalidState("this thread has entered no mesh: use `with mesh:`")
         return self.mesh_stack[-1]
 
     def get_root_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
@@ -44,38 +44,34 @@ class _MeshEnv(threading.local):
 
     @staticmethod
     def num_devices_per_host(device_type: str) -> int:
-        """Return how many devices of a type this machine has."""
+        """Return the number of devices of a type on this machine."""
         module = device_module(device_type)
         if module is None:
-            raise InvalidState(f"torch knows no devices of type {device_type!r} on this machine")
+            raise InvalidState(f"torch has no devices of type {device_type!r} on this machine")
         count: int = module.device_count()
         return count
 
     @staticmethod
     def num_hosts(device_type: str) -> int:
-        """Return how many machines there are, if all have as many devices as this one."""
-        return _world_size() // _MeshEnv.num_devices_per_host(device_type)
+        """Return the number of machines, if all have as many devices as this one."""
+        group = default_group()
+        world_size = read_rank_env().world_size if group is None else group.size()
+        return world_size // _MeshEnv.num_devices_per_host(device_type)
 
 
 _mesh_resources = _MeshEnv()
 
 
 def device_module(device_type: str) -> ModuleType | None:
-    """Return torch's module for a type of device, if there is one."""
     module = getattr(torch, device_type, None)
     return module if hasattr(module, "device_count") else None
-
-
-def _world_size() -> int:
-    group = default_group()
-    return read_rank_env().world_size if group is None else group.size()
 
 
 def choose_device(device_type: str, base: ParentGroup) -> None:
     """Select the device of this rank, unless the program has used one of that type already.
 
-    The launcher's ``LOCAL_RANK`` says which. Without it, ranks are taken to be dealt out to
-    machines with equally many devices.
+    It is ``LOCAL_RANK`` if the launcher sets that. Otherwise all machines are assumed to have the
+    same number of devices.
     """
     module = device_module(device_type)
     if device_type == "cpu" or module is None or not base.talks or module.is_initialized():
@@ -88,13 +84,13 @@ def choose_device(device_type: str, base: ParentGroup) -> None:
         return
     if base.size > count and base.size % count:
         raise InvalidMesh(
-            f"{base.size} ranks cannot be dealt out evenly to machines with {count} devices of "
-            f"type {device_type!r}: choose a device before making a mesh, or set LOCAL_RANK"
+            f"cannot choose a device: {base.size} ranks do not divide among machines with {count} "
+            f"devices of type {device_type!r}. Hint: set LOCAL_RANK, or choose a device first."
         )
     chosen = base.rank % count
     warnings.warn(
-        f"no device was chosen for rank {base.rank} and there is no LOCAL_RANK: taking "
-        f"{device_type}:{chosen}. Choose it before making a mesh, or start with a launcher",
+        f"rank {base.rank} has chosen no device and LOCAL_RANK is not set: using "
+        f"{device_type}:{chosen}. Choose a device before making a mesh, or use a launcher",
         stacklevel=4,
     )
     module.set_device(chosen)

@@ -1,13 +1,12 @@
-"""Conversion between our mesh and torch's: same ranks, same groups.
+"""Conversion between our mesh and torch's own class: same ranks, same groups.
 
-DTensor, FSDP2 and tensor parallelism require torch's class. It is given our layout and groups,
-so no group is formed twice. Meshes of one root stay meshes of one root, since torch compares
-roots.
+Most of torch accepts our mesh, which derives from torch's class. Code that compares exact types
+or meshes (compiled DTensor programs) needs torch's own, which is given our layout and groups, so
+no group is formed twice. Meshes of one root stay meshes of one root, since torch compares roots.
 """
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
@@ -16,99 +15,84 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from ..errors import InvalidState, InvalidType
 from ..groups._subgroups import DEFAULT_OPTIONS, default_parent_group
 from ._arguments import as_range
-from ._device_mesh import DeviceMesh, set_axis_group, uninitialized_mesh
-from ._root_state import RootState, init_root_mesh
+from ._device_mesh import DeviceMesh, RootState
 from .layout import FlatLayout, MeshLayout
 
 
 def to_torch(mesh: DeviceMesh, *, as_default: bool) -> TorchMesh:
-    """Return torch's mesh for one of ours; makes the groups of its axes."""
-    family = mesh._root_state
+    state = mesh._root_state
     if as_default and not dist.is_initialized():
-        _make_default(family)
-    whole = mesh._layout.numel() == len(family.ranks)
-    if not dist.is_initialized() and not whole:
+        _make_default(state)
+    is_whole = mesh._layout.numel() == len(state.ranks)
+    if not dist.is_initialized() and not is_whole:
         raise InvalidState(
-            f"{mesh} is a part of {family.root}: torch's mesh for it asks torch's default group "
-            "which part this rank is in, and there is none. Initialise it, or pass as_default=True"
+            f"{mesh} is a slice of {state.root}, and torch's mesh needs a default group to locate "
+            "this rank in it. Hint: initialize torch's default group, or pass as_default=True."
         )
-    if family.torch_root is None:
-        family.torch_root = _bare(family.root, root=None)
-    made = family.torch_root if mesh is family.root else _bare(mesh, root=family.torch_root)
-    if family.position is None:
-        made._dim_group_names = []
-        return made
-    groups = mesh.get_all_groups()
-    made._dim_group_names = [group.group_name for group in groups]
-    for each in (made, family.torch_root):
-        each._pg_registry.update({group.group_name: group for group in groups})
+    if state.torch_root is None:
+        state.torch_root = _without_groups(state.root, root=None)
+    torch_root = state.torch_root
+    made = torch_root if mesh is state.root else _without_groups(mesh, root=torch_root)
+    made._dim_group_names = mesh._dim_group_names
+    for each in (made, torch_root):
+        each._pg_registry.update(mesh._pg_registry)
     name = (mesh.mesh_dim_names or ("",))[0]
-    if family.flattened.get(name) is mesh:
-        family.torch_root._flatten_mapping[name] = made
+    if state.flattened.get(name) is mesh:
+        torch_root._flatten_mapping[name] = made
     return made
 
 
-def _make_default(family: RootState) -> None:
-    """Make the group that a mesh is on torch's default group."""
-    base = family.base
+def _make_default(state: RootState) -> None:
+    base = state.base
     if base is None or list(base.global_ranks) != list(range(base.size)):
         raise InvalidState(
-            f"{family.root} is not on a group of all global ranks, which torch's default group is"
+            f"{state.root} cannot provide torch's default group: its group does not have all "
+            "global ranks"
         )
     c10d._update_default_pg(base.group)
 
 
-def _bare(mesh: DeviceMesh, *, root: TorchMesh | None) -> TorchMesh:
-    """Return torch's mesh without groups."""
-    family = mesh._root_state
-    numbers = family.global_ranks()
-    if root is None:
-        rank_map = torch.tensor(list(numbers), dtype=torch.int, device="cpu")
-    else:
-        rank_map = root._rank_map
-    layout = _MeshLayout([_FlatLayout(axis.shape, axis.stride) for axis in mesh.layout])
-    own = family.rank if family.base is None else family.base.global_ranks[family.base.rank]
+def _without_groups(mesh: DeviceMesh, *, root: TorchMesh | None) -> TorchMesh:
+    state = mesh._root_state
     return TorchMesh(
-        family.device_type,
-        _layout=layout,
-        _rank_map=rank_map,
+        state.device_type,
+        _layout=_MeshLayout([_FlatLayout(axis.shape, axis.stride) for axis in mesh.layout]),
+        _rank_map=mesh._rank_map if root is None else root._rank_map,
         mesh_dim_names=mesh.mesh_dim_names,
         _root_mesh=root,
         _init_backend=False,
-        _rank=own,
+        _rank=state.rank if state.base is None else state.base.global_ranks[state.base.rank],
     )
 
 
 def from_torch(mesh: TorchMesh) -> DeviceMesh:
-    """Return one of ours for torch's mesh, with the groups that it has."""
+    if isinstance(mesh, DeviceMesh):
+        return mesh
     if not isinstance(mesh, TorchMesh):
-        raise InvalidType(f"from_torch takes a torch DeviceMesh, not {mesh!r}")
+        raise InvalidType(f"from_torch takes a torch DeviceMesh, got {mesh!r}")
     root = mesh._get_root_mesh()
     ranks = as_range(root._rank_map.tolist())
-    family = RootState(root.device_type, ranks, base=default_parent_group(root.device_type))
-    layout = _ours(root._layout)
-    made = init_root_mesh(
-        uninitialized_mesh(), family, layout, root.mesh_dim_names, (DEFAULT_OPTIONS,) * len(layout)
-    )
-    family.torch_root = root
+    state = RootState(root.device_type, ranks, base=default_parent_group(root.device_type))
+    made = DeviceMesh._make_root(state, _our_layout(root._layout), root.mesh_dim_names)
+    state.torch_root = root
     for name, flat in root._flatten_mapping.items():
-        family.flattened[name] = made._derive(_ours(flat._layout), (name,), (DEFAULT_OPTIONS,))
-        _take_groups(family.flattened[name], flat)
+        state.flattened[name] = made._derive(_our_layout(flat._layout), (name,), (DEFAULT_OPTIONS,))
+        _take_groups(state.flattened[name], flat)
     _take_groups(made, root)
     if mesh is root:
         return made
-    layout = _ours(mesh._layout)
+    layout = _our_layout(mesh._layout)
     derived = made._derive(layout, mesh.mesh_dim_names or (), (DEFAULT_OPTIONS,) * len(layout))
     _take_groups(derived, mesh)
     return derived
 
 
-def _ours(layout: _MeshLayout) -> MeshLayout:
+def _our_layout(layout: _MeshLayout) -> MeshLayout:
     return MeshLayout([FlatLayout(axis.shape, axis.stride) for axis in layout])
 
 
-def _take_groups(mesh: DeviceMesh, theirs: TorchMesh) -> None:
-    if mesh._root_state.position is None or not hasattr(theirs, "_dim_group_names"):
+def _take_groups(mesh: DeviceMesh, torch_mesh: TorchMesh) -> None:
+    if mesh._root_state.position is None or not hasattr(torch_mesh, "_dim_group_names"):
         return
     for axis in range(mesh.ndim):
-        set_axis_group(mesh, axis, theirs.get_group(axis))
+        mesh._set_axis_group(axis, torch_mesh.get_group(axis))

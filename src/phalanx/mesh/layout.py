@@ -37,6 +37,25 @@ __all__ = [
 ]
 
 
+def format_ranks(ranks: Sequence[int], *, limit: int | None = None) -> str:
+    """Format ranks as ``0-3,7``, and a strided range as ``0-6:2``, which is 0, 2, 4, 6.
+
+    Of an irregular list, at most `limit` ranks are shown.
+    """
+    if isinstance(ranks, range) and ranks.step > 1 and len(ranks) > 1:
+        return f"{ranks[0]}-{ranks[-1]}:{ranks.step}"
+    if isinstance(ranks, range) and len(ranks) > 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    runs: list[list[int]] = []
+    for rank in ranks[:limit]:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    more = ",..." if limit is not None and len(ranks) > limit else ""
+    return ",".join("-".join(map(str, run)) for run in runs) + more
+
+
 IntTuple: TypeAlias = "SupportsIndex | tuple[IntTuple, ...]"
 
 
@@ -48,23 +67,22 @@ def _flat_integers(value: object, *, name: str, least: int) -> tuple[int, ...]:
         )
     number = value if type(value) is int else _as_index(value, name=name)
     if number < least:
-        raise InvalidArgument(f"{name} has a {number}; each number has to be at least {least}")
+        raise InvalidArgument(f"{name} must be at least {least}, got {number}")
     return (number,)
 
 
 def _nesting(value: object) -> object:
-    """Return something that is equal for tuples that are nested alike."""
+    """Return a value that is equal for tuples of the same nesting."""
     return tuple(map(_nesting, value)) if isinstance(value, tuple) else None
 
 
 def _contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides with which the last of several sizes runs fastest, without gaps."""
     return tuple([math.prod(sizes[position + 1 :]) for position in range(len(sizes))])
 
 
 def _as_index(value: object, *, name: str) -> int:
     if not isinstance(value, SupportsIndex):
-        raise InvalidType(f"{name} takes an integer or a tuple of integers, not {value!r}")
+        raise InvalidType(f"{name} must be an integer or a tuple of integers, got {value!r}")
     return operator.index(value)
 
 
@@ -72,7 +90,7 @@ _Loop: TypeAlias = tuple[int, int]
 _Loops: TypeAlias = tuple[_Loop, ...]
 
 
-def merge(loops: Iterable[_Loop]) -> _Loops:
+def _coalesce_loops(loops: Iterable[_Loop]) -> _Loops:
     """Return the fewest loops that give the same ranks in the same order."""
     merged: list[_Loop] = []
     for count, step in reversed(tuple(loops)):
@@ -85,8 +103,7 @@ def merge(loops: Iterable[_Loop]) -> _Loops:
     return tuple(reversed(merged))
 
 
-def reach(loops: Iterable[_Loop]) -> int:
-    """Return the largest rank."""
+def _largest_rank(loops: Iterable[_Loop]) -> int:
     return sum((count - 1) * step for count, step in loops)
 
 
@@ -100,10 +117,10 @@ def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
 
 
 def _can_tile(loops: Iterable[_Loop]) -> bool:
-    """Tell whether copies of the ranks, each moved, can cover 0, 1, 2, ... once each.
+    """Whether shifted copies of the ranks can cover 0, 1, 2, ... once each.
 
-    That is so if and only if every step is a multiple of the whole extent of the next smaller
-    loop, since the copies have to fill the gaps between its turns before the larger one moves on.
+    They can if and only if every step is a multiple of the extent of the next smaller loop, since
+    the copies must fill the gaps within it before the larger loop advances.
     """
     extent = 1
     for step, count in _ascending(loops):
@@ -114,10 +131,7 @@ def _can_tile(loops: Iterable[_Loop]) -> bool:
 
 
 def _tile_starts(loops: Iterable[_Loop], world_size: int) -> _Loops | None:
-    """Return loops over where the copies start that cover a world, or None if none do.
-
-    The loops must tile.
-    """
+    """Return loops over the starts of copies that cover a world, or None; the loops must tile."""
     extent = 1
     found: list[_Loop] = []
     for step, count in _ascending(loops):
@@ -126,11 +140,11 @@ def _tile_starts(loops: Iterable[_Loop], world_size: int) -> _Loops | None:
     if world_size % extent:
         return None
     found.append((world_size // extent, extent))
-    return merge(reversed(found))
+    return _coalesce_loops(reversed(found))
 
 
-def has_repeats(loops: _Loops) -> bool:
-    """Tell whether any rank comes twice, enumerating them only where steps interleave."""
+def _has_repeats(loops: _Loops) -> bool:
+    """Whether any rank occurs twice; enumerates ranks only where steps interleave."""
     below = 0
     for step, count in _ascending(loops):
         if step == 0:
@@ -143,7 +157,7 @@ def has_repeats(loops: _Loops) -> bool:
 
 
 def _digits_at(loops: Sequence[_Loop], index: int) -> list[int]:
-    """Return the digits of an index; that of the outermost loop is too large beyond the end."""
+    """Return the digits of an index; beyond the end, the outermost digit is out of range."""
     digits = []
     for count, _ in reversed(loops[1:]):
         index, digit = divmod(index, count)
@@ -154,20 +168,19 @@ def _digits_at(loops: Sequence[_Loop], index: int) -> list[int]:
 
 
 def _rank_of_digits(loops: Sequence[_Loop], digits: Sequence[int]) -> int:
-    """Return the rank at these digits."""
     return sum([digit * step for digit, (_, step) in zip(digits, loops, strict=True)])
 
 
 def _locate_in_tile(loops: Sequence[_Loop], rank: int) -> tuple[int, list[int]]:
-    """Return where the copy starts that holds a rank, and its digits in it; the loops must tile."""
+    """Return the start of the copy that contains a rank, and its digits; the loops must tile."""
     digits = [rank // step % count for count, step in loops]
     return rank - _rank_of_digits(loops, digits), digits
 
 
 def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
-    """Return digits that add up to a rank, or None if there are none.
+    """Return digits that add up to a rank, or None.
 
-    The work stays in the number of loops if no rank comes twice because of interleaving steps.
+    The cost depends only on the number of loops unless steps interleave.
     """
     order = sorted(range(len(loops)), key=lambda position: loops[position][1], reverse=True)
     digits = [0] * len(loops)
@@ -177,7 +190,7 @@ def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
             return rest == 0
         count, step = loops[order[depth]]
         below -= (count - 1) * step
-        # The smaller loops can make up for no more than what they reach together.
+        # The smaller loops together add at most `below`.
         least = max(0, -((below - rest) // step)) if step else 0
         most = min(count - 1, rest // step) if step else 0
         for digit in range(least, most + 1):
@@ -186,13 +199,13 @@ def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
                 return True
         return False
 
-    return digits if search(0, rank, reach(loops)) else None
+    return digits if search(0, rank, _largest_rank(loops)) else None
 
 
 def _compose_loops(loops: _Loops, selectors: Iterable[_Loops]) -> list[_Loops] | None:
-    """Return the ranks at the indices that each of several other loops run through.
+    """Return the loops over the ranks at the indices that each selector enumerates.
 
-    Return None if the indices add up to one beyond the last, or if no loops would give the ranks.
+    Return None if indices add up to more than the last one, or if no loops give the ranks.
     """
     used = [0] * len(loops)
     composed = []
@@ -215,12 +228,12 @@ def _compose_loops(loops: _Loops, selectors: Iterable[_Loops]) -> list[_Loops] |
 def _linear_pieces(loops: _Loops, count: int, step: int) -> list[_Loop] | None:
     """Split a loop over indices into loops along which the rank grows evenly, outermost first.
 
-    Return None if it leads beyond the last index, or if no loops would give its ranks.
+    Return None if it exceeds the last index, or if no loops give its ranks.
     """
     pieces: list[_Loop] = []
     while count > 1:
         digits = _digits_at(loops, step)
-        # Nothing carries into the next loop until one digit, added to itself, is full.
+        # No digit carries into the next loop until its multiples exceed its count.
         turns = [
             (size - 1) // digit + 1 for digit, (size, _) in zip(digits, loops, strict=True) if digit
         ]
@@ -234,16 +247,15 @@ def _linear_pieces(loops: _Loops, count: int, step: int) -> list[_Loop] | None:
 
 
 def _ascending(loops: Iterable[_Loop]) -> list[tuple[int, int]]:
-    """Return pairs of step and count, the smallest step first."""
     return sorted((step, count) for count, step in loops if count > 1)
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class FlatLayout:
-    """One axis: ranks in order, from 0, as sizes and strides with the outermost first.
+    """One axis: an ordered list of ranks from 0, as sizes and strides, outermost first.
 
-    Without strides the ranks are 0, 1, 2, ... Sizes and strides are kept in the shortest form, so
-    two layouts are equal if and only if they hold the same ranks in the same order.
+    Without strides the ranks are 0, 1, 2, ... Sizes and strides are stored in their shortest form,
+    so two layouts are equal if and only if they have the same ranks in the same order.
     """
 
     shape: tuple[int, ...]
@@ -258,14 +270,13 @@ class FlatLayout:
         else:
             steps = _flat_integers(stride, name="stride", least=0)
             if _nesting(shape) != _nesting(stride):
-                raise InvalidArgument(f"shape {shape} and stride {stride} are not nested alike")
-        self._set(merge(zip(sizes, steps, strict=True)))
+                raise InvalidArgument(f"shape {shape} and stride {stride} have different nesting")
+        self._set(_coalesce_loops(zip(sizes, steps, strict=True)))
 
     @classmethod
     def _of(cls, loops: Iterable[_Loop]) -> FlatLayout:
-        """Return a layout of loops that need no checks."""
         layout = cls.__new__(cls)
-        layout._set(merge(loops))
+        layout._set(_coalesce_loops(loops))
         return layout
 
     def _set(self, loops: _Loops) -> None:
@@ -298,17 +309,17 @@ class FlatLayout:
         return iter(self._loops)
 
     def numel(self) -> int:
-        """Return how many ranks there are."""
+        """Return the number of ranks."""
         return math.prod(self.shape)
 
     def cosize(self) -> int:
-        """Return the smallest world that has room for all ranks: the largest of them, plus 1."""
-        return reach(self._loops) + 1
+        """Return the smallest world size that contains all ranks: the largest rank plus 1."""
+        return _largest_rank(self._loops) + 1
 
     def rank_at(self, index: int) -> int:
         """Return the rank at a position in the list of ranks."""
         if not 0 <= index < self.numel():
-            raise InvalidArgument(f"index {index} is not in 0 to {self.numel() - 1}")
+            raise InvalidArgument(f"index must be 0 to {self.numel() - 1}, got {index}")
         return _rank_of_digits(self._loops, _digits_at(self._loops, index))
 
     def all_ranks_from_zero(self) -> list[int]:
@@ -316,42 +327,41 @@ class FlatLayout:
         return _enumerate_ranks(self._loops)
 
     def check_sorted(self) -> bool:
-        """Tell whether no stride is larger than one further out."""
+        """Whether strides do not increase from the outermost to the innermost."""
         return all(left >= right for left, right in pairwise(self.stride))
 
     def check_orthogonal(self) -> bool:
-        """Tell whether copies of this layout can cover a world with every rank in one of them.
+        """Whether shifted copies of this layout can cover a world with each rank in one of them.
 
-        Such a layout has no rank twice. The reverse does not hold: (2, 2) by (3, 1) is ranks 0, 1,
-        3, 4, and no other copy has rank 2 without one of these.
+        Such a layout has no rank twice. The reverse does not hold: sizes (2, 2) with strides
+        (3, 1) are ranks 0, 1, 3, 4, and any copy with rank 2 repeats one of these.
         """
         return _can_tile(self._loops)
 
     def has_repeats(self) -> bool:
-        """Tell whether any rank comes more than once."""
-        return has_repeats(self._loops)
+        """Whether any rank occurs more than once."""
+        return _has_repeats(self._loops)
 
     def composition(self, layout: MeshLayout) -> MeshLayout:
-        """Return this layout after another: its rank at each index that the other one gives.
+        """Return this layout's rank at each index that another layout gives.
 
-        Raise `InvalidArgument` if the other leads beyond the last index, or if the result is not
-        regular enough to have strides.
+        Raise `InvalidArgument` if an index is out of range, or if the result has no strides.
         """
         composed = _compose_loops(self._loops, [axis._loops for axis in layout])
         if composed is not None:
             return MeshLayout([FlatLayout._of(loops) for loops in composed])
         if layout.cosize() > self.numel():
             raise InvalidArgument(
-                f"layout {layout} leads to index {layout.cosize() - 1}, and {self} ends at "
+                f"layout {layout} has index {layout.cosize() - 1}, but {self} ends at "
                 f"{self.numel() - 1}"
             )
         raise InvalidArgument(f"layout {self} at the indices of {layout} has no regular strides")
 
     def complement(self, world_size: int) -> FlatLayout:
-        """Return where the copies of this layout start that together cover a world.
+        """Return the starts of the copies of this layout that together cover a world.
 
-        Raise `InvalidArgument` if none do: this layout is not orthogonal, or the world is not a
-        multiple of what a copy and those in its gaps take.
+        Raise `InvalidArgument` if this layout is not orthogonal, or if the world size is not a
+        multiple of its extent.
         """
         [world_size] = _flat_integers(world_size, name="world_size", least=1)
         if not _can_tile(self._loops):
@@ -360,19 +370,19 @@ class FlatLayout:
         if found is None:
             extent = max(size * step for size, step in self._loops)
             raise InvalidArgument(
-                f"copies of layout {self} cannot cover {world_size} ranks, only a multiple of "
-                f"{extent}"
+                f"copies of layout {self} cannot cover {world_size} ranks: the world size must "
+                f"be a multiple of {extent}"
             )
         return FlatLayout._of(found)
 
     def global_ranks(self, world_size: int) -> list[list[int]]:
-        """Return the ranks of each copy of this layout in a world: its groups along this axis."""
+        """Return the ranks of each copy in a world: the groups along this axis."""
         ranks = self.all_ranks_from_zero()
         starts = self.complement(world_size).all_ranks_from_zero()
         return [[start + rank for rank in ranks] for start in starts]
 
     def group_of(self, rank: int) -> Sequence[int]:
-        """Return the ranks of the copy of this layout that holds a rank."""
+        """Return the ranks of the copy that contains a rank."""
         if not _can_tile(self._loops):
             raise InvalidArgument(
                 f"layout {self} is not orthogonal: rank {rank} has several groups"
@@ -399,9 +409,9 @@ class MeshLayout(Sequence[FlatLayout]):
         axes = tuple(axes)
         for axis in axes:
             if not isinstance(axis, FlatLayout):
-                raise InvalidType(f"an axis is a FlatLayout, and not {axis!r}")
+                raise InvalidType(f"an axis must be a FlatLayout, got {axis!r}")
         loops = tuple(loop for axis in axes for loop in axis._loops)
-        key = tuple([axis._loops for axis in axes])  # plain tuples compare at once
+        key = tuple([axis._loops for axis in axes])  # plain tuples compare faster
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "_loops", loops)
         object.__setattr__(self, "_tiles", _can_tile(loops))
@@ -412,15 +422,13 @@ class MeshLayout(Sequence[FlatLayout]):
     def from_sizes_strides(
         cls, sizes: tuple[int, ...], strides: tuple[int, ...] | None = None
     ) -> MeshLayout:
-        """Return a layout with an axis for each size and its stride, by default contiguous."""
+        """Return a layout with one axis per size and stride; strides default to contiguous."""
         sizes = _flat_integers(tuple(sizes), name="sizes", least=1)
         if strides is None:
             strides = _contiguous_strides(sizes)
         strides = _flat_integers(tuple(strides), name="strides", least=0)
         if len(sizes) != len(strides):
-            raise InvalidArgument(
-                f"{len(sizes)} sizes {sizes} and {len(strides)} strides {strides}: give one each"
-            )
+            raise InvalidArgument(f"sizes {sizes} and strides {strides} must have the same length")
         return cls([FlatLayout._of((loop,)) for loop in zip(sizes, strides, strict=True)])
 
     def __hash__(self) -> int:
@@ -461,48 +469,48 @@ class MeshLayout(Sequence[FlatLayout]):
         return tuple(axis.numel() for axis in self.axes)
 
     def numel(self) -> int:
-        """Return how many coordinates there are."""
+        """Return the number of coordinates."""
         return math.prod(size for size, _ in self._loops)
 
     def cosize(self) -> int:
-        """Return the smallest world that has room for all ranks: the largest of them, plus 1."""
-        return reach(self._loops) + 1
+        """Return the smallest world size that contains all ranks: the largest rank plus 1."""
+        return _largest_rank(self._loops) + 1
 
     def check_sorted(self) -> bool:
-        """Tell whether no stride is larger than one further out, over all axes."""
+        """Whether strides do not increase from the outermost axis to the innermost."""
         return self.collapse().check_sorted()
 
     def check_orthogonal(self) -> bool:
-        """Tell whether copies of this mesh can cover a world with every rank in one of them."""
+        """Whether shifted copies of this mesh can cover a world with each rank in one of them."""
         return self._tiles
 
     def has_repeats(self) -> bool:
-        """Tell whether any rank is at more than one coordinate."""
-        return not self._tiles and has_repeats(self._loops)
+        """Whether any rank has more than one coordinate."""
+        return not self._tiles and _has_repeats(self._loops)
 
     def collapse(self) -> FlatLayout:
-        """Return all axes as one, the last running fastest."""
+        """Return all axes as one, the last varying fastest."""
         return FlatLayout._of(self._loops)
 
     coalesce = collapse
 
     def nest(self, start: int = 0, end: int | None = None) -> MeshLayout:
-        """Return a mesh in which the axes from `start` to before `end` have become one."""
+        """Return a mesh with the axes `start` to `end`, exclusive, merged into one."""
         end = len(self) if end is None else end
         return self.splice(start, end, MeshLayout([self[start:end].collapse()]))
 
     def flatten(self) -> MeshLayout:
-        """Return a mesh in which all axes have become one."""
+        """Return a mesh with all axes merged into one."""
         return self.nest()
 
     def splice(self, start: int, end: int, layout: MeshLayout) -> MeshLayout:
-        """Return a mesh with the axes of another in place of those from `start` to before `end`."""
+        """Return a mesh with the axes `start` to `end`, exclusive, replaced by those of another."""
         axes = list(self.axes)
         axes[start:end] = layout.axes
         return MeshLayout(axes)
 
     def contains(self, rank: int) -> bool:
-        """Tell whether a rank is in this layout, that is, in its copy at 0."""
+        """Whether a rank is in this layout, that is, in the copy at 0."""
         return self.coordinate_of(rank) is not None
 
     def rank_of(self, coordinate: Sequence[int]) -> int:
@@ -518,10 +526,7 @@ class MeshLayout(Sequence[FlatLayout]):
         return sum(axis.rank_at(number) for axis, number in zip(self.axes, coordinate, strict=True))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return the coordinate of a rank, or None if it is not in this layout.
-
-        A rank that is at several coordinates has one of them returned.
-        """
+        """Return a coordinate of a rank, or None if it is not in this layout."""
         if rank < 0:
             return None
         if self._tiles:
@@ -531,10 +536,10 @@ class MeshLayout(Sequence[FlatLayout]):
         return None if found is None else self._coordinate(found)
 
     def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
-        """Return where the copy of this mesh that holds a rank starts, and the coordinate in it.
+        """Return the start of the copy that contains a rank, and the rank's coordinate in it.
 
-        The axes ``dp`` and ``tp`` of a larger mesh are a mesh of their own for each place along
-        the other axes; this is which of them, and where in it, for any rank.
+        The axes ``dp`` and ``tp`` of a larger mesh form one copy for each coordinate on the other
+        axes.
         """
         self._require_orthogonal()
         [rank] = _flat_integers(rank, name="rank", least=0)
@@ -542,26 +547,26 @@ class MeshLayout(Sequence[FlatLayout]):
         return start, self._coordinate(digits)
 
     def ranks_of_group(self, rank: int, axis: int) -> Sequence[int]:
-        """Return the ranks that differ from a rank in the coordinate along one axis only.
+        """Return the ranks that differ from a rank only in the coordinate along one axis.
 
-        The rank may be in any copy of this mesh. A plain axis gives a `range`, a flattened one may
-        give a list.
+        The rank may be in any copy of this mesh. The result is a `range` for a plain axis, and may
+        be a list for a flattened one.
         """
         self._require_orthogonal()
         if not -len(self.axes) <= axis < len(self.axes):
-            raise InvalidArgument(f"axis {axis} is not one of {len(self.axes)} axes")
+            raise InvalidArgument(f"axis {axis} is out of range for {len(self.axes)} axes")
         return self.axes[axis].group_of(rank)
 
     def remap_to_tensor(self, rank_map: torch.Tensor) -> torch.Tensor:
-        """Return the meshes that the copies of this layout pick from a list of ranks.
+        """Index a list of ranks with every copy of this layout.
 
-        The list is a contiguous tensor of one dim. The result has one dim more than there are axes:
-        the first counts the copies. It is a view if the strides allow one.
+        The list is a contiguous one-dimensional tensor. The result has one dim for the copies, then
+        one per axis. It is a view if the strides allow one.
         """
         if rank_map.ndim != 1 or not rank_map.is_contiguous():
             raise InvalidArgument(
-                f"rank_map of shape {tuple(rank_map.shape)} and strides {rank_map.stride()} is "
-                "not contiguous in one dim"
+                f"rank_map must be contiguous and one-dimensional, got shape "
+                f"{tuple(rank_map.shape)} and strides {rank_map.stride()}"
             )
         inner = self.collapse()
         outer = inner.complement(rank_map.numel())

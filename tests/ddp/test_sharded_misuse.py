@@ -171,7 +171,7 @@ def lose_an_owner(ctx, backend):
 
 DEATHS = {
     "shm": Fault("barrier:before", kill(), rank=1, nth=6),  # it has stepped, but not said so
-    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=32),  # after 6 and those of the state
+    "gloo": Fault("broadcast:issued", kill(), rank=1, nth=11),  # after 6, and 3 for the state
 }
 
 

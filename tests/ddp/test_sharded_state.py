@@ -150,5 +150,5 @@ def test_what_state_is_made_of(group):
             assert states[0]["list"] == [1, None, "a"]
             assert torch.equal(states[0]["bits"], module.weight > 0)
         else:
-            with pytest.raises(RuntimeError, match=r"rank 0's share .* 'note' of parameter 0"):
+            with pytest.raises(RuntimeError, match=r"state of rank 0 .* 'note' of parameter 0"):
                 optimizer.state_dict()

@@ -274,13 +274,13 @@ def test_a_loop_that_is_off(group):
 @over_groups(backends=("local",), sizes=(2,))
 def test_bad_input(group):
     leaver = Leaver(group)
-    with pytest.raises(ValueError, match="what is trained"):
+    with pytest.raises(ValueError, match="needs a joinable"):
         phalanx.uneven([1])
     with pytest.raises(TypeError, match="loader first"):
         phalanx.uneven(leaver, leaver)
     with pytest.raises(TypeError, match="generator has no length"):
         len(phalanx.uneven((n for n in "ab"), leaver))
-    with pytest.raises(TypeError, match="optimizers are torch's, not str"):
+    with pytest.raises(TypeError, match="optimizers must be torch optimizers, got str"):
         Join([leaver], optimizers=["adam"])
-    with pytest.raises(TypeError, match="no Joinable"):
+    with pytest.raises(TypeError, match="not a Joinable"):
         list(phalanx.uneven([1], torch.nn.Linear(1, 1)))

@@ -8,11 +8,10 @@ as JSON, tensors as bytes, never pickle).
 
 from __future__ import annotations
 
-import json
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +25,7 @@ from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
 from ..groups import ProcessGroup
 from ..groups._process_group import allocate_shared
 from ..join import Join, Joinable, JoinHook
+from ..join._optimizer_state import OptimizerStates, gather_states
 from ._communicator import Communicator
 from ._config import resolve_group
 from ._parameter_consistency import verify_parameters
@@ -283,85 +283,6 @@ class _FlatBuffer:
         return [p.detach() for p in self._parameters]
 
 
-OptimizerStates = dict[int, dict[str, Any]]
-"""By the place of the parameter among all."""
-
-
-def gather_states(
-    mine: OptimizerStates, channel: Communicator, *, to: int | None
-) -> OptimizerStates | None:
-    """Bring the states of all ranks to one of them, or to all; the others get None."""
-    told = [json.loads(text) for text in channel.exchange(json.dumps(_describe(mine)))]
-    for rank, each in enumerate(told):
-        if "refused" in each:
-            raise InvalidState(
-                f"the state of rank {rank}'s share cannot be sent: {each['refused']}"
-            )
-    whole: OptimizerStates = {}
-    for owner, each in enumerate(told):
-        for place, fields in each["states"]:
-            own = mine[place] if owner == channel.rank else {}
-            state = {
-                name: _move(own.get(name), kind, what, owner, channel, to)
-                for name, kind, what in fields
-            }
-            whole[place] = state
-    return {place: whole[place] for place in sorted(whole)} if to in (None, channel.rank) else None
-
-
-def _describe(states: OptimizerStates) -> dict[str, Any]:
-    described = []
-    for place, state in states.items():
-        fields = []
-        for name, value in state.items():
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                dtype = str(value.dtype).removeprefix("torch.")
-                fields.append((name, "tensor", (dtype, [*value.shape], value.device.type)))
-            elif _is_plain(value):
-                fields.append((name, "value", value))
-            else:
-                return {"refused": f"{name!r} of parameter {place} is a {type(value).__name__}"}
-        described.append((place, fields))
-    return {"states": described}
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
-    return value is None or isinstance(value, (bool, int, float, str))
-
-
-def _move(
-    value: Any, kind: str, what: Any, owner: int, channel: Communicator, to: int | None
-) -> Any:
-    """Bring one value from its owner to where it is wanted."""
-    if kind == "value":
-        return what
-    is_mine, is_wanted = owner == channel.rank, to in (None, channel.rank)
-    dtype, shape, device = getattr(torch, what[0]), what[1], what[2]
-    if is_mine:
-        # A copy, since what the other ranks sent does not change with the next step either.
-        tensor = value.detach().to(channel.device, copy=True).contiguous()
-    elif is_wanted:
-        tensor = torch.empty(shape, dtype=dtype, device=channel.device)
-    else:
-        return None
-    if tensor.numel():
-        _send(tensor.view(-1).view(torch.uint8), owner, channel, to)
-    return tensor.to(device)
-
-
-def _send(data: Tensor, owner: int, channel: Communicator, to: int | None) -> None:
-    if to is None:
-        channel.broadcast(data, owner).wait()
-    elif to != owner and channel.rank == owner:
-        channel.group.send([data], to, 0).wait()
-    elif to != owner:
-        channel.group.recv([data], owner, 0).wait()
-
-
 ParamGroup = dict[str, Any]
 LOCAL_KEYS = ("params", "param_names")
 """What a rank's own optimizer has of its own; all else in a group is options."""
@@ -533,7 +454,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Collect the state of all shares on one rank, for its `state_dict`; all ranks call it."""
         if not 0 <= to < self._channel.size:
             raise InvalidArgument(f"there is no rank {to} among {self._channel.size} ranks")
-        self._collected = to, gather_states(self._own_states(), self._channel, to=to)
+        self._collected = to, self._gather_states(to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the plain optimizer would, with the state of all shares, as copies.
@@ -542,7 +463,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         is the one rank that has the state, and nobody else, who calls this.
         """
         if self._collected is None:
-            whole = gather_states(self._own_states(), self._channel, to=None)
+            whole = self._gather_states(to=None)
         else:
             rank, whole = self._collected
             if whole is None:
@@ -581,12 +502,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.state = self._own.state
         self._collected = None
 
-    def _own_states(self) -> OptimizerStates:
-        return {
-            place: self._own.state[p]
-            for place, p in enumerate(self._parameters())
+    def _gather_states(self, *, to: int | None) -> OptimizerStates | None:
+        states = {
+            index: self._own.state[p]
+            for index, p in enumerate(self._parameters())
             if p in self._own.state
         }
+        return gather_states(states, self._channel.group, self._channel.device, to=to)
 
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidState("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")

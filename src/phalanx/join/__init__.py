@@ -1,8 +1,8 @@
-"""Uneven inputs: ranks that have run out of data leave, or keep the others company.
+"""Uneven inputs: ranks without data leave the group, or shadow the steps of the others.
 
-The names and meanings of ``torch.distributed.algorithms.join``. Either's `Join` takes either's
-joinables: torch's DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's. Beyond them,
-`gather_uneven` collects what ranks have different amounts of.
+The API of ``torch.distributed.algorithms.join``. Each `Join` accepts the other's joinables: torch's
+DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's. `gather_uneven` gathers tensors
+of which ranks have different numbers of rows.
 """
 
 from ._gather import gather_uneven

@@ -5,8 +5,8 @@ how many bytes come from where, or raises the same error as the others. Then eac
 are broadcast, all broadcasts in flight at once, without padding.
 
 A description lists containers and, for each tensor, dtype, row shape and number of rows.
-`merge` combines those of all ranks into one tree of `Column` leaves; a rank with no data or no
-rows adopts what the others have.
+`merge_trees` combines those of all ranks into one tree of `Column` leaves; a rank with no data or
+no rows adopts what the others have.
 """
 
 from __future__ import annotations
@@ -22,69 +22,22 @@ from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMismatch
-from ..groups import ProcessGroup
 from ..groups._factory import default_group
 from ..groups._formatting import dtype_name
 from ..groups._reductions import as_bytes
-
-FIRST_ROUND_BYTES = 256
-"""Bytes of a card; what does not fit on it takes another round."""
-LENGTH_BYTES = 4
-"""Bytes of a card in which it says how long the text is."""
-
-
-def exchange(text: str, group: dist.ProcessGroup) -> dict[int, str]:
-    """Give every rank everybody's text; those who have left the group have none."""
-    data = len(text.encode()).to_bytes(LENGTH_BYTES, "little") + text.encode()
-    cards = _allgather_bytes(
-        _bytes_tensor(data[:FIRST_ROUND_BYTES].ljust(FIRST_ROUND_BYTES, b"\0"), group), group
-    )
-    sent = {rank: bytes(card.tolist()) for rank, card in enumerate(cards)}
-    # All zero is the card of nobody: a text has at least one byte.
-    lengths = {
-        rank: LENGTH_BYTES + int.from_bytes(card[:LENGTH_BYTES], "little")
-        for rank, card in sent.items()
-    }
-    there = [rank for rank, length in lengths.items() if length > LENGTH_BYTES]
-    rest = max(lengths[rank] for rank in there) - FIRST_ROUND_BYTES
-    if rest > 0:
-        more = _allgather_bytes(
-            _bytes_tensor(data[FIRST_ROUND_BYTES:].ljust(rest, b"\0"), group), group
-        )
-        sent = {rank: sent[rank] + bytes(more[rank].tolist()) for rank in there}
-    return {rank: sent[rank][LENGTH_BYTES : lengths[rank]].decode() for rank in there}
-
-
-def _allgather_bytes(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
-    """Collect equally many bytes of every rank; zeros of those who have left."""
-    rows = list(mine.new_zeros(group.size(), mine.numel()))
-    group.allgather([rows], [mine], c10d.AllgatherOptions()).wait()
-    return rows
-
-
-def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Tell where a group takes tensors from: the CPU, if it does."""
-    if isinstance(group, ProcessGroup):
-        types = set(group.devices)
-    else:
-        types = {device.type for device in group._device_types}
-    return torch.device("cpu" if "cpu" in types or not types else min(types))
-
-
-def _bytes_tensor(data: bytes, group: dist.ProcessGroup) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device_of(group))
+from ._text_exchange import device_of, exchange_texts
 
 
 class TreeMismatch(Exception):
-    """Two ranks have something else in one place of their trees."""
+    """The trees of two ranks differ."""
 
 
 class TensorSpec(NamedTuple):
-    """A rank's tensor, as it tells the others of it."""
+    """The description of a rank's tensor."""
 
     dtype: str
     shape: list[int] | None
-    """Of a row; None for a number, of which a rank has one."""
+    """Of a row; None for a number."""
     rows: int
 
     def __str__(self) -> str:
@@ -94,8 +47,6 @@ class TensorSpec(NamedTuple):
 
 
 class ContainerSpec(NamedTuple):
-    """A dict, list or tuple."""
-
     kind: str
     keys: list[str | int]
     parts: list[Any]
@@ -107,21 +58,15 @@ class ContainerSpec(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A leaf as all ranks have it together."""
+    """A leaf with the rows of all ranks."""
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...] | None
     rows: dict[int, int]
-    """How many each rank has."""
-
-    @property
-    def place(self) -> str:
-        """Tell where it is, at the end of a sentence."""
-        return _format_location(self.key)
+    """By rank."""
 
     def nbytes(self, rank: int) -> int:
-        """Tell how many bytes a rank has of it."""
         return self.rows[rank] * math.prod(self.shape or ()) * self.dtype.itemsize
 
 
@@ -131,24 +76,20 @@ NUMBER_DTYPES = {
     float: torch.float64,
     complex: torch.complex128,
 }
-"""How Python's are sent; a bool is an int, too, so the order matters."""
+"""Dtypes of Python numbers. A bool is an int too, so the order matters."""
 TreeSpec = Any
-"""A `TensorSpec` or `Column`, a `ContainerSpec`, or None where nothing is known."""
-
-
-# -- a rank's own --------------------------------------------------------------------------
+"""A `TensorSpec` or `Column`, a `ContainerSpec`, or None for no data."""
 
 
 def describe_tree(tree: Any, key: str = "") -> TreeSpec:
-    """Tell what is in a tree."""
     if tree is None:
         return None
     if isinstance(tree, Mapping):
         keys = list(tree)
-        strange = [k for k in keys if not isinstance(k, str | int) or isinstance(k, bool)]
-        if strange:
+        invalid = [k for k in keys if not isinstance(k, str | int) or isinstance(k, bool)]
+        if invalid:
             raise InvalidType(
-                f"keys are text or integers, not {strange[0]!r}{_format_location(key)}"
+                f"keys must be strings or integers, got {invalid[0]!r}{_format_location(key)}"
             )
         return ContainerSpec("dict", keys, [describe_tree(tree[k], f"{key}[{k!r}]") for k in keys])
     if isinstance(tree, list | tuple):
@@ -162,7 +103,7 @@ def _describe_leaf(value: Any, key: str) -> TensorSpec:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided or value.is_quantized:
             raise InvalidType(
-                f"only dense tensors can be gathered: pass tensor.to_dense(){_format_location(key)}"
+                f"only dense tensors can be gathered: use tensor.to_dense(){_format_location(key)}"
             )
         name = dtype_name(value.dtype)
         return (
@@ -172,7 +113,8 @@ def _describe_leaf(value: Any, key: str) -> TensorSpec:
         )
     if not isinstance(value, tuple(NUMBER_DTYPES)):
         raise InvalidType(
-            f"only tensors and numbers can be gathered, not {type(value).__name__}{_format_location(key)}"
+            f"only tensors and numbers can be gathered, got {type(value).__name__}"
+            f"{_format_location(key)}"
         )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InvalidArgument(f"{value} does not fit in an int64{_format_location(key)}")
@@ -180,7 +122,7 @@ def _describe_leaf(value: Any, key: str) -> TensorSpec:
 
 
 def as_rows(value: Any) -> Tensor:
-    """Show a leaf as rows in plain memory; a number is one row."""
+    """Return a leaf as contiguous rows; a number is one row."""
     if isinstance(value, Tensor):
         plain = value.detach().resolve_conj().resolve_neg().contiguous()
         return plain if plain.dim() else plain.view(1)
@@ -188,43 +130,38 @@ def as_rows(value: Any) -> Tensor:
     return torch.tensor([value], dtype=dtype)
 
 
-def parse(data: Any) -> TreeSpec:
-    """Read an outline that has come as JSON."""
+def parse_description(data: Any) -> TreeSpec:
     if data is None:
         return None
     first, second, third = data
     if isinstance(third, list):
-        return ContainerSpec(first, second, [parse(part) for part in third])
+        return ContainerSpec(first, second, [parse_description(part) for part in third])
     return TensorSpec(first, second, third)
 
 
-# -- everybody's ---------------------------------------------------------------------------
-
-
-def merge(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
-    """Make one outline of the ranks', or raise `TreeMismatch`; who has no rows agrees with all."""
+def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
+    """Combine the ranks' trees, or raise `TreeMismatch`; a rank without rows matches any."""
     known = {rank: node for rank, node in nodes.items() if node is not None}
-    solid = {rank: node for rank, node in known.items() if not _is_empty(node)}
-    if not solid:
-        # Whoever has made an empty tensor of some shape knows more than who made just any.
-        solid = {r: leaf for r, leaf in known.items() if leaf.shape} or known
-        solid = dict(list(solid.items())[:1])
-    if not solid:
+    filled = {rank: node for rank, node in known.items() if not _is_empty(node)}
+    if not filled:
+        # Prefer an empty tensor with a row shape to one without.
+        filled = {r: leaf for r, leaf in known.items() if leaf.shape} or known
+        filled = dict(list(filled.items())[:1])
+    if not filled:
         return None
-    kind = _common_spec(solid, key)
+    kind = _common_spec(filled, key)
     if isinstance(kind, TensorSpec):
         shape = None if kind.shape is None else tuple(kind.shape)
-        rows = {rank: solid[rank].rows if rank in solid else 0 for rank in nodes}
+        rows = {rank: filled[rank].rows if rank in filled else 0 for rank in nodes}
         return Column(key, _dtype_of_name(kind.dtype), shape, rows)
     parts = []
     for part in kind.keys:
-        below = {r: _child(n, part) if r in solid else None for r, n in nodes.items()}
-        parts.append(merge(below, f"{key}[{part!r}]"))
+        below = {r: _child(n, part) if r in filled else None for r, n in nodes.items()}
+        parts.append(merge_trees(below, f"{key}[{part!r}]"))
     return ContainerSpec(kind.kind, kind.keys, parts)
 
 
 def iter_columns(node: TreeSpec) -> Iterator[Column]:
-    """List the leaves of an outline that ranks have agreed on."""
     if isinstance(node, Column):
         yield node
     elif node is not None:
@@ -232,17 +169,17 @@ def iter_columns(node: TreeSpec) -> Iterator[Column]:
             yield from iter_columns(part)
 
 
-def take(node: TreeSpec, tree: Any) -> Iterator[Tensor | None]:
-    """List what a rank has of every column."""
+def local_rows(node: TreeSpec, tree: Any) -> Iterator[Tensor | None]:
+    """Yield this rank's rows of every column, or None."""
     if isinstance(node, Column):
         yield None if tree is None else as_rows(tree)
     elif node is not None:
         for key, part in zip(node.keys, node.parts, strict=True):
-            yield from take(part, tree[key] if _is_container(tree) else None)
+            yield from local_rows(part, tree[key] if _is_container(tree) else None)
 
 
 def rebuild_tree(node: TreeSpec, tree: Any, gathered: Iterator[Tensor]) -> Any:
-    """Put gathered columns in the places of a rank's own, or where the others have them."""
+    """Return a tree like this rank's own, or like the others', with the gathered columns."""
     if node is None:
         return None
     if isinstance(node, Column):
@@ -256,7 +193,7 @@ def rebuild_tree(node: TreeSpec, tree: Any, gathered: Iterator[Tensor]) -> Any:
         return {key: parts[key] for key in (parts if own is None else own)}
     if node.kind == "list":
         return list(parts.values())
-    make: Any = getattr(type(own), "_make", tuple)  # a named tuple remains one
+    make: Any = getattr(type(own), "_make", tuple)  # keeps named tuples
     return make(parts.values())
 
 
@@ -273,12 +210,11 @@ def _child(branch: ContainerSpec, key: str | int) -> TreeSpec:
 
 
 def _common_spec(nodes: Mapping[int, TreeSpec], key: str) -> TreeSpec:
-    """Return what all ranks have in a place, or raise."""
     first, one = next(iter(nodes.items()))
     for rank, other in nodes.items():
         if not _is_compatible(one, other):
             raise TreeMismatch(
-                f"rank {first} has {one}, and rank {rank} has {other}{_format_location(key)}"
+                f"rank {first} has {one}, rank {rank} has {other}{_format_location(key)}"
             )
     return one
 
@@ -292,7 +228,7 @@ def _is_compatible(one: TreeSpec, other: TreeSpec) -> bool:
 def _dtype_of_name(name: str) -> torch.dtype:
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
-        raise TreeMismatch(f"torch has no type {name!r} here")
+        raise TreeMismatch(f"this version of torch has no dtype {name!r}")
     return found
 
 
@@ -300,8 +236,7 @@ def _format_location(key: str) -> str:
     return f", at {key}" if key else ""
 
 
-SEND_TAG = 0x7EA
-"""Of sends, so that they are not taken for the user's own."""
+SEND_TAG = 0x7EA  # distinguishes sends from the user's own
 OPERATION = "gather_uneven"
 
 
@@ -314,64 +249,61 @@ def gather_uneven(
     order: str = "ranks",
     total: int | None = None,
 ) -> Any:
-    """Collect tensors of which ranks have different numbers of rows, rank after rank.
+    """Gather tensors of which ranks have different numbers of rows.
 
-    `tree` is a tensor, or a dict, list or tuple of such trees. Every rank gets the same tree with
-    the rows of all; with `dst` only that rank of the group does, and the others None. A number, or
-    a tensor without dims, becomes a tensor with one element per rank. A rank without data may pass
-    None for all or a part of it, or an empty tensor of any type. Ranks that have left the group
-    are not in the result.
+    `tree` is a tensor, or a dict, list or tuple of trees. Every rank gets the same tree with the
+    rows of all, in rank order; with `dst` only that rank does, and the others get None. A number
+    or a tensor without dims becomes a tensor with one element per rank. A rank without data may
+    pass None for any part, or an empty tensor of any dtype. Ranks that have left the group are not
+    in the result.
 
-    With ``order="interleaved"`` rows are put back in the order from which ``DistributedSampler``
-    has dealt them out: the first of every rank, then the second. With `total`, the length of the
-    dataset, what it has repeated at the end is dropped: the result is that of one process.
+    ``order="interleaved"`` restores the order in which ``DistributedSampler`` distributes rows: the
+    first of every rank, then the second. `total`, the length of the dataset, drops the rows that
+    the sampler repeats at the end.
 
-    All ranks call it. If their trees do not fit together, all raise `RankMismatch`, which names two
-    ranks and the place. The group is by default the current one, or torch's.
+    All ranks call it. If their trees differ, all raise `RankMismatch`, which names two ranks and
+    the position. `group` defaults to the current group, else torch's default group.
     """
     group = default_group() if group is None else group
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(
-            "there is no group to gather in: pass one, or enter it with "
+            "gather_uneven has no group: pass one, or enter it with "
             "phalanx.groups.process_group(group)"
         )
-    wish = GatherRequest(dst, order, total)
-    node = _agree_on_tree(exchange(_describe_request(tree, wish, group), group), group)
-    parts, own = list(iter_columns(node)), list(take(node, tree))
+    request = GatherRequest(dst, order, total)
+    texts = exchange_texts(_describe_request(tree, request, group), group)
+    node = _agree_on_tree(texts, group)
+    parts, own = list(iter_columns(node)), list(local_rows(node, tree))
     if total is not None:
         _check_total(parts, total, group.size())
     received = _transfer(parts, _pack_bytes(own, group), group, dst)
     if received is None:
         return None
     gathered = [
-        _assemble_rows(part, pieces, wish, group.size()).to(_device(mine, group))
+        _assemble_rows(part, pieces, request, group.size()).to(_device(mine, group))
         for part, mine, pieces in zip(parts, own, _unpack_columns(parts, received), strict=True)
     ]
     return rebuild_tree(node, tree, iter(gathered))
 
 
-# -- what ranks show each other ------------------------------------------------------------
-
-
 class GatherRequest(NamedTuple):
-    """What a rank asks for, beside what it gives."""
+    """The arguments of a call, which must be equal on all ranks."""
 
     dst: int | None
     order: str
     total: int | None
 
     def check(self, size: int) -> None:
-        """Refuse what cannot be had."""
         if self.order not in ("ranks", "interleaved"):
-            raise InvalidArgument(f"order is 'ranks' or 'interleaved', not {self.order!r}")
+            raise InvalidArgument(f"order must be 'ranks' or 'interleaved', got {self.order!r}")
         if self.dst is not None and not (isinstance(self.dst, int) and 0 <= self.dst < size):
-            raise InvalidArgument(f"dst {self.dst!r} is not a rank of a group of {size}")
+            raise InvalidArgument(f"dst must be a rank of a group of {size}, got {self.dst!r}")
         if self.total is None:
             return
         if not isinstance(self.total, int) or self.total < 0:
-            raise InvalidArgument(f"total is a number of rows, not {self.total!r}")
+            raise InvalidArgument(f"total must be a number of rows, got {self.total!r}")
         if self.order == "ranks":
-            raise InvalidArgument("total says what to drop where order='interleaved', only")
+            raise InvalidArgument("total needs order='interleaved'")
 
     def __str__(self) -> str:
         return f"dst={self.dst}, order={self.order!r}, total={self.total}"
@@ -382,105 +314,100 @@ ARGUMENT_ERRORS: dict[str, type[MisuseError]] = {
 }
 
 
-def _describe_request(tree: Any, wish: GatherRequest, group: dist.ProcessGroup) -> str:
-    """Write down what this rank has, or what is wrong with it: nobody waits for who cannot come."""
+def _describe_request(tree: Any, request: GatherRequest, group: dist.ProcessGroup) -> str:
+    """Describe this rank's tree, or the error with it, so that every rank raises it."""
     try:
-        wish.check(group.size())
-        card = {"wish": wish, "tree": describe_tree(tree)}
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        request.check(group.size())
+        description = {"request": request, "tree": describe_tree(tree)}
+    except Exception as error:  # noqa: BLE001 - any error must reach the other ranks
         kind = type(error).__name__
-        known = kind in ARGUMENT_ERRORS
-        told = str(error) if known else f"{kind}: {error}"
-        card = {"mistake": [kind if known else InvalidType.__name__, told]}
-    return json.dumps(card, separators=(",", ":"))
+        is_known = kind in ARGUMENT_ERRORS
+        text = str(error) if is_known else f"{kind}: {error}"
+        description = {"error": [kind if is_known else InvalidType.__name__, text]}
+    return json.dumps(description, separators=(",", ":"))
 
 
 def _agree_on_tree(texts: Mapping[int, str], group: dist.ProcessGroup) -> Any:
-    """Make one outline of what all ranks have, or raise what all raise."""
-    cards = {rank: json.loads(text) for rank, text in texts.items()}
-    for rank, card in cards.items():
-        if "mistake" in card:
-            kind, told = card["mistake"]
-            raise ARGUMENT_ERRORS[kind](f"{OPERATION}: {told} (on rank {rank})")
-    wishes = {rank: GatherRequest(*card["wish"]) for rank, card in cards.items()}
-    (first, wish), *others = wishes.items()
+    """Combine the descriptions of all ranks, or raise the same error on all."""
+    descriptions = {rank: json.loads(text) for rank, text in texts.items()}
+    for rank, description in descriptions.items():
+        if "error" in description:
+            kind, text = description["error"]
+            raise ARGUMENT_ERRORS[kind](f"{OPERATION}: {text} (on rank {rank})")
+    requests = {rank: GatherRequest(*each["request"]) for rank, each in descriptions.items()}
+    (first, request), *others = requests.items()
     for rank, other in others:
-        if other != wish:
-            raise _mismatch(f"rank {first} asks for {wish}, and rank {rank} for {other}", group)
-    if wish.dst is not None and wish.dst not in cards:
+        if other != request:
+            raise _mismatch(f"rank {first} passed {request}, rank {rank} passed {other}", group)
+    if request.dst is not None and request.dst not in descriptions:
         raise PeerLeft(
-            f"{OPERATION}: rank {wish.dst}, which was to get it all, has left the group",
+            f"{OPERATION}: rank {request.dst} (dst) has left the group",
             group=getattr(group, "label", ""),
             operation=OPERATION,
-            ranks=(wish.dst,),
+            ranks=(request.dst,),
         )
     try:
-        return merge({rank: parse(card["tree"]) for rank, card in cards.items()})
+        return merge_trees(
+            {rank: parse_description(each["tree"]) for rank, each in descriptions.items()}
+        )
     except TreeMismatch as error:
         raise _mismatch(str(error), group) from None
 
 
-def _mismatch(told: str, group: dist.ProcessGroup) -> RankMismatch:
+def _mismatch(text: str, group: dist.ProcessGroup) -> RankMismatch:
     label = getattr(group, "label", "")
-    return RankMismatch(f"{OPERATION}: {told}", group=label, operation=OPERATION)
+    return RankMismatch(f"{OPERATION}: {text}", group=label, operation=OPERATION)
 
 
 def _check_total(parts: Sequence[Column], total: int, size: int) -> None:
-    """Refuse a total of which a rank has not its share: something would be missing."""
     for part in parts:
         for rank, rows in part.rows.items():
             share = len(range(rank, total, size))
             if part.shape is not None and rows < share:
                 raise InvalidArgument(
-                    f"{OPERATION}: of total={total} rows in turn, rank {rank} of {size} has {share}"
-                    f", not {rows}{part.place}"
+                    f"{OPERATION}: with total={total}, rank {rank} of {size} must have {share} "
+                    f"rows, got {rows}{_format_location(part.key)}"
                 )
 
 
-# -- bytes ---------------------------------------------------------------------------------
-
-
 def _device(mine: Tensor | None, group: dist.ProcessGroup) -> torch.device:
-    """Tell where a rank wants rows: where its own are."""
     return device_of(group) if mine is None else mine.device
 
 
 def _pack_bytes(own: Sequence[Tensor | None], group: dist.ProcessGroup) -> Tensor:
-    """Write what a rank has into one tensor of bytes."""
     pieces = [as_bytes(rows).view(-1).to(device_of(group)) for rows in own if rows is not None]
     return torch.cat([torch.empty(0, dtype=torch.uint8, device=device_of(group)), *pieces])
 
 
 def _unpack_columns(parts: Sequence[Column], received: Mapping[int, Tensor]) -> list[list[Tensor]]:
-    """Find the bytes of every column in those of each rank."""
+    """Split the bytes of each rank by column."""
     by_rank = [
         torch.split(data, [part.nbytes(rank) for part in parts]) for rank, data in received.items()
     ]
     return [[pieces[place] for pieces in by_rank] for place in range(len(parts))]
 
 
-def _assemble_rows(part: Column, pieces: list[Tensor], wish: GatherRequest, size: int) -> Tensor:
-    """Put the rows of a column one after the other."""
+def _assemble_rows(part: Column, pieces: list[Tensor], request: GatherRequest, size: int) -> Tensor:
     count, shape = sum(part.rows.values()), part.shape or ()
     data = torch.cat(pieces)
-    if wish.order == "interleaved" and part.shape is not None:
-        order = _interleaved_order(part.rows, size, wish.total).to(data.device)
+    if request.order == "interleaved" and part.shape is not None:
+        order = _interleaved_order(part.rows, size, request.total).to(data.device)
         data = data.view(count, math.prod(shape) * part.dtype.itemsize)[order].reshape(-1)
         count = len(order)
     return data.view(part.dtype).view(count, *shape)
 
 
 def _interleaved_order(rows: Mapping[int, int], size: int, total: int | None) -> Tensor:
-    """Tell which row of all, rank after rank, comes when if ranks have them in turn."""
-    turns = torch.cat([torch.arange(count) * size + rank for rank, count in rows.items()])
-    order = turns.argsort()
-    return order if total is None else order[: int((turns < total).sum())]
+    """Return the indices, in rank order, of rows in the order of `DistributedSampler`."""
+    positions = torch.cat([torch.arange(count) * size + rank for rank, count in rows.items()])
+    order = positions.argsort()
+    return order if total is None else order[: int((positions < total).sum())]
 
 
 def _transfer(
     parts: Sequence[Column], mine: Tensor, group: dist.ProcessGroup, dst: int | None
 ) -> dict[int, Tensor] | None:
-    """Bring everybody's bytes to where they are wanted, by rank; None where they are not."""
+    """Send all bytes to `dst` or to all; return them by rank, or None if not received."""
     ranks = parts[0].rows if parts else ()
     sizes = {rank: sum(part.nbytes(rank) for part in parts) for rank in ranks}
     if dst is not None:
@@ -491,7 +418,6 @@ def _transfer(
 def _broadcast_all(
     mine: Tensor, sizes: Mapping[int, int], group: dist.ProcessGroup
 ) -> dict[int, Tensor]:
-    """Send each rank's bytes to all."""
     received = {
         rank: mine if rank == group.rank() else mine.new_empty(size) for rank, size in sizes.items()
     }
@@ -509,7 +435,6 @@ def _broadcast_all(
 def _send_to_dst(
     mine: Tensor, sizes: Mapping[int, int], group: dist.ProcessGroup, dst: int
 ) -> dict[int, Tensor] | None:
-    """Send each rank's bytes to one."""
     if group.rank() != dst:
         if len(mine):
             group.send([mine], dst, SEND_TAG).wait()

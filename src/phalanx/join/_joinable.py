@@ -16,71 +16,70 @@ from torch.optim import Optimizer
 
 
 class JoinHook(upstream.JoinHook):
-    """What a rank without data does in place of a joinable's steps; by itself nothing."""
+    """What a rank without data does in place of a joinable's steps; by default nothing."""
 
     def main_hook(self) -> None:
-        """Make the collectives that the joinable makes in one step on a rank that has data."""
+        """Shadow the collectives of one step of the joinable."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Settle up when nobody has data; `is_last_joiner`: nobody had data for longer."""
+        """Run after the last step; `is_last_joiner`: no rank had data for longer."""
 
 
 class _JoinConfig(NamedTuple):
-    """What a joinable knows of the `Join` that it is in."""
+    """The configuration that a `Join` gives its joinables."""
 
     enable: bool
     throw_on_early_termination: bool
     is_first_joinable: bool
-    """It makes the collectives of the protocol, and the other joinables none."""
+    """Only the first joinable makes the collectives of the protocol."""
 
     @staticmethod
     def construct_disabled_join_config() -> _JoinConfig:
-        """Make the one of a joinable that is in no `Join`."""
+        """Return the configuration outside of any `Join`."""
         return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 class Joinable(upstream.Joinable):
-    """Something that makes collectives in every step and can tell how to make up for them.
+    """An object that makes collectives in every step, and provides a hook that shadows them.
 
-    Call `Join.notify_join_context` before the first of them in a step. It is one of torch's too, so
-    that whatever asks for torch's takes it.
+    It must call `Join.notify_join_context` before the first collective of a step.
     """
 
     @abstractmethod
     def __init__(self) -> None:
         super().__init__()
         self._join_config: Any = _JoinConfig.construct_disabled_join_config()
-        self._join_block: Any = None  # the `Join` that it is in, if that is one of ours
+        self._join_block: Any = None  # the `Join` of ours that it is in
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> upstream.JoinHook:
-        """Make the hook; `kwargs` are those of the `Join`, the same for all its joinables."""
+        """Return the hook; `kwargs` are those of the `Join`, the same for all its joinables."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Tell where the protocol's tensors have to be."""
+        """The device for the protocol's tensors."""
 
     @property
     @abstractmethod
     def join_process_group(self) -> Any:
-        """Tell the group of the collectives."""
+        """The group of the collectives."""
 
     @property
     def can_leave(self) -> bool:
-        """Tell whether its steps are right when ranks leave the group, so that none are shadowed.
+        """Whether steps are correct after ranks have left the group.
 
-        If so for all joinables, ranks that have run out of data leave, where the group lets them;
-        `JoinHook.main_hook` is not called then, and `post_hook` is.
+        If all joinables can leave and the group supports it, ranks without data leave. Then
+        `JoinHook.main_hook` is not called; `post_hook` is.
         """
         return False
 
     @property
     def is_in_step(self) -> bool:
-        """Tell whether a step has begun here whose collectives are not all made."""
+        """Whether a step has begun and not made all its collectives."""
         return False
 
     @property
     def join_optimizers(self) -> Sequence[Optimizer]:
-        """List optimizers of its own, whose state a rank without data falls behind with."""
+        """Optimizers of the joinable, whose state is to be taken from a last joiner."""
         return ()

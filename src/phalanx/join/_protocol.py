@@ -7,7 +7,7 @@ update, one small message.
 
 `ShadowStrategy`: torch's protocol. At the start of each step all ranks sum one number, 1 for a
 rank with data and 0 for one without, so a rank without data learns whether it must shadow another
-step. If uneven inputs are an error, a second number tells the ranks with data, which do not wait
+step. If uneven inputs are an error, a second sum informs the ranks with data, which do not wait
 for the first. Tensor dtypes and shapes must stay those of torch's implementation: if the first
 joinable is torch's own, torch's code makes the calls on the ranks with data.
 """
@@ -27,122 +27,102 @@ from torch.distributed.algorithms.join import JoinHook
 from ..errors import UnevenInputs
 from ..groups import ProcessGroup
 
-MAX_SKEW = 1000
-"""How many inputs fewer than others a rank may have before it says that it has been waiting."""
+MAX_SKEW = 1000  # missing inputs after which a waiting rank warns
 
 
 @dataclass(frozen=True)
 class JoinCollectives:
-    """Where ranks tell each other who has data."""
+    """The collectives by which ranks learn which of them have data."""
 
     group: dist.ProcessGroup
     device: torch.device
 
-    def announce_active(self) -> dist.Work:
-        """Tell that this rank has data; who waits for it learns how many have."""
-        return self._add_up(torch.ones(1, device=self.device))
+    def begin_step(self, *, throws: bool) -> dist.Work:
+        """Announce that this rank has data; raise if another has none and `throws` is set."""
+        work = self._sum(torch.ones(1, device=self.device))
+        if throws:
+            exhausted = torch.zeros(1, device=self.device)
+            self._sum(exhausted).wait()
+            if exhausted.item():
+                raise UnevenInputs(
+                    f"{int(exhausted.item())} of {self.group.size()} ranks exhausted their inputs, "
+                    "which is an error with throw_on_early_termination=True"
+                )
+        return work
 
     def count_active(self) -> int:
-        """Tell that this rank has no data, and learn how many ranks have."""
+        """Announce that this rank has no data; return the number of ranks that have."""
         count = torch.zeros(1, device=self.device)
-        self._add_up(count).wait()
+        self._sum(count).wait()
         return int(count.item())
 
-    def raise_if_any_exhausted(self) -> None:
-        """Raise if a rank says that it has run out of data."""
-        alarms = torch.zeros(1, device=self.device)
-        self._add_up(alarms).wait()
-        if alarms.item():
-            raise UnevenInputs(
-                f"{int(alarms.item())} of {self.group.size()} ranks exhausted their inputs, and "
-                "uneven inputs are an error here (throw_on_early_termination=True)"
-            )
-
     def raise_on_all_ranks(self) -> None:
-        """Say to those with data that this rank has none, and raise."""
-        self._add_up(torch.ones(1, device=self.device)).wait()
+        """Raise on this rank, which has no data, and in `begin_step` on those that have."""
+        self._sum(torch.ones(1, device=self.device)).wait()
         raise UnevenInputs(
-            f"rank {self.group.rank()} exhausted its inputs before others did, and uneven inputs "
-            "are an error here (throw_on_early_termination=True)"
+            f"rank {self.group.rank()} exhausted its inputs before other ranks, which is an error "
+            "with throw_on_early_termination=True"
         )
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Learn every rank's numbers."""
-        mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        heard = [torch.empty_like(mine) for _ in range(self.group.size())]
-        self.group.allgather([heard], [mine], c10d.AllgatherOptions()).wait()
-        return [each.tolist() for each in heard]
+        own = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        rows = [torch.empty_like(own) for _ in range(self.group.size())]
+        self.group.allgather([rows], [own], c10d.AllgatherOptions()).wait()
+        return [row.tolist() for row in rows]
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
-        """Give every rank one rank's tensor."""
-        options = c10d.BroadcastOptions()
-        options.rootRank = root
-        self.group.broadcast([tensor], options).wait()
-
-    def _add_up(self, tensor: Tensor) -> dist.Work:
-        # In torch's call form, for torch's reducer may be given what comes back.
+    def _sum(self, tensor: Tensor) -> dist.Work:
+        # In torch's call form, since torch's reducer may be given the result.
         return self.group.allreduce([tensor], c10d.AllreduceOptions())
 
 
 class ShadowStrategy:
-    """How a rank without data follows the steps of the others."""
+    """A rank without data shadows the collectives of the others, step by step."""
 
     def __init__(
-        self, meeting: JoinCollectives, hooks: Sequence[JoinHook], *, throws: bool
+        self, collectives: JoinCollectives, hooks: Sequence[JoinHook], *, throws: bool
     ) -> None:
-        self._meeting = meeting
+        self._collectives = collectives
         self._hooks = hooks
         self._throws = throws
 
     def begin_step(self) -> dist.Work:
-        """Say that this rank has data; a second time, if it is an error that others have none."""
-        return begin_step(self._meeting, throws=self._throws)
+        return self._collectives.begin_step(throws=self._throws)
 
     def wait_for_others(self) -> int:
-        """Make up for steps until nobody has data; tell how many there were."""
+        """Shadow steps until no rank has data; return their number."""
         steps = 0
-        while self._meeting.count_active():
+        while self._collectives.count_active():
             if self._throws:
-                self._meeting.raise_on_all_ranks()
+                self._collectives.raise_on_all_ranks()
             for hook in self._hooks:
                 hook.main_hook()
             steps += 1
             if steps == MAX_SKEW + 1:
-                warn_about_skew(steps, self._meeting.group.rank())
+                warn_about_skew(steps, self._collectives.group.rank())
         return steps
 
 
-def warn_about_skew(behind: int, rank: int) -> None:
-    """Say that data are divided badly, if a rank is too many inputs behind."""
-    if behind > MAX_SKEW:
+def warn_about_skew(missing: int, rank: int) -> None:
+    if missing > MAX_SKEW:
         warnings.warn(
-            f"rank {rank} has over {MAX_SKEW} inputs fewer than others, and has been waiting for them: "
+            f"rank {rank} has over {MAX_SKEW} fewer inputs than other ranks and waits for them: "
             "divide the data more evenly",
             stacklevel=5,
         )
 
 
-def begin_step(meeting: JoinCollectives, *, throws: bool) -> dist.Work:
-    """Say that this rank has data, in the way of torch's protocol."""
-    work = meeting.announce_active()
-    if throws:
-        meeting.raise_if_any_exhausted()
-    return work
-
-
 class LeaveStrategy:
-    """How ranks of a group part, and meet again."""
+    """A rank without data leaves the group until no rank has data."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._group = group
 
     def begin_step(self) -> None:
-        """Go on among those who have data."""
         if not self._group.can_leave:
             self._group.update_membership()
 
     def wait_for_others(self) -> int:
-        """Leave, sleep until nobody has data, and be a member again; nothing is made up for."""
+        """Leave, wait until all ranks have left, rejoin; return 0, since no step is shadowed."""
         if not self._group.can_leave:
             self._group.update_membership(stays=False)
         self._group.rejoin()

@@ -1,0 +1,251 @@
+"""Transfer of optimizer state between ranks.
+
+Used after uneven steps, where all ranks take over one rank's state, and by `ShardedOptimizer`,
+where each rank has the state of its share. Ranks exchange a JSON description of their states, so a
+state that cannot be sent raises on every rank. Then the tensors of each owner follow as bytes, in
+few calls. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import InvalidState
+from ..groups._formatting import dtype_name
+from ._text_exchange import exchange_texts
+
+OptimizerStates = dict[int, dict[str, Any]]
+"""The state of each parameter, by its index among all parameters of the optimizer."""
+
+CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
+SEND_TAG = 0x0B7
+
+
+def gather_states(
+    own: OptimizerStates, group: dist.ProcessGroup, device: torch.device, *, to: int | None
+) -> OptimizerStates | None:
+    """Collect copies of all ranks' states on one rank, or on all if `to` is None.
+
+    The ranks that do not collect get None. All ranks call it.
+    """
+    collected: OptimizerStates = {}
+    for owner, description in _exchange_descriptions(own, group).items():
+        is_own = owner == group.rank()
+        tensors = _transfer(description["states"], own, owner, group, device, to)
+        if to not in (None, group.rank()):
+            continue
+        for index, fields in description["states"]:
+            collected[index] = {
+                name: own[index][name].detach().clone()
+                if is_own and kind == "tensor"
+                else _received_value(kind, value, tensors)
+                for name, kind, value in fields
+            }
+    if to not in (None, group.rank()):
+        return None
+    return {index: collected[index] for index in sorted(collected)}
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, group: dist.ProcessGroup, device: torch.device, *, root: int
+) -> None:
+    """Replace every rank's state and settings of an optimizer by those of one rank."""
+    parameters = _parameters(optimizer)
+    own: OptimizerStates = {}
+    settings: list[dict[str, Any]] = []
+    if group.rank() == root:
+        own = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
+        settings = [
+            {key: value for key, value in each.items() if key != "params" and _is_plain(value)}
+            for each in optimizer.param_groups
+        ]
+    description = _exchange_descriptions(own, group, settings=settings)[root]
+    tensors = _transfer(description["states"], own, root, group, device, None)
+    if group.rank() == root:
+        return
+    for each, values in zip(optimizer.param_groups, description["settings"], strict=True):
+        for key, value in values.items():
+            each[key] = tuple(value) if isinstance(each.get(key), tuple) else value
+    for index, fields in description["states"]:
+        parameter = parameters[index]
+        for name, kind, value in fields:
+            received = _received_value(kind, value, tensors)
+            if isinstance(received, Tensor) and received.device.type == parameter.device.type:
+                received = received.to(parameter.device)  # its number may differ between ranks
+            optimizer.state[parameter][name] = received
+
+
+class _TensorSpec(NamedTuple):
+    dtype: str
+    shape: list[int]
+    device_type: str
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return math.prod(self.shape) * dtype.itemsize
+
+    def from_bytes(self, data: Tensor) -> Tensor:
+        # A copy, so that saving one tensor does not save the memory of all.
+        tensor = data.clone().view(getattr(torch, self.dtype)).view(self.shape)
+        return tensor.to(self.device_type)
+
+
+def _exchange_descriptions(
+    own: OptimizerStates, group: dist.ProcessGroup, **more: Any
+) -> dict[int, dict[str, Any]]:
+    texts = exchange_texts(json.dumps({**_describe(own), **more}), group)
+    descriptions = {rank: json.loads(text) for rank, text in texts.items()}
+    for rank, description in descriptions.items():
+        if "unsupported" in description:
+            raise InvalidState(
+                f"optimizer state of rank {rank} cannot be sent: {description['unsupported']}. "
+                "Only tensors, numbers, strings and containers of these can."
+            )
+    return descriptions
+
+
+def _describe(states: OptimizerStates) -> dict[str, Any]:
+    described = []
+    for index, state in states.items():
+        fields: list[tuple[str, str, Any]] = []
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.layout is torch.strided:
+                spec = _TensorSpec(dtype_name(value.dtype), [*value.shape], value.device.type)
+                fields.append((name, "tensor", spec))
+            elif _is_plain(value):
+                fields.append((name, "tuple" if isinstance(value, tuple) else "value", value))
+            else:
+                kind = type(value).__name__
+                return {"unsupported": f"{name!r} of parameter {index} is a {kind}"}
+        described.append((index, fields))
+    return {"states": described}
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _received_value(kind: str, value: Any, tensors: Iterator[Tensor]) -> Any:
+    if kind == "tensor":
+        return next(tensors)
+    return tuple(value) if kind == "tuple" else value
+
+
+def _transfer(
+    described: Sequence[Any],
+    own: OptimizerStates,
+    owner: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    to: int | None,
+) -> Iterator[Tensor]:
+    """Send one owner's tensors to one rank or all; return them on ranks that receive them."""
+    named = [
+        (index, name, _TensorSpec(*value))
+        for index, fields in described
+        for name, kind, value in fields
+        if kind == "tensor"
+    ]
+    is_owner = group.rank() == owner
+    if (to is not None and owner == to) or not (is_owner or to in (None, group.rank())):
+        return iter(())
+    received: list[Tensor] = []
+    for chunk in _chunks(named):
+        sizes = [spec.nbytes for _, _, spec in chunk]
+        if is_owner:
+            parts = [own[index][name].detach() for index, name, _ in chunk]
+            flat = torch.cat([p.contiguous().view(-1).view(torch.uint8).to(device) for p in parts])
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if len(flat):
+            _send(flat, owner, group, to)
+        if not is_owner:
+            pieces = torch.split(flat, sizes)
+            received += [spec.from_bytes(p) for (_, _, spec), p in zip(chunk, pieces, strict=True)]
+    return iter(received)
+
+
+def _chunks(named: Sequence[tuple[int, str, _TensorSpec]]) -> Iterator[list[Any]]:
+    chunk: list[Any] = []
+    for each in named:
+        if chunk and sum(spec.nbytes for _, _, spec in chunk) + each[2].nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk = []
+        chunk.append(each)
+    if chunk:
+        yield chunk
+
+
+def _send(flat: Tensor, owner: int, group: dist.ProcessGroup, to: int | None) -> None:
+    if to is None:
+        options = c10d.BroadcastOptions()
+        options.rootRank = owner
+        group.broadcast([flat], options).wait()
+    elif group.rank() == owner:
+        group.send([flat], to, SEND_TAG).wait()
+    else:
+        group.recv([flat], owner, SEND_TAG).wait()
+
+
+class UntrackedOptimizers:
+    """Finds optimizers that step in a join and were not passed to it.
+
+    After a join all ranks hold one rank's model. If their optimizer states differ, the next steps
+    make the models diverge without an error.
+    """
+
+    def __init__(self, joinables: Iterable[object], tracked: Iterable[object]) -> None:
+        modules = (each for each in joinables if isinstance(each, nn.Module))
+        self._joined = {id(parameter) for module in modules for parameter in module.parameters()}
+        for optimizer in tracked:
+            if isinstance(optimizer, Optimizer):
+                self._joined -= set(map(id, _parameters(optimizer)))
+        self._seen: dict[int, Optimizer] = {}
+        self._handle: RemovableHandle | None = None
+
+    def watch(self) -> None:
+        self._thread = threading.get_ident()  # other threads may be other ranks
+        self._seen.clear()
+        self._handle = register_optimizer_step_post_hook(self._record)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+
+    def _record(self, optimizer: Optimizer, *_: object) -> None:
+        if threading.get_ident() == self._thread:
+            self._seen[id(optimizer)] = optimizer
+
+    def warn(self) -> None:
+        """Warn about optimizers whose state now differs between ranks."""
+        for optimizer in self._seen.values():
+            parameters = set(map(id, _parameters(optimizer)))
+            if any(optimizer.state.values()) and parameters & self._joined:
+                warnings.warn(
+                    f"the state of {type(optimizer).__name__} differs between ranks, since ranks "
+                    "that ran out of data made fewer steps. Pass optimizers=[...] to the join if "
+                    "training continues",
+                    stacklevel=5,
+                )
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

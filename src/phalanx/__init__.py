@@ -1,21 +1,18 @@
 """Data-parallel training for PyTorch.
 
-The layers, from the top; each imports only from those below it::
+The layers, from the top; each imports only from the layers below it::
 
-    launch      starts ranks: phalanx run, phalanx doctor
-    testing     ranks for tests, and faults for them
-    ddp         data-parallel modules: wrapper, reducer, buckets
-    checkpoint  barriers, saves that are all or nothing, a folder of them
-    join        uneven inputs: ranks out of data leave, or keep others company
-    mesh        device meshes: layouts, and groups when they are used
-    groups      process groups as objects; one file per backend
-    native      the shared-memory engine, where it could be built
-    errors, env what goes wrong, and what the launcher says
+    launch             command line, supervisor of the ranks
+    testing            rank pools and fault injection for tests
+    ddp, checkpoint    data-parallel modules; checkpoints
+    join, mesh         uneven inputs; device meshes
+    groups             process groups, rendezvous, failure detector, backends
+    native             shared-memory engine in C++, if it was built
+    errors, env        exceptions; the environment of a rank
 """
 
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from . import errors
@@ -25,14 +22,13 @@ if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
     from .join import gather_uneven, uneven
 
-__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven", "uneven"]
+    __version__: str
 
-__version__ = version("phalanx")
+__all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven", "uneven"]
 
 _register_with_torch()
 
-
-_homes = {
+_MODULES = {
     "DDP": "ddp",
     "DistributedDataParallel": "ddp",
     "gather_uneven": "join",
@@ -41,13 +37,18 @@ _homes = {
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the launcher imports this package too, and has no need of torch.
-    if name in _homes:
-        return getattr(import_module(f".{_homes[name]}", __name__), name)
+    # On first use: the launcher imports this package too and must not import torch. Reading the
+    # version takes a third of the launcher's start.
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("phalanx")
+    if name in _MODULES:
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    # Only public names and loaded submodules, not what this module imports.
     loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
     return sorted({*__all__, *loaded})

@@ -1,4 +1,4 @@
-"""Real launchers on small scripts. Nothing here sleeps to be lucky: it polls, with a deadline."""
+"""Fixtures that run the launcher on small scripts. Tests poll with a deadline and never sleep."""
 
 import os
 import signal
@@ -7,8 +7,12 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
+
+from phalanx.launch.cli import main
 
 DEADLINE = 20.0
 
@@ -50,11 +54,24 @@ def script(tmp_path):
 
 
 @pytest.fixture
+def cli(tmp_path, monkeypatch):
+    """Run a `phalanx` command that starts no process, in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*args, env=None):
+        done = CliRunner(env=env).invoke(main, [*map(str, args)], prog_name="phalanx")
+        assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+        return SimpleNamespace(returncode=done.exit_code, stdout=done.stdout, stderr=done.stderr)
+
+    return call
+
+
+@pytest.fixture
 def phalanx(tmp_path, foreground):
-    """Run `phalanx` to its end and return what it did."""
+    """Run `phalanx` in a new process and return the completed process."""
 
     def call(*args, env=None, stdin=subprocess.DEVNULL):
-        # -P, as the installed command has it: the current directory is not a place for imports.
+        # -P, like the installed command: do not import from the current directory.
         command = [sys.executable, "-P", "-m", "phalanx", *map(str, args)]
         return subprocess.run(
             command,
@@ -70,13 +87,25 @@ def phalanx(tmp_path, foreground):
     return call
 
 
+WITH_TIMING = """
+import functools, phalanx.launch
+from phalanx.launch import _supervisor, cli
+timing = _supervisor.SupervisorTiming(**{})
+phalanx.launch.supervise = functools.partial(_supervisor.supervise, timing=timing)
+cli.main()
+"""
+
+
 @pytest.fixture
 def launcher(tmp_path, foreground):
     """Start `phalanx` and return the process; it is killed at the end of the test."""
     started = []
 
-    def start(*args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None, before=()):
-        command = [*before, sys.executable, "-m", "phalanx", *map(str, args)]
+    def start(
+        *args, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None, before=(), timing=None
+    ):
+        program = ["-m", "phalanx"] if timing is None else ["-c", WITH_TIMING.format(timing)]
+        command = [*before, sys.executable, *program, *map(str, args)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -100,9 +129,9 @@ def launcher(tmp_path, foreground):
 
 
 def clean_env(extra=None):
-    """Return an environment in which nobody has launched us, or decided about threads or colour."""
-    decided = ("OMP_NUM_THREADS", "NO_COLOR", "TERM", "PYTHONPATH", "PYTHONUNBUFFERED")
-    own = {name: value for name, value in os.environ.items() if name not in decided}
+    """Return the environment without settings for threads, colour and imports."""
+    removed = ("OMP_NUM_THREADS", "NO_COLOR", "TERM", "PYTHONPATH", "PYTHONUNBUFFERED")
+    own = {name: value for name, value in os.environ.items() if name not in removed}
     return {**own, **(extra or {})}
 
 

@@ -11,11 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from checkpoint.states import saved
+from phalanx._formatting import format_age, format_size
 from phalanx.checkpoint import CheckpointManager, PerRank
 from phalanx.checkpoint._manifest import Manifest
 from phalanx.checkpoint._step_directory import LocalStepDirectory
-from phalanx.launch import _checkpoint_inspection as views
-from phalanx.launch._tables import age, size
+from phalanx.launch import _checkpoint_inspection
 from phalanx.launch.cli import main
 
 from .conftest import clean_env
@@ -114,13 +114,13 @@ def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
     assert call("ls", "run").splitlines()[-1] == "4 checkpoints, 33.7 KiB"
     monkeypatch.undo()
     monkeypatch.chdir(run.parent)
-    hold = views.lock_for_reading
+    hold = _checkpoint_inspection.lock_for_reading
 
     def remove_first(path):
         shutil.rmtree(run / "step-00000010", ignore_errors=True)
         return hold(path)
 
-    monkeypatch.setattr(views, "lock_for_reading", remove_first)
+    monkeypatch.setattr(_checkpoint_inspection, "lock_for_reading", remove_first)
     lines = call("verify", "run").splitlines()
     assert lines[0] == "removed meanwhile: run/step-00000010"
     assert len(lines) == 4
@@ -171,7 +171,7 @@ def test_verify(run):
     os.truncate(file, 100)
     assert "bytes and should have" in call("verify", "run/step-00000020", code=1)
     damage(run / "step-00000020" / "manifest.json")
-    assert "manifest.json cannot be used" in call("verify", "run/step-00000020", code=1)
+    assert "manifest.json" in call("verify", "run/step-00000020", code=1)
 
 
 def test_verify_looks_at_every_byte(run):
@@ -187,7 +187,7 @@ def test_verify_looks_at_every_byte(run):
 
 def test_diff(run):
     lines = [line.split() for line in call("diff", "run", code=1).splitlines()]
-    assert lines[0][-6:] == ["4", "differ,", "4", "are", "the", "same"]
+    assert lines[0][-5:] == ["4", "differ,", "4", "are", "equal"]
     assert ["changed", "model.weight", "all", "values", "of", "float32[64,", "32]"] in lines
     assert ["changed", "lr", "all", "0.0033333333333333335", "->", "0.0025"] in lines
     assert "0 differ" in call("diff", "run/step-00000010", "run/step-00000010")
@@ -204,14 +204,14 @@ def test_diff(run):
 def test_diff_tells_names_apart_that_look_the_same(run):
     for name, value in (("one", 1), ("two", 7)):
         saved(name, [{"a.b": value, "a": {"b": 2}}])
-    assert "1 differ, 1 are the same" in call("diff", "one", "two", code=1)
+    assert "1 differ, 1 are equal" in call("diff", "one", "two", code=1)
 
 
 def test_diff_sees_that_the_same_was_cut_by_other_ranks(run):
     big = {"weight": torch.arange(3_000_000)}
     saved("two", [big, big])
     saved("three", [big, big, big])
-    assert "0 differ, 1 are the same" in call("diff", "two", "three")
+    assert "0 differ, 1 are equal" in call("diff", "two", "three")
     big["weight"][5] = 0
     saved("three", [big, big, big])
     assert "1 differ" in call("diff", "two", "three", code=1)
@@ -254,16 +254,16 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["ls", "nowhere"], ["there is nothing at nowhere"]),
-        (["ls", "."], ["neither a checkpoint nor a folder"]),
-        (["show", "file.txt"], ["neither a checkpoint nor a folder"]),
-        (["verify", "empty"], ["neither a checkpoint nor a folder"]),
+        (["ls", "nowhere"], ["nowhere does not exist"]),
+        (["ls", "."], ["contains no checkpoint"]),
+        (["show", "file.txt"], ["contains no checkpoint"]),
+        (["verify", "empty"], ["contains no checkpoint"]),
         (["ls", ""], ["this one is empty"]),
-        (["prune", "empty"], ["neither a checkpoint nor a folder"]),
-        (["prune", "nowhere"], ["there is nothing at nowhere"]),
-        (["prune", "run/step-00000010"], ["is a checkpoint itself"]),
+        (["prune", "empty"], ["contains no checkpoint"]),
+        (["prune", "nowhere"], ["nowhere does not exist"]),
+        (["prune", "run/step-00000010"], ["is a checkpoint; prune needs"]),
         (["prune", "run", "--keep-last", "0"], ["at least the last one is kept"]),
-        (["diff", "run/step-00000010"], ["name another to compare"]),
+        (["diff", "run/step-00000010"], ["give a second path"]),
         (["show"], ["PATH"]),
     ],
 )
@@ -291,7 +291,7 @@ def test_torch_is_not_needed(run):
 
 def test_quantities_are_readable():
     sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 1536: "1.50 KiB", 10**9: "954 MiB"}
-    assert {each: size(each) for each in sizes} == sizes
-    assert size(5 << 40) == "5.00 TiB"
+    assert {each: format_size(each) for each in sizes} == sizes
+    assert format_size(5 << 40) == "5.00 TiB"
     ages = {-5: "0 s", 60: "60 s", 300: "5 min", 9000: "2 h", 10**6: "12 d"}
-    assert {each: age(each) for each in ages} == ages
+    assert {each: format_age(each) for each in ages} == ages

@@ -16,29 +16,29 @@ from .conftest import clean_env
         (["doctor", "-h"], ["--json"]),
     ],
 )
-def test_help(phalanx, args, words):
-    done = phalanx(*args)
+def test_help(cli, args, words):
+    done = cli(*args)
     assert done.returncode == 0
     for word in words:
         assert word in done.stdout
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["mesh"], ["doctor"], ["checkpoint"]])
-def test_help_fits_a_terminal_and_is_not_cut_off(phalanx, command):
-    done = phalanx(*command, "--help", env={"COLUMNS": "80"})
+def test_help_fits_a_terminal_and_is_not_cut_off(cli, command):
+    done = cli(*command, "--help", env={"COLUMNS": "80"})
     lines = done.stdout.splitlines()
     assert [line for line in lines if len(line) > 80 or line.endswith("...")] == [
         line for line in lines[:1] if line.endswith("[ARGS]...")
     ]
 
 
-def test_version(phalanx):
-    assert phalanx("--version").stdout == f"phalanx {metadata.version('phalanx')}\n"
+def test_version(cli):
+    assert cli("--version").stdout == f"phalanx {metadata.version('phalanx')}\n"
 
 
-def test_help_comes_at_once():
+def test_help_starts_fast():
     def seconds():
-        # The processor's time, not the clock's: the machine may be busy with something else.
+        # CPU time, not wall time: the machine may be busy.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, "-m", "phalanx", "run", "--help"]
         subprocess.run(command, capture_output=True, env=clean_env(), check=True)
@@ -61,7 +61,7 @@ def test_the_launcher_does_not_load_torch(script):
     assert done.stdout == "False\n"
 
 
-def test_no_command_is_a_mistake(phalanx):
-    done = phalanx()
+def test_no_command_is_a_mistake(cli):
+    done = cli()
     assert done.returncode == 2
     assert "Usage:" in done.stdout + done.stderr

@@ -15,9 +15,9 @@ from phalanx.launch._doctor import (
     Examination,
     Finding,
     Measurement,
-    look,
     render,
     render_json,
+    run_check,
     self_test,
 )
 
@@ -30,14 +30,14 @@ def test_people_read_what_is_wrong_and_what_to_do():
     text = render(Examination([GOOD, BAD], [FAST]))
     assert "/dev/shm  32 MiB, 1 MiB free" in text
     assert "-> enlarge it" in text
-    assert "1 of 2 findings need care" in text
+    assert "1 of 2 checks failed" in text
     assert "gloo     2 processes  85.2 us  1.25 GB/s" in text
 
 
 def test_good_news_has_no_advice():
     text = render(Examination([GOOD], []))
     assert "->" not in text
-    assert text.endswith("all is well")
+    assert text.endswith("no problems")
 
 
 def test_a_note_has_advice_and_is_no_fault():
@@ -45,7 +45,7 @@ def test_a_note_has_advice_and_is_no_fault():
     text = render(examination)
     assert "note " in text
     assert "-> install one" in text
-    assert text.endswith("all is well")
+    assert text.endswith("no problems")
     assert examination.ok
 
 
@@ -60,20 +60,20 @@ def test_a_check_that_breaks_is_a_finding():
     def name_server():
         raise OSError("no such host")
 
-    finding = look(name_server)
+    finding = run_check(name_server)
     assert (finding.ok, finding.label) == (False, "name server")
     assert "OSError: no such host" in finding.detail
 
 
 def test_a_check_that_never_ends_is_a_finding():
-    finding = look(lambda: time.sleep(1000), within=0.01)
+    finding = run_check(lambda: time.sleep(1000), timeout=0.01)
     assert not finding.ok
     assert "no answer in 0.01 s" in finding.detail
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_each_check_says_something_or_what_to_do(check):
-    finding = look(check)
+    finding = run_check(check)
     assert finding.label
     assert finding.detail
     assert finding.ok or finding.advice
@@ -85,12 +85,12 @@ def test_each_check_says_something_or_what_to_do(check):
 )
 def test_threads_that_do_not_fit_the_cores(monkeypatch, threads, ok):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
-    assert _doctor.cores().ok is ok
+    assert _doctor.check_cores().ok is ok
 
 
 def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    finding = _doctor.compiler()
+    finding = _doctor.check_compiler()
     assert finding.ok
     assert "will lack the shared-memory engine" in finding.advice
     assert "g++" in finding.advice
@@ -107,7 +107,7 @@ def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
         return SimpleNamespace(f_frsize=1 << 20, f_blocks=size, f_bavail=free)
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    finding = _doctor.shared_memory()
+    finding = _doctor.check_shared_memory()
     assert finding.ok
     assert told in finding.advice
     assert ("DataLoader workers may fail" in finding.advice) == (free != 1024)
@@ -120,15 +120,15 @@ def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
 def test_a_slow_look_up_is_a_note_and_a_very_slow_one_a_fault(monkeypatch, bounds, ok, advised):
     monkeypatch.setattr(_doctor, "SLOW_LOOKUP", bounds[0])
     monkeypatch.setattr(_doctor, "FAULTY_LOOKUP", bounds[1])
-    finding = _doctor.loopback_name()
+    finding = _doctor.check_loopback_name()
     assert (finding.ok, "/etc/hosts" in finding.advice) == (ok, advised)
 
 
 def test_a_look_up_that_never_ends_is_a_fault(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(_doctor, "LOOKUP_WITHIN", 0.01)
+    monkeypatch.setattr(_doctor, "LOOKUP_TIMEOUT", 0.01)
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: over.wait())
-    finding = _doctor.loopback_name()
+    finding = _doctor.check_loopback_name()
     over.set()
     assert not finding.ok
     assert finding.detail == "no answer in 0.01 s"
@@ -139,7 +139,7 @@ def test_a_look_up_that_fails_is_only_measured(monkeypatch):
         raise socket.gaierror(socket.EAI_AGAIN, "try again")
 
     monkeypatch.setattr(socket, "getnameinfo", fail)
-    assert _doctor.loopback_name().ok
+    assert _doctor.check_loopback_name().ok
 
 
 def test_the_oldest_torch_is_what_the_package_asks_for():

@@ -83,7 +83,7 @@ def test_an_error_of_ours_is_shown_without_what_is_internal():
     stream = Stream()
     assert stream.write("before\n" + lost(0)) == ["before"]
     assert stream.close() == SHORT
-    assert stream.reader.last_words() == SHORT
+    assert stream.reader.final_output() == SHORT
 
 
 def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
@@ -93,7 +93,7 @@ def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
     first.close()
     second.write(lost(1, after="saved step 12\n"))
     assert second.close() == ["(the same phalanx.errors.PeerLost as on rank 0)", "saved step 12"]
-    assert second.reader.last_words()[-4].endswith("rank 1): rank 3 is dead")
+    assert second.reader.final_output()[-4].endswith("rank 1): rank 3 is dead")
     first.write(lost(0))
     assert first.close() == SHORT, "again, for it is the same rank's"
 
@@ -193,13 +193,11 @@ def test_what_torch_has_not_labelled_gets_no_label():
     assert stream.read("\n".join([*labelled, "bye"])) == [*labelled, "bye"]
 
 
-def test_a_report_is_shown_before_what_the_rank_prints_next(monkeypatch):
-    monkeypatch.setattr(_error_reports, "QUIET_PERIOD", 60.0)
-    monkeypatch.setattr(_error_reports, "MAX_HOLD", 60.0)
+def test_a_report_is_shown_before_what_the_rank_prints_next():
     screen = Recorder()
     pump = OutputPump(screen)
     out, err = os.pipe(), os.pipe()
-    reader = ErrorReportFilter(SeenErrorReports(), 0)
+    reader = ErrorReportFilter(SeenErrorReports(), 0, quiet_period=60.0, max_hold=60.0)
     pump.add(os.fdopen(out[0], "rb", buffering=0), OutputSource("", rank=0))
     pump.add(os.fdopen(err[0], "rb", buffering=0), OutputSource("", is_error=True, rank=0), reader)
     pump.start()
@@ -232,7 +230,7 @@ def test_torch_need_not_name_the_rank_again():
 def test_a_user_who_wants_all_of_it_gets_it_at_once():
     stream = Stream(full=True)
     assert stream.write(lost(0)) == lost(0).splitlines()
-    assert stream.reader.last_words()[0] == "Traceback (most recent call last):"
+    assert stream.reader.final_output()[0] == "Traceback (most recent call last):"
 
 
 def test_what_is_held_back_has_a_deadline():
@@ -261,14 +259,14 @@ def test_a_chain_of_the_users_own_stays_whole():
     assert stream.close() == text.splitlines()
 
 
-def test_last_words_begin_with_the_last_traceback():
+def test_final_output_begin_with_the_last_traceback():
     stream = Stream()
     traceback = f"Traceback (most recent call last):\n{frame('a.py')}"
     stream.write(f"noise\n{traceback}KeyError: old\nnoise\n{traceback}ValueError: new\n")
     stream.close()
-    assert stream.reader.last_words() == f"{traceback}ValueError: new".splitlines()
+    assert stream.reader.final_output() == f"{traceback}ValueError: new".splitlines()
     stream.reader.feed([b"Fatal Python error: \xff"], 0.0)
-    assert stream.reader.last_words() == ["Fatal Python error: \ufffd"]
+    assert stream.reader.final_output() == ["Fatal Python error: \ufffd"]
 
 
 def test_a_report_that_much_came_after_was_not_the_end():
@@ -276,9 +274,9 @@ def test_a_report_that_much_came_after_was_not_the_end():
     stream.write(lost(0))
     stream.close()
     stream.write("tidying up\n")
-    assert stream.reader.last_words() == [*SHORT, "tidying up"]
+    assert stream.reader.final_output() == [*SHORT, "tidying up"]
     stream.write("line\n" * 100)
-    assert stream.reader.last_words() == ["line"] * _error_reports.TAIL_LINES
+    assert stream.reader.final_output() == ["line"] * _error_reports.TAIL_LINES
 
 
 @pytest.mark.parametrize("option", [[], ["--full-tracebacks"]])

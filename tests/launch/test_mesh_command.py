@@ -10,8 +10,8 @@ import pytest
 from .conftest import clean_env
 
 
-def test_it_prints_coordinates_groups_and_hosts(phalanx):
-    done = phalanx("mesh", "8x16x8", "--names", "dp,pp,tp", "--rank", 513, "--hosts", 128)
+def test_it_prints_coordinates_groups_and_hosts(cli):
+    done = cli("mesh", "8x16x8", "--names", "dp,pp,tp", "--rank", 513, "--hosts", 128)
     assert done.returncode == 0
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
@@ -25,8 +25,8 @@ def test_it_prints_coordinates_groups_and_hosts(phalanx):
     ]
 
 
-def test_a_shape_is_enough(phalanx):
-    done = phalanx("mesh", "2x4")
+def test_a_shape_is_enough(cli):
+    done = cli("mesh", "2x4")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
         "2 × 4: 8 ranks",  # noqa: RUF001
@@ -37,8 +37,8 @@ def test_a_shape_is_enough(phalanx):
     ]
 
 
-def test_it_draws_as_text_and_as_svg(phalanx, tmp_path):
-    done = phalanx("mesh", "2x4", "--rank", 5, "--hosts", 2, "--draw", "--svg", "mesh.svg")
+def test_it_draws_as_text_and_as_svg(cli, tmp_path):
+    done = cli("mesh", "2x4", "--rank", 5, "--hosts", 2, "--draw", "--svg", "mesh.svg")
     assert done.returncode == 0
     assert "axis 0=1   4  [5]  6   7   host 1" in done.stdout
     picture = ET.parse(tmp_path / "mesh.svg").getroot()
@@ -62,8 +62,8 @@ def test_it_draws_as_text_and_as_svg(phalanx, tmp_path):
         ([], ["SHAPE"]),
     ],
 )
-def test_a_mistake_is_explained_without_a_traceback(phalanx, args, words):
-    done = phalanx("mesh", *args)
+def test_a_mistake_is_explained_without_a_traceback(cli, args, words):
+    done = cli("mesh", *args)
     assert done.returncode in {1, 2}
     assert "Traceback" not in done.stderr
     for word in words:
@@ -78,7 +78,7 @@ def test_it_answers_at_once_and_without_torch():
     )
 
     def seconds():
-        # The processor's time, not the clock's: the machine may be busy with something else.
+        # CPU time, not wall time: the machine may be busy.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(
             [sys.executable, "-c", code], env=clean_env(), capture_output=True, check=True
@@ -89,8 +89,8 @@ def test_it_answers_at_once_and_without_torch():
     assert min(seconds() for _ in range(3)) < 0.3
 
 
-def test_help_says_what_it_is_for(phalanx):
-    done = phalanx("mesh", "--help")
+def test_help_says_what_it_is_for(cli):
+    done = cli("mesh", "--help")
     assert done.returncode == 0
     for word in ["8x16x8", "--names", "--hosts", "--svg", "--draw"]:
         assert word in done.stdout

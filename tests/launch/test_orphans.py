@@ -1,4 +1,4 @@
-"""Whatever happens, no process that a launcher started is left."""
+"""No process that a launcher started outlives it."""
 
 import fcntl
 import os
@@ -62,7 +62,7 @@ def test_a_signal_reaches_every_rank(script, launcher, pids, number, code):
     process.send_signal(number)
     _, err = process.communicate()
     assert process.returncode == code
-    assert f"phalanx: {number.name}: passed on to the ranks" in err
+    assert f"phalanx: {number.name}: forwarded to the ranks" in err
     assert f"phalanx: stopped by {number.name}" in err
     assert "failed" not in err
     assert err.count("KeyboardInterrupt") == (2 if number == signal.SIGINT else 0)
@@ -113,24 +113,23 @@ def test_grace_ends(script, launcher, pids):
 
 
 def test_a_second_signal_kills(script, launcher, pids):
-    process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(STUBBORN)))
+    no_window = {"duplicate_signal_window": 0.0}
+    path = script(waiting(STUBBORN))
+    process = launcher("run", "-n", 2, "--grace", 1000, path, timing=no_window)
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGINT)
-    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
-
-    def are_killed():
-        return all_gone(ranks) or process.send_signal(signal.SIGINT)
-
-    eventually(are_killed, what="the end of the ranks")
+    eventually(lambda: "forwarded" in process.stderr.readline(), what="first signal")
+    process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode == 130
+    assert all_gone(ranks)
 
 
 def test_another_signal_kills_at_once(script, launcher, pids):
     process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(STUBBORN)))
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGINT)
-    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+    eventually(lambda: "forwarded" in process.stderr.readline(), what="first signal")
     process.send_signal(signal.SIGTERM)
     process.communicate()
     assert process.returncode == 130
@@ -138,12 +137,23 @@ def test_another_signal_kills_at_once(script, launcher, pids):
 
 
 def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_path):
-    """`timeout` sends it to a process and then to its group."""
-    setup = "signal.signal(signal.SIGTERM, lambda *_: pathlib.Path('go').exists() and sys.exit(75))"
-    process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(setup)))
+    """`timeout` signals a process and then its process group."""
+    setup = """
+    def stop(*_):
+        if pathlib.Path("go").exists():
+            sys.exit(75)
+        pathlib.Path("signalled" + os.environ["RANK"]).write_text("1")
+
+    signal.signal(signal.SIGTERM, stop)
+    """
+    # However late a busy machine delivers the second signal, it is within the window.
+    window = {"duplicate_signal_window": 1000.0}
+    path = script(waiting(setup))
+    process = launcher("run", "-n", 2, "--grace", 1000, path, timing=window)
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGTERM)
-    eventually(lambda: "passed on" in process.stderr.readline(), what="first signal")
+    # A rank that is exiting has no handler any more: another signal would kill it.
+    pids("signalled0", "signalled1")
     process.send_signal(signal.SIGTERM)
     (tmp_path / "go").touch()
     for rank in ranks:
@@ -163,7 +173,7 @@ def test_in_the_background_only_sigterm_stops_the_ranks(script, launcher, pids):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate()
     assert process.returncode == 143
-    assert "SIGTERM: passed on to the ranks" in err
+    assert "SIGTERM: forwarded to the ranks" in err
     assert "SIGINT" not in err
     assert "SIGHUP" not in err
     assert all_gone(ranks)
@@ -194,7 +204,7 @@ def test_a_failure_stops_even_those_that_will_not(script, phalanx, pids):
     setup = f"os.environ['RANK'] == '1' and sys.exit(4)\n    {STUBBORN}"
     done = phalanx("run", "-n", 3, "--linger", 0.3, "--grace", 0.2, script(waiting(setup)))
     assert done.returncode == 4
-    assert "phalanx: ranks 0 and 2 were stopped" in done.stderr
+    assert "phalanx: ranks 0, 2 stopped" in done.stderr
     assert all_gone(pids("pid0", "pid2"))
 
 

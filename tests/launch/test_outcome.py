@@ -18,7 +18,7 @@ def followers(*exits):
 
 
 def test_a_follower_is_quoted_by_its_exception():
-    failed = RankExit(rank=0, code=1, at=1.5, last_words=LOST)
+    failed = RankExit(rank=0, code=1, at=1.5, final_output=LOST)
     assert followers(failed) == [
         "rank 0 failed 0.50 s later: exit code 1: phalanx.errors.PeerLost: rank 1 is dead"
     ]
@@ -26,7 +26,7 @@ def test_a_follower_is_quoted_by_its_exception():
 
 def test_a_follower_is_quoted_by_the_first_line_of_its_error():
     words = ("Traceback (most recent call last):", *LOST[1:], "This is bucket 1 of 1.")
-    failed = RankExit(rank=0, code=1, at=1.5, last_words=words)
+    failed = RankExit(rank=0, code=1, at=1.5, final_output=words)
     assert followers(failed)[0].endswith("exit code 1: phalanx.errors.PeerLost: rank 1 is dead")
 
 
@@ -35,30 +35,30 @@ def test_followers_that_say_the_same_are_told_together():
 
     def end(rank, at, said=said):
         words = (*LOST[:2], said.format(rank))
-        return RankExit(rank=rank, code=1, at=at, last_words=words)
+        return RankExit(rank=rank, code=1, at=at, final_output=words)
 
     assert followers(end(3, 1.5), end(0, 1.75), end(2, 2.0), end(4, 3.0, "ValueError: no")) == [
-        f"ranks 0, 2 and 3 failed 0.50 to 1.00 s later: exit code 1: {said.format(3)}",
+        f"ranks 0, 2, 3 failed 0.50 to 1.00 s later: exit code 1: {said.format(3)}",
         "rank 4 failed 2.00 s later: exit code 1: ValueError: no",
     ]
 
 
 def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
-    stopped = RankExit(rank=0, code=-15, at=3.0, was_terminated=True, last_words=LOST)
-    silent = RankExit(rank=2, code=-15, at=3.0, was_terminated=True, last_words=["a warning"])
+    stopped = RankExit(rank=0, code=-15, at=3.0, was_terminated=True, final_output=LOST)
+    silent = RankExit(rank=2, code=-15, at=3.0, was_terminated=True, final_output=["a warning"])
     assert followers(stopped, silent) == [
-        "rank 0 was stopped after phalanx.errors.PeerLost: rank 1 is dead",
-        "rank 2 was stopped",
+        "rank 0 stopped after phalanx.errors.PeerLost: rank 1 is dead",
+        "rank 2 stopped",
     ]
 
 
 def test_a_crowd_is_counted():
-    crowd = [RankExit(rank=rank, code=1, at=2.0, last_words=LOST) for rank in range(2, 102)]
+    crowd = [RankExit(rank=rank, code=1, at=2.0, final_output=LOST) for rank in range(2, 102)]
     (said,) = followers(*crowd)
-    assert said.startswith("ranks 2, 3, 4, 5, 6, 7, 8, 9 and 92 more failed 1.00 s later: exit")
+    assert said.startswith("ranks 2-101 failed 1.00 s later: exit")
     said = followers(*(replace(each, code=each.rank) for each in crowd))
     assert len(said) == 9
-    assert said[-1] == "and so did 92 more"
+    assert said[-1] == "92 more ranks failed"
 
 
 def test_no_words_no_quote():
@@ -82,10 +82,13 @@ def test_the_shell_sees_a_signal_unless_all_ended_well():
 
 def test_all_ranks_that_left_on_request_have_not_failed():
     words = ("100%", "stopped on request after saving step 7 (SIGTERM)", "a warning")
-    left = [RankExit(rank=0, code=75, at=1.0, last_words=words), RankExit(rank=1, code=75, at=1.1)]
+    left = [
+        RankExit(rank=0, code=75, at=1.0, final_output=words),
+        RankExit(rank=1, code=75, at=1.1),
+    ]
     for number in (None, 15):
         outcome = Outcome(exits=left, signal=number)
-        assert outcome.stopped
+        assert outcome.preempted
         assert outcome.first is None
         assert outcome.exit_code == 75
         assert describe(outcome) == "stopped on request after saving step 7 (SIGTERM)"

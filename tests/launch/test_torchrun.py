@@ -76,7 +76,7 @@ def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
 
 
 def test_a_missing_script_is_noticed_before(tmp_path):
-    with pytest.raises(InvalidArgument, match="no script"):
+    with pytest.raises(InvalidArgument, match="not found"):
         torchrun_command(tmp_path / "missing.py", machines=TorchrunOptions(nnodes="2"), ranks=1)
 
 

@@ -7,6 +7,18 @@ from typing import NamedTuple
 
 import torch
 
+from .._formatting import first_line, format_rank_ranges, format_ranks
+
+__all__ = [
+    "RankCall",
+    "describe",
+    "dtype_name",
+    "first_line",
+    "format_rank_ranges",
+    "format_ranks",
+    "op_name",
+]
+
 
 class RankCall(NamedTuple):
     """What one rank called, for a message that names both sides."""
@@ -32,24 +44,3 @@ def dtype_name(dtype: torch.dtype) -> str:
 def op_name(op: object) -> str:
     """Tell a reduce operation: ``SUM``."""
     return str(op).rpartition(".")[2]
-
-
-def first_line(error: Exception) -> str:
-    """Tell an error without the stack trace that torch appends."""
-    return str(error).partition("\n")[0]
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence: ``rank 2`` or ``ranks 1, 2``."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def format_rank_ranges(ranks: Sequence[int]) -> str:
-    """Write ranks in short: ``0-3,7``."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1][1:] = [rank]
-        else:
-            parts.append([rank])
-    return ",".join("-".join(map(str, part)) for part in parts)

@@ -1,7 +1,7 @@
-"""Start ranks on this machine and see to it that they end together.
+"""Start ranks on this machine and supervise them.
 
-The command line is `phalanx run`; `run` is the same for programs. Nothing in this package imports
-torch into the launcher: it has to be there at once, and to stay out of the ranks' way.
+`phalanx run` is the command line, `run` the same for programs. The launcher never imports torch:
+it must start at once and leave the memory to the ranks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,22 @@ def run(
 ) -> Outcome:
     """Run a script on several ranks of this machine and return how they ended.
 
-    `script` is a path, or a module's name with `module`. `ranks` may be ``"auto"``: one per core.
-    `max_restarts` is how often all are started again when one has failed. A rank that is asked to
-    end is killed after `grace` seconds. When one has failed, the others get `linger` seconds to
-    say what it did to them. Tracebacks of errors of phalanx are shown without internal frames, and
-    once if ranks raise the same, unless `full_tracebacks`. `env` replaces this process's
-    environment. `stdout` and `stderr`, both unbuffered, replace descriptors 1 and 2.
+    Args:
+        script: a path, or with `module` the name of a module.
+        args: arguments of the script.
+        ranks: how many ranks; ``"auto"`` for one per usable core.
+        module: whether `script` is a module, as in ``python -m``.
+        max_restarts: how often to restart all ranks after a failure.
+        grace: seconds between asking a rank to stop and killing it.
+        linger: seconds that the other ranks have to report after one failed.
+        prefix: whether to print the rank before each line.
+        full_tracebacks: show tracebacks of phalanx errors with internal frames, and on each rank.
+        env: environment of the ranks; by default that of this process.
+        stdout: unbuffered binary stream instead of descriptor 1.
+        stderr: unbuffered binary stream instead of descriptor 2.
+        check: raise `RanksFailed` after a failure and `KeyboardInterrupt` after Ctrl-C.
 
-    With `check`, a failure raises `RanksFailed`, which says who was first and why, and Ctrl-C
-    raises `KeyboardInterrupt`; without, look at the outcome. Ranks that were asked to stop and
-    have saved their work have not failed: `Outcome.stopped` tells.
+    Ranks that saved a checkpoint on request have not failed: see `Outcome.preempted`.
     """
     environ = dict(os.environ if env is None else env)
     job = Job(
@@ -62,7 +68,7 @@ def run(
     )
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)
-    if check and outcome.exit_code and not outcome.stopped:
+    if check and outcome.exit_code and not outcome.preempted:
         was_interrupted = outcome.first is None and outcome.signal == signal.SIGINT
         raise KeyboardInterrupt if was_interrupted else RanksFailed(describe(outcome))
     return outcome
@@ -73,6 +79,6 @@ def _descriptor(fd: int) -> OutputSink:
 
 
 def __dir__() -> list[str]:
-    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
+    # Only public names and loaded submodules, not what this module imports.
     loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
     return sorted({*__all__, *loaded})

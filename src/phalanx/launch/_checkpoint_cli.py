@@ -1,7 +1,7 @@
 """The command `phalanx checkpoint`: list, show, verify, diff and prune checkpoints.
 
-`cli` imports this module to start ranks too, so whatever reads checkpoints is imported inside the
-commands (`_checkpoint_inspection`).
+`cli` imports this module for `phalanx run` too, so the commands import `_checkpoint_inspection`
+when they run.
 """
 
 from __future__ import annotations
@@ -28,43 +28,41 @@ Examples:
 
 @click.group(epilog=_EXAMPLES)
 def checkpoint() -> None:
-    """Look at checkpoints, verify them, and remove old ones.
+    """List, inspect, verify, compare and prune checkpoints.
 
-    PATH is a checkpoint or a folder of them, or a URL that fsspec knows.
+    PATH is a checkpoint or a directory of checkpoints, or a URL that fsspec supports.
     """
 
 
-_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Write it for a program to read."
-)
+_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _path_argument = click.argument("path")
 
 
 @contextmanager
 def _inspection() -> Iterator[Any]:
-    """Give what the commands need, loaded now and not to start ranks; errors become sentences."""
+    """Import `_checkpoint_inspection`; turn its errors into messages without a traceback."""
     from . import _checkpoint_inspection
 
     try:
         yield _checkpoint_inspection
     except BrokenPipeError:
-        raise  # whoever reads has seen enough; click leaves quietly
+        raise  # the reader closed the pipe; click exits silently
     except (CheckpointError, OSError, EOFError) as error:
         raise click.ClickException(str(error)) from error
     except MisuseError as error:
         raise click.UsageError(str(error)) from error
 
 
-def _echo(about: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
+def _echo(to_json: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
     click.echo(
-        json.dumps(about(), indent=2)
+        json.dumps(to_json(), indent=2)
         if as_json
         else "\n".join(map(_escape_control_characters, lines()))
     )
 
 
 def _escape_control_characters(line: str) -> str:
-    """Escape what a terminal would obey: names and values are whatever somebody has saved."""
+    """Escape control characters: names and values come from an untrusted file."""
     return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in line)
 
 
@@ -73,44 +71,44 @@ def _escape_control_characters(line: str) -> str:
 @_path_argument
 def ls(*, path: str, as_json: bool) -> None:
     """List the checkpoints at PATH with their sizes."""
-    with _inspection() as views:
-        found = views.find(path)
+    with _inspection() as inspection:
+        found = inspection.find_checkpoints(path)
         _echo(
-            lambda: [each.about() for each in found],
-            lambda: views.listing(found),
+            lambda: [each.to_json() for each in found],
+            lambda: inspection.listing_lines(found),
             as_json=as_json,
         )
 
 
-@checkpoint.command(short_help="Show what is in a checkpoint.")
+@checkpoint.command(short_help="Show the contents of a checkpoint.")
 @_json_option
 @_path_argument
 def show(*, path: str, as_json: bool) -> None:
-    """Show what is in the checkpoint at PATH, or in the newest one there."""
-    with _inspection() as views:
-        listing = views.Listing(views.newest(path))
-        _echo(listing.about, listing.lines, as_json=as_json)
+    """Show the contents of the checkpoint at PATH, or of the newest one in that directory."""
+    with _inspection() as inspection:
+        details = inspection.CheckpointDetails(inspection.newest_checkpoint(path))
+        _echo(details.to_json, details.lines, as_json=as_json)
 
 
-@checkpoint.command(short_help="Read checkpoints again and compare all checksums.")
+@checkpoint.command(short_help="Read checkpoints and compare all checksums.")
 @_json_option
 @_path_argument
 def verify(*, path: str, as_json: bool) -> None:
-    """Read all of the checkpoints at PATH again, and compare every checksum.
+    """Read all checkpoints at PATH and compare every checksum.
 
-    The exit code is 1 if anything is damaged; each such line names the file and the tensor.
+    The exit code is 1 if any is damaged; the output names the file and the tensor.
     """
-    with _inspection() as views:
-        found = views.find(path)
+    with _inspection() as inspection:
+        found = inspection.find_checkpoints(path)
         with _progress(sum(each.bytes for each in found)) as advance:
-            problems = views.verify_all(found, advance)
-        _echo(lambda: problems, lambda: views.verdict(found, problems), as_json=as_json)
+            problems = inspection.verify_all(found, advance)
+        _echo(lambda: problems, lambda: inspection.verify_lines(found, problems), as_json=as_json)
     click.get_current_context().exit(1 if any(problems.values()) else 0)
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, and nothing elsewhere."""
+    """Show a progress bar if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return
@@ -123,16 +121,16 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
 @_path_argument
 @click.argument("other", required=False)
 def diff(*, path: str, other: str | None, as_json: bool) -> None:
-    """Tell how the checkpoint at OTHER differs from the one at PATH.
+    """Show how the checkpoint at OTHER differs from the one at PATH.
 
-    Without OTHER, PATH is a folder, and the newest two in it are compared. Names, shapes, types and
-    checksums are compared; data is read only where another number of ranks has cut it otherwise.
+    Without OTHER, PATH is a directory, and its newest two checkpoints are compared. Compares names,
+    shapes, types and checksums; reads data only if another number of ranks sharded it differently.
     The exit code is 1 if they differ.
     """
-    with _inspection() as views:
-        one, two = views.pair(path, other)
-        found = views.differences(one, two)
-        _echo(lambda: found, lambda: views.changes(one, two, found), as_json=as_json)
+    with _inspection() as inspection:
+        one, two = inspection.checkpoints_to_compare(path, other)
+        found = inspection.differences(one, two)
+        _echo(lambda: found, lambda: inspection.diff_lines(one, two, found), as_json=as_json)
     click.get_current_context().exit(1 if found else 0)
 
 
@@ -143,35 +141,35 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     default=3,
     show_default=True,
     metavar="N",
-    help="Keep the N greatest steps.",
+    help="Keep the N newest steps.",
 )
 @click.option(
     "--keep-every",
     type=int,
     default=0,
     metavar="N",
-    help="Keep multiples of N, too.",
+    help="Also keep the steps that are multiples of N.",
 )
-@click.option("--dry-run", is_flag=True, help="Only say what would be done.")
+@click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @_json_option
 @_path_argument
 def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
-    """Remove checkpoints from the folder at PATH, except the last ones.
+    """Remove old checkpoints from the directory at PATH.
 
-    What is damaged, being read, or has files that are not ours is never removed. The newest one is
-    read and verified first, so that a good one is among those that stay.
+    Never removes a checkpoint that is damaged, being read, or contains unknown files. Verifies the
+    newest one first, so that at least one good checkpoint remains.
     """
-    with _inspection() as views:
+    with _inspection() as inspection:
         from ..checkpoint._retention import RetentionPolicy
-        from ..checkpoint._retention import prune as prune_folder
+        from ..checkpoint._retention import prune as prune_directory
 
-        shelf, found = views.folder(path)
+        directory, found = inspection.checkpoint_directory(path)
         before = {each.step: each for each in found}
-        verdicts = prune_folder(
-            shelf, RetentionPolicy(keep_last, keep_every or None), dry_run=dry_run
+        decisions = prune_directory(
+            directory, RetentionPolicy(keep_last, keep_every or None), dry_run=dry_run
         )
         _echo(
-            lambda: [{"step": each.step, "kept": each.kept} for each in verdicts],
-            lambda: views.pruned(verdicts, before, dry_run=dry_run),
+            lambda: [{"step": each.step, "kept": each.kept} for each in decisions],
+            lambda: inspection.prune_lines(decisions, before, dry_run=dry_run),
             as_json=as_json,
         )

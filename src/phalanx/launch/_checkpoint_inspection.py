@@ -14,6 +14,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
+from .._formatting import format_age, format_count, format_size, format_table
 from ..checkpoint._manifest import (
     MANIFEST,
     MalformedManifest,
@@ -34,160 +35,162 @@ from ..checkpoint._step_directory import (
 )
 from ..checkpoint._verify import stored_digest, verify
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
-from ._tables import age, count, size, table
 
-_MAX_VALUE_WIDTH = 60  # letters of a value that are shown
+_MAX_VALUE_WIDTH = 60  # characters of a value that are shown
 _ATTEMPTS = 10
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint, as far as its manifest tells."""
+class CheckpointInfo:
+    """A checkpoint as its manifest describes it."""
 
     path: str
-    document: Manifest | None
-    """Its manifest; None if it is damaged."""
+    manifest: Manifest | None
+    """The manifest; None if it is damaged."""
     damage: str | None = None
     state: tuple[ManifestEntry, ...] = ()
 
     @property
     def step(self) -> int | None:
-        """The step that its name tells."""
+        """The step in the directory's name."""
         return parse_step_name(os.path.basename(self.path.rstrip("/")))
 
     @property
     def bytes(self) -> int:
-        """How many bytes its files have."""
-        files = {} if self.document is None else self.document.files
+        """The total size of its files."""
+        files = {} if self.manifest is None else self.manifest.files
         return sum(entry.bytes for entry in files.values())
 
     @property
-    def seconds(self) -> float | None:
-        """How old it is by the clock, where that can be asked."""
+    def age_seconds(self) -> float | None:
+        """The age of the manifest file; None for remote storage."""
         try:
             return time.time() - os.stat(os.path.join(self.path, MANIFEST)).st_mtime
         except OSError:
             return None
 
     def entries(self) -> tuple[ManifestEntry, ...]:
-        """Return what it holds; raises `DamagedCheckpoint`."""
-        if self.document is None:
+        """Return its entries; raise `DamagedCheckpoint` if it is damaged."""
+        if self.manifest is None:
             raise DamagedCheckpoint(self.damage)
         return self.state
 
-    def about(self) -> dict[str, Any]:
-        """Tell a program what is known of it."""
-        if self.document is None:
+    def to_json(self) -> dict[str, Any]:
+        """Return a summary for JSON."""
+        if self.manifest is None:
             return {"path": self.path, "step": self.step, "damaged": self.damage}
         return {
             "path": self.path,
             "step": self.step,
-            "ranks": self.document.ranks,
+            "ranks": self.manifest.ranks,
             "tensors": sum(entry.tensor is not None for entry in self.entries()),
-            "files": len(self.document.files),
+            "files": len(self.manifest.files),
             "bytes": self.bytes,
-            "age_seconds": self.seconds,
+            "age_seconds": self.age_seconds,
         }
 
 
-def find(path: str) -> list[Found]:
-    """Return the checkpoint at a path, or those in it; raises `CheckpointNotFound` if none is."""
+def find_checkpoints(path: str) -> list[CheckpointInfo]:
+    """Return the checkpoint at a path, or all checkpoints in that directory."""
     with suppress(CheckpointNotFound):
         return [_read_checkpoint(path)]
-    shelf = step_directory_at(path)
+    directory = step_directory_at(path)
     for _ in range(_ATTEMPTS):
-        steps = shelf.steps()
-        found = [each for step in steps if (each := _read_step(shelf, step)) is not None]
+        steps = directory.steps()
+        found = [each for step in steps if (each := _read_step(directory, step)) is not None]
         if found:
             return found
         if not steps:
-            break  # and otherwise, all of them were removed just now: there are newer ones
+            break  # otherwise all of them were just removed, so there are newer ones
     if "://" not in path and not os.path.exists(path):
-        raise CheckpointNotFound(f"there is nothing at {path}")
-    raise CheckpointNotFound(f"{path} is neither a checkpoint nor a folder of checkpoints")
+        raise CheckpointNotFound(f"{path} does not exist")
+    raise CheckpointNotFound(f"{path} contains no checkpoint")
 
 
-def _read_step(shelf: StepDirectory, step: int) -> Found | None:
-    """Read one of many, if it is still there; as strange as it may be, it hides no others."""
-    place = shelf.place(step)
+def _read_step(directory: StepDirectory, step: int) -> CheckpointInfo | None:
+    """Read one checkpoint; None if it was removed meanwhile. Errors mark it as damaged."""
+    place = directory.place(step)
     try:
         return _read_checkpoint(place)
     except CheckpointNotFound:
         return None
     except (OSError, EOFError) as error:
-        return Found(place, None, f"{place}: {error}")
+        return CheckpointInfo(place, None, f"{place}: {error}")
 
 
-def _read_checkpoint(path: str) -> Found:
+def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
-        document = read_manifest(path)
-        state = list_entries(document)
+        manifest = read_manifest(path)
+        state = list_entries(manifest)
         tensors = [entry.tensor for entry in state if entry.tensor is not None]
-        check_ranges(document.files, tensors)
-        # Before any of it is compared: a name could lead out of the folder.
+        check_ranges(manifest.files, tensors)
+        # Before any file is read: a name could lead out of the directory.
         for piece in (piece for tensor in tensors for piece in tensor.pieces):
-            if piece.file not in document.files:
-                raise MalformedManifest(f"it does not list {piece.file!r}")
+            if piece.file not in manifest.files:
+                raise MalformedManifest(f"it does not list the file {piece.file!r}")
     except DamagedCheckpoint as error:
-        return Found(path, None, str(error))
+        return CheckpointInfo(path, None, str(error))
     except MalformedManifest as error:
-        return Found(path, None, f"{path}/{MANIFEST} cannot be used: {error}")
-    return Found(path, document, None, tuple(state))
+        return CheckpointInfo(path, None, f"{path}/{MANIFEST} is malformed: {error}")
+    return CheckpointInfo(path, manifest, None, tuple(state))
 
 
-def newest(path: str) -> Found:
-    """Return the checkpoint at a path, or the newest one in it."""
-    return find(path)[-1]
+def newest_checkpoint(path: str) -> CheckpointInfo:
+    """Return the checkpoint at a path, or the newest one in that directory."""
+    return find_checkpoints(path)[-1]
 
 
-def listing(found: list[Found]) -> list[str]:
-    """List checkpoints with a total."""
+def listing_lines(found: list[CheckpointInfo]) -> list[str]:
+    """Return a table of checkpoints and their total size."""
     rows = [_listing_row(each) for each in found]
     head = ["step", "ranks", "tensors", "size", "age", "path"]
-    total = f"{count(len(found), 'checkpoint')}, {size(sum(each.bytes for each in found))}"
-    return [*table(head, rows, right="step ranks tensors size age"), "", total]
+    total_bytes = sum(each.bytes for each in found)
+    total = f"{format_count(len(found), 'checkpoint')}, {format_size(total_bytes)}"
+    return [*format_table(head, rows, right="step ranks tensors size age"), "", total]
 
 
-def _listing_row(each: Found) -> list[str]:
-    old = "-" if each.seconds is None else age(each.seconds)
+def _listing_row(each: CheckpointInfo) -> list[str]:
+    age = "-" if each.age_seconds is None else format_age(each.age_seconds)
     step = "-" if each.step is None else str(each.step)
-    if each.document is None:
-        return [step, "-", "-", "damaged", old, each.path]
+    if each.manifest is None:
+        return [step, "-", "-", "damaged", age, each.path]
     tensors = sum(entry.tensor is not None for entry in each.entries())
-    return [step, str(each.document.ranks), f"{tensors:,}", size(each.bytes), old, each.path]
+    return [step, str(each.manifest.ranks), f"{tensors:,}", format_size(each.bytes), age, each.path]
 
 
-class Listing:
+class CheckpointDetails:
     """One checkpoint in detail."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: CheckpointInfo) -> None:
         self.found = found
         self.entries = found.entries()
 
     def lines(self) -> Iterator[str]:
-        """Yield a head, a table of tensors and one of other values."""
+        """Yield a summary, a table of tensors and a table of other values."""
         found = self.found
-        assert found.document is not None
+        assert found.manifest is not None
         tensors = [entry for entry in self.entries if entry.tensor is not None]
         values = [entry for entry in self.entries if entry.tensor is None]
         step = "" if found.step is None else f"step {found.step}, "
-        old = "" if found.seconds is None else f", {age(found.seconds)} old"
-        about = f"{count(len(tensors), 'tensor')} in {count(len(found.document.files), 'file')}"
-        ranks = f"saved by {count(found.document.ranks, 'rank')}"
-        yield f"{found.path}: {step}{size(found.bytes)}, {about}, {ranks}{old}"
+        age = "" if found.age_seconds is None else f", {format_age(found.age_seconds)} old"
+        counts = format_count(len(tensors), "tensor")
+        files = format_count(len(found.manifest.files), "file")
+        ranks = format_count(found.manifest.ranks, "rank")
+        size = format_size(found.bytes)
+        yield f"{found.path}: {step}{size}, {counts} in {files}, saved by {ranks}{age}"
         if tensors:
-            rows = [[e.name, *_shape_of(e), size(e.bytes), e.owner] for e in tensors]
+            rows = [[e.name, *_shape_of(e), format_size(e.bytes), e.owner] for e in tensors]
             yield ""
-            yield from table(["tensor", "type", "shape", "size", "of"], rows, right="size")
+            yield from format_table(["tensor", "type", "shape", "size", "of"], rows, right="size")
         if values:
             yield ""
-            yield from table(
+            yield from format_table(
                 ["value", "is", "of"], [[e.name, _format_value(e.value), e.owner] for e in values]
             )
 
-    def about(self) -> dict[str, Any]:
-        """Tell a program all of it."""
-        return {**self.found.about(), "state": [_entry_json(entry) for entry in self.entries]}
+    def to_json(self) -> dict[str, Any]:
+        """Return the summary and all entries for JSON."""
+        return {**self.found.to_json(), "state": [_entry_json(entry) for entry in self.entries]}
 
 
 def _shape_of(entry: ManifestEntry) -> tuple[str, str]:
@@ -208,8 +211,8 @@ def _entry_json(entry: ManifestEntry) -> dict[str, Any]:
     return {**about, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": entry.bytes}
 
 
-def differences(one: Found, two: Found) -> list[dict[str, Any]]:
-    """Compare two states: what was added, removed, or changed, and how."""
+def differences(one: CheckpointInfo, two: CheckpointInfo) -> list[dict[str, Any]]:
+    """Return what was added, removed or changed between two checkpoints."""
     before, after = _by_name(one), _by_name(two)
 
     def is_same(key: _Key) -> bool:
@@ -229,8 +232,8 @@ def differences(one: Found, two: Found) -> list[dict[str, Any]]:
 _Key = tuple[str, int | None, int]
 
 
-def _by_name(found: Found) -> dict[_Key, ManifestEntry]:
-    """Return what it holds by name and rank; names are for people, and two may look the same."""
+def _by_name(found: CheckpointInfo) -> dict[_Key, ManifestEntry]:
+    """Return the entries by name, rank and occurrence: printed names need not be unique."""
     seen: Counter[tuple[str, int | None]] = Counter()
     entries = {}
     for entry in found.entries():
@@ -262,7 +265,7 @@ def _have_same_bytes(
     lengths = [[length for length, _ in each] for each in pieces]
     if lengths[0] == lengths[1]:
         return pieces[0] == pieces[1]
-    # As many ranks as have saved it have cut it into pieces: its bytes alone can tell.
+    # Another number of ranks sharded it differently, so only the data can be compared.
     return stored_digest(path, one) == stored_digest(other_path, two)
 
 
@@ -274,18 +277,18 @@ def _format_entry(entry: ManifestEntry | None) -> str:
     return f"{entry.tensor.dtype}[{', '.join(map(str, entry.tensor.shape))}]"
 
 
-def pair(path: str, other: str | None) -> tuple[Found, Found]:
-    """Return two checkpoints to be compared; raises `InvalidArgument` if there is one only."""
+def checkpoints_to_compare(path: str, other: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
+    """Return the two given checkpoints, or the newest two in a directory."""
     if other is not None:
-        return newest(path), newest(other)
-    found = find(path)
+        return newest_checkpoint(path), newest_checkpoint(other)
+    found = find_checkpoints(path)
     if len(found) < 2:
-        raise InvalidArgument(f"{path} has one checkpoint: name another to compare it with")
+        raise InvalidArgument(f"{path} has only one checkpoint: give a second path to compare with")
     return found[-2], found[-1]
 
 
-def changes(one: Found, two: Found, found: list[dict[str, Any]]) -> list[str]:
-    """Say how two checkpoints differ."""
+def diff_lines(one: CheckpointInfo, two: CheckpointInfo, found: list[dict[str, Any]]) -> list[str]:
+    """Return a table of the differences."""
     same = len(one.entries()) - sum(each["change"] != "added" for each in found)
     rows = [
         [
@@ -296,12 +299,14 @@ def changes(one: Found, two: Found, found: list[dict[str, Any]]) -> list[str]:
         ]
         for each in found
     ]
-    head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are the same"
-    return [head, "", *table(["change", "name", "of", "how"], rows)] if rows else [head]
+    head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are equal"
+    return [head, "", *format_table(["change", "name", "of", "how"], rows)] if rows else [head]
 
 
-def verify_all(found: list[Found], progress: Callable[[int], None]) -> dict[str, list[str]]:
-    """Read checkpoints again, and return what is wrong with each that is still there, by path."""
+def verify_all(
+    found: list[CheckpointInfo], progress: Callable[[int], None]
+) -> dict[str, list[str]]:
+    """Verify checkpoints; return the problems by path, without those removed meanwhile."""
     problems = {}
     for each in found:
         hold = ReadLock() if "://" in each.path else lock_for_reading(each.path)
@@ -311,8 +316,8 @@ def verify_all(found: list[Found], progress: Callable[[int], None]) -> dict[str,
     return problems
 
 
-def verdict(found: list[Found], problems: dict[str, list[str]]) -> list[str]:
-    """Say what was verified, and what is damaged."""
+def verify_lines(found: list[CheckpointInfo], problems: dict[str, list[str]]) -> list[str]:
+    """Return one line per checkpoint or problem."""
     lines = []
     for each in found:
         bad = problems.get(each.path)
@@ -320,33 +325,31 @@ def verdict(found: list[Found], problems: dict[str, list[str]]) -> list[str]:
         if bad is None:
             lines.append(f"removed meanwhile: {each.path}")
         elif not bad:
-            lines.append(f"good: {each.path}, {size(each.bytes)}")
+            lines.append(f"good: {each.path}, {format_size(each.bytes)}")
     return lines
 
 
-def folder(path: str) -> tuple[StepDirectory, list[Found]]:
-    """Return the folder at a path, and what is in it; raises `CheckpointNotFound` if it is none."""
-    found = find(path)
+def checkpoint_directory(path: str) -> tuple[StepDirectory, list[CheckpointInfo]]:
+    """Return the directory at a path and its checkpoints."""
+    found = find_checkpoints(path)
     if found[0].path == path:
-        raise CheckpointNotFound(
-            f"{path} is a checkpoint itself: prune works on a folder of checkpoints"
-        )
+        raise CheckpointNotFound(f"{path} is a checkpoint; prune needs a directory of checkpoints")
     return step_directory_at(path), found
 
 
-def pruned(
-    verdicts: list[RetentionDecision], before: dict[int | None, Found], *, dry_run: bool
+def prune_lines(
+    decisions: list[RetentionDecision], before: dict[int | None, CheckpointInfo], *, dry_run: bool
 ) -> list[str]:
-    """Say what became of each checkpoint, and how much room there is now."""
+    """Return a table of what was kept and removed, and the freed size."""
     would = "would be removed" if dry_run else "removed"
     rows = [
         [
             str(each.step),
-            size(before[each.step].bytes) if each.step in before else "-",
+            format_size(before[each.step].bytes) if each.step in before else "-",
             f"kept: {each.kept}" if each.kept else would,
         ]
-        for each in verdicts
+        for each in decisions
     ]
-    gone = [before[each.step].bytes for each in verdicts if not each.kept and each.step in before]
-    total = f"{count(len(gone), 'checkpoint')} {would}, {size(sum(gone))}"
-    return [*table(["step", "size", "what"], rows, right="step size"), "", total]
+    gone = [before[each.step].bytes for each in decisions if not each.kept and each.step in before]
+    total = f"{format_count(len(gone), 'checkpoint')} {would}, {format_size(sum(gone))}"
+    return [*format_table(["step", "size", "what"], rows, right="step size"), "", total]

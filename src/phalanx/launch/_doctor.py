@@ -25,6 +25,7 @@ from pathlib import Path
 
 import click
 
+from .._formatting import format_size, format_table
 from ..env import usable_cores
 from . import run
 from ._outcome import Outcome, describe
@@ -33,60 +34,56 @@ OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 13)
 SMALLEST_SHM = 64 << 20  # bytes
 SMALLEST_MEMORY = 1 << 30  # bytes
-# Seconds. Torch may be on a slow drive, a name server may never answer.
-CHECK_TIMEOUT = 60.0
-# Seconds that one look-up of a name may take: to go unmentioned, to be no fault, and at all.
-SLOW_LOOKUP, FAULTY_LOOKUP, LOOKUP_WITHIN = 0.5, 2.0, 5.0
+CHECK_TIMEOUT = 60.0  # seconds; torch may be on a slow drive, a name server may not answer
+# Seconds of one name lookup: above the first a note, above the second a fault, then given up.
+SLOW_LOOKUP, FAULTY_LOOKUP, LOOKUP_TIMEOUT = 0.5, 2.0, 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found: that all is well, something to note (ok, with advice), or a fault."""
+    """The result of a check: ok, a note (ok with advice), or a fault."""
 
     ok: bool
     label: str
     detail: str
     advice: str = ""
-    """What to do about it, if there is something to do."""
+    """What the user should do, if anything."""
 
 
 Check = Callable[[], Finding]
 
 
-def look(check: Check, *, within: float = CHECK_TIMEOUT) -> Finding:
-    """Return a check's finding; one that breaks or never ends is a finding too."""
-    label = check.__name__.replace("_", " ")
+def run_check(check: Check, *, timeout: float = CHECK_TIMEOUT) -> Finding:
+    """Return a check's finding; an exception or a timeout is a finding too."""
+    label = check.__name__.removeprefix("check_").replace("_", " ")
     findings: list[Finding] = []
 
     def attempt() -> None:
         try:
             findings.append(check())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the user should read it
+        except Exception as error:  # noqa: BLE001 - shown to the user
             detail = f"{type(error).__name__}: {error}"
-            findings.append(Finding(False, label, detail, "this check itself failed"))
+            findings.append(Finding(False, label, detail, "the check itself failed"))
 
     thread = threading.Thread(target=attempt, name=f"phalanx-check-{label}", daemon=True)
     thread.start()
-    thread.join(within)
+    thread.join(timeout)
     if findings:
         return findings[0]
-    return Finding(False, label, f"no answer in {within:g} s", "find out what it waits for")
+    return Finding(False, label, f"no answer in {timeout:g} s", "find out what blocks it")
 
 
-def phalanx() -> Finding:
-    """Say which phalanx this is."""
+def check_phalanx() -> Finding:
     return Finding(True, "phalanx", metadata.version("phalanx"))
 
 
-def python() -> Finding:
-    """Say which Python this is, and whether it is new enough."""
+def check_python() -> Finding:
     oldest = ".".join(map(str, OLDEST_PYTHON))
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return _finding(sys.version_info >= OLDEST_PYTHON, "python", detail, f"use Python {oldest}")
 
 
-def torch() -> Finding:
-    """Say which torch is installed, and whether it is new enough."""
+def check_torch() -> Finding:
     oldest = ".".join(map(str, OLDEST_TORCH))
     advice = f"pip install 'torch>={oldest}'"
     try:
@@ -98,8 +95,7 @@ def torch() -> Finding:
     return _finding(is_new, "torch", version, advice)
 
 
-def gloo() -> Finding:
-    """Say whether torch has Gloo."""
+def check_gloo() -> Finding:
     from torch import distributed
 
     has_gloo = distributed.is_available() and distributed.is_gloo_available()
@@ -111,8 +107,7 @@ def gloo() -> Finding:
     )
 
 
-def nccl() -> Finding:
-    """Say whether torch has NCCL, which only matters where there are GPUs."""
+def check_nccl() -> Finding:
     from torch import cuda, distributed
 
     gpus = cuda.device_count()
@@ -121,8 +116,7 @@ def nccl() -> Finding:
     return _finding(has_nccl or not gpus, "nccl", detail, "install a CUDA build of torch")
 
 
-def cores() -> Finding:
-    """Say how many cores may be used, and whether the user's number of threads fits them."""
+def check_cores() -> Finding:
     usable = usable_cores()
     detail = f"{usable} usable of {os.cpu_count()}"
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -133,23 +127,23 @@ def cores() -> Finding:
     return _finding(fits, "cores", f"{detail}, OMP_NUM_THREADS={threads}", advice)
 
 
-def memory() -> Finding:
-    """Say how much memory there is."""
+def check_memory() -> Finding:
     table = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     total, free = (int(table[name]) << 10 for name in ("MemTotal", "MemAvailable"))
-    detail = f"{_format_bytes(total)}, {_format_bytes(free)} available"
-    return _finding(free >= SMALLEST_MEMORY, "memory", detail, "each rank loads torch: make room")
+    detail = f"{format_size(total)}, {format_size(free)} available"
+    return _finding(
+        free >= SMALLEST_MEMORY, "memory", detail, "each rank loads torch: free some memory"
+    )
 
 
-def shared_memory() -> Finding:
-    """Say how large /dev/shm is, where the workers of a DataLoader leave their batches."""
+def check_shared_memory() -> Finding:
     label = "/dev/shm"
     try:
         stats = os.statvfs(label)
     except OSError as error:
-        return Finding(True, label, f"not there ({error.strerror})", "DataLoader workers may fail")
+        return Finding(True, label, f"missing ({error.strerror})", "DataLoader workers may fail")
     size, free = stats.f_blocks * stats.f_frsize, stats.f_bavail * stats.f_frsize
-    detail = f"{_format_bytes(size)}, {_format_bytes(free)} free"
+    detail = f"{format_size(size)}, {format_size(free)} free"
     if free >= SMALLEST_SHM:
         return Finding(True, label, detail)
     remedy = "enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
@@ -158,8 +152,7 @@ def shared_memory() -> Finding:
     return Finding(True, label, detail, f"DataLoader workers may fail; {remedy}")
 
 
-def loopback() -> Finding:
-    """Say whether processes of this machine can reach each other at 127.0.0.1."""
+def check_loopback() -> Finding:
     with socket.create_server(("127.0.0.1", 0)) as server:
         try:
             socket.create_connection(server.getsockname(), timeout=5).close()
@@ -169,8 +162,7 @@ def loopback() -> Finding:
     return Finding(True, "loopback", "127.0.0.1 answers")
 
 
-def hostname() -> Finding:
-    """Say whether this machine's name leads to it: that is how Gloo chooses an address."""
+def check_hostname() -> Finding:
     name = socket.gethostname()
     chosen = os.environ.get("GLOO_SOCKET_IFNAME")
     if chosen:
@@ -183,12 +175,11 @@ def hostname() -> Finding:
     return Finding(True, "hostname", f"{name} is {address}")
 
 
-def loopback_name() -> Finding:
-    """Say how long it takes to look up the name of 127.0.0.1."""
-    took = _lookup_seconds(LOOKUP_WITHIN)
+def check_loopback_name() -> Finding:
+    took = _lookup_seconds(LOOKUP_TIMEOUT)
     if took is not None and took <= SLOW_LOOKUP:
         return Finding(True, "loopback name", f"looked up in {took * 1000:.0f} ms")
-    detail = f"no answer in {LOOKUP_WITHIN:g} s" if took is None else f"looked up in {took:.1f} s"
+    detail = f"no answer in {LOOKUP_TIMEOUT:g} s" if took is None else f"looked up in {took:.1f} s"
     advice = (
         "torch asks for this name at every connection to a store, so groups form slowly; "
         "add '127.0.0.1 localhost' to /etc/hosts"
@@ -196,8 +187,7 @@ def loopback_name() -> Finding:
     return Finding(took is not None and took <= FAULTY_LOOKUP, "loopback name", detail, advice)
 
 
-def compiler() -> Finding:
-    """Say whether C++ can be compiled here: the shared-memory engine is, when phalanx is built."""
+def check_compiler() -> Finding:
     found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
     if found:
         return Finding(True, "compiler", found)
@@ -205,8 +195,7 @@ def compiler() -> Finding:
     return Finding(True, "compiler", "no C++ compiler", advice)
 
 
-def engine() -> Finding:
-    """Say whether the shared-memory engine is there, and which instructions it uses."""
+def check_engine() -> Finding:
     from .. import native
 
     if native.engine is not None:
@@ -216,49 +205,43 @@ def engine() -> Finding:
 
 
 CHECKS: list[Check] = [
-    phalanx,
-    python,
-    torch,
-    gloo,
-    nccl,
-    cores,
-    memory,
-    shared_memory,
-    loopback,
-    loopback_name,
-    hostname,
-    compiler,
-    engine,
+    check_phalanx,
+    check_python,
+    check_torch,
+    check_gloo,
+    check_nccl,
+    check_cores,
+    check_memory,
+    check_shared_memory,
+    check_loopback,
+    check_loopback_name,
+    check_hostname,
+    check_compiler,
+    check_engine,
 ]
 
 
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
-    """Return a finding whose advice is for the case that it is not ok."""
+    """Return a finding that has advice only if it is not ok."""
     return Finding(ok, label, detail, "" if ok else advice)
 
 
-def _lookup_seconds(within: float) -> float | None:
-    """Return how long it takes to look up the name of 127.0.0.1; None for too long."""
+def _lookup_seconds(timeout: float) -> float | None:
+    """Return the duration of looking up the name of 127.0.0.1; None after the timeout."""
 
     def ask() -> None:
-        with suppress(OSError):  # a name server that fails has answered, too
+        with suppress(OSError):  # a failure is an answer too
             socket.getnameinfo(("127.0.0.1", 1), 0)
 
     began = time.monotonic()
     thread = threading.Thread(target=ask, name="phalanx-lookup", daemon=True)
     thread.start()
-    thread.join(within)
+    thread.join(timeout)
     return None if thread.is_alive() else time.monotonic() - began
 
 
-def _format_bytes(count: int) -> str:
-    if count >= 1 << 30:
-        return f"{count / (1 << 30):.1f} GiB"
-    return f"{count / (1 << 20):.0f} MiB"
-
-
 SELF_TEST_TIMEOUT = 60.0
-"""Seconds that the self-test may take."""
+"""Seconds."""
 _OK, _NOTE, _WRONG = (
     click.style(f"{word:<5}", fg=colour)
     for word, colour in (("ok", "green"), ("note", "yellow"), ("WRONG", "red"))
@@ -268,7 +251,7 @@ _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 @dataclass(frozen=True)
 class Measurement:
-    """How fast one backend is between two ranks."""
+    """Latency and bandwidth of one backend between two ranks."""
 
     backend: str
     ranks: str
@@ -278,26 +261,26 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything that was found."""
+    """All findings and measurements."""
 
     findings: Sequence[Finding]
     measurements: Sequence[Measurement]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether no finding is a fault."""
         return all(finding.ok for finding in self.findings)
 
 
 def examine(*, deadline: float = SELF_TEST_TIMEOUT) -> Examination:
     """Run all checks, then the self-test."""
-    findings = [look(check) for check in CHECKS]
-    verdict, measurements = self_test(deadline=deadline)
-    return Examination([*findings, verdict], measurements)
+    findings = [run_check(check) for check in CHECKS]
+    result, measurements = self_test(deadline=deadline)
+    return Examination([*findings, result], measurements)
 
 
 def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
-    """Start two ranks, as any script's are, and collect what they measure."""
+    """Start two ranks through the launcher and collect their measurements."""
     out, err = io.BytesIO(), io.BytesIO()
     outcome = run(
         "phalanx.launch._doctor_selftest",
@@ -317,27 +300,34 @@ def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
 
 
 def render(examination: Examination) -> str:
-    """Return an examination for people to read."""
+    """Return the report as text."""
     width = max(len(finding.label) for finding in examination.findings)
     lines = [_finding_line(finding, width) for finding in examination.findings]
     if examination.measurements:
-        lines += ["", *_measurement_table(examination.measurements)]
+        rows = [
+            [
+                each.backend,
+                each.ranks,
+                f"{each.latency_us:g} us",
+                f"{each.bandwidth_gb_per_s:g} GB/s",
+            ]
+            for each in examination.measurements
+        ]
+        lines += ["", *format_table(_HEADINGS, rows)]
     wrong = sum(not finding.ok for finding in examination.findings)
-    verdict = (
-        f"{wrong} of {len(examination.findings)} findings need care" if wrong else "all is well"
-    )
-    return "\n".join([*lines, "", verdict])
+    summary = f"{wrong} of {len(examination.findings)} checks failed" if wrong else "no problems"
+    return "\n".join([*lines, "", summary])
 
 
 def render_json(examination: Examination) -> str:
-    """Return an examination for programs to read."""
+    """Return the report as JSON."""
     return json.dumps({"ok": examination.ok, **asdict(examination)}, indent=2)
 
 
 def _self_test_finding(outcome: Outcome) -> Finding:
     if outcome.exit_code == 0:
-        return Finding(True, "self-test", "two ranks met, agreed on a sum, and ended")
-    advice = "correct what is wrong above, then see what the traceback says"
+        return Finding(True, "self-test", "two ranks formed groups and summed tensors")
+    advice = "fix the problems above, then read the traceback"
     return Finding(False, "self-test", describe(outcome), advice)
 
 
@@ -347,15 +337,3 @@ def _finding_line(finding: Finding, width: int) -> str:
     detail = finding.detail.replace("\n", "\n" + margin)
     line = f"{mark}  {finding.label:<{width}}  {detail}"
     return f"{line}\n{margin}-> {finding.advice}" if finding.advice else line
-
-
-def _measurement_table(measurements: Sequence[Measurement]) -> list[str]:
-    rows = [_HEADINGS] + [
-        (each.backend, each.ranks, f"{each.latency_us:g} us", f"{each.bandwidth_gb_per_s:g} GB/s")
-        for each in measurements
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]

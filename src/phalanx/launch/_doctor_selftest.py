@@ -26,12 +26,12 @@ _WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10  # calls
 
 
 def main() -> None:
-    """Test and measure the backends that need nothing but this machine."""
-    # However it hangs: say where, and end.
+    """Test and measure the backends that work on one machine."""
+    # If it hangs, print where and exit.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
     between = ["gloo", "shm"] if native.engine is not None else ["gloo"]
     figures = {backend: _between_processes(backend) for backend in between}
-    # From here on one process has the machine for itself.
+    # From here on one process has the machine to itself.
     if read_rank_env().rank == 0:
         for backend, measured in figures.items():
             _report(backend, "2 processes", measured)
@@ -62,12 +62,12 @@ def _between_threads(backend: str) -> tuple[float, float]:
 
 
 def _measure(group: ProcessGroup) -> tuple[float, float]:
-    """Return the seconds that a tiny and a large allreduce take."""
+    """Return the seconds of a tiny and of a large allreduce."""
     import torch
 
     total = torch.ones(1)
     group.allreduce(total).wait()
-    assert total.item() == 2, f"1 + 1 came out as {total.item()}"
+    assert total.item() == 2, f"allreduce: 1 + 1 gave {total.item()}"
     small, large = torch.zeros(1), torch.zeros(_LARGE_BYTES // 4)
     return (
         _median_seconds(lambda: group.allreduce(small).wait(), rounds=_LATENCY_ROUNDS),

@@ -21,19 +21,19 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
+from .._formatting import PACKAGE_ROOT, mask_rank
 from ..errors import _STATE_TEXTS
 
 QUIET_PERIOD = 0.5
-"""Seconds without a further line after which a report is taken for complete."""
+"""Seconds without a further line after which a report counts as complete."""
 MAX_HOLD = 3.0
 """Seconds after which a report is shown, complete or not."""
 MAX_HELD_LINES = 5000
-"""Lines; a longer report is shown as it is."""
+"""A report of more lines is shown unchanged."""
 TAIL_LINES = 30
-"""How many lines that are no report are kept, to tell how a process explained its end."""
-_MAX_SUMMARY_LINES = 20  # lines of frames, and of the message, that are shown again at the end
+"""How many lines outside of reports are kept as the final output of a process."""
+_MAX_SUMMARY_LINES = 20  # lines of frames and of the message that the final report repeats
 
 _HEADER = "Traceback (most recent call last):"
 _USAGE = "usage: "
@@ -43,7 +43,6 @@ _LINKS = (
 )
 _STARTS = (_HEADER.encode(), _USAGE.encode())
 _ERROR_PREFIX = "phalanx.errors."
-_PACKAGE_PATH = f"{Path(__file__).resolve().parents[1]}/"
 _TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
 _FILE = re.compile(r'  File "(?P<path>[^"]*)", line ')
 _USAGE_ERROR = re.compile(r"\S.*: error: ")
@@ -60,11 +59,11 @@ class _ChainedException:
     """One exception of a chain: its traceback and its message."""
 
     link: str = ""
-    """The sentence that joins it to the exception before it."""
+    """The sentence between it and the exception before it."""
     header: str = _HEADER
     frames: list[list[str]] = field(default_factory=list)
     message: list[str] = field(default_factory=list)
-    """The line that names the exception, and those that follow it."""
+    """The line that names the exception, and the lines after it."""
 
     @property
     def is_ours(self) -> bool:
@@ -72,7 +71,7 @@ class _ChainedException:
 
     @property
     def length(self) -> int:
-        """How many lines of the message are known to belong to it."""
+        """The number of lines that certainly belong to the message."""
         if not self.header:
             return len(self.message)
         place = 1
@@ -82,11 +81,11 @@ class _ChainedException:
 
     @property
     def is_internal(self) -> bool:
-        """Whether no frame of it is the user's."""
+        """Whether no frame is user code."""
         return all(_is_internal(frame) for frame in self.frames)
 
     def without_internal_frames(self) -> tuple[list[list[str]], int]:
-        """Return the frames that are the user's, if any are, and how many others there were."""
+        """Return the frames to show and the number of hidden ones."""
         if not self.is_ours or self.is_internal:
             return self.frames, 0
         kept = [frame for frame in self.frames if not _is_internal(frame)]
@@ -95,13 +94,13 @@ class _ChainedException:
 
 @dataclass
 class _ErrorReport:
-    """A chain of exceptions; or a usage error, which is all message."""
+    """A chain of exceptions, or a usage error, which has a message only."""
 
     parts: list[_ChainedException]
 
     @property
     def is_whole(self) -> bool:
-        """Whether it ends as Python and argparse do; another thread may have written in between."""
+        """Whether each part ends in an exception line; another thread may have interleaved."""
         return all(not part.header or _EXCEPTION.match(part.message[0]) for part in self.parts)
 
     @property
@@ -110,7 +109,7 @@ class _ErrorReport:
         return "usage error" if first.startswith(_USAGE) else first.partition(":")[0]
 
     def shortened(self) -> _ErrorReport:
-        """Leave out what led to an error of ours inside of phalanx, and internal frames."""
+        """Drop internal frames, and internal exceptions that led to a phalanx error."""
         kept: list[_ChainedException] = []
         for part in self.parts:
             if part.is_ours:
@@ -129,32 +128,30 @@ class _ErrorReport:
     def lines(self, *, most: int | None = None) -> list[str]:
         return [line for part in self.parts for line in _exception_lines(part, most)]
 
-    def rest(self) -> list[str]:
-        """Return the lines after it; some may belong to its message."""
+    def trailing_lines(self) -> list[str]:
+        """Return the lines after the report; some may belong to its message."""
         last = self.parts[-1]
         return last.message[last.length :]
 
-    def key(self, rank: int | None) -> tuple[str, ...]:
-        """Return what is the same on two ranks that report the same error.
+    def identity(self, rank: int | None) -> tuple[str, ...]:
+        """Return the lines that are equal on two ranks that report the same error.
 
-        Errors of phalanx are the same apart from what each rank was doing and, with a `rank` to
-        leave out, from the rank that reports them.
+        For phalanx errors these exclude the states of the ranks and, with a `rank`, the number of
+        the rank that reports the error.
         """
         *before, last = self.parts
-        lines = [line for part in before for line in _exception_key(part, part.message, rank)]
-        return (*lines, *_exception_key(last, last.message[: last.length], rank))
+        lines = [line for part in before for line in _exception_identity(part, part.message, rank)]
+        return (*lines, *_exception_identity(last, last.message[: last.length], rank))
 
 
-def _exception_key(
+def _exception_identity(
     part: _ChainedException, message: Sequence[str], rank: int | None
 ) -> Iterator[str]:
     yield part.link
     for frame in part.frames:
         yield from frame
     if part.is_ours:
-        message = [
-            _without_rank_number(each, rank) for each in message if not _RANK_STATE_LINE.match(each)
-        ]
+        message = [mask_rank(each, rank) for each in message if not _RANK_STATE_LINE.match(each)]
     yield from message
 
 
@@ -178,17 +175,11 @@ def _is_internal(frame: Sequence[str]) -> bool:
     if found is None:
         return False
     path = found["path"]
-    return path.startswith((_PACKAGE_PATH, "<frozen ")) or any(
-        each in path for each in _TORCH_PATHS
-    )
-
-
-def _without_rank_number(line: str, rank: int | None) -> str:
-    return line if rank is None else re.sub(rf"\brank ?{rank}\b", "rank *", line)
+    return path.startswith((PACKAGE_ROOT, "<frozen ")) or any(each in path for each in _TORCH_PATHS)
 
 
 def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
-    """Yield reports, and between them lines that belong to none."""
+    """Yield reports, and the lines between them."""
     place = 0
     while place < len(lines):
         if lines[place].startswith(_USAGE):
@@ -205,7 +196,7 @@ def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
 
 
 def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedException]]:
-    """Return the exceptions that are chained from a line on, and where the last of them ends."""
+    """Return where a chain of exceptions that starts at a line ends, and its exceptions."""
     parts: list[_ChainedException] = []
     end, link = place, ""
     while place < len(lines) and lines[place] == _HEADER:
@@ -221,7 +212,7 @@ def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedEx
 
 
 def _parse_traceback(lines: Sequence[str], place: int) -> tuple[int, _ChainedException | None]:
-    """Return one exception that begins with a header, and where it ends; None if it is cut off."""
+    """Return where a traceback ends, and its exception; None if it is cut off."""
     part = _ChainedException()
     place += 1
     while place < len(lines) and lines[place].startswith(" "):
@@ -246,7 +237,7 @@ def _end_of_message(lines: Sequence[str], place: int) -> int:
 
 
 def _end_of_usage(lines: Sequence[str], place: int) -> int:
-    """Return where a usage error that begins with a line ends; 0 if it is none."""
+    """Return where a usage error that starts at a line ends; 0 if there is none."""
     for end in range(place + 1, len(lines)):
         if _USAGE_ERROR.match(lines[end]):
             return end + 1
@@ -260,35 +251,44 @@ def _continues_usage(line: str) -> bool:
 
 
 class SeenErrorReports:
-    """The reports of all ranks in one attempt."""
+    """The error reports of all ranks in one attempt."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[str, ...], int | None] = {}
 
     def shown(self, report: _ErrorReport, rank: int | None) -> list[str]:
-        """Return what to show: all of it, or that another rank has reported the same."""
+        """Return the whole report, or one line if another rank has reported the same."""
         if rank is None or not report.is_whole:
             return report.lines()
-        # An error that names each rank reads the same on all of them; most name the one it is on.
-        keys = report.key(None), report.key(rank)
+        # Most errors name the rank they are on; errors that list all ranks are equal everywhere.
+        keys = report.identity(None), report.identity(rank)
         first = next((self._first[key] for key in keys if key in self._first), rank)
         for key in keys:
             self._first.setdefault(key, rank)
         if first == rank:
             return report.lines()
-        return [f"(the same {report.kind} as on rank {first})", *report.rest()]
+        return [f"(the same {report.kind} as on rank {first})", *report.trailing_lines()]
 
 
 class ErrorReportFilter:
-    """The lines of one process's stderr, on their way to the screen."""
+    """Holds, shortens and deduplicates the error reports on one process's stderr."""
 
     def __init__(
-        self, seen: SeenErrorReports, rank: int | None, *, labelled: bool = True, full: bool = False
+        self,
+        seen: SeenErrorReports,
+        rank: int | None,
+        *,
+        labelled: bool = True,
+        full: bool = False,
+        quiet_period: float = QUIET_PERIOD,
+        max_hold: float = MAX_HOLD,
     ) -> None:
         self._seen = seen
         self._rank = rank
         self._full = full
-        # torch names the rank before each line of a traceback; so do we, and once is enough.
+        self._quiet_period = quiet_period
+        self._max_hold = max_hold
+        # torch prefixes each line of a traceback with the rank, as the launcher does.
         self._torch_label = f"[rank{rank}]:"
         self._keeps_label = not labelled
         self._held: list[str] = []
@@ -297,25 +297,25 @@ class ErrorReportFilter:
         self._began = self._last = 0.0
         self._last_report: list[str] = []
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        """Lines after the last report."""
+        """The lines after the last report."""
 
     @property
     def is_holding(self) -> bool:
-        """Whether lines wait to be shown."""
+        """Whether lines are held back."""
         return bool(self._held)
 
     @property
     def may_be_complete(self) -> bool:
-        """Whether what is held may be all of a report; in the middle of frames it is not."""
+        """Whether the held lines may be a complete report, not one cut off between frames."""
         return self._is_complete
 
     def due(self) -> float:
-        """Return when the held lines have to be shown, on the clock that `feed` is told."""
-        at_latest = self._began + MAX_HOLD
-        return min(self._last + QUIET_PERIOD, at_latest) if self._is_complete else at_latest
+        """Return when the held lines must be shown, on the clock of `feed`."""
+        at_latest = self._began + self._max_hold
+        return min(self._last + self._quiet_period, at_latest) if self._is_complete else at_latest
 
-    def last_words(self) -> list[str]:
-        """Return how the process explained its end: the last report, or the last lines."""
+    def final_output(self) -> list[str]:
+        """Return the last report and the lines after it, or the last lines."""
         tail = [line.decode(errors="replace") for line in self._tail]
         starts = [place for place, line in enumerate(tail) if line.startswith(_FINAL_REPORT_STARTS)]
         if self._last_report and not starts:
@@ -323,7 +323,7 @@ class ErrorReportFilter:
         return tail[starts[-1] if starts else 0 :]
 
     def feed(self, lines: Sequence[bytes], now: float) -> list[bytes]:
-        """Take finished lines and return those that can be shown."""
+        """Add finished lines and return those that can be shown now."""
         shown: list[bytes] = []
         for line in lines:
             text = self._strip_torch_label(line)
@@ -351,7 +351,6 @@ class ErrorReportFilter:
         self._held.append(text)
 
     def _continues(self, line: bytes, *, is_labelled: bool) -> bool:
-        """Whether a line can belong to what is held."""
         if line.strip() and is_labelled != self._has_label:
             return False
         text = line.decode(errors="surrogateescape")
@@ -365,7 +364,7 @@ class ErrorReportFilter:
         return self._held[0].startswith(_USAGE) and bool(_end_of_usage(self._held, 0))
 
     def release(self) -> list[bytes]:
-        """Return what is held, shortened."""
+        """Return the held lines, shortened."""
         held, self._held = self._held, []
         shown: list[str] = []
         for item in _parse(held):
@@ -384,7 +383,7 @@ class ErrorReportFilter:
 
     def _remember(self, line: bytes) -> None:
         if len(self._tail) == TAIL_LINES:
-            self._last_report = []  # so much came after it that it was not the end
+            self._last_report = []  # too many lines after it: it did not end the process
         self._tail.append(line)
 
     def _strip_torch_label(self, line: bytes) -> bytes:

@@ -1,7 +1,7 @@
-"""What is to be run: the command, and the environment that tells each rank its place.
+"""The job of a launcher: the command, and the environment of each rank.
 
-On several machines torch's launcher takes over: `exec_torchrun` replaces this process by
-torchrun. Ranks find the same variables in their environment either way.
+On several machines `exec_torchrun` replaces this process by torchrun. Ranks find the same
+variables in their environment either way.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ..env import usable_cores
 from ..errors import InvalidArgument
 
 GRACE = 30.0
-"""Seconds from asking a rank to end to killing it, unless the user says otherwise: time for a step
-and a save, and what schedulers of clusters give, too."""
+"""Default seconds between SIGTERM and SIGKILL: enough for a step and a save, and what most
+schedulers grant."""
 LINGER = 2.0
-"""Seconds that the others have to report when a rank has failed, unless the user says otherwise."""
+"""Default seconds that the other ranks have to report after one failed."""
 
 Ranks = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One command, to be run by several ranks at once."""
+    """A command for several ranks, and how to supervise it."""
 
     command: tuple[str, ...]
     ranks: int
@@ -45,10 +45,10 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("max_restarts", "grace", "linger"):
             if getattr(self, name) < 0:
-                raise InvalidArgument(f"{name} is {getattr(self, name)}; it cannot be negative")
+                raise InvalidArgument(f"{name} must not be negative, got {getattr(self, name)}")
 
     def rank_env(self, rank: int, *, attempt: int, port: int) -> dict[str, str]:
-        """Return the environment of one rank: what `torchrun` would set for one machine."""
+        """Return the environment of one rank: what `torchrun` sets on one machine."""
         place: dict[str, object] = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -64,9 +64,9 @@ class Job:
             "TORCHELASTIC_RESTART_COUNT": attempt,
             "TORCHELASTIC_MAX_RESTARTS": self.max_restarts,
             "TORCHELASTIC_RUN_ID": self.id,
-            # The store is ours, so torch makes every rank a client of it and none its host.
+            # The launcher hosts the store, so every rank is a client of it.
             "TORCHELASTIC_USE_AGENT_STORE": True,
-            # A rank's stdout is a pipe here; nobody wants to see its lines minutes later.
+            # stdout is a pipe; without this its lines would appear minutes later.
             "PYTHONUNBUFFERED": 1,
         }
         own = {name: str(value) for name, value in place.items()}
@@ -74,18 +74,16 @@ class Job:
 
 
 def count_ranks(ranks: Ranks) -> int:
-    """Return how many ranks are meant; raise `InvalidArgument` if that makes no sense."""
+    """Return the number of ranks; ``"auto"`` is one per usable core."""
     if ranks == "auto":
         return usable_cores()
     if ranks < 1:
-        raise InvalidArgument(
-            f"{ranks} ranks cannot run anything; ask for 1 or more, or for 'auto'"
-        )
+        raise InvalidArgument(f"the number of ranks must be at least 1 or 'auto', got {ranks}")
     return ranks
 
 
 def thread_env(ranks: int) -> dict[str, str]:
-    """Return what keeps ranks from using each other's cores, for a user who has not decided."""
+    """Return the default OMP_NUM_THREADS, which divides the cores between the ranks."""
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // ranks))}
 
 
@@ -96,35 +94,35 @@ def python_command(
     module: bool,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[str, ...]:
-    """Return the command that runs a script or a module; raise `InvalidArgument` if it cannot."""
+    """Return the command that runs a script or a module."""
     target = os.fspath(script)
     if module:
         if not _module_may_exist(target, environ):
-            raise InvalidArgument(f"there is no module {target.partition('.')[0]!r}")
+            raise InvalidArgument(f"module {target.partition('.')[0]!r} not found")
         return (sys.executable, "-m", target, *args)
     if Path(target).is_dir():
-        raise InvalidArgument(f"{target!r} is a directory; name the script in it, or use -m")
+        raise InvalidArgument(f"{target!r} is a directory; give the script in it, or use -m")
     if not Path(target).is_file():
-        raise InvalidArgument(f"there is no script {target!r}")
+        raise InvalidArgument(f"script {target!r} not found")
     return (sys.executable, target, *args)
 
 
 def _module_may_exist(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a module may exist, as far as can be known without importing anything."""
+    """Return whether a module may exist, without importing anything."""
     top = name.partition(".")[0]
-    # As the ranks will look: python -m begins where the user is.
+    # python -m searches the working directory first.
     places = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
     if PathFinder.find_spec(top, places) is not None:
         return True
     try:
         return find_spec(top) is not None
-    except (ImportError, ValueError):  # a module that is loaded, but not from a file
+    except (ImportError, ValueError):  # a loaded module without a file
         return True
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchrunOptions:
-    """How several machines find each other: torchrun's options, by their names."""
+    """The options of torchrun for several machines."""
 
     nnodes: str | None = None
     node_rank: int | None = None
@@ -138,7 +136,7 @@ class TorchrunOptions:
         return any(getattr(self, each.name) is not None for each in fields(self))
 
     def options(self) -> list[str]:
-        """Return the options that were given, as torchrun spells them."""
+        """Return the given options as command-line arguments."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
         if self._implies_c10d():
             given["rdzv_backend"] = "c10d"
@@ -149,8 +147,8 @@ class TorchrunOptions:
         ]
 
     def _implies_c10d(self) -> bool:
-        # torchrun's default backend wants a number for each machine. Where somebody names an
-        # endpoint and no number, the backend that hands out numbers is what was meant.
+        # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
+        # assigns the node ranks.
         return bool(self.rdzv_endpoint) and self.rdzv_backend is None and self.node_rank is None
 
 
@@ -164,12 +162,12 @@ def torchrun_command(
     max_restarts: int = 0,
     grace: float | None = None,
 ) -> list[str]:
-    """Return the command line of torchrun that does the same on several machines."""
+    """Return the equivalent command line of torchrun."""
     python, *target = python_command(script, args, module=module)
     options = [*machines.options(), f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
     if grace is not None:
         options.append(f"--shutdown-timeout={round(grace)}")
-    # A module is "-m name" to torchrun too, so what Python would be given can follow as it is.
+    # torchrun accepts "-m name" too, so Python's arguments follow unchanged.
     return [python, "-m", "torch.distributed.run", *options, *target]
 
 
@@ -183,7 +181,7 @@ def exec_torchrun(
     max_restarts: int,
     grace: float | None,
 ) -> NoReturn:
-    """Become torchrun."""
+    """Replace this process by torchrun."""
     count = count_ranks(ranks)
     command = torchrun_command(
         script,

@@ -1,12 +1,10 @@
-"""Ends the ranks if the launcher dies without doing so, for example by SIGKILL.
+"""Kills the ranks if the launcher dies, for example by SIGKILL.
 
-Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` puts
-process group 123 under guard, ``-123`` releases it. End of file means that the launcher is
-gone.
+Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` adds
+process group 123, ``-123`` removes it. End of file means that the launcher is dead.
 
-A guard process was chosen over PR_SET_PDEATHSIG. That has to be requested in the rank itself
-between fork and exec, where a process with threads must not run Python; it would need another
-interpreter in front of each rank; and it does not reach what the rank has started.
+PR_SET_PDEATHSIG does not do: a rank would have to request it between fork and exec, where a
+process with threads must not run Python, and it does not reach processes that a rank starts.
 
 Started with ``-I -S``: this file must import only the standard library.
 """
@@ -18,9 +16,11 @@ import signal
 import sys
 import time
 
+POLL_INTERVAL = 0.02  # seconds
+
 
 def main() -> None:
-    """Wait for the launcher's end, then end its process groups."""
+    """Wait until the launcher dies, then terminate its process groups."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
@@ -28,21 +28,21 @@ def main() -> None:
         change = groups.add if line[0] == "+" else groups.discard
         change(int(line[1:]))
     deadline = time.monotonic() + float(sys.argv[1])
-    groups = send(groups, signal.SIGTERM)
+    groups = signal_groups(groups, signal.SIGTERM)
     while groups and time.monotonic() < deadline:
-        time.sleep(0.02)
-        groups = send(groups, 0)
-    send(groups, signal.SIGKILL)
+        time.sleep(POLL_INTERVAL)
+        groups = signal_groups(groups, 0)
+    signal_groups(groups, signal.SIGKILL)
 
 
-def send(groups: set[int], number: int) -> set[int]:
-    """Signal these process groups and return those that exist."""
+def signal_groups(groups: set[int], number: int) -> set[int]:
+    """Signal process groups and return those that exist."""
     reached = set()
     for group in groups:
         try:
             os.killpg(group, number)
             reached.add(group)
-        except OSError:  # it has ended, or it is not ours
+        except OSError:  # it is empty, or not ours
             continue
     return reached
 

@@ -1,23 +1,23 @@
-"""How a run ended: `Outcome` and `RankExit` for programs, a text for people.
+"""How a run ended: `Outcome` and `RankExit` for programs, `describe` for people.
 
 The first rank that failed is the cause; failures after it are listed as consequences.
 """
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .._formatting import format_ranks, mask_rank
 from .._signals import STOPPED, STOPPED_PREFIX, signal_name
 
-_MAX_LISTED = 8  # different failures that are told, besides the first; and ranks that are listed
+_MAX_CONSEQUENCES = 8
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "often the kernel's, for lack of memory: see dmesg",
+    signal.SIGKILL: "often the kernel running out of memory: see dmesg",
     signal.SIGBUS: "often a full /dev/shm: see phalanx doctor",
-    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 to see where",
-    signal.SIGABRT: "C++ code gave up: see its message above",
+    signal.SIGSEGV: "set PYTHONFAULTHANDLER=1 for a stack trace",
+    signal.SIGABRT: "C++ code aborted: see its message above",
 }
 
 
@@ -26,47 +26,47 @@ class RankExit:
     """How one rank ended."""
 
     rank: int | None
-    """Its global rank, or None for the store that the launcher hosts."""
+    """The global rank, or None for the store that the launcher hosts."""
     code: int
-    """Exit code; negative for the number of the signal that ended it."""
+    """The exit code; negative for the number of the signal that killed it."""
     at: float
     """Seconds after the ranks were started."""
     was_terminated: bool = False
-    """Whether it ended because the launcher told it to."""
-    last_words: Sequence[str] = ()
+    """Whether the launcher had asked it to stop."""
+    final_output: Sequence[str] = ()
     """Its traceback, or its last lines on stderr."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """``rank 3``, or ``the store``."""
         return "the store" if self.rank is None else f"rank {self.rank}"
 
     @property
     def failed(self) -> bool:
-        """Whether it ended badly, and by itself."""
+        """Whether it failed before the launcher asked it to stop."""
         return self.code != 0 and not self.was_terminated
 
     @property
-    def stopped(self) -> bool:
-        """Whether it says that it was asked to stop, and has saved its work."""
+    def preempted(self) -> bool:
+        """Whether it saved a checkpoint on request and exited."""
         return self.code == STOPPED
 
     @property
     def error(self) -> str:
-        """The line of its traceback that names the exception, if it had one."""
+        """The line of its traceback that names the exception, or an empty string."""
         headers = [
-            place for place, line in enumerate(self.last_words) if line.startswith("Traceback")
+            index for index, line in enumerate(self.final_output) if line.startswith("Traceback")
         ]
         if not headers:
             return ""
-        # Frames are indented; what a message says on further lines may be, or not.
-        words = self.last_words[headers[-1] + 1 :]
-        return next((line for line in words if line[:1].strip()), "")
+        # Frames are indented; further lines of a message may be indented or not.
+        lines = self.final_output[headers[-1] + 1 :]
+        return next((line for line in lines if line[:1].strip()), "")
 
     @property
-    def words(self) -> str:
-        """One line that says why it ended, as far as it said so."""
-        return (self.error or next(iter(self.last_words[-1:]), "")).strip()
+    def summary(self) -> str:
+        """The exception, or the last line on stderr."""
+        return (self.error or next(iter(self.final_output[-1:]), "")).strip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,110 +81,94 @@ class Outcome:
     """How often the ranks were started."""
 
     @property
-    def stopped(self) -> bool:
-        """Whether the ranks were asked to stop and have saved their work, all of them."""
+    def preempted(self) -> bool:
+        """Whether all ranks saved a checkpoint on request and exited."""
         codes = {each.code for each in self.exits}
         return STOPPED in codes and codes <= {0, STOPPED}
 
     @property
     def first(self) -> RankExit | None:
         """The rank that failed first, if any did."""
-        if self.stopped:
+        if self.preempted:
             return None
         failed = [each for each in self.exits if each.failed]
-        # Whoever left on request, though others did not, is to blame only if nobody else is.
-        return next(iter(sorted(failed, key=lambda each: each.stopped)), None)
+        # A preempted rank is the cause only if no other rank failed.
+        return next(iter(sorted(failed, key=lambda each: each.preempted)), None)
 
     @property
     def exit_code(self) -> int:
-        """What a shell should see: the first failure's code, 128 + number for a signal.
+        """The exit code for the shell: the first failure's, or 128 + number for a signal.
 
-        `STOPPED` if all ranks were asked to stop and have saved their work.
+        `phalanx.checkpoint.STOPPED` if all ranks were preempted and saved a checkpoint.
         """
-        if self.stopped:
+        if self.preempted:
             return STOPPED
         if self.first is not None:
             return _shell_code(self.first.code)
-        # Ranks that heard the signal, saved their work and ended well make a run that ended well.
+        # Ranks that handled the signal and exited with 0 make a successful run.
         if self.signal is not None and any(each.code for each in self.exits):
             return 128 + self.signal
         return 0
 
 
 def describe(outcome: Outcome) -> str:
-    """Say what went wrong: who failed first and why, who followed, who was stopped."""
+    """Describe which rank failed first and why, which followed, and which were stopped."""
     first = outcome.first
-    if outcome.stopped:
+    if outcome.preempted:
         return _describe_preemption(outcome)
     if first is None:
         return (
-            f"stopped by {signal_name(outcome.signal)}"
-            if outcome.signal
-            else "all ranks ended well"
+            f"stopped by {signal_name(outcome.signal)}" if outcome.signal else "all ranks succeeded"
         )
     lines = [f"{first.name} failed first: {describe_code(first.code)}"]
-    lines += [f"    {line}" for line in first.last_words]
+    lines += [f"    {line}" for line in first.final_output]
     others = [each for each in outcome.exits if each is not first]
-    told = _alike([each for each in others if each.failed or each.error])
-    lines += [_describe_consequence(each, first) for each in told[:_MAX_LISTED]]
-    if len(told) > _MAX_LISTED:
-        lines.append(f"and so did {sum(map(len, told[_MAX_LISTED:]))} more")
+    consequences = _group_identical([each for each in others if each.failed or each.error])
+    lines += [_describe_consequence(each, first) for each in consequences[:_MAX_CONSEQUENCES]]
+    if unlisted := sum(map(len, consequences[_MAX_CONSEQUENCES:])):
+        lines.append(f"{unlisted} more ranks failed")
     silent = [each for each in others if each.was_terminated and not each.error]
     if silent:
-        lines.append(f"{_format_rank_names(silent)} {_was_or_were(silent)} stopped")
+        lines.append(f"{_format_names(silent)} stopped")
     if outcome.attempts > 1:
         lines.append(f"gave up after {outcome.attempts} attempts")
     return "\n".join(lines)
 
 
 def _describe_preemption(outcome: Outcome) -> str:
-    """Quote the rank that says what was saved."""
-    words = [line for each in outcome.exits for line in each.last_words]
-    return next((line for line in words if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
+    lines = [line for each in outcome.exits for line in each.final_output]
+    return next((line for line in lines if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
 
 
 def describe_code(code: int) -> str:
-    """Say what an exit code means."""
+    """Describe an exit code: ``exit code 3``, or a signal with a hint."""
     if code >= 0:
         return f"exit code {code}"
     hint = _HINTS.get(-code)
     return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
 
 
-def _alike(exits: Sequence[RankExit]) -> list[list[RankExit]]:
-    """Put those together that ended in the same way and said the same."""
-    found: dict[tuple[object, ...], list[RankExit]] = {}
+def _group_identical(exits: Sequence[RankExit]) -> list[list[RankExit]]:
+    groups: dict[tuple[object, ...], list[RankExit]] = {}
     for each in exits:
-        said = re.sub(rf"\brank ?{each.rank}\b", "rank *", each.words)
-        found.setdefault((each.was_terminated, each.code, said), []).append(each)
-    return list(found.values())
+        key = each.was_terminated, each.code, mask_rank(each.summary, each.rank)
+        groups.setdefault(key, []).append(each)
+    return list(groups.values())
 
 
-def _describe_consequence(alike: Sequence[RankExit], first: RankExit) -> str:
-    one, names = alike[0], _format_rank_names(alike)
+def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:
+    one = exits[0]
     if one.was_terminated:
-        return f"{names} {_was_or_were(alike)} stopped after {one.error}"
-    times = [f"{each.at - first.at:.2f}" for each in alike]
+        return f"{_format_names(exits)} stopped after {one.error}"
+    times = [f"{each.at - first.at:.2f}" for each in exits]
     later = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
-    end = f"{names} failed {later} s later: {describe_code(one.code)}"
-    return f"{end}: {one.words}" if one.words else end
+    end = f"{_format_names(exits)} failed {later} s later: {describe_code(one.code)}"
+    return f"{end}: {one.summary}" if one.summary else end
 
 
-def _format_rank_names(exits: Sequence[RankExit]) -> str:
+def _format_names(exits: Sequence[RankExit]) -> str:
     ranks = sorted(each.rank for each in exits if each.rank is not None)
-    if not ranks:
-        return exits[0].name
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    if len(ranks) > _MAX_LISTED + 1:
-        return (
-            f"ranks {', '.join(map(str, ranks[:_MAX_LISTED]))} and {len(ranks) - _MAX_LISTED} more"
-        )
-    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
-
-
-def _was_or_were(exits: Sequence[RankExit]) -> str:
-    return "was" if len(exits) == 1 else "were"
+    return format_ranks(ranks) if ranks else exits[0].name
 
 
 def _shell_code(code: int) -> int:

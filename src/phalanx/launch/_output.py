@@ -24,13 +24,13 @@ from typing import IO, Protocol
 from ._error_reports import ErrorReportFilter
 
 PROGRESS_INTERVAL = 10.0
-"""Seconds between two lines of one progress bar where there is no terminal."""
+"""Seconds between two lines of one progress bar when the output is not a terminal."""
 
-_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # no red: that is for errors
-_DEFAULT_HEIGHT = 24  # rows of a terminal that does not tell
+_COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # red is reserved for errors
+_DEFAULT_HEIGHT = 24  # rows of a terminal of unknown size
 _ERASE_BELOW = b"\x1b[J"
-# The terminal cuts rows that are too long while wrapping is off, so a row is always one row high
-# and nobody needs to know how wide a character is.
+# With wrapping off the terminal truncates long rows. A row stays one row high, and the width of
+# characters does not matter.
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 
 
@@ -41,7 +41,7 @@ class OutputSink(Protocol):
         """Write some of `data` and return how much, or None if it would block."""
 
     def isatty(self) -> bool:
-        """Return whether a person is watching."""
+        """Return whether the stream is a terminal."""
 
     def fileno(self) -> int:
         """Return the file descriptor."""
@@ -52,15 +52,15 @@ class OutputSource:
     """One stream of one process."""
 
     label: str
-    """What stands before each line."""
+    """Prefix of each line."""
     is_error: bool = False
-    """Whether it belongs on stderr."""
+    """Whether its lines go to stderr."""
     rank: int | None = None
-    """Whose it is: ranks differ in colour and keep their order in the live area."""
+    """Selects the colour, and the order in the live area."""
 
 
 class Screen:
-    """Two sinks that show lines from many sources."""
+    """Writes lines from many sources to stdout and stderr."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Screen:
     ) -> None:
         self._out = _TerminalSink(out, environ)
         self._err = _TerminalSink(err, environ)
-        # The live area is on stderr, where progress bars belong, if somebody can see it there.
+        # Progress bars belong on stderr, so the live area is there if stderr is a terminal.
         self._live_sink = (
             self._err if self._err.is_terminal or not self._out.is_terminal else self._out
         )
@@ -84,21 +84,21 @@ class Screen:
         self._progress_at: dict[OutputSource, float] = {}
 
     def lines(self, source: OutputSource, texts: list[bytes]) -> None:
-        """Show finished lines of one source at the next flush."""
+        """Queue finished lines of one source for the next flush."""
         if texts:
             output = self._output(source)
             label = output.label(source)
             self._queue.append((output, b"".join([label + text + b"\n" for text in texts])))
 
     def unfinished(self, source: OutputSource, text: bytes, *, is_progress: bool) -> None:
-        """Show what a source has written after its last line; nothing if it is blank."""
+        """Show the unfinished line of a source; remove it if it is blank."""
         if self._output(source).is_terminal:
             self._set_live(source, text if text.strip() else b"")
         elif is_progress and text.strip() and self._is_due(source):
             self.lines(source, [text])
 
     def flush(self) -> None:
-        """Write everything that is queued, and the live area below it."""
+        """Write all queued lines and redraw the live area below them."""
         if not self._queue and not self._changed:
             return
         self._live_sink.write(self._erase())
@@ -121,8 +121,7 @@ class Screen:
 
     def _is_due(self, source: OutputSource) -> bool:
         now = time.monotonic()
-        # The first sight of a bar starts the clock, so a short one leaves no trace but its last
-        # state.
+        # The interval starts when a bar first appears: a short one leaves only its last state.
         due = now - self._progress_at.setdefault(source, now) >= self._interval
         if due:
             self._progress_at[source] = now
@@ -143,7 +142,7 @@ class Screen:
 
 
 class _TerminalSink:
-    """A sink, and how much of a terminal it is."""
+    """A sink and its terminal capabilities."""
 
     def __init__(self, sink: OutputSink, environ: Mapping[str, str]) -> None:
         self._sink = sink
@@ -158,7 +157,7 @@ class _TerminalSink:
         return f"\x1b[{colour}m{source.label}\x1b[0m".encode()
 
     def height(self) -> int:
-        """Return how many rows the live area may have; the rest of the screen is for lines."""
+        """Return the maximum number of rows of the live area: half of the terminal."""
         try:
             rows = os.get_terminal_size(self._sink.fileno()).lines
         except OSError:
@@ -166,8 +165,8 @@ class _TerminalSink:
         return (rows or _DEFAULT_HEIGHT) // 2
 
     def write(self, data: bytes) -> None:
-        # Whoever read our output may be gone (`| head`, a closed terminal). The ranks are not
-        # stopped for that: a training run is worth more than its log.
+        # The reader may have closed the pipe (`| head`, a closed terminal). The ranks continue: a
+        # training run is worth more than its log.
         while data and not self._is_gone:
             try:
                 written = self._sink.write(data)
@@ -180,7 +179,7 @@ class _TerminalSink:
 
 
 def _coalesce_writes(queue: list[tuple[_TerminalSink, bytes]]) -> list[tuple[_TerminalSink, bytes]]:
-    """Join neighbours that go to the same place, so that a burst is one write."""
+    """Merge neighbouring writes to the same sink, so that a burst is one write."""
     merged: list[tuple[_TerminalSink, list[bytes]]] = []
     for output, data in queue:
         if merged and merged[-1][0] is output:
@@ -191,16 +190,16 @@ def _coalesce_writes(queue: list[tuple[_TerminalSink, bytes]]) -> list[tuple[_Te
 
 
 MAX_LINE_BYTES = 1 << 16
-"""Bytes; a longer line is cut, so that nobody fills our memory."""
-_CHUNK = 1 << 16  # bytes that are read at once
-# Every control sequence but colours: cursor movement makes no sense behind a label.
+"""Longer lines are cut, to bound the memory of the launcher."""
+_CHUNK = 1 << 16  # bytes per read
+# All control sequences but colours: cursor movement makes no sense after a label.
 _CONTROL_SEQUENCE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")
 
 
 class LineSplitter:
-    """One stream, cut into lines the way a terminal would show them.
+    """Splits a stream into lines as a terminal shows them.
 
-    A carriage return starts the line over, so what counts is the last thing written after one.
+    A carriage return starts the line over, so the text after the last one counts.
     """
 
     def __init__(self) -> None:
@@ -208,16 +207,16 @@ class LineSplitter:
 
     @property
     def unfinished(self) -> bytes:
-        """What has been written since the last line ended."""
+        """The text since the last newline."""
         return _visible_text(self._rest)
 
     @property
     def is_progress(self) -> bool:
-        """Whether the unfinished line is one that is written over and over."""
+        """Whether the unfinished line is being overwritten, as by a progress bar."""
         return b"\r" in self._rest
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what was written and return the lines that it finishes."""
+        """Add output and return the lines that it completes."""
         *lines, rest = (self._rest + data).split(b"\n")
         if b"\r" in data or b"\r" in self._rest or b"\x1b" in data:
             lines = [_visible_text(line) for line in lines]
@@ -228,7 +227,7 @@ class LineSplitter:
         return lines
 
     def finish(self) -> list[bytes]:
-        """Return the line that was never finished, if there is anything in it."""
+        """Return the unfinished line, unless it is blank."""
         line, self._rest = self.unfinished, b""
         return [line] if line.strip() else []
 
@@ -239,11 +238,11 @@ class _Stream:
     source: OutputSource
     lines: LineSplitter
     reports: ErrorReportFilter | None
-    """Where lines pass first, if error reports are to be found among them."""
+    """Filters the lines, if error reports may be among them."""
 
 
 class OutputPump:
-    """The thread that carries output from processes to the screen."""
+    """The thread that copies output of processes to the screen."""
 
     def __init__(self, screen: Screen) -> None:
         self._screen = screen
@@ -257,23 +256,23 @@ class OutputPump:
     def add(
         self, pipe: IO[bytes], source: OutputSource, reports: ErrorReportFilter | None = None
     ) -> None:
-        """Carry this pipe's output too, once started; close it at its end."""
+        """Copy this pipe's output once started; close it at end of file."""
         stream = _Stream(pipe, source, LineSplitter(), reports)
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
-        """Begin to carry output."""
+        """Start the thread."""
         self._thread.start()
 
-    def say(self, text: str) -> None:
-        """Show a line of our own."""
+    def write_message(self, text: str) -> None:
+        """Show a message of the launcher."""
         os.write(self._message_pipe, text.encode() + b"\n")
 
     def finish(self, *, timeout: float) -> None:
-        """Show what the processes, which have ended, have written, and stop.
+        """Show the remaining output of the processes, which have exited, and stop.
 
-        A pipe may stay open for ever and a paused terminal take nothing: after `timeout` seconds
-        what is left is not shown.
+        A pipe may stay open and a paused terminal may block: after `timeout` seconds the rest is
+        dropped.
         """
         os.close(self._message_pipe)
         if self._thread.ident is None:
@@ -283,7 +282,7 @@ class OutputPump:
     def _loop(self) -> None:
         is_ending = False
         while True:
-            ready = self._selector.select(0 if is_ending else self._patience())
+            ready = self._selector.select(0 if is_ending else self._select_timeout())
             if is_ending and not ready:
                 break
             for key, _ in ready:
@@ -315,8 +314,7 @@ class OutputPump:
                 self._holding[stream.reports] = stream.source
         self._screen.lines(stream.source, lines)
 
-    def _patience(self) -> float | None:
-        """Return how long nothing has to be shown unless something is written."""
+    def _select_timeout(self) -> float | None:
         if not self._holding:
             return None
         return max(0.0, min(each.due() for each in self._holding) - time.monotonic())
@@ -328,7 +326,7 @@ class OutputPump:
                 self._release(reports, source)
 
     def _flush_report_of(self, stdout: OutputSource) -> None:
-        """Show the report that the same process has written to stderr, if it is whole."""
+        """Show the report that the same process wrote to stderr, if it may be complete."""
         process = stdout.label, stdout.rank
         for reports, source in [*self._holding.items()]:
             if (source.label, source.rank) == process and reports.may_be_complete:
@@ -348,7 +346,6 @@ class OutputPump:
 
 
 def _visible_text(line: bytes) -> bytes:
-    """Return what a terminal shows of a line."""
     if b"\x1b" in line:
         line = _CONTROL_SEQUENCE.sub(b"", line)
     return _last_written(line)
@@ -361,9 +358,9 @@ def _last_written(line: bytes) -> bytes:
 
 
 def _compact_unfinished(rest: bytes) -> bytes:
-    """Return the shortest text that will be shown as `rest` would, whatever follows it."""
+    """Return the shortest text that displays as `rest` does, whatever follows it."""
     if b"\r" not in rest:
         return rest
-    # The mark stays on the side where it was: "50%\r" is over, "\r50%" may go on.
+    # Keep the carriage return on its side: "50%\r" will be overwritten, "\r50%" may continue.
     shown = _last_written(rest)
     return shown + b"\r" if rest.endswith(b"\r") else b"\r" + shown

@@ -1,4 +1,4 @@
-"""Hosts the TCPStore of one attempt in a process of its own.
+"""Hosts the TCPStore of one attempt in a separate process.
 
 Run by the launcher with ``-m``. The launcher opens the listening socket and passes it down, so
 the port is known before torch is imported, and a rank that connects early waits in the socket's
@@ -22,7 +22,7 @@ def main() -> None:
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
     signal.pause()
-    del store  # it serves for as long as somebody refers to it
+    del store  # it serves while it is referenced
 
 
 if __name__ == "__main__":

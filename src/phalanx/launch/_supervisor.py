@@ -13,7 +13,7 @@ under a deadline if there is one:
 
 Each rank leads a session of its own. So Ctrl-C at the terminal reaches only the launcher, and
 whatever a rank starts is found by its process group. If the launcher itself is killed, the
-orphan guard ends the ranks.
+orphan guard kills the ranks.
 """
 
 from __future__ import annotations
@@ -44,20 +44,22 @@ from ._output import OutputPump, OutputSource, Screen
 
 @dataclass(frozen=True)
 class ProcessExited:
-    """A child has ended."""
+    """A child process exited."""
 
     child: ChildProcess
     code: int
-    """As `subprocess` counts: negative for the number of a signal."""
+    """The exit code; negative for the number of a signal."""
     at: float
-    """When, on the monotonic clock."""
+    """Time on the monotonic clock."""
 
 
 @dataclass(frozen=True)
 class SignalReceived:
-    """The launcher was sent a signal."""
+    """The launcher received a signal."""
 
     number: int
+    at: float
+    """Time on the monotonic clock."""
 
 
 SupervisorEvent = ProcessExited | SignalReceived
@@ -65,32 +67,32 @@ SupervisorEvent = ProcessExited | SignalReceived
 
 @dataclass(frozen=True, eq=False)
 class ChildProcess:
-    """A process that the launcher has started, with all that it starts itself."""
+    """A process that the launcher started, leader of its own session and process group."""
 
     process: subprocess.Popen[bytes]
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the process itself is over; what it started may not be."""
+    def has_exited(self) -> bool:
+        """Whether the process exited; processes that it started may still run."""
         return self.process.returncode is not None
 
     def send(self, number: int) -> None:
-        """Signal the process itself, unless it has ended."""
-        if not self.has_ended:
+        """Signal the process itself, unless it has exited."""
+        if not self.has_exited:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
     def send_to_group(self, number: int) -> None:
-        """Signal the process and what it has started."""
+        """Signal the process and all that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
 
 class OrphanGuard:
-    """The launcher's side of the process that ends the ranks if the launcher is killed."""
+    """The launcher's side of the process that kills the ranks if the launcher is killed."""
 
     def __init__(self, *, grace: float) -> None:
-        # -I and -S: nothing of the user's is loaded, so it is up in the time of a bare interpreter.
+        # -I and -S: no user code is loaded, and it starts as fast as a bare interpreter.
         command = [sys.executable, "-I", "-S", _orphan_guard.__file__, str(grace)]
         self._process = subprocess.Popen(
             command,
@@ -110,27 +112,27 @@ class OrphanGuard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        # Killed before its pipe is closed: it must not take our orderly end for a sudden one.
+        # Kill it before closing its pipe: end of file means that the launcher died.
         self._process.kill()
         self._process.wait()
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def watch(self, child: ChildProcess) -> None:
-        """Take a child into care."""
-        self._tell(f"+{child.process.pid}\n")
+    def add(self, child: ChildProcess) -> None:
+        """Guard a child's process group."""
+        self._write(f"+{child.process.pid}\n")
 
-    def forget(self, child: ChildProcess) -> None:
-        """Leave a child alone whose group is over: its number may soon be somebody else's."""
-        self._tell(f"-{child.process.pid}\n")
+    def remove(self, child: ChildProcess) -> None:
+        """Stop guarding a process group that is empty: the kernel may reuse its id."""
+        self._write(f"-{child.process.pid}\n")
 
-    def _tell(self, text: str) -> None:
+    def _write(self, text: str) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.write(text.encode())
 
 
-def start(
+def start_process(
     name: str,
     command: Sequence[str],
     *,
@@ -139,7 +141,7 @@ def start(
     stdin: int | None = subprocess.DEVNULL,
     pass_fds: Collection[int] = (),
 ) -> ChildProcess:
-    """Start a process in a session of its own and put its end into `events`."""
+    """Start a process in a new session; put a `ProcessExited` into `events` when it exits."""
     process = subprocess.Popen(
         command,
         env=env,
@@ -163,22 +165,22 @@ def start(
 def start_store(
     *, env: Mapping[str, str], events: SimpleQueue[SupervisorEvent]
 ) -> tuple[ChildProcess, int]:
-    """Start a store on a free port of this machine and return it and the port."""
+    """Start a store on a free port of this machine; return the process and the port."""
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         fd = listener.fileno()
-        # -P: a queue.py that lies where the user works is not for us to import.
+        # -P: do not import a queue.py from the user's working directory.
         command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
-        child = start("store", command, env=env, events=events, pass_fds=[fd])
+        child = start_process("store", command, env=env, events=events, pass_fds=[fd])
         return child, listener.getsockname()[1]
 
 
 def with_orphans(children: Iterable[ChildProcess]) -> list[ChildProcess]:
-    """Return the children that have ended while something they started has not."""
-    ended = {child.process.pid: child for child in children if child.has_ended}
-    suspects = {group for group in ended if _group_exists(group)}
-    return (
-        [ended[group] for group in sorted(_groups_with_live_members(suspects))] if suspects else []
-    )
+    """Return the children that exited while a process that they started still runs."""
+    exited = {child.process.pid: child for child in children if child.has_exited}
+    candidates = {group for group in exited if _group_exists(group)}
+    if not candidates:
+        return []
+    return [exited[group] for group in sorted(_groups_with_live_members(candidates))]
 
 
 def _group_exists(group: int) -> bool:
@@ -189,17 +191,17 @@ def _group_exists(group: int) -> bool:
 
 
 def _groups_with_live_members(groups: set[int]) -> set[int]:
-    """Return which groups of leaders that have ended still have a member, other than a zombie."""
+    """Return the groups, whose leaders have exited, that have a member other than a zombie."""
     if not Path("/proc/self/stat").exists():
         return groups
     living, reused = set(), set()
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
-            # The command's name comes before this in parentheses and may contain anything.
+            # The command name before this is in parentheses and may contain anything.
             state, _, group = path.read_bytes().rpartition(b")")[2].split()[:3]
             if int(group) in groups and state not in b"ZX":
                 living.add(int(group))
-                # These leaders are gone. If one is here, the number has been given to a stranger.
+                # The leaders have exited. If one exists, the kernel has reused its id.
                 if path.parent.name == group.decode():
                     reused.add(int(group))
     return living - reused
@@ -227,21 +229,21 @@ class AttemptProcesses:
 
     @property
     def running(self) -> list[int]:
-        """The ranks that have not been released."""
+        """The ranks that have not exited."""
         return [rank for child, rank in self._ranks.items() if child in self._running]
 
     def start(self, *, attempt: int) -> None:
-        """Start the store and all ranks; raise `RanksFailed` if the system cannot."""
+        """Start the store and all ranks."""
         try:
             port = self._start_store()
             for rank in range(self._job.ranks):
                 self._start_rank(rank, env=self._job.rank_env(rank, attempt=attempt, port=port))
         except OSError as error:
-            started = f"{len(self._ranks)} of {self._job.ranks} ranks"
-            raise RanksFailed(f"the system let us start only {started}: {error}") from error
+            started = f"{len(self._ranks)} of {self._job.ranks}"
+            raise RanksFailed(f"cannot start ranks: {error} ({started} started)") from error
 
-    def knows(self, child: ChildProcess) -> bool:
-        """Return whether a child is one of ours that has not been released."""
+    def is_running(self, child: ChildProcess) -> bool:
+        """Whether a child belongs to this attempt and has not exited."""
         return child in self._running
 
     def rank_of(self, child: ChildProcess) -> int | None:
@@ -249,58 +251,58 @@ class AttemptProcesses:
         return self._ranks.get(child)
 
     def release(self, child: ChildProcess) -> None:
-        """Take note that a child has ended."""
+        """Record that a child exited."""
         self._running.discard(child)
         if not with_orphans([child]):
-            self._guard.forget(child)
+            self._guard.remove(child)
 
-    def last_words(self, rank: int | None) -> list[str]:
-        """Return how a rank (or the store) explained its end."""
-        return self._reports[rank].last_words()
+    def final_output(self, rank: int | None) -> list[str]:
+        """Return the traceback or the last lines of a rank, or of the store."""
+        return self._reports[rank].final_output()
 
     def orphans(self) -> list[ChildProcess]:
-        """Return the ranks that have ended while something they started has not."""
+        """Return the ranks that exited while a process that they started still runs."""
         return with_orphans(self._ranks)
 
     def is_gone(self) -> bool:
-        """Return whether nothing is left of any child."""
+        """Whether neither a child nor a process that it started still runs."""
         return not self._running and not self.orphans()
 
     def send(self, number: int) -> None:
-        """Signal the ranks that run."""
+        """Signal the running ranks."""
         for child in self._ranks:
             child.send(number)
 
     def send_to_orphans(self, number: int) -> None:
-        """Signal what ranks that have ended have left behind."""
+        """Signal the processes that exited ranks left behind."""
         for child in self.orphans():
             child.send_to_group(number)
 
     def kill(self) -> None:
-        """Kill everything that is left, and the store."""
+        """Kill everything that still runs, including the store."""
         for child in {*self._running, *self.orphans()}:
             child.send_to_group(signal.SIGKILL)
 
     def _start_store(self) -> int:
         store, port = start_store(env=self._job.environ, events=self._events)
-        self._adopt(store, None, OutputSource("[store] ", is_error=True))
+        self._register(store, None, OutputSource("[store] ", is_error=True))
         return port
 
     def _start_rank(self, rank: int, *, env: dict[str, str]) -> None:
-        child = start(
+        child = start_process(
             f"rank {rank}",
             self._job.command,
             env=env,
             events=self._events,
-            # One rank may talk to whoever is at the keyboard, through a debugger for instance.
+            # Rank 0 keeps the terminal, so that a debugger works there.
             stdin=None if rank == 0 else subprocess.DEVNULL,
         )
         self._ranks[child] = rank
         label = f"[rank {rank}] " if self._job.prefix else ""
-        self._adopt(child, rank, OutputSource(label, is_error=True, rank=rank))
+        self._register(child, rank, OutputSource(label, is_error=True, rank=rank))
 
-    def _adopt(self, child: ChildProcess, rank: int | None, source: OutputSource) -> None:
-        self._guard.watch(child)
+    def _register(self, child: ChildProcess, rank: int | None, source: OutputSource) -> None:
+        self._guard.add(child)
         self._running.add(child)
         stdout, stderr = child.process.stdout, child.process.stderr
         assert stdout is not None
@@ -314,25 +316,32 @@ class AttemptProcesses:
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Seconds, all four. Within the first, the same signal is the same request: `timeout` and some
-# schedulers send it to a process and then to its group, too.
-_DUPLICATE_SIGNAL_WINDOW = 0.5
-# The second is between two looks for what ranks have left behind: the kernel
-# reports only a process's own children.
-_ORPHAN_POLL_INTERVAL = 0.02
-# What SIGKILL has not ended by then is held by the kernel, and is given up.
-_KILL_TIMEOUT = 5.0
-# What the ranks have written and the terminal has not taken by then is not shown.
-_DRAIN_TIMEOUT = 5.0
 
 
-def supervise(job: Job, *, screen: Screen) -> Outcome:
-    """Run a job to its end, starting over as often as it allows."""
+@dataclass(frozen=True, kw_only=True)
+class SupervisorTiming:
+    """Time constants of the supervisor, in seconds."""
+
+    duplicate_signal_window: float = 0.5
+    """The same signal within this time is the same request: `timeout` and some schedulers signal
+    a process and then its process group, too."""
+    orphan_poll_interval: float = 0.02
+    """Interval of looking for orphans: the kernel reports the exit of own children only."""
+    kill_timeout: float = 5.0
+    """A process that survives SIGKILL for this long is blocked in the kernel and abandoned."""
+    drain_timeout: float = 5.0
+    """Output that the terminal has not accepted after this time is dropped."""
+
+
+def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = None) -> Outcome:
+    """Run a job to its end, restarting it as often as it allows."""
+    timing = timing or SupervisorTiming()
     events: SimpleQueue[SupervisorEvent] = SimpleQueue()
     with _signals_into(events), OrphanGuard(grace=job.grace) as guard:
         for number in range(job.max_restarts + 1):
+            pump = OutputPump(screen)
             outcome = _Attempt(
-                job, number, events=events, guard=guard, pump=OutputPump(screen)
+                job, number, events=events, guard=guard, pump=pump, timing=timing
             ).run()
             if outcome.first is None or outcome.signal is not None:
                 break
@@ -341,17 +350,18 @@ def supervise(job: Job, *, screen: Screen) -> Outcome:
 
 @contextmanager
 def _signals_into(events: SimpleQueue[SupervisorEvent]) -> Iterator[None]:
-    """Turn signals that ask us to stop into events."""
+    """Turn stop signals into events."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may decide about signals
+        yield  # Python allows signal handlers in the main thread only
         return
-    # What is ignored stays ignored: that is how nohup and a shell's background jobs ask for it.
-    wanted = [each for each in _STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
-    # A SimpleQueue may be filled from within a handler, unlike a Queue.
-    previous = {
-        each: signal.signal(each, lambda number, _: events.put(SignalReceived(number)))
-        for each in wanted
-    }
+
+    def put(number: int, _: object) -> None:
+        # A SimpleQueue is reentrant, unlike a Queue, so a handler may fill it.
+        events.put(SignalReceived(number, time.monotonic()))
+
+    # Ignored signals stay ignored: nohup and background jobs of a shell rely on it.
+    handled = [each for each in _STOP_SIGNALS if signal.getsignal(each) is not signal.SIG_IGN]
+    previous = {each: signal.signal(each, put) for each in handled}
     try:
         yield
     finally:
@@ -360,7 +370,7 @@ def _signals_into(events: SimpleQueue[SupervisorEvent]) -> Iterator[None]:
 
 
 class _Attempt:
-    """All ranks once: started together, watched, ended together."""
+    """One attempt: all ranks are started together, watched, and stopped together."""
 
     def __init__(
         self,
@@ -370,23 +380,24 @@ class _Attempt:
         events: SimpleQueue[SupervisorEvent],
         guard: OrphanGuard,
         pump: OutputPump,
+        timing: SupervisorTiming,
     ) -> None:
         self._job = job
         self._number = number
         self._events = events
         self._pump = pump
+        self._timing = timing
         self._processes = AttemptProcesses(job, events=events, guard=guard, pump=pump)
         self._exits: list[RankExit] = []
         self._began = time.monotonic()
         self._deadline: float | None = None
-        self._signal: int | None = None
-        self._signal_at = 0.0
+        self._signal: SignalReceived | None = None
         self._stop_requested_at: float | None = None
-        """When the ranks were first told to end; what they do from then on is not their failure."""
+        """When the ranks were first asked to stop; later exits are not failures."""
         self._is_killing = False
 
     def run(self) -> Outcome:
-        """Start the ranks, wait for them, and leave none behind."""
+        """Start the ranks, wait for them, and leave no process behind."""
         try:
             self._processes.start(attempt=self._number)
             self._pump.start()
@@ -394,92 +405,100 @@ class _Attempt:
         finally:
             self._stop()
             self._announce_restart()
-            self._pump.finish(timeout=_DRAIN_TIMEOUT)
+            self._pump.finish(timeout=self._timing.drain_timeout)
         return self._outcome()
 
     def _wait_until(self, condition: Callable[[], bool], *, poll: float | None = None) -> None:
         """Handle events until the condition holds or the deadline has passed."""
         while not condition():
-            patience = None if self._deadline is None else self._deadline - time.monotonic()
-            if patience is not None and patience <= 0:
+            remaining = None if self._deadline is None else self._deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
                 return
-            waits = [each for each in (patience, poll) if each is not None]
+            waits = [each for each in (remaining, poll) if each is not None]
             try:
                 event = self._events.get(timeout=min(waits, default=None))
             except Empty:
                 continue
-            self._handle(event)
+            if isinstance(event, SignalReceived):
+                self._on_signal(event)
+            elif self._processes.is_running(event.child):
+                self._on_exit(event)
 
-    def _handle(self, event: SupervisorEvent) -> None:
-        if isinstance(event, SignalReceived):
-            self._on_signal(event.number)
-        elif self._processes.knows(event.child):
-            self._on_end(event)
-
-    def _on_end(self, event: ProcessExited) -> None:
+    def _on_exit(self, event: ProcessExited) -> None:
         rank = self._processes.rank_of(event.child)
-        was_told_to_end = (
-            self._stop_requested_at is not None and event.at >= self._stop_requested_at
-        )
+        was_terminated = self._stop_requested_at is not None and event.at >= self._stop_requested_at
         self._processes.release(event.child)
-        if rank is None and was_told_to_end:
-            return  # the store is not missed at the end
-        end = RankExit(
+        if rank is None and was_terminated:
+            return
+        exit_ = RankExit(
             rank=rank,
-            # Whatever the store says, it has no business to end before the ranks.
+            # A store that exits before the ranks has failed, whatever its code.
             code=event.code or (1 if rank is None else 0),
             at=event.at - self._began,
-            was_terminated=was_told_to_end,
+            was_terminated=was_terminated,
         )
-        is_first = end.failed and not any(each.failed for each in self._exits)
-        self._exits.append(end)
+        is_first = exit_.failed and not any(each.failed for each in self._exits)
+        self._exits.append(exit_)
         if is_first and self._stop_requested_at is None:
-            self._on_failure(end)
+            self._on_failure(exit_)
 
-    def _on_failure(self, end: RankExit) -> None:
-        patience = self._job.grace if end.stopped else self._job.linger
-        self._deadline = time.monotonic() + patience
-        if self._processes.running and not end.stopped:
-            self._pump.say(f"{end.name} failed: {describe_code(end.code)}; stopping the others")
+    def _on_failure(self, first: RankExit) -> None:
+        delay = self._job.grace if first.preempted else self._job.linger
+        self._deadline = time.monotonic() + delay
+        if self._processes.running and not first.preempted:
+            self._pump.write_message(
+                f"{first.name} failed: {describe_code(first.code)}; stopping the others"
+            )
 
-    def _on_signal(self, number: int) -> None:
-        now = time.monotonic()
-        if number == self._signal and now < self._signal_at + _DUPLICATE_SIGNAL_WINDOW:
+    def _on_signal(self, event: SignalReceived) -> None:
+        if self._is_duplicate(event):
             return
+        now = time.monotonic()
         if self._stop_requested_at is not None:
-            # Asked again: no more patience. Those that are being killed are only waited for.
+            # A second request: kill now. Killed processes keep their deadline.
             self._deadline = self._deadline if self._is_killing else now
             return
-        self._signal, self._signal_at = number, now
+        self._signal = event
         self._stop_requested_at, self._deadline = now, now + self._job.grace
-        self._processes.send(number)
-        self._pump.say(f"{signal_name(number)}: passed on to the ranks; once more kills them")
+        self._processes.send(event.number)
+        self._pump.write_message(
+            f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them"
+        )
+
+    def _is_duplicate(self, event: SignalReceived) -> bool:
+        first = self._signal
+        if first is None or event.number != first.number:
+            return False
+        # By time of arrival: under load an event may wait in the queue.
+        return event.at < first.at + self._timing.duplicate_signal_window
 
     def _stop(self) -> None:
-        """End what still runs: ranks first, as they know best how to end what they have started."""
-        crew = self._processes
+        """Stop what still runs: ranks first, so that they can stop what they started."""
+        processes = self._processes
         if self._stop_requested_at is None:
             self._stop_requested_at = time.monotonic()
             self._deadline = self._stop_requested_at + self._job.grace
-        crew.send(signal.SIGTERM)
-        self._wait_until(lambda: not crew.running)
-        crew.send_to_orphans(signal.SIGTERM)
-        self._wait_until(
-            lambda: not crew.running and not crew.orphans(), poll=_ORPHAN_POLL_INTERVAL
-        )
-        self._is_killing, self._deadline = True, time.monotonic() + _KILL_TIMEOUT
-        crew.kill()
-        self._wait_until(crew.is_gone, poll=_ORPHAN_POLL_INTERVAL)
+        processes.send(signal.SIGTERM)
+        self._wait_until(lambda: not processes.running)
+        processes.send_to_orphans(signal.SIGTERM)
+        poll = self._timing.orphan_poll_interval
+        self._wait_until(lambda: not processes.running and not processes.orphans(), poll=poll)
+        self._is_killing, self._deadline = True, time.monotonic() + self._timing.kill_timeout
+        processes.kill()
+        self._wait_until(processes.is_gone, poll=poll)
 
     def _announce_restart(self) -> None:
-        failed = Outcome(exits=self._exits, signal=self._signal).first is not None
-        if failed and self._signal is None and self._number < self._job.max_restarts:
+        has_failed = Outcome(exits=self._exits).first is not None
+        if has_failed and self._signal is None and self._number < self._job.max_restarts:
             total = self._job.max_restarts + 1
-            self._pump.say(f"starting all ranks again: attempt {self._number + 2} of {total}")
+            self._pump.write_message(f"restarting all ranks: attempt {self._number + 2} of {total}")
 
     def _outcome(self) -> Outcome:
         exits = [
-            replace(each, last_words=self._processes.last_words(each.rank)) if each.code else each
+            replace(each, final_output=self._processes.final_output(each.rank))
+            if each.code
+            else each
             for each in sorted(self._exits, key=lambda each: each.at)
         ]
-        return Outcome(exits=exits, signal=self._signal, attempts=self._number + 1)
+        number = None if self._signal is None else self._signal.number
+        return Outcome(exits=exits, signal=number, attempts=self._number + 1)

@@ -1,7 +1,7 @@
 """The command line: `phalanx run`, `phalanx doctor`, `phalanx mesh`, `phalanx checkpoint`.
 
-Importing this module must not import torch: `phalanx run` starts the ranks before anything
-else. What a single command needs is imported in that command.
+Importing this module must not import torch, so that `phalanx run` starts at once. Each command
+imports what only it needs.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Examples:
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="phalanx", message="phalanx %(version)s")
 def main() -> None:
-    """Train on several processes at once, and know why when it fails.
+    """Data-parallel training for PyTorch.
 
     \b
-    phalanx run -n 4 train.py       start four ranks of a script
-    phalanx doctor                  check this machine and measure it
-    phalanx mesh 8x16x8 --rank 513  show where a rank of a mesh is, and its groups
+    phalanx run -n 4 train.py       run a script on four ranks
+    phalanx doctor                  check this machine and measure its backends
+    phalanx mesh 8x16x8 --rank 513  show a rank's coordinates and groups in a mesh
     phalanx checkpoint ls run       list checkpoints; show, verify, diff, prune
     """
 
@@ -61,30 +61,32 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
     if value == "auto":
         return "auto"
     if not value.isdecimal() or int(value) < 1:
-        raise click.BadParameter(f"{value!r} is neither 'auto' nor a number of at least 1.")
+        raise click.BadParameter(f"{value!r} is not 'auto' or a number of at least 1.")
     return int(value)
 
 
 def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `TorchrunOptions`, which mean what they mean to torchrun."""
+    """Add the options of `TorchrunOptions`."""
     options = [
-        click.option("--nnodes", metavar="N[:MAX]", help="How many machines."),
-        click.option("--node-rank", type=int, metavar="K", help="Which of them this is."),
-        click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where they meet."),
-        click.option("--rdzv-backend", metavar="NAME", help="How they meet: c10d, static."),
-        click.option("--rdzv-id", metavar="ID", help="A name that they share."),
-        click.option("--master-addr", metavar="HOST", help="Machine 0, with --node-rank."),
-        click.option("--master-port", type=int, metavar="PORT", help="A free port there."),
+        click.option("--nnodes", metavar="N[:MAX]", help="Number of machines."),
+        click.option("--node-rank", type=int, metavar="K", help="Rank of this machine."),
+        click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Rendezvous endpoint."),
+        click.option("--rdzv-backend", metavar="NAME", help="Rendezvous backend: c10d, static."),
+        click.option("--rdzv-id", metavar="ID", help="Rendezvous id, equal on all machines."),
+        click.option(
+            "--master-addr", metavar="HOST", help="Address of machine 0, with --node-rank."
+        ),
+        click.option("--master-port", type=int, metavar="PORT", help="Free port on machine 0."),
     ]
     for option in reversed(options):
         command = option(command)
     return command
 
 
-# Options end at the script's name: what follows is the script's own, whatever it looks like.
+# Everything after the script's name is an argument of the script.
 @main.command(
     epilog=_EXAMPLES,
-    short_help="Start ranks of a script and see that they end together.",
+    short_help="Run a script on several ranks and supervise them.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.option(
@@ -94,7 +96,7 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     required=True,
     callback=_ranks,
     metavar="N",
-    help="How many ranks; 'auto' for one per usable core.",
+    help="Number of ranks; 'auto' for one per usable core.",
 )
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m.")
 @click.option(
@@ -102,22 +104,22 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     type=click.IntRange(min=0),
     default=0,
     metavar="N",
-    help="Start all ranks again, up to N times, when one has failed.",
+    help="Restart all ranks up to N times after a failure.",
 )
 @click.option(
-    "--prefix/--no-prefix", default=True, help="Put the rank before each line (the default)."
+    "--prefix/--no-prefix", default=True, help="Print the rank before each line (the default)."
 )
 @click.option(
     "--full-tracebacks",
     is_flag=True,
-    help="Show tracebacks as ranks write them: with internal frames, and repeated on every rank.",
+    help="Show unchanged tracebacks: with internal frames, and repeated on every rank.",
 )
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
     show_default=f"{GRACE:g}",
     metavar="SECONDS",
-    help="Time between asking a rank to end and killing it.",
+    help="Time between asking a rank to stop and killing it.",
 )
 @click.option(
     "--linger",
@@ -125,7 +127,7 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     default=LINGER,
     show_default=True,
     metavar="SECONDS",
-    help="Time that ranks get to report when another one has failed.",
+    help="Time that the other ranks have to report after one failed.",
 )
 @_machine_options
 @click.argument("script")
@@ -143,25 +145,25 @@ def run(
     full_tracebacks: bool,
     **machines: Any,
 ) -> None:
-    """Start N ranks of SCRIPT on this machine and see that they end together.
+    """Run SCRIPT on N ranks of this machine and supervise them.
 
-    Each rank finds its place in RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on, as under
-    torchrun. The cores are divided between the ranks (OMP_NUM_THREADS, unless it is set). When a
-    rank fails, its traceback is shown, the others are stopped, and the exit code is its own.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on, as torchrun does, and divides the
+    cores between the ranks (OMP_NUM_THREADS, unless it is set). When a rank fails, shows its
+    traceback, stops the others, and exits with its exit code.
 
-    SIGTERM, SIGINT and SIGHUP are passed on to the ranks, which have --grace seconds to save their
-    work. If they leave by phalanx.checkpoint.PreemptionGuard, the exit code is 75: start it
-    again. What
-    is ignored at the start (SIGHUP by nohup, SIGINT by a script's &) stays so; SIGTERM works there.
+    Forwards SIGTERM, SIGINT and SIGHUP to the ranks, which have --grace seconds to save a
+    checkpoint. If all of them exit through phalanx.checkpoint.PreemptionGuard, the exit code is
+    75: run the job again. A signal that is ignored at the start (SIGHUP under nohup, SIGINT in a
+    background job) stays ignored; use SIGTERM there.
 
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
-        if others := TorchrunOptions(**machines):
+        if torchrun_options := TorchrunOptions(**machines):
             exec_torchrun(
                 script,
                 args,
-                machines=others,
+                machines=torchrun_options,
                 ranks=ranks,
                 module=module,
                 max_restarts=max_restarts,
@@ -179,15 +181,15 @@ def run(
             full_tracebacks=full_tracebacks,
             check=False,
         )
-    if outcome.stopped:
+    if outcome.preempted:
         click.secho(f"phalanx: {describe(outcome)}", err=True, bold=True, color=_colour())
     elif outcome.exit_code:
-        _complain(describe(outcome))
+        _print_failure(describe(outcome))
     click.get_current_context().exit(outcome.exit_code)
 
 
 def _colour() -> bool | None:
-    """Return False where the user wants no colour, else None: then it takes a terminal."""
+    """Return False if the user wants no colour, else None: colour on a terminal only."""
     return False if os.environ.get("NO_COLOR") else None
 
 
@@ -198,25 +200,24 @@ def _errors_as_usage() -> Iterator[None]:
     except MisuseError as error:
         raise click.UsageError(str(error)) from error
     except RanksFailed as error:
-        _complain(str(error))
+        _print_failure(str(error))
         raise click.exceptions.Exit(1) from error
 
 
-def _complain(report: str) -> None:
+def _print_failure(report: str) -> None:
     head, *rest = [line if line[:1] == " " else f"phalanx: {line}" for line in report.splitlines()]
     click.secho(head, err=True, fg="red", bold=True, color=_colour())
     for line in rest:
         click.echo(line, err=True)
 
 
-@main.command()
-@click.option("--json", "as_json", is_flag=True, help="Write it for a program to read.")
+@main.command(short_help="Check this machine and measure its backends.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(*, as_json: bool) -> None:
-    """Check this machine, test two ranks on it, and measure them.
+    """Check this machine, run two ranks on it, and measure the backends.
 
-    The exit code is 1 if anything is wrong; each such line says what to do about it.
+    The exit code is 1 if a check fails; its line says what to do.
     """
-    # Not needed to start ranks, so not loaded for it.
     from ._doctor import examine, render, render_json
 
     examination = examine()
@@ -224,21 +225,25 @@ def doctor(*, as_json: bool) -> None:
     click.get_current_context().exit(0 if examination.ok else 1)
 
 
-# A shape with a minus is no option, but a mistake that deserves a better answer.
+# A shape such as -1x2 is not an option but a mistake with a better error message.
 @main.command(
     epilog=_MESH_EXAMPLES,
-    short_help="Show a mesh, where a rank of it is, and its groups.",
+    short_help="Show a mesh, and a rank's coordinates and groups in it.",
     context_settings={"ignore_unknown_options": True},
 )
-@click.option("--names", metavar="NAME,...", help="A name for each axis.")
-@click.option("--rank", type=int, metavar="RANK", help="Show where this rank is, and its groups.")
-@click.option("--hosts", type=int, metavar="N", help="How many hosts share the ranks evenly.")
-@click.option("--draw", is_flag=True, help="Draw the mesh, too.")
+@click.option("--names", metavar="NAME,...", help="Names of the axes.")
+@click.option(
+    "--rank", type=int, metavar="RANK", help="Show the coordinates and groups of this rank."
+)
+@click.option(
+    "--hosts", type=int, metavar="N", help="Number of hosts; each has the same number of ranks."
+)
+@click.option("--draw", is_flag=True, help="Also draw the mesh.")
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False, writable=True),
     metavar="FILE",
-    help="Write a picture of the mesh to a file.",
+    help="Write a picture of the mesh to FILE.",
 )
 @click.argument("shape")
 def mesh(
@@ -250,12 +255,11 @@ def mesh(
     draw: bool,
     svg: str | None,
 ) -> None:
-    """Show the mesh of a SHAPE such as 8x16x8, without starting anything.
+    """Show the mesh of a SHAPE such as 8x16x8, without starting ranks.
 
-    The last axis runs fastest: its groups are of consecutive ranks. Hosts hold consecutive ranks,
-    so the last axes are those that can stay on one host.
+    The last axis varies fastest: its groups have consecutive ranks. Hosts have consecutive ranks
+    too, so the groups of the last axes can stay on one host.
     """
-    # Not needed to start ranks, so not loaded for it.
     from ..mesh._plan import plan_mesh
 
     with _errors_as_usage():

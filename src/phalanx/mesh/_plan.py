@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from .._formatting import format_table
 from ..errors import InvalidArgument
 from . import _drawing
 from .layout import MeshLayout, format_ranks
@@ -66,13 +67,7 @@ class MeshPlan:
             titles.append("crosses hosts")
         if self.rank is not None:
             titles += ["at", f"group of rank {self.rank}"]
-        rows = [titles, *(self._row(axis) for axis in self.axes)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            cells = [word.ljust(width) for word, width in zip(row, widths, strict=True)]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return "\n".join(format_table(titles, [self._row(axis) for axis in self.axes]))
 
     def _row(self, axis: AxisPlan) -> list[str]:
         row = [axis.label, str(axis.size), str(axis.stride)]

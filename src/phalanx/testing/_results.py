@@ -13,14 +13,14 @@ import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import dropwhile
-from pathlib import Path
 from typing import Any
 
+from .._formatting import PACKAGE_ROOT, format_ranks
 from .._signals import signal_name
 from ..errors import RanksFailed
 
 # Public modules of this package are not counted: a body calls them, they do not lead into it.
-_PRIVATE_MODULES = str(Path(__file__).parent / "_")
+_PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
 
 
 @dataclass(frozen=True)
@@ -118,11 +118,11 @@ class RankFailures(RanksFailed):
         """What the ranks printed."""
         told = {rank: failures.get(rank, str(outcome)) for rank, outcome in outcomes.items()}
         sections = [
-            f"{_format_ranks(ranks)} {text.rstrip()}"
+            f"{format_ranks(ranks)} {text.rstrip()}"
             for text, ranks in _group_by_text(told, first=failures)
         ]
         printed = [
-            f"{_format_ranks(ranks)} printed\n{text.rstrip()}"
+            f"{format_ranks(ranks)} printed\n{text.rstrip()}"
             for text, ranks in _group_by_text(self.outputs)
         ]
         super().__init__("\n\n".join([title, *sections, *printed]))
@@ -198,8 +198,3 @@ def _group_by_text(
         alike = re.sub(r"0x[0-9a-f]+", "0x...", texts[rank])  # addresses differ, and tell nothing
         folded.setdefault(alike, []).append(rank)
     return [(texts[ranks[0]], sorted(ranks)) for ranks in folded.values()]
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {', '.join(map(str, ranks))}"

@@ -1,8 +1,10 @@
-"""The tree of errors: what catches what, and how an error reads."""
+"""The exception tree, and the wording of all error messages."""
 
+import ast
 import builtins
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 
@@ -16,8 +18,8 @@ def test_the_docstring_draws_the_whole_tree():
 
 
 def test_the_docstring_draws_every_built_in_parent():
-    for name, told in re.findall(r"── (\w+) \(([\w, ]+)\)", errors.__doc__):
-        for parent in told.split(", "):
+    for name, listed in re.findall(r"── (\w+) \(([\w, ]+)\)", errors.__doc__):
+        for parent in listed.split(", "):
             assert issubclass(getattr(errors, name), getattr(builtins, parent)), name
 
 
@@ -46,12 +48,12 @@ def test_a_timeout_carries_its_facts():
 @pytest.mark.parametrize(
     "state", ["waiting", "idle", "failed", "busy", "silent", "stopped", "left", "dead"]
 )
-def test_every_state_has_words(state):
+def test_every_state_has_a_text(state):
     assert str(errors.RankReport(0, state)).startswith("rank 0: ")
 
 
 @pytest.mark.parametrize("kind", [errors.UnknownOption, errors.UnknownAxis])
-def test_what_is_unknown_reads_plainly(kind):
+def test_a_key_error_prints_its_message_not_the_repr(kind):
     assert str(kind("no option 'x'")) == "no option 'x'"
 
 
@@ -61,3 +63,132 @@ def test_errors_survive_pickling(name):
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
     assert str(copy) == str(error)
+
+
+OLD_WORDS = re.compile(
+    r"\b(hall|company|shelf|scribe|olds|meeting|meets?|met|alike|apart|roll call|no use|nobody|"
+    r"somebody|told|tells?|whoever|who|goodbye|heard|any more|of its own|go(es)? on|is meant|"
+    r"did not come|has come|have come|came|as can be)\b",
+    re.IGNORECASE,
+)
+"""Words of earlier versions that are not usual in the field."""
+
+REWORD = {
+    (
+        "a process that was started by this script is importing it, for a function or a "
+        "class that is in it. What the script does must be kept from being done there again: "
+        'put it under if __name__ == "__main__":, or that function into a module of its own'
+    ),
+    (
+        "a {} needs a group, and the process that writes checkpoints belongs to none: take "
+        "'tcp_store', or no barrier at all, and ranks meet by notes in the folder that they "
+        "save to"
+    ),
+    (
+        "backend {} needs ranks that can meet, and those of this group are not there: what "
+        "is split from a 'fake' group is 'fake' too"
+    ),
+    (
+        "barrier {}, rank {}: another thread of this process has been in it for {} s: give "
+        "each a barrier with a prefix of its own"
+    ),
+    (
+        "cannot meet at {}: use env://, tcp://host:port or file:///path, or a scheme "
+        "registered with torch.distributed.rendezvous"
+    ),
+    (
+        "gradients of {} came after their bucket was reduced, and optimizers in backward "
+        "step when a bucket is: the graph has changed although static_graph=True says that "
+        "it does not. The parameters are invalid; go back to a checkpoint, and leave "
+        "static_graph=True out"
+    ),
+    "merge_remote_group waits for {} ranks, {} came within {} s: {}",
+    "nobody says goodbye",
+    (
+        "parameter {} differs: {} not what rank {} has{}. Something has changed it on some "
+        "ranks only, outside of the optimizer step that all make alike"
+    ),
+    "rank 0 did not come within {} s",
+    "rank {} did not come to share memory in time",
+    (
+        "rank {} has made another barrier {} since, which took this one's place: use that "
+        "one, or give each a prefix of its own"
+    ),
+    (
+        "rank {} is not in the group any more, and the state of its share with it: make "
+        "another optimizer on a group of those who are left, and load a checkpoint"
+    ),
+    (
+        "ranks have come to the end of different joins of their group (by rank, counted from "
+        "the first: {}). A join inside of another one's loop cannot end on a rank that has "
+        "no data for the outer one: put both around the same loop"
+    ),
+    "ranks have met at different points of a save: {}",
+    "ranks have met in different calls: {}",
+    "save number {} was given up while {}: {} had lost it, and came to number {}",
+    "shape {} and stride {} are not nested alike",
+    (
+        "the functions and arguments for the checkpoint process must be such as can be "
+        "pickled, functions of a module for example: {}"
+    ),
+    (
+        "this barrier was made by process {}, and is of no use in one that was forked off: "
+        "make another there"
+    ),
+    "{} cannot be heard: {}",
+    "{} did not come within {} s",
+    "{} has state of its own for {} and nothing else; say which one to load (rank=…)",
+    "{} has {} axes: tell {} which one is meant",
+    (
+        "{} may be being saved to by {}; its file system has no locks to tell ({}). If that "
+        "job is gone, remove {}"
+    ),
+    "{}: {} cannot go on without a rank {}, or use shm",
+}
+"""Messages that still use it. Reword one and remove it here; add none."""
+
+
+def message_template(node):
+    """Return a string expression with ``{}`` for its values; None if it is no string."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(
+            part.value if isinstance(part, ast.Constant) else "{}" for part in node.values
+        )
+    return None
+
+
+def raised_messages():
+    """Yield the module, line and template of each message of an exception in the package."""
+    kinds = {*errors.__all__, "ValueError", "TypeError", "RuntimeError"} - {"RankReport"}
+    root = Path(errors.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", None))
+            template = message_template(node.args[0])
+            if name in kinds and template is not None:
+                yield f"{path.relative_to(root)}:{node.lineno}", template
+
+
+def test_messages_are_plain_english():
+    found = dict(raised_messages())
+    assert len(found) > 300, "the collection does not work"
+    odd = {
+        place: template
+        for place, template in found.items()
+        if OLD_WORDS.search(template) and template not in REWORD
+    }
+    assert odd == {}
+
+
+def test_messages_have_no_stray_space_or_final_period():
+    """As in Python's own messages, the last sentence has no period."""
+    odd = {
+        place: template
+        for place, template in raised_messages()
+        if template != template.strip() or template.endswith((".", "!")) or "  " in template
+    }
+    assert odd == {}

@@ -1,4 +1,4 @@
-"""`python -m phalanx` is `phalanx`."""
+"""`python -m phalanx` runs the command line."""
 
 from phalanx.launch.cli import main
 

@@ -1,9 +1,9 @@
-"""Registers the backend ``shm`` with ``torch.distributed``, whichever is imported first.
+"""Registers the backend ``shm`` with ``torch.distributed``, in either order of import.
 
-Nothing here imports torch, because the launcher imports this package too. If torch is not
-loaded yet, an import finder is put first on ``sys.meta_path``. It reacts only to the torch
-module that keeps the backend registry, delegates finding and loading to the other finders,
-registers the backend once that module is loaded, and removes itself.
+This module imports no torch, because the launcher imports this package too. If torch is not
+loaded yet, it puts an import finder first on ``sys.meta_path``. The finder reacts only to torch's
+backend registry, delegates to the other finders, registers the backend when that module has been
+loaded, and removes itself.
 """
 
 from __future__ import annotations
@@ -27,31 +27,30 @@ REGISTRY_MODULE = "torch.distributed.distributed_c10d"
 def register_with_torch() -> None:
     """Register the backend, now or as soon as torch is imported."""
     if REGISTRY_MODULE in sys.modules:
-        # Which waits, should another thread be in the middle of it.
+        # import_module waits if another thread is importing it.
         _register_backend(importlib.import_module(REGISTRY_MODULE))
     elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegistryFinder())
 
 
 def _register_backend(registry: ModuleType) -> None:
-    if BACKEND not in registry.Backend.backend_list:  # somebody else's of that name stays
+    if BACKEND not in registry.Backend.backend_list:  # do not replace another backend
         registry.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=["cpu"])
 
 
-def _make_group(asked: Any, options: Any) -> ProcessGroup:
-    """Make a group for torch; what that takes is not imported before."""
+def _make_group(request: Any, options: Any) -> ProcessGroup:
     from .groups._factory import make_for_torch
 
-    return make_for_torch(BACKEND, asked, options)
+    return make_for_torch(BACKEND, request, options)
 
 
 class _RegistryFinder:
-    """Finds the module of torch that keeps the backends, as the other finders do."""
+    """Finds torch's backend registry through the other finders, and wraps its loader."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Have others find the module, and see to it that we hear when it is there."""
+        """Return the spec of the registry module with a wrapped loader."""
         if fullname != REGISTRY_MODULE:
             return None
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
@@ -68,20 +67,20 @@ class _RegistryFinder:
 
 
 class _NotifyingLoader:
-    """Loads a module as its own loader does, and tells when that is done."""
+    """Wraps a loader and calls back when the module has been executed."""
 
-    def __init__(self, own: Any, tell: Callable[[ModuleType], None]) -> None:
-        self._own = own
-        self._tell = tell
+    def __init__(self, loader: Any, on_loaded: Callable[[ModuleType], None]) -> None:
+        self._loader = loader
+        self._on_loaded = on_loaded
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Run the module's code."""
-        # From here on nobody can tell that the module was not loaded in the ordinary way.
-        module.__loader__ = self._own
+        """Execute the module with the original loader."""
+        # The module must look as if it had been loaded without us.
+        module.__loader__ = self._loader
         if module.__spec__ is not None:
-            module.__spec__.loader = self._own
-        self._own.exec_module(module)
-        self._tell(module)
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        self._on_loaded(module)

@@ -1,12 +1,12 @@
-"""Named points in the library at which a test may make a rank fail.
+"""Fault points: named points in the library at which a test can make a rank fail.
 
-This module is at the bottom of the layers so that every layer can mark points; what happens
-there is decided by `phalanx.testing.faults`. A marked point reads::
+This module is at the bottom of the layers, so every layer can have fault points;
+`phalanx.testing.faults` decides what happens there. A fault point reads::
 
     if _faultpoints.armed:
         _faultpoints.reach(f"{operation}:before")
 
-so a program that injects no faults pays one load and one branch, and formats no string.
+so without faults it costs one load and one branch, and no string is formatted.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from collections.abc import Callable
 FaultHandler = Callable[[str], None]
 
 armed: tuple[FaultHandler, ...] = ()
-"""What is called with the name of every point reached; replaced, never changed in place."""
+"""Handlers that are called with the name of each point; replaced, never modified in place."""
 
 _lock = threading.Lock()
 
 
 def reach(name: str) -> None:
-    """Let the armed handlers act on the point `name`."""
+    """Call the armed handlers with the point `name`."""
     for handler in armed:
         handler(name)
 
 
 def arm(handler: FaultHandler) -> None:
     """Call `handler` at every point from now on."""
-    global armed  # noqa: PLW0603 - one global is the whole cost of a point
+    global armed  # noqa: PLW0603 - one global read is the whole cost
     with _lock:
         armed = (*armed, handler)
 

@@ -1,20 +1,17 @@
-"""Names of signals, and the exit status of a rank that stopped on request.
-
-The launcher reads both without importing torch.
-"""
+"""Names of signals, and the exit code of preempted ranks. Imports no torch."""
 
 from __future__ import annotations
 
 import signal
 
 STOPPED = 75
-"""Exit code of a rank that was asked to stop and has saved its work; EX_TEMPFAIL: try again."""
+"""Exit code of a rank that saved a checkpoint on request; EX_TEMPFAIL: run it again."""
 STOPPED_PREFIX = "stopped on request"
-"""How such a rank's last words begin."""
+"""Start of the last line that such a rank prints."""
 
 
 def signal_name(number: int) -> str:
-    """Return what people call a signal."""
+    """Return a signal's name: ``SIGTERM``, ``signal 35``."""
     try:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name

@@ -1,7 +1,7 @@
-"""What the process's surroundings say: its place among the ranks, and the cores it may use.
+"""The environment of a rank: variables of the launcher, and usable cores. Imports no torch.
 
-Whoever starts the ranks (``phalanx run``, ``torchrun``, a batch system) describes each one's place
-in the environment. It is read here and nowhere else, without importing torch.
+``phalanx run``, ``torchrun`` and batch systems describe each rank in environment variables. Only
+this module reads them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ _RANK_VARIABLES = (
     "MASTER_PORT",
 )
 _OTHER_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""What MPI and Slurm call the number of processes that they have started."""
+"""The world size as MPI and Slurm name it."""
 _PMIX_RANK_VARIABLE = "PMIX_RANK"
-"""What a launcher that speaks PMIx always sets; some of them do not tell the number of ranks."""
+"""Set by all PMIx launchers; some of them do not set the world size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnv:
-    """The place of this process among the ranks, as its launcher describes it."""
+    """The rank of this process, as its launcher describes it."""
 
     rank: int
     """``RANK``: the global rank."""
     world_size: int
-    """``WORLD_SIZE``: how many ranks there are."""
+    """``WORLD_SIZE``."""
     local_rank: int | None = None
-    """``LOCAL_RANK``: position among the ranks of this machine."""
+    """``LOCAL_RANK``: the rank on this machine."""
     local_world_size: int | None = None
-    """``LOCAL_WORLD_SIZE``: how many ranks this machine has."""
+    """``LOCAL_WORLD_SIZE``: the number of ranks on this machine."""
     node_rank: int | None = None
-    """``GROUP_RANK``: which machine this is."""
+    """``GROUP_RANK``: the rank of this machine."""
     master_addr: str | None = None
-    """``MASTER_ADDR``: where the store is."""
+    """``MASTER_ADDR``: the host of the store."""
     master_port: int | None = None
-    """``MASTER_PORT``: the store's port."""
+    """``MASTER_PORT``: the port of the store."""
     restart_count: int = 0
-    """``TORCHELASTIC_RESTART_COUNT``: how often the launcher has started all ranks again."""
+    """``TORCHELASTIC_RESTART_COUNT``: how often the launcher restarted all ranks."""
     agent_store: bool = False
     """``TORCHELASTIC_USE_AGENT_STORE``: the launcher hosts the store, so every rank is a client."""
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
-    """Return this process's place among the ranks; raise `InvalidArgument` if it has none."""
+    """Read the variables of the launcher; raise `InvalidArgument` if they are missing."""
     world_size = _required(environ, "WORLD_SIZE", minimum=1)
     local_world_size = _number(environ, "LOCAL_WORLD_SIZE", minimum=1, maximum=world_size)
     return RankEnv(
@@ -72,7 +72,7 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether anything tells that this process is one of several ranks, or which one."""
+    """Return whether a launcher started this process as one of several ranks."""
     if any(_text(environ, name) for name in _RANK_VARIABLES):
         return True
     sizes = {_text(environ, name) for name in _OTHER_WORLD_SIZE_VARIABLES} - {""}
@@ -81,16 +81,16 @@ def is_launched(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return how many ranks the launcher has started on this machine; None if it does not say."""
+    """Return the number of ranks on this machine; None if the launcher does not set it."""
     return _number(environ, "LOCAL_WORLD_SIZE", minimum=1)
 
 
 def usable_cores(among: int | None = None) -> int:
-    """Return how many cores this process may keep busy: affinity and cgroup quota, at least 1.
+    """Return the number of cores that affinity and cgroup quota allow, at least 1.
 
-    Of `among` cores, if given, instead of those that it may run on.
+    With `among`, the quota applies to that many cores instead of those of the affinity mask.
     """
-    # macOS has no affinity to ask for.
+    # macOS has no sched_getaffinity.
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = among or (len(affinity(0)) if affinity else os.cpu_count() or 1)
     return max(1, min([allowed, *_own_quotas()]))
@@ -98,7 +98,7 @@ def usable_cores(among: int | None = None) -> int:
 
 @lru_cache(maxsize=1)
 def _own_quotas() -> tuple[int, ...]:
-    """Read the quotas of this process once: it takes longer than to make a group."""
+    # Cached: reading them takes longer than forming a group.
     return tuple(_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
 
 
@@ -108,8 +108,8 @@ def _required(
     value = _number(environ, name, minimum=minimum, maximum=maximum)
     if value is None:
         raise InvalidArgument(
-            f"{name} is not in the environment: start the script with `phalanx run` or `torchrun`, "
-            "or pass store, rank and world_size yourself"
+            f"{name} is not set: start the script with `phalanx run` or `torchrun`, "
+            "or pass store, rank and world_size"
         )
     return value
 
@@ -121,9 +121,11 @@ def _number(
     if not text:
         return None
     bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-    # isdecimal: int() would also take "1_0" and "+1", which no launcher writes on purpose.
+    # isdecimal: int() would also accept "1_0" and "+1".
     if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
-        raise InvalidArgument(f"{name}={text!r} in the environment is not a number {bounds}")
+        raise InvalidArgument(
+            f"environment variable {name} must be a number {bounds}, got {text!r}"
+        )
     return int(text)
 
 
@@ -132,10 +134,10 @@ def _text(environ: Mapping[str, str], name: str) -> str:
 
 
 def _quotas(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the core quota, rounded up, of every cgroup this process is in (version 2, then 1)."""
+    """Yield the core quotas, rounded up, of all cgroups of this process (version 2, then 1)."""
     own = _own_cgroup(membership)
-    # A limit may be set on any ancestor. Inside a container `own` may lie outside of what is
-    # mounted at `root`; then only `root` itself exists, and it is the container's.
+    # Any ancestor may have a limit. Inside a container `own` may lie outside of what is mounted at
+    # `root`; then only `root` exists, which is the container's cgroup.
     for directory in [root / own, *(root / parent for parent in own.parents)]:
         yield from _quota(directory / "cpu.max")
     yield from _quota(root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us")

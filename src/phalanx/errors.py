@@ -1,19 +1,19 @@
-"""What phalanx raises.
+"""The exceptions of phalanx.
 
 ::
 
     PhalanxError
-    ├── GroupError (RuntimeError)            a group cannot go on
-    │   ├── CollectiveTimeout (TimeoutError) a deadline passed; says who is missing
-    │   ├── PeerLost                         a rank is dead; says which
-    │   ├── PeerLeft                         a rank that the call needs has left; says which
-    │   ├── RankMismatch                     ranks disagree on what to do; names both sides
-    │   └── GroupAborted                     somebody called abort or shutdown
-    ├── RendezvousError (RuntimeError)       ranks could not meet to form a group
-    │   └── RendezvousTimeout (TimeoutError) some never came; says who
-    ├── BarrierError (RuntimeError)          ranks could not meet at a barrier
-    │   └── BarrierTimeout (TimeoutError)    some did not come in time; says how far each got
-    ├── MisuseError                          the caller's mistake; says what to do instead
+    ├── GroupError (RuntimeError)            a collective or a group failed; same cause on all ranks
+    │   ├── CollectiveTimeout (TimeoutError) a deadline passed; names the missing ranks
+    │   ├── PeerLost                         a rank is dead; names it
+    │   ├── PeerLeft                         a rank that the call needs left the group; names it
+    │   ├── RankMismatch                     ranks made different calls; names both
+    │   └── GroupAborted                     a rank called abort or shutdown
+    ├── RendezvousError (RuntimeError)       a group could not be formed
+    │   └── RendezvousTimeout (TimeoutError) ranks did not arrive in time; names them
+    ├── BarrierError (RuntimeError)          a checkpoint barrier failed
+    │   └── BarrierTimeout (TimeoutError)    ranks did not arrive in time; names them
+    ├── MisuseError                          a mistake of the caller; says what to do instead
     │   ├── InvalidArgument (ValueError)
     │   ├── InvalidType (TypeError)
     │   ├── InvalidState (RuntimeError)
@@ -23,24 +23,24 @@
     │   ├── UnknownAxis (KeyError, IndexError, ValueError, AssertionError)
     │   ├── NotInMesh (RuntimeError, IndexError)
     │   └── Unprepared (RuntimeError, AssertionError)
-    ├── CheckpointError (RuntimeError)       a checkpoint cannot be saved or loaded
-    │   ├── SaveFailed                       on every rank alike; names the first cause
-    │   │   ├── SaveTimeout (TimeoutError)   a rank did not come; says who
-    │   │   ├── CheckpointDirectoryInUse     another job is saving there; says who
-    │   │   └── WriterLost                   the process that writes has died; says how
-    │   ├── DamagedCheckpoint (ValueError)   what is on disk is not what was written
+    ├── CheckpointError (RuntimeError)       a checkpoint could not be saved or loaded
+    │   ├── SaveFailed                       a save failed on all ranks; names the first cause
+    │   │   ├── SaveTimeout (TimeoutError)   ranks did not take part in time; names them
+    │   │   ├── CheckpointDirectoryInUse     another job is saving to the directory; names it
+    │   │   └── WriterLost                   the writer process died; says how
+    │   ├── DamagedCheckpoint (ValueError)   files do not match the manifest
     │   ├── CheckpointNotFound (FileNotFoundError)
-    │   ├── MissingKeys                      what was asked for is not in the checkpoint
-    │   ├── StateMismatch                    it is there, but of another shape or type
-    │   └── UnsupportedState (TypeError)     a value that cannot be stored; names it
-    ├── HookError (RuntimeError)             a hook of the user's raised, or gave what is no use
-    ├── UnevenInputs (RuntimeError)          some ranks have run out of data, which was forbidden
-    ├── RanksFailed (RuntimeError)           ranks that we started ended badly
-    └── InternalError (RuntimeError)         our own bug; please report it
+    │   ├── MissingKeys                      the checkpoint lacks requested keys
+    │   ├── StateMismatch                    a value has another shape or type
+    │   └── UnsupportedState (TypeError)     a value cannot be stored; names it
+    ├── HookError (RuntimeError)             a communication hook failed
+    ├── UnevenInputs (RuntimeError)          ranks ran out of data at different steps
+    ├── RanksFailed (RuntimeError)           ranks started by a launcher or a pool failed
+    └── InternalError (RuntimeError)         a bug in phalanx; please report it
 
-The built-in in parentheses is what upstream raises for the same mistake, so an ``except`` clause
-written for torch still catches it. Where upstream's methods differ in what they raise for one and
-the same mistake, the class here is all of these.
+The built-in in parentheses is what torch raises for the same mistake, so an ``except`` clause
+written for torch still catches it. Where torch's methods raise different classes for the same
+mistake, the class here derives from all of them.
 """
 
 from __future__ import annotations
@@ -90,23 +90,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankReport:
-    """What is known of one rank when a group fails."""
+    """The state of one rank when a group failed."""
 
     rank: int
-    """Its rank in the group that failed."""
+    """The rank in the group that failed."""
     state: str
     """One of ``waiting``, ``idle``, ``failed``, ``busy``, ``silent``, ``stopped``, ``left``,
     ``dead``."""
     operation: str | None = None
-    """Its last call with its tensors: ``allreduce float32[10]``."""
+    """The last call and its tensors: ``allreduce float32[10]``."""
     sequence: int | None = None
-    """The number of that call."""
+    """The sequence number of that call."""
     site: str | None = None
-    """Where the user's code made that call, or left: ``train.py:12``."""
+    """The line of user code that made that call, or left the group: ``train.py:12``."""
     here: str | None = None
-    """The line of user code that it is at right now, and what that waits for inside a library."""
+    """The line of user code that is running now, and the library call in it."""
     collectives: int | None = None
-    """How many collectives of the group it has begun."""
+    """How many collectives of the group the rank has started."""
     quiet: float | None = None
     """Seconds since it began its last call of the group."""
 
@@ -127,8 +127,8 @@ _STATE_TEXTS = {
     "waiting": "waiting",
     "idle": "alive, in user code",
     "failed": "gave up",
-    "busy": "busy (a death is raised without waiting for its report)",
-    "silent": "does not answer (its interpreter is blocked, or its machine is out of reach)",
+    "busy": "busy, did not report in time",
+    "silent": "does not answer (its interpreter is blocked, or its machine is unreachable)",
     "stopped": "stopped by a signal",
     "left": "left the group",
     "dead": "dead",
@@ -136,11 +136,11 @@ _STATE_TEXTS = {
 
 
 class PhalanxError(Exception):
-    """Base of everything that phalanx raises on purpose."""
+    """Base of all phalanx exceptions."""
 
 
 class GroupError(PhalanxError, RuntimeError):
-    """A group cannot go on: the same cause is raised on every rank."""
+    """A collective or a group failed; every rank raises the same cause."""
 
     def __init__(
         self,
@@ -153,25 +153,25 @@ class GroupError(PhalanxError, RuntimeError):
         reports: Mapping[int, RankReport] | None = None,
     ) -> None:
         self.group = group
-        """Name of the group."""
+        """The name of the group."""
         self.operation = operation
-        """The call that failed, with its tensors."""
+        """The call that failed, and its tensors."""
         self.sequence = sequence
-        """The number of that call in its group."""
+        """The sequence number of that call."""
         self.ranks = tuple(ranks)
-        """The ranks at fault, group-local: missing, lost or disagreeing."""
+        """The group-local ranks that caused the failure: missing, dead or mismatched."""
         self.reports = dict(reports or {})
-        """What each rank last did."""
+        """The state of each rank."""
         lines = [message, *(f"  {report}" for _, report in sorted(self.reports.items()))]
         super().__init__("\n".join(lines))
 
 
 class CollectiveTimeout(GroupError, TimeoutError):
-    """A call's deadline passed before every rank took part."""
+    """A call timed out before every rank took part."""
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that did not take part, group-local."""
+        """The group-local ranks that did not take part."""
         return self.ranks
 
 
@@ -180,16 +180,16 @@ class PeerLost(GroupError):
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks that are dead, group-local."""
+        """The group-local ranks that are dead."""
         return self.ranks
 
 
 class PeerLeft(GroupError):
-    """A rank without which the call means nothing has left the group, which goes on."""
+    """A rank that the call needs, such as its root, has left the group. The group stays usable."""
 
     @property
     def left(self) -> tuple[int, ...]:
-        """Ranks that have left, group-local."""
+        """The group-local ranks that have left."""
         return self.ranks
 
 
@@ -202,15 +202,15 @@ class GroupAborted(GroupError):
 
 
 class RendezvousError(PhalanxError, RuntimeError):
-    """Ranks could not meet to form a group."""
+    """A group could not be formed."""
 
 
 class RendezvousTimeout(RendezvousError, TimeoutError):
-    """Some ranks, or the store, did not appear before the deadline."""
+    """Ranks or the store did not respond before the deadline."""
 
 
 class BarrierError(PhalanxError, RuntimeError):
-    """Ranks could not meet at a barrier; the barrier itself can be used again."""
+    """A barrier failed; it can be used again."""
 
     def __init__(
         self,
@@ -221,20 +221,20 @@ class BarrierError(PhalanxError, RuntimeError):
         progress: Mapping[int, int] | None = None,
     ) -> None:
         self.barrier = barrier
-        """The barrier's prefix."""
+        """The prefix of the barrier."""
         self.use = use
-        """Which use of the barrier failed; the first is 1."""
+        """The number of the use that failed, from 1."""
         self.progress = dict(progress or {})
-        """The last use that each missing rank came to; 0 if it never came."""
-        lines = [message, *(self._how_far(rank) for rank in sorted(self.progress))]
+        """The last use that each missing rank reached; 0 for none."""
+        lines = [message, *(self._format_progress(rank) for rank in sorted(self.progress))]
         super().__init__("\n".join(lines))
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """Ranks that did not come."""
+        """The ranks that did not arrive."""
         return tuple(sorted(self.progress))
 
-    def _how_far(self, rank: int) -> str:
+    def _format_progress(self, rank: int) -> str:
         last = self.progress[rank]
         if last == 0:
             return f"  rank {rank} never arrived"
@@ -244,104 +244,104 @@ class BarrierError(PhalanxError, RuntimeError):
 
 
 class BarrierTimeout(BarrierError, TimeoutError):
-    """A barrier's deadline passed before every rank came."""
+    """A barrier timed out before every rank arrived."""
 
 
 class MisuseError(PhalanxError):
-    """The caller asked for something that cannot be done."""
+    """A mistake of the caller."""
 
 
 class InvalidArgument(MisuseError, ValueError):
-    """An argument's value is not usable."""
+    """An argument has an invalid value."""
 
 
 class InvalidType(MisuseError, TypeError):
-    """An argument's type is not usable."""
+    """An argument has an invalid type."""
 
 
 class InvalidState(MisuseError, RuntimeError):
-    """A call that does not fit the state of things."""
+    """The object is in a state that does not allow the call."""
 
 
 class UnknownOption(MisuseError, KeyError, AssertionError):
-    """A backend was given an option that it does not have."""
+    """A backend does not have the given option."""
 
-    __str__ = Exception.__str__  # KeyError would print the message's repr
+    __str__ = Exception.__str__  # KeyError prints the repr of the message
 
 
 class InvalidHook(MisuseError, TypeError, AssertionError):
-    """What was given for a hook is none."""
+    """The given communication hook is not a valid hook."""
 
 
 class InvalidMesh(MisuseError, ValueError, RuntimeError, AssertionError):
-    """A mesh cannot be like this: it contradicts itself, or the group that it is made on."""
+    """The mesh is inconsistent in itself or with its process group."""
 
 
 class UnknownAxis(MisuseError, KeyError, IndexError, ValueError, AssertionError):
-    """A mesh has no axis of that name or number, or not in that order."""
+    """The mesh has no such axis, or not in that order."""
 
-    __str__ = Exception.__str__  # KeyError would print the message's repr
+    __str__ = Exception.__str__  # KeyError prints the repr of the message
 
 
 class NotInMesh(MisuseError, RuntimeError, IndexError):
-    """The calling rank is not in the mesh, so there is no answer for it."""
+    """The calling rank is not in the mesh."""
 
 
 class CheckpointError(PhalanxError, RuntimeError):
-    """A checkpoint cannot be saved or loaded."""
+    """A checkpoint could not be saved or loaded."""
 
 
 class SaveFailed(CheckpointError):
-    """A save did not happen: every rank raises this, and the message names the first cause."""
+    """A save failed; every rank raises this, and the message names the first cause."""
 
 
 class SaveTimeout(SaveFailed, TimeoutError):
-    """A save did not happen because ranks were missing at a meeting."""
+    """A save failed because ranks did not take part in time."""
 
 
 class CheckpointDirectoryInUse(SaveFailed):
-    """A save did not happen because another job is saving at the same place."""
+    """A save failed because another job is saving to the same directory."""
 
 
 class WriterLost(SaveFailed):
-    """The process that writes checkpoints in the background has died."""
+    """The process that writes checkpoints in the background died."""
 
 
 class DamagedCheckpoint(CheckpointError, ValueError):
-    """A checkpoint's files are not what a save has written."""
+    """The files of a checkpoint do not match its manifest."""
 
 
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
-    """There is no checkpoint at the path, or no complete one."""
+    """The path has no complete checkpoint."""
 
 
 class MissingKeys(CheckpointError):
-    """A checkpoint lacks keys that were asked for."""
+    """The checkpoint lacks requested keys."""
 
 
 class StateMismatch(CheckpointError):
-    """A value in the checkpoint does not fit the one that it is to be loaded into."""
+    """A value in the checkpoint has another shape or type than its destination."""
 
 
 class UnsupportedState(CheckpointError, TypeError):
-    """A value of the state cannot be stored."""
+    """The state has a value that cannot be stored."""
 
 
 class HookError(PhalanxError, RuntimeError):
-    """A communication hook raised, returned what is no use, or did not end in time."""
+    """A communication hook raised, returned an invalid value, or timed out."""
 
 
 class Unprepared(MisuseError, RuntimeError, AssertionError):
-    """An object's constructor has not called that of its base class."""
+    """A constructor did not call the constructor of its base class."""
 
 
 class UnevenInputs(PhalanxError, RuntimeError):
-    """Ranks have run out of data at different steps, where that was to be an error."""
+    """Ranks ran out of data at different steps, and the caller asked for an error."""
 
 
 class RanksFailed(PhalanxError, RuntimeError):
-    """Ranks that were started here ended badly."""
+    """Ranks that a launcher or a pool started have failed."""
 
 
 class InternalError(PhalanxError, RuntimeError):
-    """A bug in phalanx itself."""
+    """A bug in phalanx."""

@@ -61,7 +61,7 @@ def test_the_order_is_one_for_all_ranks_even_if_gradients_come_in_another(group)
         return nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
 
     ddp, _ = train(make, group, loss, bucket_cap_mb=TINY)
-    orders = ddp._channel.exchange(str(names(ddp)))
+    orders = ddp._comm.exchange(str(names(ddp)))
     assert len(set(orders)) == 1
 
 

@@ -287,7 +287,7 @@ def never_ends(bucket):
 
 FAULTS = {
     raises: "raised ValueError: out of luck",
-    returns_nothing: "returned nothing",
+    returns_nothing: "returned None",
     returns_too_much: r"returned a future of \[1000\]",
     fails: "raised .*out of luck",
 }

@@ -187,5 +187,5 @@ def test_uneven_inputs_may_be_an_error(group):
 
 
 def test_the_hook_is_for_wrapped_modules():
-    with pytest.raises(InvalidType, match="wrapped"):
+    with pytest.raises(InvalidType, match="for DistributedDataParallel"):
         _DDPJoinHook(nn.Linear(1, 1), True)

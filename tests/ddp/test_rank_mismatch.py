@@ -164,7 +164,7 @@ def test_a_rank_makes_another_call_of_the_same_kind(group):
         squares(ddp, rows).backward()
     if group.rank() == 1:
         other = torch.zeros_like(ddp.reducer.buckets[0].flat)
-        ddp.reducer.scaling.plain.start(ddp._channel, other).wait()
+        ddp.reducer.scaling.unweighted.start(ddp._comm, other).wait()
         return
     with pytest.raises(RankMismatch):
         squares(ddp, rows).backward()

@@ -299,7 +299,7 @@ def test_a_copy_trains_by_itself(group, how):
 @pytest.mark.parametrize("how", COPIERS)
 def test_a_copy_needs_a_current_group(group, how):
     ddp, _ = wrapped(mlp, group)
-    with pytest.raises(RuntimeError, match="enter one first"):
+    with pytest.raises(RuntimeError, match="Enter one first"):
         COPIERS[how](ddp)
 
 

@@ -176,7 +176,7 @@ def test_blocks_leave_nothing_behind(group):
     assert not ddp._join_config.enable
     assert ddp._join_block is None
     ddp(ROW).sum().backward()
-    assert ddp.reducer.scaling.divides_by_all is None
+    assert ddp.reducer.scaling.divide_by_initial_world_size is None
 
 
 @anywhere

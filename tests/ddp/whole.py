@@ -144,7 +144,7 @@ def assert_same_everywhere(ddp):
     """Compare every gradient over the ranks, in one collective."""
     gradients = [p.grad for p in ddp.module.parameters()]
     hashes = [0 if g is None else zlib.crc32(g.contiguous().numpy()) + 1 for g in gradients]
-    cards = [card.tolist() for card in ddp._channel.gather(torch.tensor(hashes))]
+    cards = [card.tolist() for card in ddp._comm.gather(torch.tensor(hashes))]
     assert all(card == cards[0] for card in cards), "gradients are not the same on all ranks"
 
 

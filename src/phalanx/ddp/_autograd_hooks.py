@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ._dtensor import whole
+from ._dtensor import original_parameter
 
 _MAX_VISITED = 10_000
 """How many more values to visit after the first object that is not a container: it can reach
@@ -151,7 +151,7 @@ class AccumulateGradNodes:
 
 def accumulate_grad_node(parameter: Parameter) -> Any:
     """Return the node that fills ``.grad`` now; a change of type makes autograd use another."""
-    return torch.autograd.graph.get_gradient_edge(whole(parameter)).node
+    return torch.autograd.graph.get_gradient_edge(original_parameter(parameter)).node
 
 
 def current_graph_task() -> int | None:

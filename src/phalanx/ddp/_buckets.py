@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from .. import native
 from ..groups._fast_path import DTYPE_NUMBERS, can_read_tensors
 from ._communicator import Communicator
-from ._dtensor import local
+from ._dtensor import local_tensor
 from ._pass_header import PassHeader
 
 MIB = 1 << 20
@@ -199,7 +199,9 @@ class Bucket(ABC):
         """Have gradients replaced by a tensor like `buffer`; tell what else it is, if it is not."""
 
     @abstractmethod
-    def gather(self, piece: BucketPiece, news: Gradients, olds: Gradients, factor: float) -> None:
+    def gather(
+        self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
+    ) -> None:
         """Take in gradients of a pass and those that there were before it, times a factor."""
 
     @abstractmethod
@@ -279,44 +281,44 @@ class DenseBucket(Bucket):
     def nbytes(self) -> int:
         return self.flat.nbytes
 
-    def gather(self, piece: BucketPiece, news: Gradients, olds: Gradients, factor: float) -> None:
-        if not olds and self._copy_plain(piece.places, news, factor):
+    def gather(
+        self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
+    ) -> None:
+        if not previous and self._copy_plain(piece.places, new, factor):
             return
         if factor != 1 and not self.holds_values:
             # Before they are rounded: accumulated by weight, they may be too large by themselves.
-            news, olds = _scaled(news, factor), _scaled(olds, factor)
+            new, previous = _scaled(new, factor), _scaled(previous, factor)
             factor = 1.0
-        if olds or not self._copy_all(piece.places, news):
-            self._copy_each(piece.places, news, olds)
+        if previous or not self._copy_all(piece.places, new):
+            self._copy_each(piece.places, new, previous)
         if factor != 1:
             _scale(self.views[piece.places], factor)
 
-    def _copy_each(self, places: slice, news: Gradients, olds: Gradients) -> None:
-        for place, (view, new) in enumerate(zip(self.views[places], news, strict=True)):
-            old = olds[place] if olds else None
-            first, second = (new, None) if old is None else (old, new)
-            _settle(view, first)
+    def _copy_each(self, places: slice, new: Gradients, previous: Gradients) -> None:
+        for place, (view, gradient) in enumerate(zip(self.views[places], new, strict=True)):
+            old = previous[place] if previous else None
+            first, second = (gradient, None) if old is None else (old, gradient)
+            _fill_view(view, first)
             if second is not None:
                 view.add_(second)
 
-    def _copy_all(self, places: slice, news: Gradients) -> bool:
+    def _copy_all(self, places: slice, new: Gradients) -> bool:
         """Copy gradients all at once; tell if that cannot be done: some are sparse, or missing."""
-        if count_missing(news):
+        if count_missing(new):
             return False
         try:
-            torch._foreach_copy_(self.views[places], news)  # type: ignore[arg-type]
+            torch._foreach_copy_(self.views[places], new)  # type: ignore[arg-type]
         except RuntimeError:
             return False
         return True
 
-    def _copy_plain(self, places: slice, news: Gradients, factor: float) -> bool:
+    def _copy_plain(self, places: slice, new: Gradients, factor: float) -> bool:
         """Copy gradients as bytes, which takes a third of torch's time, if all lie in a row."""
         if native.engine is None or self._addresses is None:
             return False
         into, sizes = self._addresses[places.start], self._sizes[places]
-        return bool(
-            native.engine.flatten(into, news, sizes, DTYPE_NUMBERS[self.flat.dtype], factor)
-        )
+        return bool(native.engine.flatten(into, new, sizes, DTYPE_NUMBERS[self.flat.dtype], factor))
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
@@ -376,9 +378,11 @@ class SparseBucket(Bucket):
     def nbytes(self) -> int:
         return self._sum._values().nbytes + self._sum._indices().nbytes
 
-    def gather(self, piece: BucketPiece, news: Gradients, olds: Gradients, factor: float) -> None:
+    def gather(
+        self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
+    ) -> None:
         del piece  # there is but one
-        parts = [part for part in (*olds, *news) if part is not None]
+        parts = [part for part in (*previous, *new) if part is not None]
         total = _empty_sparse(self._parameter)
         for part in parts:
             total = total + self._sparse(part)
@@ -428,7 +432,7 @@ def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
     """Show parts of a flat tensor in the shapes of parameters, and in the order of their memory."""
     if not parameters:
         return []
-    views = list(torch._C._nn.unflatten_dense_tensors(flat, [local(p) for p in parameters]))
+    views = list(torch._C._nn.unflatten_dense_tensors(flat, [local_tensor(p) for p in parameters]))
     for place, parameter in enumerate(parameters):
         if not parameter.is_contiguous() and _is_dense(parameter):
             part = views[place]
@@ -447,7 +451,7 @@ def _is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _settle(view: Tensor, gradient: Tensor | None) -> None:
+def _fill_view(view: Tensor, gradient: Tensor | None) -> None:
     """Have a view hold a gradient, if it does not by itself."""
     if gradient is None:
         view.zero_()
@@ -517,12 +521,12 @@ class BucketLayout:
             parameter for bucket in self._dense_with_values() for parameter in bucket.parameters
         ]
 
-    def broadcast_values(self, channel: Communicator, root: int) -> None:
+    def broadcast_values(self, comm: Communicator, root: int) -> None:
         """Give every rank one rank's values of these parameters."""
         with torch.no_grad():
             for bucket in self._dense_with_values():
                 bucket.broadcast_through(
-                    lambda flat: channel.broadcast(flat, root).wait(), is_root=channel.rank == root
+                    lambda flat: comm.broadcast(flat, root).wait(), is_root=comm.rank == root
                 )
 
     def _dense_with_values(self) -> list[DenseBucket]:
@@ -534,7 +538,7 @@ class BucketLayout:
 class BucketLayoutBuilder:
     """Arranges parameters, given what stays the same while their order changes."""
 
-    channel: Communicator
+    comm: Communicator
     caps: BucketCaps
     sparse: frozenset[str]
     """The names of parameters whose gradients are sparse."""
@@ -547,7 +551,7 @@ class BucketLayoutBuilder:
         shapes = [self._shape(*each) for each in named]
         after = self.delay.place([name for name, _ in named])
         plans = plan_buckets(shapes, order, self.caps, after=after)
-        room = {"size": self.channel.size, "parameters": len(named), "buckets": len(plans)}
+        room = {"size": self.comm.size, "parameters": len(named), "buckets": len(plans)}
         extras = [0] * (len(plans) - 1) + [PassHeader.room(**room)]
         parameters = [parameter for _, parameter in named]
         buckets = [
@@ -556,7 +560,7 @@ class BucketLayoutBuilder:
         ]
         last = buckets[-1]
         assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
-        header = PassHeader(last.extra, rank=self.channel.rank, **room)
+        header = PassHeader(last.extra, rank=self.comm.rank, **room)
         return BucketLayout(buckets, [piece for b in buckets for piece in b.pieces], header)
 
     def _shape(self, name: str, p: Parameter) -> ParameterSpec:
@@ -570,4 +574,4 @@ class BucketLayoutBuilder:
     ) -> Bucket:
         if plan.is_sparse:
             return SparseBucket(number, plan, parameters)
-        return DenseBucket(number, plan, parameters, self.channel.allocate, extra=extra)
+        return DenseBucket(number, plan, parameters, self.comm.allocate, extra=extra)

@@ -24,14 +24,14 @@ from torch.nn import Parameter
 
 from ..errors import GroupError, HookError, InvalidArgument, InvalidType
 from ._communicator import Communicator
-from ._dtensor import whole
+from ._dtensor import original_parameter
 
 
 class GradBucket:
     """The gradients of some parameters, flat and one by one.
 
-    Has the methods of ``torch.distributed.GradBucket``, so that hooks written for torch take it,
-    and `group`, which torch leaves its hooks to guess.
+    Has the methods of ``torch.distributed.GradBucket``, so that hooks written for torch accept it,
+    and `group` and `names`.
     """
 
     __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group", "names")
@@ -53,51 +53,51 @@ class GradBucket:
         self._parameters = parameters
         self._is_last = is_last
         self.group = group
-        """The group that the module reduces its gradients in; None if nobody has said."""
+        """The group in which the module reduces its gradients, if known."""
         self.names = names
-        """What the parameters are called in the module, in order; None if nobody has said.
+        """The names of the parameters in the module, in order, if known.
 
-        A bucket may have other parameters after the first step, or when training goes on from a
-        checkpoint: what is remembered of gradients goes by these."""
+        Buckets can be rearranged after the first step or after a restart. A hook that keeps state
+        about gradients should key it by name."""
 
     def __repr__(self) -> str:
-        kind = str(self._buffer.dtype).removeprefix("torch.")
-        what = f"{len(self._parameters)} gradients, {kind}[{self._buffer.numel()}]"
+        dtype = str(self._buffer.dtype).removeprefix("torch.")
+        what = f"{len(self._parameters)} gradients, {dtype}[{self._buffer.numel()}]"
         return f"<GradBucket {self._index}: {what}{', the last' if self._is_last else ''}>"
 
     def index(self) -> int:
-        """Tell which bucket of the module this is."""
+        """Return the index of the bucket, in the order of reduction."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the flat tensor in which the gradients lie one after the other."""
+        """Return the flat tensor that holds the gradients one after the other."""
         return self._buffer
 
     def gradients(self) -> list[Tensor]:
-        """List the gradients: views of the buffer, shaped and laid out as their parameters are."""
+        """List the gradients: views of the buffer with the shapes and strides of the parameters."""
         return list(self._gradients)
 
     def parameters(self) -> list[Parameter]:
         """List the parameters, in the order of their gradients."""
-        return [whole(parameter) for parameter in self._parameters]
+        return [original_parameter(parameter) for parameter in self._parameters]
 
     def is_last(self) -> bool:
-        """Tell whether no other bucket follows in this backward pass."""
+        """Return whether this is the last bucket of the backward pass."""
         return self._is_last
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Have the gradients lie in another tensor, which may be of another dtype."""
+        """Replace the buffer by a tensor of the same size or larger, of any dtype."""
         if not isinstance(tensor, Tensor):
-            raise InvalidType(f"a bucket's buffer is a Tensor, not {type(tensor).__name__}")
-        old, self._buffer = self._buffer, self._checked(tensor)
+            raise InvalidType(f"the buffer of a bucket is a Tensor, got {type(tensor).__name__}")
+        old = self._buffer
+        self._check_size(tensor, old)
+        self._buffer = tensor
         if old.is_sparse:
             self._gradients = [tensor]
         else:
-            self._gradients = [_moved(each, old, tensor) for each in self._gradients]
+            self._gradients = [_same_view(view, old, tensor) for view in self._gradients]
 
-    def _checked(self, tensor: Tensor) -> Tensor:
-        """Refuse what has no room for the gradients, here where it is still known who gave it."""
-        old = self._buffer
+    def _check_size(self, tensor: Tensor, old: Tensor) -> None:
         if old.is_sparse:
             fits, wanted = tensor.is_sparse and tensor.shape == old.shape, f"sparse {[*old.shape]}"
         else:
@@ -108,64 +108,31 @@ class GradBucket:
                 and tensor.is_contiguous()
                 and tensor.numel() >= needed
             )
-            wanted = f"flat, with {needed} elements or more"
+            wanted = f"flat, with at least {needed} elements"
         if not fits:
             raise InvalidArgument(
-                f"the buffer of bucket {self._index} is {wanted}, and not "
+                f"the buffer of bucket {self._index} must be {wanted}, got "
                 f"{str(tensor.layout).removeprefix('torch.')} {[*tensor.shape]}"
             )
-        return tensor
 
 
-def _moved(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Show in one buffer what a view shows in another."""
+def _same_view(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Return the view of `new` that `view` is of `old`."""
     offset = view.storage_offset() - old.storage_offset()
     return new.as_strided(view.shape, view.stride(), new.storage_offset() + offset)
 
 
 Hook = Callable[[Any, Any], Future[Tensor]]
 ABORT_MARGIN = 0.1
-"""The share of a group's timeout that is left for telling peers, before theirs is over."""
+"""The fraction of a group's timeout that is reserved for aborting before the peers time out."""
 ABORT_SECONDS = 1.0
-"""Seconds that telling them takes, at most; but of a short timeout no more than half."""
-MakeHookError = Callable[[str], HookError | GroupError]
-"""Makes an error of what is wrong with a hook."""
+"""The least number of seconds to reserve, but no more than half of a short timeout."""
 DIAGNOSIS_SECONDS = 10.0
-"""Seconds for a group whose deadline has passed to find out who is missing, at most."""
+"""How long a group whose deadline has passed may take to find out who is missing."""
 DEFAULT_HOOK_TIMEOUT = 1800.0
-"""Seconds that a hook may take where the group says nothing."""
-_BUCKETS = {GradBucket, c10d.GradBucket, "GradBucket", "dist.GradBucket"}
+"""For groups that do not report a timeout."""
+_BUCKETS = (inspect.Parameter.empty, GradBucket, c10d.GradBucket, "GradBucket", "dist.GradBucket")
 _FUTURES = ("Future[Tensor]", "Future[torch.Tensor]")
-
-
-def check_hook(hook: Any) -> None:
-    """Refuse what cannot be a communication hook, as far as its signature tells."""
-    if not callable(hook):
-        raise InvalidType(f"a communication hook is a function, not {type(hook).__name__}")
-    try:
-        signature = inspect.signature(hook)
-    except ValueError:
-        return  # a function of C's does not tell
-    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in positional) and not (
-        len(positional) >= 2 and all(p.default is not p.empty for p in positional[2:])
-    ):
-        raise InvalidArgument(
-            f"a communication hook takes (state, bucket), and {hook_name(hook)} takes {signature}"
-        )
-    bucket = signature.parameters.get("bucket")
-    if bucket is not None and not _is_any(bucket.annotation, _BUCKETS):
-        raise InvalidArgument(
-            f"hook {hook_name(hook)} takes a bucket that is {bucket.annotation}, not a GradBucket"
-        )
-    returns = signature.return_annotation
-    told = returns if isinstance(returns, str) else str(returns)
-    if returns is not signature.empty and not told.endswith(_FUTURES):
-        raise InvalidArgument(
-            f"hook {hook_name(hook)} returns {told}, not torch.futures.Future[torch.Tensor]"
-        )
-
-
 _POSITIONAL = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -173,113 +140,150 @@ _POSITIONAL = (
 )
 
 
-def _is_any(annotation: Any, known: set[Any]) -> bool:
-    return annotation is inspect.Parameter.empty or annotation in known
+def check_hook(hook: Any) -> None:
+    """Raise if the signature of `hook` is not that of a communication hook."""
+    if not callable(hook):
+        raise InvalidType(f"a communication hook must be callable, got {type(hook).__name__}")
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:
+        return  # some C functions have no signature
+    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
+    if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in positional) and not (
+        len(positional) >= 2 and all(p.default is not p.empty for p in positional[2:])
+    ):
+        raise InvalidArgument(
+            f"a communication hook takes (state, bucket), but {hook_name(hook)} takes {signature}"
+        )
+    bucket = signature.parameters.get("bucket")
+    if bucket is not None and bucket.annotation not in _BUCKETS:
+        raise InvalidArgument(
+            f"the bucket of hook {hook_name(hook)} must be annotated as GradBucket, "
+            f"got {bucket.annotation}"
+        )
+    returns = signature.return_annotation
+    text = returns if isinstance(returns, str) else str(returns)
+    if returns is not signature.empty and not text.endswith(_FUTURES):
+        raise InvalidArgument(
+            f"hook {hook_name(hook)} must return torch.futures.Future[torch.Tensor], got {text}"
+        )
 
 
-def hook_timeout(channel: Communicator) -> float:
-    """Tell how many seconds a hook may take, so that peers hear of it before their deadline."""
-    whole = channel.timeout or DEFAULT_HOOK_TIMEOUT
-    return whole - max(ABORT_MARGIN * whole, min(ABORT_SECONDS, whole / 2))
+def hook_timeout(comm: Communicator) -> float:
+    """Return how many seconds a hook may take, so that an abort reaches the peers in time."""
+    timeout = comm.timeout or DEFAULT_HOOK_TIMEOUT
+    return timeout - max(ABORT_MARGIN * timeout, min(ABORT_SECONDS, timeout / 2))
 
 
 def hook_name(hook: Any) -> str:
-    """Tell what to call a hook."""
     return str(getattr(hook, "__qualname__", None) or repr(hook))
 
 
 class CommHook:
-    """A hook, with its state and the group that it is to reduce in."""
+    """A hook, its state, and the group in which it reduces."""
 
-    def __init__(self, state: Any, hook: Hook, channel: Communicator) -> None:
+    def __init__(self, state: Any, hook: Hook, comm: Communicator) -> None:
         self._state = state
         self._hook = hook
-        self._channel = channel
+        self._comm = comm
         self.name = hook_name(hook)
 
     def start(
-        self, shown: GradBucket, take: Callable[[Any], str], *, told: Callable[[], str]
+        self, shown: GradBucket, take: Callable[[Any], str], *, describe: Callable[[], str]
     ) -> HookWork:
-        """Have the hook reduce a bucket; `take` is given the result, `told` describes it."""
-        work = HookWork(take, self._channel, lambda why: self._error(why, told()))
-        with work.abort_on_error():
+        """Start to reduce a bucket.
+
+        `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
+        called for an error message.
+        """
+        work = HookWork(take, self._comm, f"communication hook {self.name}", describe)
+        with work:
             work.future = self._hook(self._state, shown)
         return work
 
-    def _error(self, why: str, told: str) -> HookError | GroupError:
-        """Say what is wrong, here and to all ranks; unless all know already, from another."""
-        failure = self._channel.failure()
+
+class HookCall:
+    """One call of a user's hook. A fault in it aborts the group and raises on every rank."""
+
+    def __init__(
+        self, comm: Communicator, name: str, describe: Callable[[], str] | None = None
+    ) -> None:
+        self._comm = comm
+        self._name = name
+        self._describe = describe
+        self._timeout = hook_timeout(comm)
+        self._deadline = time.monotonic() + self._timeout
+
+    def error(self, why: str) -> HookError | GroupError:
+        """Abort the group; return the error to raise, which is an earlier one if there is one."""
+        failure = self._comm.failure()
         if failure is not None:
             return failure
-        text = f"communication hook {self.name} {why}, for {told}"
-        self._channel.give_up(text)
+        text = f"{self._name} {why}" + (f", for {self._describe()}" if self._describe else "")
+        self._comm.abort(text)
         return HookError(text)
 
+    def __enter__(self) -> None:
+        """Begin to run the user's code. What it raises, every rank raises."""
 
-class HookWork:
+    # Not a generator: the group names the user's line, which is the nearest frame outside phalanx.
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # The group raises its own failures on every rank. Another group does not.
+        is_known = isinstance(error, GroupError) and self._comm.failure() is not None
+        if isinstance(error, Exception) and not (is_known or isinstance(error, HookError)):
+            raise self.error(f"raised {type(error).__name__}: {error}") from error
+
+    def check_future(self, future: Any) -> None:
+        """Raise if something is not a future."""
+        if not isinstance(future, torch._C.Future):
+            kind = "None" if future is None else f"a {type(future).__name__}"
+            raise self.error(f"returned {kind}, not a torch.futures.Future")
+
+    def result(self, future: Any) -> Any:
+        """Wait for a future that the hook returned."""
+        if not self._is_done_in_time(future):
+            raise self.error(f"did not end its future within {self._timeout:.3g} s")
+        with self:
+            return future.wait()
+
+    def _is_done_in_time(self, future: Any) -> bool:
+        if future.done():
+            return True
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        if done.wait(max(0.0, self._deadline - time.monotonic())):
+            return True
+        # If the hook waits for peers in this group, the group will name the missing ranks.
+        return self._comm.is_busy() and done.wait(self._timeout + DIAGNOSIS_SECONDS)
+
+
+class HookWork(HookCall):
     """A bucket that a hook is reducing."""
 
     future: Any = None
-    _has_ended = False
 
     def __init__(
-        self, take: Callable[[Any], str], channel: Communicator, error: MakeHookError
+        self,
+        take: Callable[[Any], str],
+        comm: Communicator,
+        name: str,
+        describe: Callable[[], str],
     ) -> None:
+        super().__init__(comm, name, describe)
         self._take = take
-        self._channel = channel
-        self._error = error
-        self._timeout = hook_timeout(channel)
-        self._until = time.monotonic() + self._timeout
-
-    def abort_on_error(self) -> _AbortOnError:
-        """Have what a hook of the user's raises in the body raised on every rank."""
-        return _AbortOnError(self._error, self._channel)
+        self._has_ended = False
 
     def wait(self) -> bool:
-        """Block until the bucket holds what the hook has made of it."""
+        """Block until the bucket holds the result of the hook."""
         if self._has_ended:
             return True
-        if not isinstance(self.future, torch._C.Future):
-            raise self._error(f"returned {_kind(self.future)}, not a torch.futures.Future")
-        if not self._is_done_in_time():
-            raise self._error(f"did not end its future within {self._timeout:.3g} s")
-        with self.abort_on_error():
-            result = self.future.wait()
-            if isinstance(result, (list, tuple)) and len(result) == 1:
-                (result,) = result
+        self.check_future(self.future)
+        result = self.result(self.future)
+        if isinstance(result, (list, tuple)) and len(result) == 1:
+            (result,) = result
+        with self:
             wrong = self._take(result)
         if wrong:
-            raise self._error(f"returned a future of {wrong}")
+            raise self.error(f"returned a future of {wrong}")
         self._has_ended = True
         return True
-
-    def _is_done_in_time(self) -> bool:
-        if self.future.done():
-            return True
-        done = threading.Event()
-        self.future.add_done_callback(lambda _: done.set())
-        if done.wait(max(0.0, self._until - time.monotonic())):
-            return True
-        # If it waits for peers, the group knows who does not come, and will say so.
-        return self._channel.is_busy() and done.wait(self._timeout + DIAGNOSIS_SECONDS)
-
-
-class _AbortOnError:
-    """Turns what is raised in the body into an error of the hook's."""
-
-    def __init__(self, error: MakeHookError, channel: Communicator) -> None:
-        self._error = error
-        self._channel = channel
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        # What the group raises it raises on every rank; another group does not.
-        is_known = isinstance(error, GroupError) and self._channel.failure() is not None
-        if isinstance(error, Exception) and not (is_known or isinstance(error, HookError)):
-            raise self._error(f"raised {type(error).__name__}: {error}") from error
-
-
-def _kind(value: Any) -> str:
-    return "nothing" if value is None else f"a {type(value).__name__}"

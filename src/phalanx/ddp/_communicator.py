@@ -20,7 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
-from ._dtensor import local
+from ._dtensor import local_tensor
 
 AnyWork = Work | dist.Work
 
@@ -59,7 +59,7 @@ class Communicator:
         """Return why the group cannot go on, if it cannot and says so."""
         return self._ours.failure() if self._ours is not None else None
 
-    def give_up(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """Have peers that wait for this rank raise, and tell them why; torch's groups cannot."""
         if self._ours is not None:
             self._ours.abort(why)
@@ -119,7 +119,7 @@ class Communicator:
             for card, length in zip(cards, lengths, strict=True)
         ]
 
-    def announce(self) -> AnyWork:
+    def announce_local_pass(self) -> AnyWork:
         """Say to peers that see it that a backward pass was kept local; nobody waits for it."""
         return self.group.barrier(c10d.BarrierOptions())
 
@@ -132,7 +132,7 @@ BROADCAST_BUCKET_BYTES = 250 << 20  # bytes that are sent at once
 
 def broadcast_coalesced(
     tensors: Sequence[Tensor],
-    channel: Communicator,
+    comm: Communicator,
     *,
     root: int = 0,
     chunk: int = BROADCAST_BUCKET_BYTES,
@@ -143,18 +143,18 @@ def broadcast_coalesced(
     would take any write for a change.
     """
     with torch.no_grad():
-        for group in _chunks([local(t).detach() for t in tensors if t.numel()], chunk):
-            _broadcast_together(group, channel, root)
+        for group in _chunks([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
+            _broadcast_together(group, comm, root)
 
 
-def _broadcast_together(tensors: list[Tensor], channel: Communicator, root: int) -> None:
+def _broadcast_together(tensors: list[Tensor], comm: Communicator, root: int) -> None:
     first = tensors[0]
-    flat = channel.allocate(sum(t.numel() for t in tensors), first.dtype, first.device)
+    flat = comm.allocate(sum(t.numel() for t in tensors), first.dtype, first.device)
     parts = torch.split(flat, [t.numel() for t in tensors])
-    if channel.rank == root:
+    if comm.rank == root:
         torch._foreach_copy_(list(parts), [t.reshape(-1) for t in tensors])
-    channel.broadcast(flat, root).wait()
-    if channel.rank != root:
+    comm.broadcast(flat, root).wait()
+    if comm.rank != root:
         for tensor, part in zip(tensors, parts, strict=True):
             received = part.view(tensor.shape)
             if not torch.equal(tensor, received):

@@ -17,15 +17,14 @@ from torch.nn import Parameter
 
 
 def _is_dtensor(tensor: object) -> bool:
-    """Tell whether something is a ``DTensor``, without importing what makes one."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 class LocalShard:
-    """Stands in for a parameter that is spread: looks like this rank's part of it.
+    """This rank's shard of a parameter, with the attributes of a tensor.
 
-    Its ``grad`` is this rank's part of the gradient; one that is set becomes the parameter's.
+    `grad` is this rank's shard of the gradient; assigning it sets the parameter's gradient.
     """
 
     def __init__(self, parameter: Any) -> None:
@@ -33,11 +32,10 @@ class LocalShard:
 
     @property
     def grad(self) -> Tensor | None:
-        """This rank's part of the gradient."""
         gradient = self.parameter.grad
         if gradient is None or not _is_dtensor(gradient):
             return cast("Tensor | None", gradient)
-        if gradient.placements != self.parameter.placements:  # not added up yet, say
+        if gradient.placements != self.parameter.placements:  # a partial sum, for example
             gradient = gradient.redistribute(placements=self.parameter.placements)
         return _wait_if_async(gradient.to_local())
 
@@ -53,11 +51,10 @@ class LocalShard:
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the parameter does; the part is not autograd's concern."""
         return bool(self.parameter.requires_grad)
 
     def detach(self) -> Tensor:
-        """Return this rank's part, to be read and written."""
+        """Return the shard; writing to it changes the parameter."""
         return _wait_if_async(self.parameter.detach().to_local())
 
     def __getattr__(self, name: str) -> Any:
@@ -67,24 +64,22 @@ class LocalShard:
 
 
 def as_local_shard(parameter: Parameter) -> Parameter:
-    """Return a parameter, or what stands in for one that is spread."""
     return cast("Parameter", LocalShard(parameter)) if _is_dtensor(parameter) else parameter
 
 
-def whole(parameter: Parameter) -> Parameter:
+def original_parameter(parameter: Parameter) -> Parameter:
     """Return the parameter that autograd knows."""
     return (
         cast("Parameter", parameter.parameter) if isinstance(parameter, LocalShard) else parameter
     )
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor, which is most often all of it."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor, and any other tensor as it is."""
     if isinstance(tensor, LocalShard):
         return tensor.detach()
     return LocalShard(tensor).detach() if _is_dtensor(tensor) else tensor
 
 
 def _wait_if_async(part: Any) -> Tensor:
-    """Wait for a tensor that is still on its way."""
     return cast("Tensor", part.wait() if hasattr(part, "wait") else part)

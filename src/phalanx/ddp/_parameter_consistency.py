@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..errors import RankMismatch
 from ._communicator import Communicator
-from ._dtensor import local
+from ._dtensor import local_tensor
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
 
 def verify_parameters(
     named: NamedTensors,
-    channel: Communicator,
+    comm: Communicator,
     *,
     what: str = "modules",
     advice: str = "Make the same module on every rank before wrapping it",
@@ -29,22 +29,22 @@ def verify_parameters(
 ) -> None:
     """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
-    if not _all_same(_digest(repr(short)), channel):
+    if not _all_same(_digest(repr(short)), comm):
         mine = [_describe(name, tensor) for name, tensor in named]
-        texts = enumerate(channel.exchange("\n".join(mine)))
+        texts = enumerate(comm.exchange("\n".join(mine)))
         theirs = {rank: text.split("\n") for rank, text in texts if text}
         raise RankMismatch(
             f"ranks have different {what}: {_difference(theirs)}. {advice}",
-            group=getattr(channel.group, "label", ""),
+            group=getattr(comm.group, "label", ""),
             operation=operation,
         )
 
 
-def assert_same_values(named: NamedTensors, channel: Communicator) -> None:
+def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     """Raise, on every rank, naming the first parameter whose value is not the same on all."""
     mine = [1, *(_fingerprint_of(tensor) for _, tensor in named)]
-    card = torch.tensor(mine, dtype=torch.int64, device=channel.device)
-    heard = [part.tolist() for part in channel.gather(card)]
+    card = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+    heard = [part.tolist() for part in comm.gather(card)]
     cards = {rank: card[1:] for rank, card in enumerate(heard) if card[0]}  # of who has not left
     first = min(cards)
     for place, (name, _) in enumerate(named):
@@ -56,7 +56,7 @@ def assert_same_values(named: NamedTensors, channel: Communicator) -> None:
                 f"parameter {name!r} differs: {_ranks(odd)} not what rank {first} has"
                 f"{f' (and {more} more parameters differ)' if more else ''}. Something has changed "
                 "it on some ranks only, outside of the optimizer step that all make alike",
-                group=getattr(channel.group, "label", ""),
+                group=getattr(comm.group, "label", ""),
                 operation="assert_in_sync",
                 ranks=odd,
             )
@@ -68,7 +68,7 @@ def fingerprint(named: NamedTensors) -> int:
 
 
 def _fingerprint_of(tensor: Tensor) -> int:
-    tensor = local(tensor).detach()
+    tensor = local_tensor(tensor).detach()
     if tensor.device.type == "cpu":
         return zlib.crc32(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return int(torch.hash_tensor(tensor).item()) & (2**63 - 1)
@@ -85,9 +85,9 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
 
 
-def _all_same(number: int, channel: Communicator) -> bool:
-    card = torch.tensor([number], dtype=torch.int64, device=channel.device)
-    return len({int(part) for part in channel.gather(card)} - {0}) <= 1  # 0: it has left
+def _all_same(number: int, comm: Communicator) -> bool:
+    card = torch.tensor([number], dtype=torch.int64, device=comm.device)
+    return len({int(part) for part in comm.gather(card)} - {0}) <= 1  # 0: it has left
 
 
 def _difference(lists: dict[int, list[str]]) -> str:

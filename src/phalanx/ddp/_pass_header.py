@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NUMBER, WEIGHT, UNUSED, LATE, SURPRISED, KEPT, DIGITS = range(7)
-FORWARD = DIGITS + 3  # where a row's times begin: in forward, in backward, then arrivals of buckets
+NUMBER, WEIGHT, UNUSED, LATE, GRAPH_CHANGED, KEPT_REDUCED, DIGITS = range(7)
+FORWARD = DIGITS + 3  # the times of a row begin here: forward, backward, then bucket arrivals
 FIXED_FIELDS = FORWARD + 2
-DIGIT_BITS = 20  # bits of a fingerprint in one number; float32 has 24 exactly
+DIGIT_BITS = 20  # bits of a fingerprint in one number; float32 holds 24 exactly
 PASS_NUMBER_CYCLE = 1 << 20
-"""Backward passes are counted to this, and from 1 again, so that float32 has the count exactly."""
+"""Pass numbers start again at 1 after this one, so that float32 holds them exactly."""
 NO_WEIGHT = -1.0
 NO_DATA = -2.0
-"""The weight of a rank that has no data, and no opinion on weights."""
+"""The weight of a rank without data, whose peers may or may not use weights."""
 _NO_FINGERPRINT = [0, 0, 0]
 _C_TYPES: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
@@ -38,10 +38,10 @@ class PassHeader:
         self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int
     ) -> None:
         self.space = space
-        """What the reduction of the bucket reduces, too."""
-        self._card = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
+        """The end of the last bucket, which is reduced with it."""
+        self._host = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
         kind = _C_TYPES[space.dtype]
-        self._numbers = (kind * space.numel()).from_address(self._card.data_ptr())
+        self._numbers = (kind * space.numel()).from_address(self._host.data_ptr())
         self._width = FIXED_FIELDS + buckets
         self._rows = size * self._width
         self._mine = rank * self._width
@@ -53,7 +53,7 @@ class PassHeader:
 
     @staticmethod
     def room(*, size: int, parameters: int, buckets: int) -> int:
-        """Tell how many numbers a header has."""
+        """Return how many numbers a header has."""
         return size * (FIXED_FIELDS + buckets) + 2 * parameters
 
     def write(
@@ -67,10 +67,10 @@ class PassHeader:
         arrivals: Sequence[float],
         unused: Sequence[int],
         late: Sequence[int],
-        is_surprised: bool,
+        graph_changed: bool,
         keeps_reduced: bool,
     ) -> None:
-        """Fill this rank's part; times are in seconds, and parameters by their place among all."""
+        """Write this rank's row and counts; times in seconds, parameters by index."""
         ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
         digits = _NO_FINGERPRINT
         if fingerprint:
@@ -78,40 +78,39 @@ class PassHeader:
                 (fingerprint >> shift) % (1 << DIGIT_BITS)
                 for shift in (0, DIGIT_BITS, 2 * DIGIT_BITS)
             ]
-        counts = len(unused), len(late), is_surprised, keeps_reduced
+        counts = len(unused), len(late), graph_changed, keeps_reduced
         row = [number, weight, *counts, *digits, forward, backward, *arrivals]
         self._numbers[self._mine : self._mine + self._width] = row
         for i in unused:
             self._numbers[self._used.start + i] = 0.0
         for i in late:
             self._numbers[self._late.start + i] = 1.0
-        if self._card is not self.space:
-            self.space.copy_(self._card)
+        if self._host is not self.space:
+            self.space.copy_(self._host)
 
     def receive(self, number: int) -> None:
-        """Get ready to be read, given what this rank has said is the number of the pass."""
-        if self._card is not self.space:
-            self._card.copy_(self.space)
+        """Prepare for reading after the reduction; `number` is this rank's pass number."""
+        if self._host is not self.space:
+            self._host.copy_(self.space)
         mine = self._numbers[self._mine + NUMBER]
-        # A group that takes means has divided by how many took part, which only it knows.
+        # A group that takes means has divided by the number of participants, which only it knows.
         self._divisor = round(number / mine) if mine else 1
 
     def _column(self, field: int) -> list[float]:
-        """Tell a field of every rank's row, still divided."""
+        """Return one field of all rows, not yet multiplied by the divisor."""
         column: list[float] = self._numbers[field : self._rows : self._width]
         return column
 
     def same_number(self) -> bool:
-        """Tell whether all ranks are in the same pass."""
         numbers = self._column(NUMBER)
         return numbers.count(numbers[0]) == len(numbers)
 
     def numbers(self) -> list[int]:
-        """Tell which pass each rank is in; 0 if in none."""
+        """Return the pass number of each rank; 0 for a rank that did not take part."""
         return [round(number * self._divisor) for number in self._column(NUMBER)]
 
     def weights(self) -> list[float]:
-        """Tell each rank's weight; 0 of one without data."""
+        """Return the weight of each rank; 0 for a rank without data."""
         return [max(0.0, weight * self._divisor) for weight in self._column(WEIGHT)]
 
     def with_data(self) -> list[int]:
@@ -125,35 +124,34 @@ class PassHeader:
         return [r for r, weight in enumerate(column) if weight * self._divisor == NO_WEIGHT]
 
     def has_unused(self) -> bool:
-        """Tell whether any rank has parameters without a gradient."""
+        """Whether any rank has parameters without a gradient."""
         return any(self._column(UNUSED))
 
     def any_graph_changed(self) -> bool:
-        """Tell whether the graph of any rank was another than it learnt from."""
-        return any(self._column(SURPRISED))
+        return any(self._column(GRAPH_CHANGED))
 
     def any_kept_reduced(self) -> bool:
-        """Tell whether any rank adds gradients that were reduced before to what is reduced now."""
-        return any(self._column(KEPT))
+        """Whether any rank will add earlier reduced gradients to the result of this pass."""
+        return any(self._column(KEPT_REDUCED))
 
     def used(self) -> list[bool]:
-        """Tell of every parameter whether any rank used it."""
+        """Return for every parameter whether any rank used it."""
         return [count > 0 for count in self._numbers[self._used]]
 
     def late(self) -> list[int]:
-        """List the parameters of which any rank has more than it could send."""
+        """List the parameters for which any rank has a late gradient."""
         if not any(self._column(LATE)):
             return []
         return [i for i, count in enumerate(self._numbers[self._late]) if count > 0]
 
     def same_fingerprints(self) -> bool:
-        """Tell whether all ranks that take part have the same values in their parameters."""
+        """Whether all participants have the same parameter values."""
         digits = zip(*(self._column(DIGITS + place) for place in range(3)), strict=True)
         present = zip(self._column(NUMBER), digits, strict=True)
         return len({fingerprint for number, fingerprint in present if number}) == 1
 
     def clocks(self) -> list[list[float]]:
-        """Tell every rank's times: in forward, in backward, and when each bucket was ready."""
+        """Return every rank's times: forward, backward, and when each bucket was ready."""
         starts = range(FORWARD, self._rows, self._width)
         times = (self._numbers[start : start + self._width - FORWARD] for start in starts)
         return [[time * self._divisor for time in row] for row in times]

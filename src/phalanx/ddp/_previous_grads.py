@@ -20,30 +20,26 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._buckets import BucketPiece, Gradients, count_missing
-from ._dtensor import LocalShard, local, whole
+from ._buckets import Gradients, count_missing
+from ._dtensor import LocalShard, local_tensor, original_parameter
 
 
 def take_previous_grads(parameters: Sequence[Parameter]) -> list[Tensor | None]:
-    """Take every gradient that there is, so that what arrives is new; nothing if there is none."""
-    olds = [parameter.grad for parameter in parameters]
-    if count_missing(olds) == len(olds):
+    """Return the gradients and set every `.grad` to None; return nothing if there are none."""
+    previous = [parameter.grad for parameter in parameters]
+    if count_missing(previous) == len(previous):
         return []
     for parameter in parameters:
         parameter.grad = None
-    return olds
+    return previous
 
 
-def piece_by_parameter(pieces: Sequence[BucketPiece]) -> dict[int, int]:
-    """Tell of every parameter which piece it is in."""
-    return {i: number for number, piece in enumerate(pieces) for i in piece.members}
-
-
-def first_grads(olds: Gradients, news: Gradients) -> Gradients:
-    """Choose of every parameter the gradient that there was first."""
-    if not olds:
-        return news
-    return [new if old is None else old for old, new in zip(olds, news, strict=True)]
+def first_grads(previous: Gradients, new: Gradients) -> Gradients:
+    """Return the previous gradient of each parameter, or the new one if there is none."""
+    if not previous:
+        return new
+    pairs = zip(previous, new, strict=True)
+    return [gradient if old is None else old for old, gradient in pairs]
 
 
 @dataclass
@@ -52,20 +48,20 @@ class _ReducedGrad:
 
     value: Tensor
     sum: Tensor | None = None
-    """What a local pass has left in ``.grad``: this, and what was added to it."""
+    """What a local pass left in ``.grad``: `value` and what was added to it."""
     version: int = 0
 
     def note(self, parameter: Parameter) -> None:
-        self.sum = whole(parameter).grad
+        self.sum = original_parameter(parameter).grad
         self.version = 0 if self.sum is None else self.sum._version
 
     def was_changed(self, parameter: Parameter) -> bool:
-        now = whole(parameter).grad
+        now = original_parameter(parameter).grad
         return now is not self.sum or (now is not None and now._version != self.version)
 
 
 class PreviousGrads:
-    """What of the gradients from before a pass is reduced already, and what is there no more."""
+    """The part of the previous gradients that is already reduced."""
 
     def __init__(self) -> None:
         self._reduced: dict[Parameter, _ReducedGrad] = {}
@@ -73,21 +69,21 @@ class PreviousGrads:
         """The parameters that had a gradient after the last local pass."""
         self._had_values = False
         self._is_known = True
-        """Whether the last local pass came to its end."""
+        """Whether the last local pass finished."""
 
     def __bool__(self) -> bool:
         """Whether there are reduced gradients that must not be reduced again."""
         return bool(self._reduced)
 
     def keep_reduced(self, parameters: Sequence[Parameter]) -> None:
-        """Keep a copy of the gradients that there are, before local ones are added to them."""
+        """Keep a copy of the gradients, before local ones are added to them."""
         self.set_aside(parameters)
         for parameter, kept in self._reduced.items():
-            # Not the view of a bucket that it was: those have one version in common.
+            # Not the view of a bucket that it was: all views of a bucket share one version.
             parameter.grad = kept.value.clone()
 
     def set_aside(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients that there are, and leave none."""
+        """Keep the gradients, and set `.grad` to None."""
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and _has_values(gradient):
@@ -99,12 +95,12 @@ class PreviousGrads:
         self._add(-1)
 
     def add(self) -> None:
-        """Add what was kept to what is in ``.grad``."""
+        """Add the kept gradients to ``.grad``."""
         self._add(1)
 
     @contextmanager
     def subtracted(self) -> Generator[None, None, None]:
-        """Have only local gradients in ``.grad`` in the body."""
+        """Leave only local gradients in ``.grad`` in the body."""
         self.subtract()
         try:
             yield
@@ -123,15 +119,15 @@ class PreviousGrads:
                     gradient.add_(value, alpha=alpha)
 
     def note_local(self, parameters: Sequence[Parameter]) -> None:
-        """Note what a local pass begins with or has left, to notice what becomes of it."""
-        self._held = [p for p in parameters if whole(p).grad is not None]
+        """Note the gradients that a local pass begins with or has left, to detect changes."""
+        self._held = [p for p in parameters if original_parameter(p).grad is not None]
         self._had_values = any(_has_values(p.grad) for p in self._held)
         for parameter, kept in self._reduced.items():
             kept.note(parameter)
         self._is_known = True
 
     def note_failure(self) -> None:
-        """Note that a local pass raised: nobody knows how far it came."""
+        """Note that a local pass raised, so that changes cannot be detected."""
         self._is_known = False
 
     def drop_zeroed(self) -> bool:
@@ -150,7 +146,7 @@ class PreviousGrads:
                 )
         if self._had_values:
             return not any(_has_values(p.grad) for p in self._held)
-        return bool(self._held) and all(whole(p).grad is None for p in self._held)
+        return bool(self._held) and all(original_parameter(p).grad is None for p in self._held)
 
     def clear(self) -> None:
         """Forget everything: the gradients have been reduced, or are gone."""
@@ -159,8 +155,7 @@ class PreviousGrads:
 
 
 def _has_values(gradient: Tensor | None) -> bool:
-    """Tell whether a gradient is not zero everywhere."""
     if gradient is None:
         return False
-    part = local(gradient)
+    part = local_tensor(gradient)
     return bool((part._values() if part.is_sparse else part).count_nonzero())

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ from ._autograd_hooks import (
     current_graph_task,
     without_graph,
 )
-from ._backward_pass import LocalPass, PassConfig, PassTiming, ReducedPass, warn_graph_changed
+from ._backward_pass import LocalPass, PassConfig, ReducedPass
 from ._buckets import Bucket, BucketCaps, BucketLayoutBuilder, DelayedReduction
 from ._comm_hook import CommHook
 from ._communicator import AnyWork, Communicator, broadcast_coalesced
@@ -49,61 +50,45 @@ from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import verify_parameters
 from ._previous_grads import PreviousGrads
 from ._scaling import OVERFLOW_PRONE_DTYPES, Scale, ScaleSelector
-from ._stats import StatsHistory
-
-
-class RegisteredReducer(Protocol):
-    """What reducers of a group have to know of each other."""
-
-    expects_backward: bool
-    """There was a forward pass whose backward pass has not come."""
-    has_shared_backward: bool
-    """Some backward pass was not its own alone."""
-
-    @property
-    def graph_task(self) -> int | None:
-        """Tell the run of autograd that its pass under way belongs to."""
-
-    def end(self) -> None:
-        """End that pass."""
+from ._stats import PassTiming, StatsHistory
 
 
 class ReducerRegistry:
     """The reducers of one group, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[RegisteredReducer]] = []
+        self._members: list[weakref.ref[Reducer]] = []
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> ReducerRegistry:
-        """Return the company of a group; all who ask for the same group get the same."""
+        """Return the one registry of a group."""
         return _registries.setdefault(group, ReducerRegistry())
 
-    def enter(self, member: RegisteredReducer) -> None:
-        """Become a member; on every rank in the same order."""
-        self._members.append(weakref.ref(member, self._members.remove))
+    def add(self, reducer: Reducer) -> None:
+        """Register a reducer; in the same order on every rank."""
+        self._members.append(weakref.ref(reducer, self._members.remove))
 
-    def leave(self, member: RegisteredReducer) -> None:
-        """Be a member no more."""
-        self._members[:] = [known for known in self._members if known() is not member]
+    def remove(self, reducer: Reducer) -> None:
+        """Unregister a reducer."""
+        self._members[:] = [known for known in self._members if known() is not reducer]
 
-    def is_only_reducer(self, member: RegisteredReducer) -> bool:
-        """Tell whether no other reducer can take part in the backward pass that begins."""
+    def is_only_reducer(self, reducer: Reducer) -> bool:
+        """Whether no other reducer can take part in the backward pass that begins."""
         if len(self._members) == 1:
             return True
-        others = [other for other in self._all() if other is not member]
-        return not (member.has_shared_backward or any(other.expects_backward for other in others))
+        others = [other for other in self._all() if other is not reducer]
+        return not (reducer.has_shared_backward or any(other.expects_backward for other in others))
 
-    def participants(self, member: RegisteredReducer) -> list[RegisteredReducer]:
-        """List who takes part in a member's backward pass, itself included, in order."""
+    def participants(self, reducer: Reducer) -> list[Reducer]:
+        """List the reducers in the same backward pass, this one included, in order."""
         if len(self._members) == 1:
-            return [member]
-        present = [other for other in self._all() if other.graph_task == member.graph_task]
+            return [reducer]
+        present = [other for other in self._all() if other.graph_task == reducer.graph_task]
         for each in present:
             each.has_shared_backward |= len(present) > 1
         return present
 
-    def _all(self) -> list[RegisteredReducer]:
+    def _all(self) -> list[Reducer]:
         members = (known() for known in self._members)
         return [member for member in members if member is not None]
 
@@ -114,12 +99,12 @@ _registries: weakref.WeakKeyDictionary[dist.ProcessGroup, ReducerRegistry] = (
 
 
 class Reducer:
-    """Sees to it that a backward pass leaves the same gradients on every rank."""
+    """Reduces the gradients of backward passes, so that they are equal on every rank."""
 
     def __init__(
         self,
         named: Sequence[tuple[str, Parameter]],
-        channel: Communicator,
+        comm: Communicator,
         *,
         caps: BucketCaps,
         sparse: frozenset[str] = frozenset(),
@@ -133,10 +118,10 @@ class Reducer:
         self.named = [(name, as_local_shard(parameter)) for name, parameter in named]
         self._precision = precision
         self.optimizers = OptimizersInBackward(named)
-        self.channel = channel
+        self.comm = comm
         dtype = None if precision is None else precision.gradient_dtype
-        self._layout_builder = BucketLayoutBuilder(channel, caps, sparse, delay, dtype)
-        self.scaling = ScaleSelector(channel, reduce)
+        self._layout_builder = BucketLayoutBuilder(comm, caps, sparse, delay, dtype)
+        self.scaling = ScaleSelector(comm, reduce)
         self.weights = self.scaling.weights
         self.hook: CommHook | None = None
         self._keeps_views = keeps_views
@@ -144,51 +129,55 @@ class Reducer:
         self._check_every = check_every
         self._is_closed = False
         self.graph_ever_changed = False
-        """The graph has changed at some time."""
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
         self.syncs_gradients = True
-        """Whether the next backward pass is reduced; asked when it begins."""
+        """Whether backward passes are reduced; read when a pass begins."""
         self._passes = self._reduced = 0
         self._lifetime: PassLifetime = [_no_pass]
         """Returns None once autograd has dropped the pass under way: a weak reference to the queued
         callback, or `OuterGraphTask.is_running`."""
         self.has_local_grads = False
-        """Gradients hold what only this rank has."""
+        """Whether ``.grad`` contains gradients of this rank that are not reduced."""
         self.may_lack_data = False
-        """Whether ranks may be without data, so that reduced gradients are not reduced again."""
+        """Whether ranks may be without data. Reduced gradients must not be reduced again then."""
         self._previous = PreviousGrads()
         self._in_flight: ReducedPass | LocalPass | None = None
         self._announced: AnyWork | None = None
-        self._order: list[int] | None = None  # a better one, from the first pass
-        self.expects_backward = self.has_shared_backward = False
+        self._order: list[int] | None = None
+        """The order of gradients in the first pass, until the buckets are rearranged by it."""
+        self.expects_backward = False
+        """Whether there was a forward pass whose backward pass has not finished."""
+        self.has_shared_backward = False
+        """Whether another reducer ever took part in a backward pass of this one."""
         self.graph_task: int | None = None
-        self._company = ReducerRegistry.of(channel.group)
+        """The autograd graph task of the pass in flight."""
+        self._registry = ReducerRegistry.of(comm.group)
         self._autograd_hooks = AutogradHooks([])
         self._since = time.perf_counter()
         self.track_trainable_parameters()
-        self._company.enter(self)
+        self._registry.add(self)
 
     def use_hook(self, hook: CommHook) -> None:
-        """Have a hook reduce the buckets from now on."""
+        """Reduce the buckets with a hook from now on."""
         self.hook = hook
         self.scaling.has_hook = True
         if not self._must_record:
-            self._settle()
+            self._update_pass_config()
 
     # -- the plan --------------------------------------------------------------------------
 
     def track_trainable_parameters(self) -> None:
-        """Begin with the parameters that need gradients now."""
+        """Start again with the parameters that require gradients now."""
         taken = [(name, p) for name, p in self.named if p.requires_grad]
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self.named if not p.requires_grad]
         self._accumulators = AccumulateGradNodes(self.parameters)
-        self._autograd_hooks.close()  # the hooks that count other parameters
+        self._autograd_hooks.close()
         self._autograd_hooks = AutogradHooks(self.parameters)
         self._has_agreed_order, self._order = False, None
-        # They are registered as forward uses them, most often; backward goes the other way.
+        # Modules are usually registered in the order of forward; backward is the reverse.
         self._arrange(list(reversed(range(len(taken)))))
         self._must_record = True
 
@@ -203,18 +192,18 @@ class Reducer:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """The buckets, in the order in which they are reduced."""
+        """The buckets, in the order of reduction."""
         return self._layout.buckets
 
     def prepare(self) -> None:
-        """Get ready for a forward pass: adopt a better plan, or parameters that were unfrozen."""
+        """Prepare for a forward pass: apply a new bucket order, or track unfrozen parameters."""
         self._abandon_if_dead()
         if self._in_flight is not None or self._is_closed:
-            return  # a part of forward is run again, for the backward pass that wants its values
+            return  # activation checkpointing runs a part of forward again
         self.expects_backward = True
         self.optimizers.check_first()
         if self._frozen and any(p.requires_grad for p in self._frozen):
-            verify_parameters(self.named, self.channel)
+            verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
         if self._must_record:
             self._start_recording()
@@ -223,59 +212,59 @@ class Reducer:
             self._arrange(self._order)
             self._order = None
             if self._autograd_hooks.is_recording:
-                self._follow(seen)
-            else:  # several passes have come out of the first forward
+                self._expect_recorded_order(seen)
+            else:  # the first forward pass had several backward passes
                 self._start_recording()
 
     def prepare_for_backward(self, outputs: object) -> None:
-        """Accept a hint of torch's pipelines: here a pass is noticed when it begins."""
+        """Do nothing; torch's pipelines call this. A pass is detected when it begins."""
 
     def record_again(self) -> None:
-        """Learn from the next pass what comes when; all ranks do."""
+        """Record the order of gradients in the next pass, on all ranks."""
         self._must_record = True
 
     def _start_recording(self) -> None:
         self._must_record = False
         self._autograd_hooks.announce(self.begin_from_parameter, self._lifetime)
         self._autograd_hooks.learn(self._on_arrival)
-        self._settle()
+        self._update_pass_config()
 
-    def _follow(self, seen: set[int]) -> None:
+    def _expect_recorded_order(self, seen: set[int]) -> None:
         members = [piece.members for piece in self._layout.pieces]
         self._autograd_hooks.follow(members, self._on_ready)
         self._absent = [len(set(piece.members) - seen) for piece in self._layout.pieces]
-        self._settle()
+        self._update_pass_config()
 
     @property
     def is_running(self) -> bool:
-        """Tell whether a backward pass has begun and not ended."""
+        """Whether a backward pass has begun and not finished."""
         return self._in_flight is not None
 
     def broadcast_parameters(self, root: int = 0) -> None:
-        """Give every rank one rank's parameters; gradients' storage is free for it meanwhile."""
-        self._layout.broadcast_values(self.channel, root)
+        """Give every rank the root's parameters. The buckets serve as buffers."""
+        self._layout.broadcast_values(self.comm, root)
         taken = {id(p) for p in self._layout.parameters_in_buckets()}
         rest = [p for _, p in self.named if id(p) not in taken]
-        broadcast_coalesced(rest, self.channel, root=root)
+        broadcast_coalesced(rest, self.comm, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
 
     def begin_from_output(self) -> None:
-        """Begin a backward pass, unless it leaves gradients alone."""
+        """Begin a backward pass, unless it accumulates no gradients."""
         if self._precision is not None:
             self._precision.use_copies_in_backward()
         if not self._is_closed and self._accumulators.may_run():
             self.begin()
 
     def begin_from_parameter(self, i: int) -> None:
-        """Begin a backward pass that has come to a parameter, but to no output that was found."""
+        """Begin a backward pass that reached a parameter, but no output that was found."""
         if self._precision is not None:
             self._precision.use_copies_in_backward()
         if not self._is_closed and self._accumulators.runs(i):
             self.begin()
 
     def begin(self) -> None:
-        """Begin a backward pass, unless one is under way: before any gradient has come."""
+        """Begin a backward pass, unless one is in flight; before any gradient arrives."""
         self._abandon_if_dead()
         if self._in_flight is not None:
             return
@@ -291,30 +280,29 @@ class Reducer:
         if not self.syncs_gradients:
             self._accumulate()
             unweighted = self.parameters if self.weights.current == 0 else ()
-            self._in_flight = LocalPass(self.channel, unweighted)
+            self._in_flight = LocalPass(self.comm, unweighted)
             return
         self._reduced += 1
         if self.has_local_grads:
             self._previous.subtract()
-        elif self._keeps_reduced_apart:
+        elif self._sets_reduced_aside:
             self._previous.set_aside(self.parameters)
         self._in_flight = self._make_pass(
-            self.scaling.scale(self.parameters, is_narrow=self._may_overflow),
-            olds_count=self.has_local_grads,
+            self.scaling.scale(self.parameters, may_overflow=self._may_overflow),
+            previous_are_local=self.has_local_grads,
         )
         if self._in_flight.restores_previous:
             self._autograd_hooks.restore_previous(self._in_flight.restore_previous)
 
     def _end_with_this_run(self) -> None:
-        """End the pass when the run of autograd is over that calls us."""
-        # Whoever asked autograd for a pass gets what we raise there.
+        """End the pass with the current graph task. What a callback raises, backward() raises."""
         callback = partial(self._end_all)
         self._lifetime[0] = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = current_graph_task()
 
     def _end_with_outer_run(self, outer: OuterGraphTask) -> None:
-        """End the pass when the run of autograd is over within which this one was started."""
+        """End the pass with the graph task that contains the current one."""
         self._lifetime[0] = outer.is_running
         number = self._passes
 
@@ -325,23 +313,23 @@ class Reducer:
 
         handle = outer.next_node.register_prehook(end_with_it)
 
-    def _make_pass(self, scale: Scale, *, olds_count: bool = False) -> ReducedPass:
+    def _make_pass(self, scale: Scale, *, previous_are_local: bool = False) -> ReducedPass:
         steps_early = self.is_static and self.optimizers and not self._previous
         return ReducedPass(
             self._pass_config,
             scale,
             number=self._passes,
-            olds_count=olds_count,
+            previous_are_local=previous_are_local,
             keeps_reduced=bool(self._previous),
-            proof=self.named if self._is_check_due() else (),
-            launches_early=self._company.is_only_reducer(self),
+            compared=self.named if self._is_check_due() else (),
+            launches_early=self._registry.is_only_reducer(self),
             timing=PassTiming(self._since, self.forward_seconds),
             optimizers=self.optimizers if steps_early else None,
         )
 
     def _accumulate(self) -> None:
-        """Prepare gradients for more that only this rank has."""
-        if not self.has_local_grads and self._keeps_reduced_apart:
+        """Prepare ``.grad`` for a local pass."""
+        if not self.has_local_grads and self._sets_reduced_aside:
             self._previous.keep_reduced(self.parameters)
         self.has_local_grads = True
         with self._previous.subtracted():
@@ -349,8 +337,8 @@ class Reducer:
         self._note_local()
 
     @property
-    def _keeps_reduced_apart(self) -> bool:
-        """Tell whether ranks' shares of reduced gradients might not add up to one."""
+    def _sets_reduced_aside(self) -> bool:
+        """Whether the ranks' shares of reduced gradients might not add up to one."""
         return self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
 
     def _note_local(self) -> None:
@@ -358,7 +346,7 @@ class Reducer:
             self._previous.note_local(self.parameters)
 
     def _forget_dropped(self) -> None:
-        """Forget local passes if the user has zeroed what they left."""
+        """Forget local passes if the user has zeroed their gradients."""
         if self.has_local_grads and self._previous.drop_zeroed():
             self.drop_local_grads()
 
@@ -370,11 +358,10 @@ class Reducer:
             self.weights.clear()
             self._previous.clear()
 
-    def _settle(self) -> None:
-        """Put together what the passes that follow have in common."""
+    def _update_pass_config(self) -> None:
         self.optimizers.check()
         self._pass_config = PassConfig(
-            channel=self.channel,
+            comm=self.comm,
             names=self.names,
             parameters=self.parameters,
             buckets=self.buckets,
@@ -390,11 +377,11 @@ class Reducer:
         return self._check_every > 0 and self._reduced % self._check_every == 0
 
     def shadow(self, *, reduces: bool) -> None:
-        """Take part in a backward pass of the others, without gradients of one's own."""
+        """Take part in a backward pass of the others without gradients."""
         self._abandon_if_dead()
         self._passes += 1
         if not reduces:
-            self._announced = LocalPass(self.channel).finish()
+            self._announced = LocalPass(self.comm).finish()
             return
         self._reduced += 1
         with torch.no_grad():
@@ -406,7 +393,9 @@ class Reducer:
             shadow = self._make_pass(self.scaling.without_data())
             shadow.finish()
             shadow.graph_changed = False
-            if self._layout.header.any_kept_reduced():  # only they know whether to zero gradients
+            if (
+                self._layout.header.any_kept_reduced()
+            ):  # ranks with data know whether they are zeroed
                 self._previous.add()
             if not self._has_agreed_order:
                 self._agree_on_order()
@@ -425,30 +414,30 @@ class Reducer:
                 self._in_flight.ready(number)
 
     def _end_all(self) -> None:
-        """End all passes of the run of autograd that has ended, unless somebody else has."""
+        """End the passes of all reducers in this graph task, unless another has done so."""
         if self.graph_task is not None:
-            for reducer in self._company.participants(self):
+            for reducer in self._registry.participants(self):
                 reducer.end()
 
     def end(self) -> None:
-        """End the pass under way: autograd has come to the end of it."""
-        under_way, self.graph_task = self._in_flight, None
+        """End the pass in flight: its graph task is over."""
+        current, self.graph_task = self._in_flight, None
         self.expects_backward = False
         self._autograd_hooks.rearm()
         with without_graph():
-            if isinstance(under_way, LocalPass):
-                self._announced = under_way.finish()
+            if isinstance(current, LocalPass):
+                self._announced = current.finish()
                 self._note_local()
-            elif under_way is not None:
-                under_way.finish()
-            # Not before: what does not come to its end has to be waited for, by whoever comes next.
+            elif current is not None:
+                current.finish()
+            # Not before: if `finish` raises, the next pass must abandon this one.
             self._in_flight = None
-            if isinstance(under_way, ReducedPass):
+            if isinstance(current, ReducedPass):
                 self._previous.add()
-                self._learn_from(under_way)
-                self._note(under_way)
-        if isinstance(under_way, ReducedPass) and self.optimizers:
-            self.optimizers.step(besides=under_way.stepped)
+                self._update_order(current)
+                self._note(current)
+        if isinstance(current, ReducedPass) and self.optimizers:
+            self.optimizers.step(besides=current.stepped)
 
     def _note(self, done: ReducedPass) -> None:
         self.has_local_grads = False
@@ -459,64 +448,71 @@ class Reducer:
         self.stats.add(done.timing, self._layout.header.clocks(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
 
-    def _learn_from(self, done: ReducedPass) -> None:
+    def _update_order(self, done: ReducedPass) -> None:
         if not self._has_agreed_order:
             self._agree_on_order()
         elif self._autograd_hooks.is_recording:
-            self._follow(set(self._autograd_hooks.order))
+            self._expect_recorded_order(set(self._autograd_hooks.order))
         elif done.any_graph_changed:
-            # On all ranks: who learns launches nothing early, and calls that a layer makes in
-            # backward must find the same order everywhere.
+            # On all ranks: a recording pass launches nothing early, and collectives that a layer
+            # makes in backward must come in the same order everywhere.
             if done.graph_changed and self.is_static:
-                warn_graph_changed()
+                warnings.warn(
+                    "the graph of this backward pass differs from the one before, in spite of "
+                    "static_graph=True; the gradients are correct",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             self._start_recording()
 
     def _agree_on_order(self) -> None:
-        """Take over the order in which gradients came on one rank, from the next forward on."""
+        """Use one rank's order of gradients from the next forward pass on."""
         seen = self._autograd_hooks.order
         unseen = set(range(len(self.parameters))) - set(seen)
         order = torch.tensor(
-            [*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.channel.device
+            [*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.comm.device
         )
         root = self._layout.header.with_data()[0]  # rank 0, unless it has left
-        self.channel.broadcast(order, root).wait()
+        self.comm.broadcast(order, root).wait()
         self._order = order.tolist()
         self._has_agreed_order = True
 
     def _abandon_if_dead(self) -> None:
-        """Forget a pass that did not come to its end, because something raised in it."""
+        """Drop a pass that autograd did not finish because something raised."""
         if self._in_flight is not None and self._lifetime[0]() is None:
-            under_way, self._in_flight = self._in_flight, None
+            current, self._in_flight = self._in_flight, None
             self.graph_task = None
             self._lifetime[0] = _no_pass
-            under_way.abandon()
-            is_local = isinstance(under_way, LocalPass)
+            current.abandon()
+            is_local = isinstance(current, LocalPass)
             self.weights.undo_last_pass(keeps_gradients=is_local)
             if is_local:
                 self._previous.note_failure()
             else:
                 self._previous.clear()
-                self.has_local_grads = True  # what it has left, if anything, is this rank's own
+                self.has_local_grads = (
+                    True  # `.grad` may hold what autograd added after the failure
+                )
 
     def progress(self) -> list[int]:
-        """Tell in numbers what ranks have to be at one about before a pass, beside parameters."""
+        """Return the numbers that must be equal on all ranks before a pass."""
         order = self._arranged_by if self._order is None else self._order
         flags = int(self._has_agreed_order), int(self.has_shared_backward)
         return [self._passes, self._reduced, *flags, *order]
 
-    def catch_up(self, progress: Sequence[int]) -> None:
-        """Go on where one rank is, after passes that some took no part in; all ranks do."""
-        self._passes, self._reduced, has_ordered, has_met_others, *order = progress
-        self._has_agreed_order, self._order = bool(has_ordered), None
-        self.has_shared_backward = bool(has_met_others)
+    def load_progress(self, progress: Sequence[int]) -> None:
+        """Continue with the progress of another rank, after passes that this one skipped."""
+        self._passes, self._reduced, has_agreed_order, has_shared, *order = progress
+        self._has_agreed_order, self._order = bool(has_agreed_order), None
+        self.has_shared_backward = bool(has_shared)
         self._announced = None
         self.weights.clear()
         self._previous.clear()
         if order != self._arranged_by:
             self._arrange(order)
 
-    def adopt(self, other: Reducer) -> None:
-        """Take over what the user has set on another, which this one replaces."""
+    def take_settings_from(self, other: Reducer) -> None:
+        """Copy the user's settings from the reducer that this one replaces."""
         self.syncs_gradients = other.syncs_gradients
         self.weights.current = other.weights.current
         if [id(p) for _, p in self.named] == [id(p) for _, p in other.named]:
@@ -528,37 +524,36 @@ class Reducer:
             )
 
     def close(self) -> None:
-        """Take the hooks off the parameters, and reduce nothing any more."""
+        """Remove the hooks from the parameters and reduce nothing from now on."""
         self._is_closed = True
         self._autograd_hooks.close()
-        self._company.leave(self)
+        self._registry.remove(self)
 
 
 def _no_pass() -> None:
-    """Say that there is no pass."""
+    return None
 
 
 def backward_callback(reducer: Reducer, *, adds_up: bool) -> Callable[[], None]:
-    """Return what to call when a backward pass begins from the forward pass that is ending now."""
-    context = _current_context()
+    """Return what to call when the backward pass of the current forward pass begins."""
+    context = _distributed_autograd_context()
     if context is None:
         return reducer.begin_from_output
     return DistributedAutogradPass(reducer, context, adds_up=adds_up).begin
 
 
-def _current_context() -> int | None:
-    """Tell the context that this thread records a forward pass in, if any."""
+def _distributed_autograd_context() -> int | None:
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
     if rpc is None or not rpc._is_current_rpc_agent_set():
         return None
     try:
         return torch._C._distributed_autograd._current_context()._context_id()
-    except RuntimeError:  # what it says where there is none
+    except RuntimeError:  # there is none
         return None
 
 
 class DistributedAutogradPass:
-    """What comes back from one forward pass that was recorded in a context."""
+    """The backward passes of one forward pass in a context of `torch.distributed.autograd`."""
 
     def __init__(self, reducer: Reducer, context: int, *, adds_up: bool) -> None:
         self._reducer = reducer
@@ -567,8 +562,8 @@ class DistributedAutogradPass:
         self._has_begun = False
 
     def begin(self) -> None:
-        """Take notice that a backward pass has begun; it comes here from every output."""
-        self._reducer.begin_from_output()  # a plain one, perhaps, whatever was recorded
+        """Note that a backward pass has begun. Every output calls this."""
+        self._reducer.begin_from_output()  # it may be a plain backward pass all the same
         if self._reducer.is_running or self._has_begun or not self._reducer.syncs_gradients:
             return
         self._has_begun = True
@@ -578,8 +573,8 @@ class DistributedAutogradPass:
         self._has_begun = self._reducer.expects_backward = False
         if self._reducer.hook is not None:
             raise InvalidState(
-                f"communication hook {self._reducer.hook.name} reduces gradients that come to "
-                "``.grad``, and those of a context of autograd's do not"
+                f"communication hook {self._reducer.hook.name} cannot reduce the gradients of a "
+                "distributed autograd context, since they are not in .grad"
             )
         found = torch._C._distributed_autograd.get_gradients(self._context)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
@@ -590,9 +585,11 @@ class DistributedAutogradPass:
                 self._reduce(parameters, [found.get(each) for each in parameters])
 
     def _reduce(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-        """Reduce gradients of one type together; who has none counts with zero."""
+        """Reduce gradients of one dtype together; a missing one counts as zero."""
         if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise InvalidState("sparse gradients cannot be reduced in a context of autograd's")
+            raise InvalidState(
+                "sparse gradients cannot be reduced in a distributed autograd context"
+            )
         weight = self._reducer.weights.current
         one = torch.ones(1, dtype=parameters[0].dtype, device=parameters[0].device)
         flat = torch.cat(
@@ -603,7 +600,7 @@ class DistributedAutogradPass:
             + [one]
         )
         flat.mul_(1 if weight is None else weight)
-        self._reducer.channel.sum(flat).wait()
+        self._reducer.comm.sum(flat).wait()
         total = 1 if self._adds_up and weight is None else flat[-1]
         parts = torch.split(flat[:-1] / total, [each.numel() for each in parameters])
         for gradient, part in zip(gradients, parts, strict=True):

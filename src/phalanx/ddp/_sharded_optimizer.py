@@ -430,7 +430,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         except Exception as error:
             # The others wait for this share, and can learn of it in no other way.
             told = f"the step of its share raised {type(error).__name__}: {error}"
-            self._channel.give_up(told)
+            self._channel.abort(told)
             raise
 
     def _check_members(self) -> None:

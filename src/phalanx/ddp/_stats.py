@@ -2,80 +2,83 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from ._buckets import Bucket
 
-HISTORY_STEPS = 128  # steps
-
-
-class _Timing(Protocol):
-    began: float
-    ended: float
-    forward: float
-    exposed: float
+HISTORY_STEPS = 128
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step: what it cost here, and when its gradients were ready on every rank.
+    """The timings of one step, in seconds.
 
-    Times are in seconds. Ranks leave a step together, so times since its end can be compared.
+    Ranks end a step at nearly the same moment, so times since the end of a step are comparable
+    between ranks.
     """
 
     forward: float
     """In forward, since the last step ended."""
     backward: float
-    """From the first gradient to the last, with the communication that it did not hide."""
+    """From the first gradient to the last, including exposed communication."""
     exposed: float
-    """Of that, in communication while nothing was computed."""
+    """Communication that did not overlap with computation."""
     nbytes: int
-    """Sent through the group, by this rank."""
+    """Bytes that this rank sent through the group."""
     forwards: tuple[float, ...]
     """Every rank's time in forward."""
     backwards: tuple[float, ...]
     """Every rank's time in backward, before it waited for others."""
     arrivals: tuple[tuple[float, ...], ...]
-    """By rank, then bucket: when it was ready there, counted from the end of the last step."""
+    """By rank, then bucket: when it was ready, since the end of the last step."""
 
     @property
     def slowest(self) -> int:
-        """Tell the rank for whose last bucket the others waited."""
+        """The straggler: the rank whose last bucket was ready last."""
         lasts = [arrivals[-1] for arrivals in self.arrivals]
         return lasts.index(max(lasts))
 
 
+@dataclass
+class PassTiming:
+    """The timings of one pass on this rank, in seconds of `time.perf_counter`."""
+
+    since: float
+    """The end of the last pass: a moment that is nearly the same for all ranks."""
+    forward: float
+    """The seconds spent in forward since then."""
+    began: float = field(default_factory=time.perf_counter)
+    arrivals: list[float] = field(default_factory=list)
+    """When each bucket was launched."""
+    exposed: float = 0.0
+    """The seconds of communication that did not overlap with computation."""
+    ended: float = 0.0
+
+
 class StatsHistory:
-    """The last steps."""
+    """The timings of the last steps."""
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, float, float, int, list[list[float]]]] = deque(
-            maxlen=HISTORY_STEPS
-        )
+        self._steps: deque[tuple[PassTiming, int, list[list[float]]]] = deque(maxlen=HISTORY_STEPS)
 
-    def add(self, timing: _Timing, clocks: list[list[float]], buckets: Sequence[Bucket]) -> None:
+    def add(self, timing: PassTiming, clocks: list[list[float]], buckets: Sequence[Bucket]) -> None:
         """Keep a step; `clocks` has a row per rank: forward, backward, arrivals of buckets."""
-        nbytes = sum(bucket.nbytes for bucket in buckets)
-        spent = timing.ended - timing.began
-        self._steps.append((timing.forward, spent, timing.exposed, nbytes, clocks))
+        self._steps.append((timing, sum(bucket.nbytes for bucket in buckets), clocks))
 
     def steps(self) -> list[StepStats]:
         """List the last steps, oldest first."""
-        return [_to_step_stats(*step) for step in self._steps]
-
-
-def _to_step_stats(
-    forward: float, backward: float, exposed: float, nbytes: int, clocks: list[list[float]]
-) -> StepStats:
-    return StepStats(
-        forward=forward,
-        backward=backward,
-        exposed=exposed,
-        nbytes=nbytes,
-        forwards=tuple(row[0] for row in clocks),
-        backwards=tuple(row[1] for row in clocks),
-        arrivals=tuple(tuple(row[2:]) for row in clocks),
-    )
+        return [
+            StepStats(
+                forward=timing.forward,
+                backward=timing.ended - timing.began,
+                exposed=timing.exposed,
+                nbytes=nbytes,
+                forwards=tuple(row[0] for row in clocks),
+                backwards=tuple(row[1] for row in clocks),
+                arrivals=tuple(tuple(row[2:]) for row in clocks),
+            )
+            for timing, nbytes, clocks in self._steps
+        ]

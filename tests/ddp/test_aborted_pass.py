@@ -171,7 +171,7 @@ def test_training_goes_on_after_ranks_were_told_that_they_differ(group):
             ddp.module[0].bias += group.rank()
         with pytest.raises(RankMismatch, match="'0.bias' differs"):
             squares(ddp, rows).backward()
-        with pytest.raises(RuntimeError, match="not come to its end"):
+        with pytest.raises(RuntimeError, match="has not finished"):
             ddp._check_reducer_finalized()  # the next one waits for what it has launched
         ddp.zero_grad()
         ddp.load_state_dict(whole.state_dict())

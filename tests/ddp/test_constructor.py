@@ -29,7 +29,7 @@ REFUSED = {
     "two devices": ({"device_ids": [0, 1]}, ValueError, "one device"),
     "a device": ({"device_ids": [0]}, ValueError, "accelerator"),
     "an output device": ({"output_device": 1}, ValueError, "accelerator"),
-    "a delay": ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, "go together"),
+    "a delay": ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, "together"),
     "a hook": ({"param_to_hook_all_reduce": nn.Parameter(torch.ones(1))}, ValueError, "together"),
     "a size": ({"bucket_cap_mb": 0}, ValueError, "MiB"),
     "a size that is no number": ({"bucket_cap_mb": float("nan")}, ValueError, "MiB"),

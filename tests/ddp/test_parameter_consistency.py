@@ -30,7 +30,7 @@ def test_ranks_agree(group):
 def test_the_first_parameter_that_differs_is_named(group):
     ddp, _ = wrapped(mlp, group)
     spoil(ddp.module, group.rank())
-    with pytest.raises(RankMismatch, match=r"'2.weight' differs: rank 1 has"):
+    with pytest.raises(RankMismatch, match=r"'2.weight' differs: rank 1 and rank 0 have"):
         ddp.assert_in_sync()
     with torch.no_grad():
         ddp.module[0].bias += group.rank()
@@ -55,7 +55,7 @@ def test_values_are_compared_every_few_steps(group, local):
         step()
     spoil(ddp.module, group.rank())
     step()  # the fifth is not looked at
-    with pytest.raises(RankMismatch, match="'2.weight' differs: rank 1 has"):
+    with pytest.raises(RankMismatch, match="'2.weight' differs: rank 1 and rank 0 have"):
         step()
 
 

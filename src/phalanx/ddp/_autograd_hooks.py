@@ -41,17 +41,17 @@ from torch.nn import Parameter
 from ._dtensor import original_parameter
 
 _MAX_VISITED = 10_000
-"""How many more values to visit after the first object that is not a container: it can reach
-anything, a tokenizer's vocabulary for example. A pass whose outputs were not found begins at its
-first parameter."""
+"""How many values to visit after the first object that is not a container: it can reach anything,
+a tokenizer's vocabulary for example. A pass whose outputs were not found begins at its first
+parameter."""
 _ATOMS = (str, bytes, int, float, complex, type(None), type, ModuleType)
 _OPAQUE = (FunctionType, BuiltinFunctionType, nn.Module)
-"""What is no output, although it may lead to tensors."""
+"""Never part of an output, although they may refer to tensors."""
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in nested lists, tuples, mappings, dataclasses and plain objects."""
-    seen: dict[int, Any] = {}  # kept alive: what is made on the fly must not share an identity
+    seen: dict[int, Any] = {}  # keeps temporary objects alive, so that no two have the same id
     pending = [value]
     left: float = math.inf
     while pending and left > 0:
@@ -71,7 +71,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _parts(item: Any) -> list[Any] | None:
-    """List what a container holds; None of what is not one."""
+    """List the items of a container; None for anything else."""
     if isinstance(item, Mapping):
         return list(item.values())
     if isinstance(item, (list, tuple, set, frozenset, deque)):
@@ -84,7 +84,7 @@ def _parts(item: Any) -> list[Any] | None:
 
 
 def _attributes(item: Any) -> list[Any]:
-    """List the values of an object's attributes, without running code of its class."""
+    """List the values of attributes without running code of the class."""
     if isinstance(item, _OPAQUE):
         return []
     try:
@@ -104,79 +104,73 @@ def _attributes(item: Any) -> list[Any]:
 
 
 def is_remote_reference(item: Any) -> bool:
-    """Tell whether something is an ``RRef``, without importing what makes one."""
+    """Whether an object is an ``RRef``, without importing torch's RPC."""
     return type(item).__module__.startswith("torch.distributed.rpc") and hasattr(item, "is_owner")
 
 
-def on_backward(value: Any, notice: Callable[[], None]) -> None:
-    """Call `notice` when autograd comes to any of the tensors in `value`."""
+def on_backward(value: Any, callback: Callable[[], None]) -> None:
+    """Call `callback` when autograd reaches any of the tensors in `value`."""
     nodes = {tensor.grad_fn for tensor in find_tensors(value) if tensor.grad_fn is not None}
     for node in nodes:
-        node.register_prehook(lambda _: notice())
+        node.register_prehook(lambda _: callback())
 
 
 class AccumulateGradNodes:
-    """The nodes of autograd that fill ``.grad`` of some parameters."""
+    """The autograd nodes that accumulate into ``.grad`` of some parameters."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
 
     def may_run(self) -> bool:
-        """Tell whether the run of autograd that is under way may end in ``.grad`` of ours."""
+        """Whether the current graph task may accumulate a gradient of these parameters."""
         if Variable._execution_engine.is_checkpoint_valid():
-            # A plain ``backward()``. Where it ends is not known, for checkpoints of the reentrant
-            # kind hide parameters; and peers may reach some although this rank reaches none.
+            # A plain ``backward()``. Reentrant checkpoints hide the parameters that it reaches, and
+            # peers may reach some although this rank reaches none.
             return any(p.requires_grad for p in self._parameters)
+        nodes = (accumulate_grad_node(p) for p in self._parameters if p.requires_grad)
         try:
-            return any(map(torch._C._will_engine_execute_node, self._all()))
-        except RuntimeError:  # what it says where ``autograd.grad`` asks for a leaf
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # ``autograd.grad`` asks for a leaf
             return False
 
     def runs(self, i: int) -> bool:
-        """Tell whether the run of autograd that has come to a parameter ends in its ``.grad``."""
+        """Whether the current graph task accumulates the gradient of one parameter."""
         try:
-            return bool(torch._C._will_engine_execute_node(self._node(i)))
-        except RuntimeError:  # as above
+            return bool(
+                torch._C._will_engine_execute_node(accumulate_grad_node(self._parameters[i]))
+            )
+        except RuntimeError:
             return False
-
-    def _all(self) -> Iterator[Any]:
-        """Yield the nodes; most often the first is all it takes."""
-        for i, parameter in enumerate(self._parameters):
-            if parameter.requires_grad:
-                yield self._node(i)
-
-    def _node(self, i: int) -> Any:
-        return accumulate_grad_node(self._parameters[i])
 
 
 def accumulate_grad_node(parameter: Parameter) -> Any:
-    """Return the node that fills ``.grad`` now; a change of type makes autograd use another."""
+    """Return the node that accumulates into ``.grad``; a change of dtype replaces it."""
     return torch.autograd.graph.get_gradient_edge(original_parameter(parameter)).node
 
 
 def current_graph_task() -> int | None:
-    """Tell the number of the run of autograd that calls us; None outside of one."""
+    """Return the id of the graph task that calls us; None outside of one."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
 class OuterGraphTask:
-    """The outermost of several runs of autograd within each other.
+    """The outermost of several nested graph tasks.
 
-    A checkpoint of the reentrant kind runs autograd in its backward. A pass that is first seen in
-    there is part of the outer run, and ends with it. The function is on the stack then, and what it
-    passes gradients to is what the outer run comes to next. Where the stack does not tell (threads
-    that autograd starts for deep recursion), the inner run is all that is known.
+    A reentrant checkpoint runs autograd in its backward. A pass that is first seen there is part of
+    the outer graph task and ends with it. The checkpoint function is on the stack, and the nodes
+    that it passes gradients to run next in the outer task. On threads that autograd starts for deep
+    recursion the stack ends early, and only the inner task is known.
     """
 
     def __init__(self, next_node: Any, frame: FrameType) -> None:
         self.next_node = next_node
-        """A node that runs next in it."""
+        """A node that runs next in the outer task."""
         self._frame = frame
 
     @staticmethod
     def find() -> OuterGraphTask | None:
-        """Find the run around the one that calls us; None if that is in no other."""
+        """Find the task that contains the current one, if any."""
         function, outermost = None, None
         for frame in _stack():
             if frame.f_code is _PYTHON_BACKWARD:
@@ -186,13 +180,13 @@ class OuterGraphTask:
         if function is None or outermost is None:
             return None
         if not Variable._execution_engine.is_checkpoint_valid():
-            return None  # it may end in some nodes only, and not come to the next
+            return None  # it may not reach the next node
         following = (node for node, _ in function.next_functions if node is not None)
         node = next(following, None)
         return None if node is None else OuterGraphTask(node, outermost)
 
     def is_running(self) -> bool | None:
-        """Tell whether it has not ended; None if it has, for whatever reason."""
+        """Return True while the task runs, and None when it has ended, even by an error."""
         return True if self._frame in _stack() else None
 
 
@@ -204,15 +198,15 @@ def _stack() -> Iterator[FrameType]:
 
 
 _PYTHON_BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
-"""What autograd calls for a function that is written in Python."""
+"""Autograd calls this for a function written in Python."""
 _RUN_BACKWARD = getattr(
     getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None
 )
-"""What runs autograd, in the thread that asks for it."""
+"""Runs autograd, on the thread that calls backward()."""
 
 
 def without_graph() -> AbstractContextManager[object]:
-    """Have autograd record nothing in the body; in a plain backward pass it does not anyway."""
+    """Disable gradients in the body, at no cost in a plain backward pass, where they are."""
     return torch.no_grad() if torch.is_grad_enabled() else _NULL_CONTEXT
 
 
@@ -221,117 +215,108 @@ _NULL_CONTEXT = nullcontext()
 
 ArrivalCallback = Callable[[int], None]
 PassLifetime = list[Callable[[], object]]
-"""One function, in a place where it may be replaced: returns None when no pass is under way."""
+"""One replaceable function that returns None when no pass is in flight."""
 
 
 class AutogradHooks:
-    """The hooks on parameters, and what they have seen."""
+    """The hooks on parameters, and the arrivals that they have recorded."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
         self._nodes = [accumulate_grad_node(parameter) for parameter in parameters]
-        """Keeps the ``AccumulateGrad`` nodes and users' hooks on them: parameters do so weakly."""
-        self._handles: list[Any] = []
-        self._callers: list[_LastArrivalHook] = []
-        self._announcing: list[Any] = []
+        """Keeps the nodes and users' hooks on them alive; parameters hold them weakly."""
+        self._arrival_handles: list[Any] = []
+        self._last_arrival_hooks: list[_LastArrivalHook] = []
+        self._begin_handles: list[Any] = []
         self._seen: list[int] = []
-        self._before: list[Any] = []
-        """What puts gradients from before a pass back when more comes; none if there are none."""
+        self._restore: list[Any] = []
+        """At most one callback, which puts a previous gradient back before autograd adds to it."""
         self.is_recording = False
 
-    def learn(self, notice: ArrivalCallback) -> None:
-        """Have every arrival written down and told to `notice`, by the parameter's place.
+    def record(self, callback: ArrivalCallback) -> None:
+        """Record every arrival, and call `callback` with the index of the parameter.
 
-        Users' hooks on the same parameter may be still to run.
+        Users' hooks on the same parameter may not have run yet.
         """
         self.remove()
         self.is_recording = True
-        told = weakref.WeakMethod(notice)
+        weak = weakref.WeakMethod(callback)
         for i, parameter in enumerate(self._parameters):
-            self._hook(parameter, partial(_report_arrival, told, self._seen, i))
+            hook = partial(_report_arrival, weak, self._seen, i)
+            with _hookable(parameter):
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self._arrival_handles.append(handle)
 
-    def announce(self, notice: ArrivalCallback, under_way: PassLifetime) -> None:
-        """Call `notice` with a parameter, before it has a gradient, while no pass is under way."""
-        if self._announcing:
+    def detect_begin(self, callback: ArrivalCallback, lifetime: PassLifetime) -> None:
+        """Call `callback` with a parameter before its gradient is accumulated outside a pass."""
+        if self._begin_handles:
             return
-        told = weakref.WeakMethod(notice)
+        weak = weakref.WeakMethod(callback)
         for i, parameter in enumerate(self._parameters):
-            hook = _make_begin_hook(told, under_way, self._before, i)
+            hook = _make_begin_hook(weak, lifetime, self._restore, i)
             with _hookable(parameter):
                 handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-            self._announcing.append(handle)
+            self._begin_handles.append(handle)
 
     @property
     def order(self) -> list[int]:
-        """List the parameters that came, by their latest arrival."""
+        """The parameters that arrived, by their last arrival."""
         latest = {i: turn for turn, i in enumerate(self._seen)}
         return sorted(latest, key=latest.__getitem__)
 
-    def follow(self, pieces: Iterable[Sequence[int]], notice: ArrivalCallback) -> None:
-        """Call `notice` with the number of a piece when the last of its parameters has come."""
+    def report_pieces(self, pieces: Iterable[Sequence[int]], callback: ArrivalCallback) -> None:
+        """Call `callback` with the number of a piece when the last of its parameters arrived."""
         order, counts = self.order, Counter(self._seen)
         turn = {i: position for position, i in enumerate(order)}
         self.remove()
-        told = weakref.WeakMethod(notice)
+        weak = weakref.WeakMethod(callback)
         for number, members in enumerate(pieces):
-            came = [i for i in members if i in turn]
-            if came:
-                last = max(came, key=turn.__getitem__)
-                self._callers.append(
-                    _LastArrivalHook(
-                        self._find_node(last), counts[last], partial(_report_ready, told, number)
-                    )
-                )
+            arrived = [i for i in members if i in turn]
+            if arrived:
+                last = max(arrived, key=turn.__getitem__)
+                report = partial(_report_ready, weak, number)
+                hook = _LastArrivalHook(self._find_node(last), counts[last], report)
+                self._last_arrival_hooks.append(hook)
 
-    def restore_previous(self, notice: ArrivalCallback) -> None:
-        """Call `notice` with a parameter before its gradient is accumulated, in this pass only."""
-        self._before.append(weakref.WeakMethod(notice))
+    def restore_previous(self, callback: ArrivalCallback) -> None:
+        """Call `callback` with a parameter before its gradient is accumulated, in this pass."""
+        self._restore.append(weakref.WeakMethod(callback))
 
     def restart(self) -> None:
-        """Forget what was seen: a new pass begins."""
+        """Begin a new pass."""
         self._seen.clear()
-        for caller in self._callers:
-            caller.run_last()
+        for hook in self._last_arrival_hooks:
+            hook.run_last()
         self.rearm()
 
     def rearm(self) -> None:
-        """Count from the start again: the next arrival may be of a pass that nobody announces."""
-        self._before.clear()
-        for caller in self._callers:
-            caller.restart()
+        """Count from the start again, since the next pass may begin unnoticed."""
+        self._restore.clear()
+        for hook in self._last_arrival_hooks:
+            hook.restart()
 
     def close(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self.remove()
-        for handle in self._announcing:
+        for handle in self._begin_handles:
             handle.remove()
 
     def remove(self) -> None:
-        """Take away the hooks that learn or follow."""
-        for handle in self._handles:
+        """Remove the hooks that record arrivals or report pieces."""
+        for handle in (*self._arrival_handles, *self._last_arrival_hooks):
             handle.remove()
-        for caller in self._callers:
-            caller.remove()
-        self._handles, self._callers = [], []
+        self._arrival_handles, self._last_arrival_hooks = [], []
         self.is_recording = False
 
     def _find_node(self, i: int) -> Any:
-        if self._parameters[i].requires_grad:  # autograd makes another when the type changes
+        if self._parameters[i].requires_grad:  # a change of dtype replaces the node
             self._nodes[i] = accumulate_grad_node(self._parameters[i])
         return self._nodes[i]
-
-    def _hook(self, parameter: Parameter, hook: Callable[[Parameter], None]) -> None:
-        with _hookable(parameter):
-            handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        self._handles.append(handle)
 
 
 @contextmanager
 def _hookable(parameter: Parameter) -> Generator[None, None, None]:
-    """Have torch accept a hook in the body: it keeps those of a frozen parameter, but takes none.
-
-    The parameter may be unfrozen at any time.
-    """
+    """Let torch accept a hook on a frozen parameter, which may be unfrozen at any time."""
     is_frozen = not parameter.requires_grad
     if is_frozen:
         parameter.requires_grad_(True)
@@ -343,10 +328,7 @@ def _hookable(parameter: Parameter) -> Generator[None, None, None]:
 
 
 class _LastArrivalHook:
-    """A post-hook that tells when its node has run for the last time in a pass.
-
-    A graph may reach a parameter several times in a pass.
-    """
+    """A post-hook that reports when its node has run as often as in the recorded pass."""
 
     def __init__(self, node: Any, times: int, ready: Callable[[], None]) -> None:
         self._times = self._left = times
@@ -356,17 +338,16 @@ class _LastArrivalHook:
 
     def __call__(self, *_: object) -> None:
         self._left -= 1
-        # Hooks that this pass has put behind ours are still to run. Then nobody is told, and what
-        # was not told is found at the end of the pass.
+        # If users' hooks were registered behind this one during the pass, do not report: they have
+        # yet to run. The piece is gathered at the end of the pass.
         if self._left == 0 and self._is_last(self._handle.hooks_dict_ref()):
             self._ready()
 
     def restart(self) -> None:
-        """Count from the start again."""
         self._left = self._times
 
     def run_last(self) -> None:
-        """Let hooks that were registered later run first."""
+        """Move behind hooks that were registered later."""
         hooks = self._handle.hooks_dict_ref()
         if not self._is_last(hooks):
             hooks[self._id] = hooks.pop(self._id)
@@ -375,40 +356,33 @@ class _LastArrivalHook:
         return next(reversed(hooks)) == self._id
 
     def remove(self) -> None:
-        """Take the hook away."""
         self._handle.remove()
 
 
-# The hooks are functions that know the reducer weakly: a parameter, which they hang on, may live
-# longer than the reducer, and must not keep it.
-
-
 def _make_begin_hook(
-    told: Any, under_way: PassLifetime, before: list[Any], i: int
+    weak_callback: Any, lifetime: PassLifetime, restore: list[Any], i: int
 ) -> Callable[[Tensor], None]:
-    """Make a hook that hardly ever has anything to tell."""
-
-    def announce(_: Tensor) -> None:
-        if under_way[0]() is None:
-            notice = told()
-            if notice is not None:
-                notice(i)
-        if before:
-            put_back = before[0]()
+    def begin_hook(_: Tensor) -> None:
+        if lifetime[0]() is None:
+            callback = weak_callback()
+            if callback is not None:
+                callback(i)
+        if restore:
+            put_back = restore[0]()
             if put_back is not None:
                 put_back(i)
 
-    return announce
+    return begin_hook
 
 
-def _report_arrival(told: Any, seen: list[int], i: int, _: Parameter) -> None:
-    notice = told()
-    if notice is not None:
-        notice(i)
+def _report_arrival(weak_callback: Any, seen: list[int], i: int, _: Parameter) -> None:
+    callback = weak_callback()
+    if callback is not None:
+        callback(i)
         seen.append(i)
 
 
-def _report_ready(told: Any, number: int) -> None:
-    notice = told()
-    if notice is not None:
-        notice(number)
+def _report_ready(weak_callback: Any, number: int) -> None:
+    callback = weak_callback()
+    if callback is not None:
+        callback(number)

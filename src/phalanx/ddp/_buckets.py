@@ -30,36 +30,35 @@ from ._pass_header import PassHeader
 
 MIB = 1 << 20
 HEADER_DTYPES = (torch.float32, torch.float64)
-"""Types that a header can travel in: its counts and clocks would be rounded in others."""
+"""Dtypes that hold the counts and times of a header exactly enough."""
 
 
 @dataclass(frozen=True)
 class BucketCaps:
-    """How many bytes a bucket takes before it is full."""
+    """The sizes in bytes at which buckets are full."""
 
     rest: int
     first: int | None = None
-    """Of the bucket that is reduced first, so that something is under way soon."""
+    """Of the first bucket, so that a reduction starts early."""
     each: tuple[int, ...] = ()
-    """One by one; the last holds for all that follow. It goes before the other two."""
+    """One by one; the last holds for all that follow. Overrides the other two."""
 
     def of(self, number: int) -> int:
-        """Tell how many bytes the bucket of that number takes."""
         if self.each:
             return self.each[min(number, len(self.each) - 1)]
         return self.first if number == 0 and self.first is not None else self.rest
 
 
 class ParameterSpec(NamedTuple):
-    """What a plan has to know of a parameter."""
+    """The properties of a parameter that a plan depends on."""
 
     numel: int
     dtype: torch.dtype
     device: torch.device
     is_sparse: bool = False
-    """Its gradient is a sparse tensor, which fits in no bucket with others."""
+    """A sparse gradient is alone in its bucket."""
     is_delayed: bool = False
-    """Its gradient waits for the others of this kind."""
+    """All delayed gradients are reduced together."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,12 @@ class DelayedReduction:
 
     names: frozenset[str] = frozenset()
     after: str = ""
-    """The parameter whose gradient they wait for as well; without it they wait for all."""
-
-    def place(self, names: Sequence[str]) -> int | None:
-        """Tell which parameter that is, among those that are reduced."""
-        return names.index(self.after) if self.after in names else None
+    """The parameter whose gradient triggers the call; if empty, it comes last."""
 
 
 @dataclass
 class BucketPlan:
-    """The parameters whose gradients travel in one flat tensor, in this order."""
+    """The parameters whose gradients are in one bucket, in order."""
 
     dtype: torch.dtype
     device: torch.device
@@ -86,22 +81,20 @@ class BucketPlan:
     members: list[int] = field(default_factory=list)
     nbytes: int = 0
     ready: int = -1
-    """Where its latest member stands in the order of arrival."""
+    """The position of its last member in the order of arrival."""
 
-    def add(self, member: int, shape: ParameterSpec, position: int) -> None:
-        """Take a parameter in."""
+    def add(self, member: int, spec: ParameterSpec, position: int) -> None:
         self.members.append(member)
-        self.nbytes += shape.numel * shape.dtype.itemsize
+        self.nbytes += spec.numel * spec.dtype.itemsize
         self.ready = position
 
     @property
     def can_carry_header(self) -> bool:
-        """Tell whether small counts and times come through exactly in this bucket."""
         return not self.is_sparse and self.dtype in HEADER_DTYPES
 
 
 def plan_buckets(
-    shapes: Sequence[ParameterSpec],
+    specs: Sequence[ParameterSpec],
     order: Sequence[int],
     caps: BucketCaps,
     *,
@@ -109,55 +102,51 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divide parameters into buckets, in the order in which their gradients are expected.
 
-    Gradients that are delayed come `after` that of a parameter, or last. The last bucket can carry
-    a header. If no parameter has a type that can, it has no parameters.
+    Delayed gradients follow that of parameter `after`, or come last. The last bucket can carry a
+    header; if no parameter has a suitable dtype, it has no parameters.
     """
     plans: list[BucketPlan] = []
     filling: dict[tuple[torch.dtype, torch.device, bool], tuple[BucketPlan, int]] = {}
     for position, i in enumerate(order):
-        shape = shapes[i]
-        if shape.is_sparse:
-            plans.append(BucketPlan(shape.dtype, shape.device, is_sparse=True))
-            plans[-1].add(i, shape, position)
+        spec = specs[i]
+        if spec.is_sparse:
+            plans.append(BucketPlan(spec.dtype, spec.device, is_sparse=True))
+            plans[-1].add(i, spec, position)
             continue
-        key = shape.dtype, shape.device, shape.is_delayed
+        key = spec.dtype, spec.device, spec.is_delayed
         if key not in filling:
-            plan = BucketPlan(shape.dtype, shape.device, is_delayed=shape.is_delayed)
+            plan = BucketPlan(spec.dtype, spec.device, is_delayed=spec.is_delayed)
             filling[key] = plan, caps.of(len(plans))
             plans.append(plan)
         plan, cap = filling[key]
-        plan.add(i, shape, position)
+        plan.add(i, spec, position)
         if plan.nbytes >= cap and not plan.is_delayed:
             del filling[key]
     turn = order.index(after) if after is not None else len(order)
     for plan in plans:
         plan.ready = max(plan.ready, turn) if plan.is_delayed else plan.ready
     plans.sort(key=lambda plan: (plan.ready, plan.is_delayed))
-    return _with_carrier_last(plans, shapes[0].device)
-
-
-def _with_carrier_last(plans: list[BucketPlan], device: torch.device) -> list[BucketPlan]:
     carriers = [plan for plan in plans if plan.can_carry_header]
-    last = carriers[-1] if carriers else BucketPlan(torch.float32, device)
+    last = carriers[-1] if carriers else BucketPlan(torch.float32, specs[0].device)
     return [*(plan for plan in plans if plan is not last), last]
 
 
 PIECE_BYTES = 256 << 10
-"""How many bytes of gradients are gathered at once, at least."""
+"""The least number of bytes that are gathered at once."""
 Gradients = Sequence[Tensor | None]
 Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True)
 class BucketPiece:
-    """Some of a bucket's gradients, next to each other, which are gathered together."""
+    """Adjacent gradients of a bucket that are gathered together."""
 
     bucket_index: int
-    """The bucket's index; the bucket itself would be a circle, and its memory kept too long."""
+    """Not the bucket: a reference cycle would keep its memory too long."""
     places: slice
-    """Where they are in the bucket."""
+    """Their positions in the bucket."""
     members: list[int]
-    """Which parameters they are, by their place among all."""
+    """The indices of their parameters."""
     parameters: list[Parameter]
 
 
@@ -167,42 +156,43 @@ class Bucket(ABC):
     def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
         self.index = index
         self.members = plan.members
-        """Which parameters they are, by their place among all."""
+        """The indices of the parameters."""
         self.parameters = [parameters[i] for i in plan.members]
         self.pieces = [
             BucketPiece(index, places, self.members[places], self.parameters[places])
-            for places in _pieces(self.parameters)
+            for places in _divide_into_pieces(self.parameters)
         ]
+        self._plan, self._all_parameters = plan, parameters
 
     @property
     @abstractmethod
     def payload(self) -> Tensor:
-        """What is reduced."""
+        """The tensor that is reduced."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Tell how many bytes travel."""
+        """The size of the payload."""
 
     @property
     @abstractmethod
     def buffer(self) -> Tensor:
-        """The gradients alone, in one tensor."""
+        """The gradients in one tensor, without the header."""
 
     @property
     def holds_values(self) -> bool:
-        """Tell whether it holds gradients in the parameters' own types."""
+        """Whether the bucket has the dtype of its parameters."""
         return True
 
     @abstractmethod
     def take(self, result: Any) -> str:
-        """Have gradients replaced by a tensor like `buffer`; tell what else it is, if it is not."""
+        """Replace the gradients by a tensor like `buffer`; return what is wrong with it, or ""."""
 
     @abstractmethod
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
     ) -> None:
-        """Take in gradients of a pass and those that there were before it, times a factor."""
+        """Store the sum of new and previous gradients, times a factor."""
 
     @abstractmethod
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
@@ -210,23 +200,23 @@ class Bucket(ABC):
 
     @abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiply all gradients."""
+        """Multiply all gradients; by 0 they become zero even if they are not finite."""
 
     @abstractmethod
     def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
-        """Make a gradient for a place one that can be reduced by itself; zero if there is none."""
+        """Return a gradient, or zeros, as a tensor that can be reduced by itself."""
 
     @abstractmethod
     def results(self) -> Sequence[Tensor]:
-        """List the gradients, as they are now, by place."""
+        """List the gradients by position."""
 
     @abstractmethod
     def zeroed_copy(self) -> Bucket:
-        """Make a bucket for the same parameters whose gradients are all zero."""
+        """Return a bucket of the same parameters with zero gradients."""
 
 
 class DenseBucket(Bucket):
-    """Gradients one after the other in a flat tensor, which may have room for more behind them."""
+    """Gradients in a flat tensor, with room for `extra` numbers behind them."""
 
     def __init__(
         self,
@@ -238,25 +228,21 @@ class DenseBucket(Bucket):
         extra: int = 0,
     ) -> None:
         super().__init__(index, plan, parameters)
-        self._plan, self._all_parameters = plan, parameters
         numel = sum(p.numel() for p in self.parameters)
         self.flat = allocate(numel + extra, plan.dtype, plan.device)
         self.gradients = self.flat[:numel]
         self.extra = self.flat[numel:]
         self.views = _views(self.gradients, self.parameters)
         self._sizes = [view.nbytes for view in self.views]
-        # Of places, not of views: one without elements has none.
+        # Computed, not taken from the views: an empty view has no address.
         offsets = accumulate(self._sizes, initial=self.flat.data_ptr())
-        self._addresses = list(offsets) if self._is_plain() else None
-
-    def _is_plain(self) -> bool:
-        """Tell whether gradients may be copied as bytes: in CPU memory, and as their bits read."""
-        return (
+        can_copy_bytes = (
             self.flat.device.type == "cpu"
             and self.flat.dtype in DTYPE_NUMBERS
             and can_read_tensors()
             and all(view.is_contiguous() for view in self.views)
         )
+        self._addresses = list(offsets) if can_copy_bytes else None
 
     @property
     def payload(self) -> Tensor:
@@ -287,8 +273,11 @@ class DenseBucket(Bucket):
         if not previous and self._copy_plain(piece.places, new, factor):
             return
         if factor != 1 and not self.holds_values:
-            # Before they are rounded: accumulated by weight, they may be too large by themselves.
-            new, previous = _scaled(new, factor), _scaled(previous, factor)
+            # Before rounding: gradients that are accumulated by weight may overflow unscaled.
+            new, previous = (
+                [None if each is None else scale_gradient(each, factor) for each in gradients]
+                for gradients in (new, previous)
+            )
             factor = 1.0
         if previous or not self._copy_all(piece.places, new):
             self._copy_each(piece.places, new, previous)
@@ -304,7 +293,7 @@ class DenseBucket(Bucket):
                 view.add_(second)
 
     def _copy_all(self, places: slice, new: Gradients) -> bool:
-        """Copy gradients all at once; tell if that cannot be done: some are sparse, or missing."""
+        """Copy all gradients at once; return False if some are sparse or missing."""
         if count_missing(new):
             return False
         try:
@@ -314,7 +303,7 @@ class DenseBucket(Bucket):
         return True
 
     def _copy_plain(self, places: slice, new: Gradients, factor: float) -> bool:
-        """Copy gradients as bytes, which takes a third of torch's time, if all lie in a row."""
+        """Copy contiguous gradients natively, in a third of torch's time; False if impossible."""
         if native.engine is None or self._addresses is None:
             return False
         into, sizes = self._addresses[places.start], self._sizes[places]
@@ -322,13 +311,13 @@ class DenseBucket(Bucket):
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
-            self.views[place].add_(gradient, alpha=factor)  # which takes a sparse one as well
+            self.views[place].add_(gradient, alpha=factor)  # works with a sparse gradient, too
 
     def scale(self, factor: float) -> None:
         _scale([self.gradients], factor)
 
     def broadcast_through(self, broadcast: Callable[[Tensor], object], *, is_root: bool) -> None:
-        """Give all ranks one rank's parameters, by way of the flat tensor."""
+        """Broadcast the root's parameters through the flat tensor."""
         values = [p.detach() for p in self.parameters]
         if is_root:
             torch._foreach_copy_(self.views, values)
@@ -348,7 +337,7 @@ class DenseBucket(Bucket):
         return self.views
 
     def zeroed_copy(self) -> DenseBucket:
-        return DenseBucket(self.index, self._plan, self._all_parameters, _zeros)
+        return DenseBucket(self.index, self._plan, self._all_parameters, _allocate_zeros)
 
 
 class SparseBucket(Bucket):
@@ -356,7 +345,6 @@ class SparseBucket(Bucket):
 
     def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
         super().__init__(index, plan, parameters)
-        self._plan, self._all_parameters = plan, parameters
         (self._parameter,) = self.parameters
         self._sum = _empty_sparse(self._parameter)
 
@@ -381,7 +369,7 @@ class SparseBucket(Bucket):
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
     ) -> None:
-        del piece  # there is but one
+        del piece
         parts = [part for part in (*previous, *new) if part is not None]
         total = _empty_sparse(self._parameter)
         for part in parts:
@@ -413,12 +401,10 @@ class SparseBucket(Bucket):
 
 
 def count_missing(gradients: Gradients) -> int:
-    """Tell how many of the gradients are None."""
-    return sum(map(is_, gradients, repeat(None)))  # without a Python frame per gradient
+    return sum(map(is_, gradients, repeat(None)))  # no Python frame per gradient
 
 
-def _pieces(parameters: Sequence[Parameter]) -> list[slice]:
-    """Divide a bucket's places where enough bytes have come together."""
+def _divide_into_pieces(parameters: Sequence[Parameter]) -> list[slice]:
     pieces, start, nbytes = [], 0, 0
     for place, parameter in enumerate(parameters, 1):
         nbytes += parameter.nbytes
@@ -429,7 +415,7 @@ def _pieces(parameters: Sequence[Parameter]) -> list[slice]:
 
 
 def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
-    """Show parts of a flat tensor in the shapes of parameters, and in the order of their memory."""
+    """Return views of a flat tensor with the shapes and strides of parameters."""
     if not parameters:
         return []
     views = list(torch._C._nn.unflatten_dense_tensors(flat, [local_tensor(p) for p in parameters]))
@@ -442,7 +428,7 @@ def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill its memory, in whichever order of dims."""
+    """Whether a tensor has no gaps in memory, in whichever order of dims."""
     expected = 1
     for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if extent != 1 and stride != expected:
@@ -452,19 +438,14 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _fill_view(view: Tensor, gradient: Tensor | None) -> None:
-    """Have a view hold a gradient, if it does not by itself."""
     if gradient is None:
         view.zero_()
     elif gradient is not view:
-        _copy(view, gradient)
-
-
-def _copy(view: Tensor, gradient: Tensor) -> None:
-    view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 def _mismatch(result: Any, wanted: Tensor, *, layout: torch.layout) -> str:
-    """Tell what is in the place of a tensor of that size; nothing if it is one."""
+    """Return how a result differs from what is wanted; "" if it does not."""
     if not isinstance(result, Tensor):
         return f"a {type(result).__name__}, not a tensor"
     if result.layout != layout:
@@ -478,11 +459,11 @@ def _scale(tensors: list[Tensor], factor: float) -> None:
     if factor:
         torch._foreach_mul_(tensors, factor)
     else:
-        torch._foreach_zero_(tensors)  # whatever is in there, even what is not a number
+        torch._foreach_zero_(tensors)  # NaN times 0 would be NaN
 
 
 def _empty_sparse(parameter: Parameter) -> Tensor:
-    """Make a sparse gradient without an entry: rows of the first dim, as embeddings have them."""
+    """Return a sparse gradient without entries: rows of the first dim, as for embeddings."""
     return torch.sparse_coo_tensor(
         torch.empty((1, 0), dtype=torch.int64, device=parameter.device),
         torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device),
@@ -491,24 +472,20 @@ def _empty_sparse(parameter: Parameter) -> Tensor:
     )
 
 
-def _scaled(gradients: Gradients, factor: float) -> Gradients:
-    return [None if each is None else scale_gradient(each, factor) for each in gradients]
-
-
-def _zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=dtype, device=device)
-
-
 def scale_gradient(gradient: Tensor, factor: float) -> Tensor:
-    """Multiply a gradient; by 0 it is zero even if it was not a number."""
+    """Multiply a gradient; by 0 it becomes zero even if it is not finite."""
     if factor == 1:
         return gradient
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
+def _allocate_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(count, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where the gradients of all parameters go."""
+    """The buckets of all parameters."""
 
     buckets: list[Bucket]
     pieces: list[BucketPiece]
@@ -516,13 +493,11 @@ class BucketLayout:
     header: PassHeader
 
     def parameters_in_buckets(self) -> list[Parameter]:
-        """List the parameters whose values fit where their gradients go."""
-        return [
-            parameter for bucket in self._dense_with_values() for parameter in bucket.parameters
-        ]
+        """List the parameters that `broadcast_values` sends."""
+        return [p for bucket in self._dense_with_values() for p in bucket.parameters]
 
     def broadcast_values(self, comm: Communicator, root: int) -> None:
-        """Give every rank one rank's values of these parameters."""
+        """Broadcast the root's parameters, using the buckets as buffers."""
         with torch.no_grad():
             for bucket in self._dense_with_values():
                 bucket.broadcast_through(
@@ -536,7 +511,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class BucketLayoutBuilder:
-    """Arranges parameters, given what stays the same while their order changes."""
+    """Makes the buckets for an order of gradients."""
 
     comm: Communicator
     caps: BucketCaps
@@ -544,13 +519,14 @@ class BucketLayoutBuilder:
     """The names of parameters whose gradients are sparse."""
     delay: DelayedReduction
     dtype: torch.dtype | None
-    """What floating-point gradients are reduced in, if not in their own type."""
+    """The dtype in which floating-point gradients are reduced; None for their own."""
 
     def arrange(self, named: Sequence[tuple[str, Parameter]], order: Sequence[int]) -> BucketLayout:
-        """Make the buckets for gradients that come in this order."""
-        shapes = [self._shape(*each) for each in named]
-        after = self.delay.place([name for name, _ in named])
-        plans = plan_buckets(shapes, order, self.caps, after=after)
+        """Make the buckets for gradients that arrive in this order."""
+        specs = [self._spec(*each) for each in named]
+        names = [name for name, _ in named]
+        after = names.index(self.delay.after) if self.delay.after in names else None
+        plans = plan_buckets(specs, order, self.caps, after=after)
         room = {"size": self.comm.size, "parameters": len(named), "buckets": len(plans)}
         extras = [0] * (len(plans) - 1) + [PassHeader.room(**room)]
         parameters = [parameter for _, parameter in named]
@@ -559,11 +535,11 @@ class BucketLayoutBuilder:
             for number, (plan, extra) in enumerate(zip(plans, extras, strict=True))
         ]
         last = buckets[-1]
-        assert isinstance(last, DenseBucket), "the plan ends with a bucket that carries the header"
+        assert isinstance(last, DenseBucket)  # it carries the header
         header = PassHeader(last.extra, rank=self.comm.rank, **room)
         return BucketLayout(buckets, [piece for b in buckets for piece in b.pieces], header)
 
-    def _shape(self, name: str, p: Parameter) -> ParameterSpec:
+    def _spec(self, name: str, p: Parameter) -> ParameterSpec:
         is_sparse = name in self.sparse
         is_cast = p.dtype.is_floating_point and not is_sparse
         dtype = self.dtype if self.dtype is not None and is_cast else p.dtype

@@ -26,19 +26,19 @@ AnyWork = Work | dist.Work
 
 
 class Communicator:
-    """What the reducer and the wrapper ask of a group."""
+    """The collectives that the reducer and the wrapper need."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.device = device
-        """Where small tensors have to be for the group to take them."""
+        """The device of small tensors that the group communicates."""
         self._ours = group if isinstance(group, ProcessGroup) else None
 
     @property
     def timeout(self) -> float | None:
-        """Tell how many seconds a call may take, if the group says."""
+        """The timeout of the group in seconds, if it reports one."""
         if self._ours is not None:
             return self._ours.timeout.total_seconds()
         try:
@@ -52,43 +52,46 @@ class Communicator:
         return tuple(range(self.size)) if self._ours is None else self._ours.members
 
     def is_busy(self) -> bool:
-        """Tell whether calls of this rank are under way, as far as the group says."""
+        """Whether calls of this rank are in flight, as far as the group reports it."""
         return self._ours is not None and self._ours._detector.is_busy()
 
     def failure(self) -> GroupError | None:
-        """Return why the group cannot go on, if it cannot and says so."""
+        """Return why the group has failed, if it has and reports it."""
         return self._ours.failure() if self._ours is not None else None
 
     def abort(self, why: str) -> None:
-        """Have peers that wait for this rank raise, and tell them why; torch's groups cannot."""
+        """Make the peers raise with this reason. A torch group cannot, and does nothing."""
         if self._ours is not None:
             self._ours.abort(why)
 
     @property
     def compares_calls(self) -> bool:
-        """Tell whether a rank that makes another call than its peers is found out at once."""
+        """Whether the group detects at once that ranks make different calls."""
         return self._ours is not None and self._ours.compares_calls
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether ranks reach each other's flat tensors, so that nothing has to be sent."""
+        """Whether ranks can read each other's flat tensors."""
         return self._ours is not None and self._ours.shares_memory
 
     def allocate(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make a flat tensor where the group reaches it without a copy, if it can."""
+        """Allocate a flat tensor that the group can reduce without a copy, if possible."""
         if self._ours is not None and device.type == "cpu":
             try:
                 return self._ours.allocate((count,), dtype)
             except InvalidState as error:
-                warnings.warn(f"gradients stay in ordinary memory, which is slower: {error}",
-                              RuntimeWarning, stacklevel=2)  # fmt: skip
+                warnings.warn(
+                    f"gradients are in ordinary memory, which is slower: {error}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
         return torch.empty(count, dtype=dtype, device=device)
 
     def mean(self, flat: Tensor) -> AnyWork:
         """Replace a tensor by its mean over the ranks."""
         if self._ours is not None:
             return self._ours.allreduce(flat, op=ReduceOp.AVG)
-        return self.sum(flat.div_(self.size))  # not every engine of torch's knows a mean
+        return self.sum(flat.div_(self.size))  # not every torch backend has AVG
 
     def sum(self, flat: Tensor) -> AnyWork:
         """Replace a tensor by its sum over the ranks."""
@@ -103,13 +106,13 @@ class Communicator:
         return self.group.broadcast([tensor], options)
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Wait for everybody's tensor of the same size; that of a rank which has left is zero."""
+        """Gather a tensor from every rank and wait; zeros for a rank that has left."""
         parts = [torch.zeros_like(tensor) for _ in range(self.size)]
         self.group.allgather([parts], [tensor], c10d.AllgatherOptions()).wait()
         return parts
 
     def exchange(self, text: str) -> list[str]:
-        """Wait for everybody's text, of any length."""
+        """Gather a text of any length from every rank and wait."""
         data = text.encode()
         lengths = [int(part) for part in self.gather(self._small([len(data)], torch.int64))]
         card = self._small(list(data.ljust(max(lengths), b"\0")), torch.uint8)
@@ -120,14 +123,14 @@ class Communicator:
         ]
 
     def announce_local_pass(self) -> AnyWork:
-        """Say to peers that see it that a backward pass was kept local; nobody waits for it."""
+        """Issue a barrier that nobody waits for, so that a peer that reduces instead raises."""
         return self.group.barrier(c10d.BarrierOptions())
 
     def _small(self, values: list[Any], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device)
 
 
-BROADCAST_BUCKET_BYTES = 250 << 20  # bytes that are sent at once
+BROADCAST_BUCKET_BYTES = 250 << 20
 
 
 def broadcast_coalesced(
@@ -137,10 +140,10 @@ def broadcast_coalesced(
     root: int = 0,
     chunk: int = BROADCAST_BUCKET_BYTES,
 ) -> None:
-    """Give every rank the root's values, tensors of one type together.
+    """Give every rank the root's values, with tensors of one dtype in one message.
 
-    A tensor that has them already is not written to: autograd may have saved it for backward, and
-    would take any write for a change.
+    A tensor that already has the right value is not written to: autograd may have saved it for
+    backward and would detect the write.
     """
     with torch.no_grad():
         for group in _chunks([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
@@ -162,7 +165,7 @@ def _broadcast_together(tensors: list[Tensor], comm: Communicator, root: int) ->
 
 
 def _chunks(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
-    """Divide tensors into lists of one type and device, of about so many bytes."""
+    """Divide tensors into lists of one dtype and device, of about `limit` bytes."""
     chunks: list[list[Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for tensor in tensors:

@@ -13,62 +13,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import Parameter
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups._factory import default_group
 from ._buckets import MIB, BucketCaps, DelayedReduction
 from ._mixed_precision import MixedPrecision, as_mixed_precision, check_precision
+from ._module_inspection import NamedParameter
 from ._sync_batch_norm import SyncBatchNorm
 
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
 SHARED_MEMORY_BUCKET_BYTES = 4 * MIB
-"""Where nothing is sent, big buckets gain nothing, and gradients in small ones are still in the
+"""With shared memory large buckets gain nothing, and gradients in small ones are still in the
 cache when they are reduced."""
 MAX_CAP_MIB = 1 << 40
-"""In MiB: more than any module has, so that infinity means one bucket."""
+"""More than any module has, so that infinity means one bucket."""
 
 
 def require_default_group() -> dist.ProcessGroup:
-    """Find the group that this thread works in, or torch's default group."""
+    """Return the current group or torch's default group."""
     group = default_group()
     if group is None:
         raise InvalidArgument(
-            "there is no group to reduce gradients in: pass process_group=phalanx.groups."
-            "new_group(), or enter one with phalanx.groups.process_group(group)"
+            "there is no group to reduce gradients in. Pass process_group=phalanx.groups."
+            "new_group(), or enter one: with phalanx.groups.process_group(group)"
         )
     return group
 
 
 def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
-    """Choose the group that an argument names."""
     if process_group is not None and device_mesh is not None:
         raise InvalidState("pass process_group or device_mesh, not both")
     if device_mesh is not None:
         if device_mesh.ndim != 1:
             raise InvalidState(
-                f"gradients are reduced over one axis, and this mesh has {device_mesh.ndim}: "
-                "slice it, as in mesh['dp']"
+                f"device_mesh must have one axis, but has {device_mesh.ndim}. "
+                "Slice it, as in mesh['dp']"
             )
         found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
         return found
     if process_group is None:
         return require_default_group()
     if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidType(f"process_group is a group, not {type(process_group).__name__}")
+        raise InvalidType(
+            f"process_group must be a ProcessGroup, got {type(process_group).__name__}"
+        )
     return process_group
 
 
-def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
-    """Refuse parameters that no gradient could be reduced of."""
+def check_parameters(named: Sequence[NamedParameter]) -> None:
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise InvalidState(
-                f"parameter {name!r} has no shape yet: run the module once before wrapping it"
+                f"parameter {name!r} has no shape yet. Run the module once before wrapping it"
             )
     if not named:
-        raise InvalidState("no parameter requires a gradient, for the module has none")
+        raise InvalidState("the module has no parameters, so no parameter requires a gradient")
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
@@ -76,16 +76,15 @@ def check_parameters(named: Sequence[tuple[str, Parameter]]) -> None:
         raise InvalidState(f"parameter {named[0][0]!r} has no values: it is on the meta device")
 
 
-def check_trainable(named: Sequence[tuple[str, Parameter]]) -> None:
-    """Refuse a module that does not learn; after ranks know that it is the same on all of them."""
+def check_trainable(named: Sequence[NamedParameter]) -> None:
+    """Raise if nothing requires a gradient; called after ranks have compared their modules."""
     if not any(parameter.requires_grad for _, parameter in named):
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
 
 
 def resolve_mixed_precision(
-    mixed_precision: Any, named: Sequence[tuple[str, Parameter]]
+    mixed_precision: Any, named: Sequence[NamedParameter]
 ) -> MixedPrecision | None:
-    """Tell in which types to compute, if not in those of the module."""
     if mixed_precision is None:
         return None
     config = as_mixed_precision(mixed_precision)
@@ -96,11 +95,10 @@ def resolve_mixed_precision(
 def check_sync_batch_norms(
     sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], device: torch.device
 ) -> None:
-    """Refuse layers that cannot work on a device."""
     torchs = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
     if torchs and device.type == "cpu":
         raise InvalidArgument(
-            f"torch's SyncBatchNorm does not work on CPUs, and {torchs[0]!r} is one: use ours, "
+            f"{torchs[0]!r} is torch's SyncBatchNorm, which does not work on CPUs. Use ours: "
             "model = phalanx.ddp.SyncBatchNorm.convert_sync_batchnorm(model)"
         )
 
@@ -108,25 +106,24 @@ def check_sync_batch_norms(
 def set_sync_batch_norm_group(
     sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], group: dist.ProcessGroup
 ) -> None:
-    """Have layers that were given no group normalise over the ranks of this one."""
+    """Give the group to layers that have none."""
     for _, layer in sync_norms:
         if isinstance(layer, SyncBatchNorm):
             layer.lend(group)
 
 
 def resolve_devices(
-    named: Sequence[tuple[str, Parameter]], device_ids: Any, output_device: Any
+    named: Sequence[NamedParameter], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Tell on which device inputs are wanted and where outputs go, if anywhere in particular."""
+    """Return the indices of the devices for inputs and outputs; None to leave them in place."""
     if device_ids is not None and len(device_ids) > 1:
-        raise InvalidArgument(f"device_ids has one device at most, not {len(device_ids)}")
+        raise InvalidArgument(f"device_ids must have one device, got {len(device_ids)}")
     devices = {parameter.device for _, parameter in named}
     if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
         if device_ids or output_device:
-            told = ", ".join(sorted(map(str, devices)))
             raise InvalidArgument(
                 f"device_ids={device_ids} and output_device={output_device} are for a module on "
-                f"one accelerator; this one is on {told}: leave them out"
+                f"one accelerator, but this one is on {', '.join(sorted(map(str, devices)))}"
             )
         return None, None
     (inputs,) = (torch._utils._get_device_index(device, True) for device in device_ids)
@@ -138,12 +135,12 @@ def resolve_devices(
 def resolve_buffer_sync(
     broadcast_buffers: bool | None, forward_sync_buffers: bool | None
 ) -> tuple[bool, bool]:
-    """Tell whether buffers are sent before every forward pass, and whether at the start."""
+    """Return whether buffers are sent before every forward pass, and whether at the start."""
     if broadcast_buffers is not None:
         warnings.warn(
-            "broadcast_buffers is deprecated: use forward_sync_buffers, which does not keep "
-            "buffers from being sent once at the start"
-            + ("" if forward_sync_buffers is None else "; it is ignored beside the other"),
+            "broadcast_buffers is deprecated. Use forward_sync_buffers, which still sends buffers "
+            "once at the start"
+            + ("" if forward_sync_buffers is None else "; broadcast_buffers is ignored"),
             FutureWarning,
             stacklevel=4,
         )
@@ -153,40 +150,34 @@ def resolve_buffer_sync(
     return both, both
 
 
-NamedParameter = tuple[str, Parameter]
-
-
 def resolve_delayed(
-    named: Sequence[NamedParameter], delayed: Sequence[NamedParameter] | None, hooked: Any
+    named: Sequence[NamedParameter], delayed: Sequence[NamedParameter] | None, trigger: Any
 ) -> tuple[DelayedReduction, list[NamedParameter]]:
-    """Tell which parameters are reduced together, by name, and which of them are not the module's.
-
-    `named`: the module's; `hooked`: the one after whose gradient that is.
-    """
-    if (delayed is None) != (hooked is None):
+    """Return which parameters are reduced together, and which of them are not in the module."""
+    if (delayed is None) != (trigger is None):
         raise InvalidArgument(
-            "delay_all_reduce_named_params and param_to_hook_all_reduce go together"
+            "delay_all_reduce_named_params and param_to_hook_all_reduce must be passed together"
         )
     if delayed is None:
         return DelayedReduction(), []
-    if not isinstance(hooked, Tensor) or not all(isinstance(p, Tensor) for _, p in delayed):
+    if not isinstance(trigger, Tensor) or not all(isinstance(p, Tensor) for _, p in delayed):
         raise InvalidType(
             "delay_all_reduce_named_params is a list of names with parameters, and "
             "param_to_hook_all_reduce is a parameter"
         )
     own: dict[Tensor, str] = {parameter: name for name, parameter in named}
-    more = [(name, parameter) for name, parameter in delayed if parameter not in own]
-    for name, _ in more:
+    extra = [(name, parameter) for name, parameter in delayed if parameter not in own]
+    for name, _ in extra:
         if name in own.values():
-            raise InvalidArgument(f"the module has another parameter that is called {name!r}")
-    names = own | {parameter: name for name, parameter in more}
-    return DelayedReduction(frozenset(names[p] for _, p in delayed), names.get(hooked, "")), more
+            raise InvalidArgument(f"the module has another parameter named {name!r}")
+    names = own | {parameter: name for name, parameter in extra}
+    return DelayedReduction(frozenset(names[p] for _, p in delayed), names.get(trigger, "")), extra
 
 
 def resolve_bucket_caps(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None, *, shared: bool
 ) -> BucketCaps:
-    """Tell how big buckets are; `shared`: ranks reach each other's memory."""
+    """Return the sizes of buckets; `shared`: ranks can read each other's memory."""
     if bucket_cap_mb_list:
         return BucketCaps(
             BUCKET_BYTES, each=tuple(_cap_in_bytes(cap) for cap in bucket_cap_mb_list)
@@ -200,5 +191,5 @@ def resolve_bucket_caps(
 
 def _cap_in_bytes(mebibytes: float) -> int:
     if not isinstance(mebibytes, (int, float)) or not mebibytes > 0:
-        raise InvalidArgument(f"a bucket's size is a number of MiB above 0, not {mebibytes!r}")
+        raise InvalidArgument(f"a bucket's size must be a number of MiB above 0, got {mebibytes!r}")
     return max(1, int(min(mebibytes, MAX_CAP_MIB) * MIB))

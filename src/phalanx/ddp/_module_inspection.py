@@ -18,28 +18,27 @@ NamedParameter = tuple[str, Parameter]
 
 @dataclass(frozen=True)
 class ModuleInventory:
-    """The parameters of a module, and where its buffers are."""
+    """The parameters of a module, and the places of its buffers."""
 
     parameters: list[NamedParameter]
-    """By name, each once, in the order of ``named_parameters``."""
+    """Each once, in the order of ``named_parameters``."""
     sparse: frozenset[str]
-    """Those whose gradients are sparse, for their layer says so."""
+    """The names of embeddings with sparse gradients."""
     sync_norms: list[tuple[str, nn.SyncBatchNorm]]
-    """The layers that normalise over all ranks, by name."""
-    _places: list[tuple[str, nn.Module]]
-    _tables: list[dict[str, Tensor | None]]
-    """The buffers of each place, by name; empty for most."""
+    _parts: list[tuple[str, nn.Module]]
+    _buffer_tables: list[dict[str, Tensor | None]]
+    """The buffers of each part, by name; empty for most."""
     _ignored: Collection[str]
 
     @classmethod
     def of(
-        cls, module: nn.Module, ignored: Collection[str], more: Collection[NamedParameter] = ()
+        cls, module: nn.Module, ignored: Collection[str], extra: Collection[NamedParameter] = ()
     ) -> ModuleInventory:
-        """Look at a module, but for what is to be ignored, by name; and at `more` parameters."""
+        """Inspect a module; leave out the `ignored` names, and add the `extra` parameters."""
         found: dict[Parameter, str] = {}
-        sparse, sync_norms, places = set(), [], []
+        sparse, sync_norms, parts = set(), [], []
         for prefix, part in _walk(module):
-            places.append((prefix, part))
+            parts.append((prefix, part))
             for name, parameter in part._parameters.items():
                 if parameter is not None and prefix + name not in ignored:
                     found.setdefault(parameter, prefix + name)
@@ -47,48 +46,42 @@ class ModuleInventory:
                 sparse.add(f"{prefix}weight")
             elif isinstance(part, nn.SyncBatchNorm):
                 sync_norms.append((prefix.removesuffix("."), part))
-        for name, parameter in more:
+        for name, parameter in extra:
             found.setdefault(parameter, name)
         named = [(name, parameter) for parameter, name in found.items()]
-        tables = [part._buffers for _, part in places]
-        return cls(named, frozenset(sparse), sync_norms, places, tables, ignored)
+        tables = [part._buffers for _, part in parts]
+        return cls(named, frozenset(sparse), sync_norms, parts, tables, ignored)
 
     def buffers(self) -> list[Tensor]:
-        """List the buffers that there are now, each once: a module may replace some."""
-        if not any(self._tables):  # asked before every forward pass
+        """List the current buffers, each once. A module may replace buffers at any time.
+
+        A batch norm in training updates its statistics but does not use them in backward, although
+        autograd saves them. `.data` lets them be written to between forward and backward.
+        """
+        if not any(self._buffer_tables):  # a shortcut, as this is called before every forward
             return []
         found = {
-            id(buffer): _untracked(buffer) if _is_collecting(part) else buffer
-            for (prefix, part), table in zip(self._places, self._tables, strict=True)
-            for name, buffer in table.items()
-            if buffer is not None and prefix + name not in self._ignored
+            id(buffer): buffer.data if _is_training_norm(part) else buffer
+            for _, part, buffer in self._walk_buffers()
         }
         return list(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Map names to the buffers that there are now, each once, under its first name.
-
-        Autograd does not mind a write to what is returned, at whatever time it comes.
-        """
+        """Return the current buffers by their first name; writes are hidden from autograd."""
         found: dict[int, tuple[str, Tensor]] = {}
-        for (prefix, _), table in zip(self._places, self._tables, strict=True):
-            for name, buffer in table.items():
-                if buffer is not None and prefix + name not in self._ignored:
-                    found.setdefault(id(buffer), (prefix + name, _untracked(buffer)))
+        for name, _, buffer in self._walk_buffers():
+            found.setdefault(id(buffer), (name, buffer.data))
         return dict(found.values())
 
+    def _walk_buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
+        for (prefix, part), table in zip(self._parts, self._buffer_tables, strict=True):
+            for name, buffer in table.items():
+                if buffer is not None and prefix + name not in self._ignored:
+                    yield prefix + name, part, buffer
 
-def _is_collecting(part: nn.Module) -> bool:
-    """Tell whether a layer's buffers are statistics that it collects now, and does not use."""
+
+def _is_training_norm(part: nn.Module) -> bool:
     return part.training and isinstance(part, nn.modules.batchnorm._NormBase)
-
-
-def _untracked(buffer: Tensor) -> Tensor:
-    """Show a buffer so that autograd, which has saved it for nothing, does not mind a write.
-
-    With several forward passes before a backward there is one in between.
-    """
-    return buffer.data
 
 
 def _walk(module: nn.Module) -> Iterator[tuple[str, Any]]:

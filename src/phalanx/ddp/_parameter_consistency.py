@@ -27,35 +27,37 @@ def verify_parameters(
     advice: str = "Make the same module on every rank before wrapping it",
     operation: str = "DistributedDataParallel",
 ) -> None:
-    """Raise, on every rank, unless all have parameters of the same names, shapes and types."""
+    """Raise unless all ranks have parameters of the same names, shapes, strides and dtypes."""
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
-    if not _all_same(_digest(repr(short)), comm):
+    card = torch.tensor([_digest(repr(short))], dtype=torch.int64, device=comm.device)
+    if len({int(part) for part in comm.gather(card)} - {0}) > 1:  # 0: the rank has left
         mine = [_describe(name, tensor) for name, tensor in named]
         texts = enumerate(comm.exchange("\n".join(mine)))
         theirs = {rank: text.split("\n") for rank, text in texts if text}
         raise RankMismatch(
-            f"ranks have different {what}: {_difference(theirs)}. {advice}",
+            f"ranks have different {what}: {_first_difference(theirs)}. {advice}",
             group=getattr(comm.group, "label", ""),
             operation=operation,
         )
 
 
 def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
-    """Raise, on every rank, naming the first parameter whose value is not the same on all."""
+    """Raise, naming the first parameter whose value is not the same on all ranks."""
     mine = [1, *(_fingerprint_of(tensor) for _, tensor in named)]
     card = torch.tensor(mine, dtype=torch.int64, device=comm.device)
-    heard = [part.tolist() for part in comm.gather(card)]
-    cards = {rank: card[1:] for rank, card in enumerate(heard) if card[0]}  # of who has not left
+    rows = [part.tolist() for part in comm.gather(card)]
+    cards = {rank: row[1:] for rank, row in enumerate(rows) if row[0]}  # 0: the rank has left
     first = min(cards)
     for place, (name, _) in enumerate(named):
         odd = [rank for rank, card in cards.items() if card[place] != cards[first][place]]
         if odd:
             later = range(place + 1, len(named))
             more = sum(len({card[i] for card in cards.values()}) > 1 for i in later)
+            ranks = ", ".join(map(str, odd))
             raise RankMismatch(
-                f"parameter {name!r} differs: {_ranks(odd)} not what rank {first} has"
-                f"{f' (and {more} more parameters differ)' if more else ''}. Something has changed "
-                "it on some ranks only, outside of the optimizer step that all make alike",
+                f"parameter {name!r} differs: rank{'s' * (len(odd) > 1)} {ranks} and rank {first} "
+                f"have different values{f' (and {more} more parameters differ)' if more else ''}. "
+                "Something other than the optimizer step changed it on some ranks",
                 group=getattr(comm.group, "label", ""),
                 operation="assert_in_sync",
                 ranks=odd,
@@ -63,7 +65,7 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
 
 
 def fingerprint(named: NamedTensors) -> int:
-    """Tell 60 bits that depend on every bit of the values."""
+    """Return 60 bits that depend on every bit of the values."""
     return _digest(" ".join(str(_fingerprint_of(tensor)) for _, tensor in named)) >> 3
 
 
@@ -81,17 +83,11 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 
 def _digest(text: str) -> int:
-    """Tell 63 bits, the same for the same text in every process, and not all zero."""
+    """Return 63 bits that are the same in every process, and never 0."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
 
 
-def _all_same(number: int, comm: Communicator) -> bool:
-    card = torch.tensor([number], dtype=torch.int64, device=comm.device)
-    return len({int(part) for part in comm.gather(card)} - {0}) <= 1  # 0: it has left
-
-
-def _difference(lists: dict[int, list[str]]) -> str:
-    """Say where two ranks differ first."""
+def _first_difference(lists: dict[int, list[str]]) -> str:
     first = min(lists)
     mine = lists[first]
     rank, theirs = next((rank, theirs) for rank, theirs in lists.items() if theirs != mine)
@@ -104,8 +100,3 @@ def _difference(lists: dict[int, list[str]]) -> str:
         f"rank {first} has {len(mine)} parameters and rank {rank} has {len(theirs)}; "
         f"only rank {who} has {extra!r}"
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    told = ", ".join(map(str, ranks))
-    return f"rank {told} has" if len(ranks) == 1 else f"ranks {told} have"

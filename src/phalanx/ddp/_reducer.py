@@ -225,13 +225,13 @@ class Reducer:
 
     def _start_recording(self) -> None:
         self._must_record = False
-        self._autograd_hooks.announce(self.begin_from_parameter, self._lifetime)
-        self._autograd_hooks.learn(self._on_arrival)
+        self._autograd_hooks.detect_begin(self.begin_from_parameter, self._lifetime)
+        self._autograd_hooks.record(self._on_arrival)
         self._update_pass_config()
 
     def _expect_recorded_order(self, seen: set[int]) -> None:
         members = [piece.members for piece in self._layout.pieces]
-        self._autograd_hooks.follow(members, self._on_ready)
+        self._autograd_hooks.report_pieces(members, self._on_ready)
         self._absent = [len(set(piece.members) - seen) for piece in self._layout.pieces]
         self._update_pass_config()
 

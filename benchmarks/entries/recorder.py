@@ -48,7 +48,7 @@ class Blank(FlightRecorder):
 )
 def recorder(ctx: RankContext) -> Iterator[Competitors]:
     groups = {name: ctx.group("fake", name=name) for name in ("recorder", "blank")}
-    groups["blank"]._recorder = Blank()
+    groups["blank"]._issuer.recorder = Blank()
     tensor = torch.zeros(4)
     with_it, without = groups["recorder"], groups["blank"]
     yield {

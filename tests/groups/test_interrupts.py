@@ -315,7 +315,7 @@ def be_interrupted_twice(ctx):
     if ctx.rank == 0:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(group._engine, "broadcast", strike, raising=False)
-            patch.setattr("phalanx.groups._process_group.reconcile_interrupted_start", strike)
+            patch.setattr("phalanx.groups._issuer.Issuer._reconcile", strike)
             with pytest.raises(KeyboardInterrupt):
                 group.broadcast(tensor, 0)
     for _ in range(2):

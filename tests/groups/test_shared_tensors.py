@@ -9,7 +9,6 @@ import torch
 
 from phalanx import native
 from phalanx.errors import InvalidState, PeerLost
-from phalanx.groups._process_group import allocate_shared
 from phalanx.testing import Fault, kill, over_groups
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
@@ -27,7 +26,7 @@ def held(group):
 @shared
 def test_all_ranks_see_the_same_bytes(group):
     before = held(group)
-    tensors = [allocate_shared(group, 100 + owner, owner=owner) for owner in range(group.size())]
+    tensors = [group._allocate_shared(100 + owner, owner=owner) for owner in range(group.size())]
     for owner, tensor in enumerate(tensors):
         assert tensor.shape == (100 + owner,)
         tensor[group.rank()] = 10 * owner + group.rank()  # each rank its own byte of everybody's
@@ -43,13 +42,13 @@ def test_all_ranks_see_the_same_bytes(group):
 @shared
 def test_memory_stays_while_any_rank_has_a_view(group):
     before, last = held(group), group.size() - 1
-    tensor = allocate_shared(group, 5000, owner=0)
+    tensor = group._allocate_shared(5000, owner=0)
     view = tensor.view(torch.float32)[7:9] if group.rank() == last else None
     if view is not None:
         view.fill_(3.0)
     del tensor
     assert held(group) == before + (group.rank() == 0)
-    other = allocate_shared(group, 5000, owner=0).zero_()  # elsewhere
+    other = group._allocate_shared(5000, owner=0).zero_()  # elsewhere
     group.barrier().wait()
     assert view is None or view.tolist() == [3.0, 3.0]
     del view, other
@@ -59,19 +58,19 @@ def test_memory_stays_while_any_rank_has_a_view(group):
 @shared
 def test_where_there_is_no_room_every_rank_is_told(group):
     with pytest.raises(InvalidState, match="no room|no shared memory"):
-        allocate_shared(group, 1 << 40, owner=group.size() - 1)
+        group._allocate_shared(1 << 40, owner=group.size() - 1)
 
 
 @over_groups(backends=("local",), sizes=(2,))
 def test_groups_without_shared_memory_refuse(group):
     with pytest.raises(InvalidState, match="does not share memory"):
-        allocate_shared(group, 8, owner=0)
+        group._allocate_shared(8, owner=0)
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
 def test_a_forked_child_lets_go_of_nothing(group):
     before = held(group)
-    tensor = allocate_shared(group, 8, owner=0)
+    tensor = group._allocate_shared(8, owner=0)
     child = os.fork()
     if child == 0:
         del tensor
@@ -85,7 +84,7 @@ def test_a_forked_child_lets_go_of_nothing(group):
 
 def outlive_a_holder(ctx):
     group = ctx.group("shm", timeout=timedelta(seconds=60))
-    tensor = allocate_shared(group, 8, owner=0)
+    tensor = group._allocate_shared(8, owner=0)
     with pytest.raises(PeerLost) as caught:
         group.barrier().wait()
     group.exclude(caught.value.lost)

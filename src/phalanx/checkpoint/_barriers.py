@@ -163,7 +163,9 @@ class GroupBarrierMember:
         # The first thing that `own.barrier` tries, without the call; it has nothing to say where
         # the long way has to be taken.
         self._start = (
-            own._fast_path.barrier if own is not None and own._fast_path else _no_fast_path
+            own._issuer.fast_path.barrier
+            if own is not None and own._issuer.fast_path
+            else _no_fast_path
         )
 
 

@@ -23,7 +23,6 @@ from torch.optim import LBFGS, Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
 from ..groups import ProcessGroup
-from ..groups._process_group import allocate_shared
 from ..join import Join, Joinable, JoinHook
 from ..join._optimizer_state import OptimizerStates, gather_states
 from ._communicator import Communicator
@@ -199,7 +198,7 @@ class SharedMemoryExchange(ParameterExchange):
                 )
             )
             if mine:
-                memory = allocate_shared(self._group, ends[-1], owner=owner).numpy()
+                memory = self._group._allocate_shared(ends[-1], owner=owner).numpy()
                 for p, start in zip(mine, ends, strict=False):
                     flat = torch.frombuffer(memory, dtype=p.dtype, count=p.numel(), offset=start)
                     views[id(p)] = flat.as_strided(p.shape, p.stride())

@@ -1,9 +1,8 @@
 """The native fast path for plain sums, means and barriers.
 
-The extension (`native/fast_path.hpp`) does what `ProcessGroup._issue` and `Work.wait` do for a
-call that needs nothing special and ends soon. Everything else takes the slow path in Python.
-This module hands the extension the parts of a group that it needs and turns its handle into a
-`Work` on demand.
+The extension (`native/fast_path.hpp`) does what `Issuer.issue` and `Work.wait` do for a plain call
+that ends soon. Everything else takes the slow path in Python. This module passes the extension
+the parts of a group that it needs and turns its handle into a `Work` on demand.
 
 The extension reads slots of `Call` and `FlightRecorder` by name; renaming one of them means
 renaming it in `native/fast_path.cpp` too.
@@ -28,10 +27,10 @@ from ._work import Work
 
 if TYPE_CHECKING:
     from ..native._engine import FastPath, FastPathWork
-    from ._process_group import ProcessGroup
+    from ._issuer import Issuer
 
 
-# The numbers of `native/types.hpp` are the places in this list.
+# The indices are the numbers in `native/types.hpp`.
 _NATIVE_DTYPES = (
     torch.float32,
     torch.float64,
@@ -43,32 +42,29 @@ _NATIVE_DTYPES = (
     torch.int64,
     torch.uint8,
 )
-
-
 DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_NATIVE_DTYPES)}
-"""What the native side calls the types whose tensors it reads."""
 
 
-def fast_path_for(group: ProcessGroup) -> FastPath | None:
-    """Make the short way of a group whose engine has one."""
-    if not hasattr(group._engine, "shortcut") or not can_read_tensors():
+def make_fast_path(issuer: Issuer) -> FastPath | None:
+    """Make the fast path of a group, if its engine has one."""
+    if not hasattr(issuer.engine, "shortcut") or not can_read_tensors():
         return None
-    if group._agreement is not None:
-        return None  # what is compared beforehand takes long anyway
-    shortcut: FastPath = group._engine.shortcut(
-        issue_lock=group._order,
-        recorder=group._recorder,
-        calls=group._recorder.calls,
-        in_flight=group._detector.in_flight,
-        # Not of the group itself: a call that is waited for outlives it, but does not keep it.
-        make_work=functools.partial(_make_work, group._detector),
-        timeout=group._timeout,
+    if issuer.compares_calls:
+        return None  # the comparison dominates the cost of a call
+    shortcut: FastPath = issuer.engine.shortcut(
+        issue_lock=issuer.issue_lock,
+        recorder=issuer.recorder,
+        calls=issuer.recorder.calls,
+        in_flight=issuer.detector.in_flight,
+        # Bound to the detector: a call that is waited for outlives the group without keeping it.
+        make_work=functools.partial(_make_work, issuer.detector),
+        timeout=issuer.timeout,
     )
     return shortcut
 
 
 def _make_work(
-    health: FailureDetector,
+    detector: FailureDetector,
     engine: Engine,
     call: Call,
     timeout: float,
@@ -76,9 +72,9 @@ def _make_work(
     tensor: Tensor | None,
     settled: bool,
 ) -> Work:
-    """Make the work that a call would have had on the long way."""
-    mine = [] if tensor is None else [tensor]
-    work = Work(health, call, timeout, engine.adopt(ticket, mine), mine)
+    """Make the `Work` that a call would have had on the slow path."""
+    tensors = [] if tensor is None else [tensor]
+    work = Work(detector, call, timeout, engine.adopt(ticket, tensors), tensors)
     if settled:
         work.mark_settled()
     return work
@@ -86,7 +82,7 @@ def _make_work(
 
 @functools.cache
 def can_read_tensors() -> bool:
-    """Tell the native side what all groups share, and whether it can read torch's tensors."""
+    """Set up the extension for all groups; return whether it can read torch's tensors."""
     if native.engine is None:
         return False
     _add_work_attributes(native.engine.FastPathWork)
@@ -107,7 +103,7 @@ def can_read_tensors() -> bool:
 
 
 def _add_work_attributes(short: type[FastPathWork]) -> None:
-    """Give the native class what else a `Work` has: the attributes of the one it grows into."""
+    """Add the other attributes of `Work` to the native class, forwarded to its `Work`."""
     for name in set(dir(Work)) - set(dir(short)):
         if not name.startswith("__"):
             setattr(short, name, property(_forwarded(name)))

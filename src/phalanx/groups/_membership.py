@@ -1,10 +1,10 @@
 """Membership changes: ranks leave, are excluded after their death, and rejoin.
 
-The calls of the remaining ranks continue from a sequence number that all of them see alike.
+The calls of the remaining ranks continue from a sequence number that is equal on all of them.
 Where the engine supports departures (`can_leave`) it does the work. Elsewhere ranks agree on
-who stays with one small collective (`update_membership`), and the remaining ranks connect an
-engine of their own, which is kept for the next departure of the same ranks. `rejoin` waits
-until every rank has come back; on engines without such a wait, `RejoinBarrier` waits in the
+who stays with one small collective (`ProcessGroup.update_membership`), and the remaining ranks
+connect an engine of their own, which is kept for the next departure of the same ranks. `rejoin`
+waits until every rank has called it; on engines without such a wait, `RejoinBarrier` waits in the
 store.
 
 All members of a subset use its engine at the same points, so all of them release it at the same
@@ -21,7 +21,6 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
@@ -36,516 +35,502 @@ from ..errors import (
 )
 from . import _validation
 from ._backend_registry import find_backend
-from ._engine import Engine, track_started_works
+from ._engine import Engine
 from ._failure_detector import FailureDetector, PendingCall, register_engine, release_engine
 from ._flight_recorder import Call, user_site
 from ._formatting import first_line, format_rank_ranges, format_ranks
+from ._issuer import Issuer
 from ._rendezvous import EngineSetup, KnownPeers, Rendezvous, RendezvousTerms
-from ._status_store import Failure, FailureKind
+from ._status_store import Failure, FailureKind, StatusStore
 from ._store_client import BlockingStoreClient, StoreClient
-from ._work import refuse
 from .backends._subset import SubsetEngine
 from .backends.local import single_rank_engine
 
 if TYPE_CHECKING:
-    from ._process_group import ProcessGroup
+    from ._peers import Roster
+    from ._process_group import GroupConfig
 
-
-_UNSUPPORTED_HINTS = {
-    "leave": "that leaves by itself; all ranks call update_membership, and tell each other who stays",
-    "exclude": "that is dead; make a group of those who are left with split_group",
-}
-
-
-def members(group: ProcessGroup) -> tuple[int, ...]:
-    """List the ranks that take part in a group's next call, as far as this rank knows."""
-    absent = group._detector.absent() | group._announced
-    return tuple(rank for rank in range(group._size) if rank not in absent)
-
-
-def leave(group: ProcessGroup) -> None:
-    """End this rank's membership as soon as what it has begun is done."""
-    engine_supporting(group, "leave")
-    leave_during(group, "leave")
-
-
-def leave_during(group: ProcessGroup, operation: str) -> None:
-    """End this rank's membership on behalf of an operation."""
-    site = user_site()
-    with group._order, group._state:  # no call is begun after this
-        if group._closed or group._detector.failure is not None:
-            refuse(group, operation)
-        group._closed, group._has_left = f"was left at {site}", True
-        group._close_fast_path()
-    try:
-        group._detector.settle_all()
-        under_way = group._engine.leave() if group._can_leave else ""
-        if under_way:
-            raise InvalidState(f"{operation}: wait for this rank's {under_way} first")
-    except BaseException:
-        with group._state:
-            if group._has_left:  # and not closed meanwhile
-                group._reopen()
-        raise
-
-
-def exclude(group: ProcessGroup, ranks: Sequence[int]) -> None:
-    """Go on without ranks that were lost."""
-    engine = engine_supporting(group, "exclude")
-    gone = {_validation.rank("exclude", rank, group._size, word="rank") for rank in ranks}
-    if group._closed and not group._has_left:
-        refuse(group, "exclude")
-    alive = gone - group._detector.dead()
-    if alive:
-        raise InvalidArgument(
-            f"exclude: {format_ranks(sorted(alive))} {'is' if len(alive) == 1 else 'are'} alive; "
-            "exclude() accepts only dead ranks, and a live rank must call leave()"
-        )
-    failure = group._detector.failure
-    if failure is not None and failure.kind != "lost":
-        refuse(group, "exclude")
-    if group._detector.half_started:
-        raise InvalidState(
-            f"exclude: {group._detector.half_started} was interrupted while starting, so ranks may have "
-            "issued different parts of it; create a new group of the survivors with split_group"
-        )
-    lost = set(failure.ranks if failure is not None else ()) - gone
-    if lost:
-        raise InvalidArgument(f"exclude: {format_ranks(sorted(lost))} also died; pass error.lost")
-    group._detector.resume_without(gone, engine.exclude)
-
-
-def engine_supporting(group: ProcessGroup, operation: str) -> Any:
-    """Return the engine of a group whose membership may change; refuse other groups."""
-    if not hasattr(group._engine, operation) and not group._closed:
-        raise InvalidState(
-            f"{operation}: {group._backend} cannot go on without a rank {_UNSUPPORTED_HINTS[operation]}, or "
-            "use shm"
-        )
-    return group._engine
-
-
-MIN_STORE_WAIT = 0.01  # seconds; a store gives up so short a wait before it has looked
-
-
-class RejoinBarrier:
-    """One rank's place among those who wait to be members again."""
-
-    def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
-        self._door = None if store is None else StoreClient(store)
-        self._store: StoreClient | None = None
-        self._rank = rank
-        self._size = size
-        self._turn = 1
-        self._has_come = False
-        self._missing = self._others()
-        self._is_lost = False
-
-    def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Say that this rank has come, or wait for the others; tells how far it has come."""
-        if self._door is None:  # and so nobody else
-            return "entered", calls
-        if self._is_lost:
-            time.sleep(seconds)
-            return "waiting", 0
-        try:
-            most = self._take_step(self._enter(self._door), calls, seconds)
-        except RendezvousTimeout:  # the store's host is stopped or out of reach, and may come back
-            most = None
-        except DistNetworkError:  # the connection is closed, for good; torch logs every further try
-            self._is_lost = True
-            most = None
-        except Exception:  # noqa: BLE001 - out of threads, a user's store: it may pass
-            time.sleep(max(seconds, MIN_STORE_WAIT))
-            most = None
-        if most is None:
-            return "waiting", 0
-        self._turn += 1
-        self._has_come = False
-        self._missing = self._others()
-        return "entered", most
-
-    def awaited(self) -> list[int]:
-        """List the ranks that have not come, as far as is known."""
-        store, turn = self._store, self._turn
-        if store is not None and not self._is_lost:
-            with suppress(Exception):  # the store does not answer
-                self._missing = [r for r in self._missing if not store.has(f"{turn}/{r}")]
-        return self._missing
-
-    def _enter(self, door: StoreClient) -> StoreClient:
-        # A connection of its own: a wait in the store keeps others on the same one from asking.
-        if self._store is None:
-            self._store = StoreClient(door.connect()).under("hall")
-        return self._store
-
-    def _take_step(self, store: StoreClient, calls: int, seconds: float) -> int | None:
-        """Return where all go on, if everybody has come."""
-        turn, rank = self._turn, self._rank
-        if not self._has_come:
-            store.set(f"{turn}/{rank}", str(calls))
-            self._has_come = True
-            return None
-        keys = [f"{turn}/{other}" for other in range(self._size)]
-        if not (store.await_all(keys, seconds) if seconds > MIN_STORE_WAIT else store.has(*keys)):
-            return None
-        most = max(int(store.fetch(key)) for key in keys)
-        if turn > 1:
-            store.delete(f"{turn - 1}/{rank}")
-        return most
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
-
-
-def connect_subset(
-    group: ProcessGroup, ranks: Sequence[int], call: Call
-) -> tuple[Engine, BlockingStoreClient]:
-    """Make an engine of some ranks of a group, all of which do this at the same point.
-
-    Return the part of the store, too, that they have met in.
-    """
-    health, began = group._detector, time.monotonic()
-    try:
-        return _connect_subset_engine(group, ranks)
-    except PhalanxError as error:
-        failure, reports = health.failure, None
-        if failure is None and isinstance(error, PeerLost):
-            failure = _lost_failure(health, [ranks[place] for place in error.ranks], call)
-        elif failure is None:
-            late = time.monotonic() - began >= group._timeout
-            reports = health.ask()
-            mute = [rank for rank in ranks if rank in reports and reports[rank].operation is None]
-            kind: FailureKind = "timeout" if late or mute else "engine"
-            told = f"could not go on among ranks {format_rank_ranges(ranks)}: {first_line(error)}"
-            failure = Failure(kind, health.rank, told, tuple(mute), call.what, call.sequence)
-        raise health.error(health.fail(failure), None, call, reports) from error
-
-
-def _connect_subset_engine(
-    group: ProcessGroup, ranks: Sequence[int]
-) -> tuple[Engine, BlockingStoreClient]:
-    backend, recipe, family = find_backend(group._backend), group._recipe, group._roster.members
-    store, mine = group._store, list(ranks).index(group._rank)
-    assert store is not None, "those who are not there do not leave"
-    name = f"{group._name}/{format_rank_ranges(ranks)} left"
-    timeout = timedelta(seconds=group._timeout)
-    forming = _SubsetRendezvous(
-        store,
-        rank=mine,
-        terms=RendezvousTerms(name, tuple(ranks), backend.name, "", user_site()),
-        timeout=timeout,
-        kin=KnownPeers(
-            tuple(family[rank] for rank in ranks), next_turn=partial(group._count_split, name)
-        ),
-    )
-    forming.health = group._detector
-    connecting = EngineSetup(
-        forming,
-        make=lambda room: backend.factory(
-            room, mine, len(ranks), timeout, recipe.device, **recipe.options
-        ),
-        offer=None,
-        lends_store=True,
-    )
-    engine = connecting.run(lambda: None, background=backend.traits.connects_in_background)
-    return engine, forming.room
-
-
-class _SubsetRendezvous(Rendezvous):
-    """Forming that ends when the group does."""
-
-    health: FailureDetector
-
-    def look(self) -> None:
-        """Raise if the engine cannot come about."""
-        failure = self.health.failure
-        if failure is not None:
-            raise self.health.error(failure, None, None)
-        super().look()
-
-
-def _lost_failure(health: FailureDetector, lost: list[int], call: Call) -> Failure:
-    told = f"{health.describe_ranks(lost)} {'is' if len(lost) == 1 else 'are'} dead"
-    return Failure("lost", health.rank, told, tuple(lost), call.what, call.sequence)
-
+LEAVES, STAYS = 1, 2  # a rank's answer in `update_membership`; 0 is a rank that had left before
 
 MAX_KEPT_DEPARTURES = 4
-"""Departures, from one return to the next, whose engines are kept for the next time."""
+"""Departures between two rejoins whose engines are kept for the next time."""
+
+MIN_STORE_WAIT = 0.01  # seconds; a store gives up shorter waits before looking
+REJOIN_CHECK_INTERVAL = 0.5  # seconds between two checks; a death or an abort ends a wait sooner
+REJOIN_RETRY_DELAY = 0.01  # seconds
+
+_UNSUPPORTED_HINTS = {
+    "leave": "call update_membership on every rank",
+    "exclude": "make a group of the survivors with split_group",
+}
 
 
 @dataclass
 class _KeptEngine:
     engine: Engine
     departure: int
-    """Its number among those since everybody was a member, when it was made."""
+    """How many departures there had been since the last rejoin when it was made."""
     used: int
-    """The last return before which it was used."""
-    room: BlockingStoreClient | None
-    """Where its ranks have met."""
+    """How many rejoins there had been when it was last used."""
+    store: BlockingStoreClient | None
+    """Where its ranks held their rendezvous."""
 
 
-class SubsetEngines:
-    """What a group has of engines beside the one that it uses."""
+class Membership:
+    """The ranks that take part in one group's calls, and the engines of subsets of them.
 
-    def __init__(self, group: ProcessGroup) -> None:
-        self.full: Engine = group._engine
-        """The one of all ranks."""
-        self.hall = RejoinBarrier(group._store, rank=group._rank, size=group._size)
-        self.kept: dict[tuple[int, ...], _KeptEngine] = {}
-        self.returns = 0
-        self.departures = 0
+    Changes pause the group's `Issuer`, or make it use another engine.
+    """
 
+    def __init__(
+        self,
+        issuer: Issuer,
+        *,
+        config: GroupConfig,
+        store: Store | None,
+        status_store: StatusStore | None,
+        roster: Roster,
+    ) -> None:
+        self._issuer = issuer
+        self._detector = issuer.detector
+        self._rank = issuer.detector.rank
+        self._size = issuer.detector.size
+        self._config = config
+        self._store = store
+        self._status_store = status_store
+        self._roster = roster
+        self._leaving: set[int] = set()  # ranks that announced their departure since the rejoin
+        self.is_rejoining = False
+        self._barrier: RejoinBarrier | None = None
+        self._full_engine: Engine | None = None  # of all ranks, while a subset's is in use
+        self.kept_engines: dict[tuple[int, ...], _KeptEngine] = {}
+        self._attempts: dict[str, int] = {}
+        self._rejoins = 0
+        self._departures = 0
 
-def subset_engines_of(group: ProcessGroup) -> SubsetEngines:
-    """Return a group's engines; most groups never need more than one."""
-    if group._subset_engines is None:
-        group._subset_engines = SubsetEngines(group)
-    return group._subset_engines
+    def members(self) -> tuple[int, ...]:
+        """List the ranks that take part in the next call, as far as this rank knows."""
+        absent = self._detector.absent() | self._leaving
+        return tuple(rank for rank in range(self._size) if rank not in absent)
 
+    def leave(self) -> None:
+        """End this rank's membership as soon as its calls in flight are done."""
+        self._engine_supporting("leave")
+        self._leave("leave")
 
-def use_subset_engine(group: ProcessGroup, members: tuple[int, ...], call: Call) -> None:
-    """Go on among some ranks, all of which do this at the same point."""
-    mine = subset_engines_of(group)
-    mine.departures += 1
-    kept = mine.kept.get(members)
-    if kept is None:
-        single = len(members) == 1
-        engine, room = (
-            (single_rank_engine(), None) if single else connect_subset(group, members, call)
+    def exclude(self, ranks: Sequence[int]) -> None:
+        """Continue without dead ranks."""
+        engine, detector = self._engine_supporting("exclude"), self._detector
+        excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
+        if self._issuer.closed and not self._issuer.has_left:
+            self._issuer.refuse("exclude")
+        if alive := sorted(excluded - detector.dead()):
+            raise InvalidArgument(
+                f"exclude: {format_ranks(alive)} {'is' if len(alive) == 1 else 'are'} alive; "
+                "exclude() accepts only dead ranks, and a live rank must call leave()"
+            )
+        failure = detector.failure
+        if failure is not None and failure.kind != "lost":
+            self._issuer.refuse("exclude")
+        if detector.half_started:
+            raise InvalidState(
+                f"exclude: {detector.half_started} was interrupted while starting, so ranks may "
+                "have issued different parts of it; create a new group of the survivors with "
+                "split_group"
+            )
+        if lost := sorted(set(failure.ranks if failure is not None else ()) - excluded):
+            raise InvalidArgument(f"exclude: {format_ranks(lost)} also died; pass error.lost")
+        detector.resume_without(excluded, engine.exclude)
+
+    def update(self, answers: Sequence[int], call: Call) -> tuple[int, ...]:
+        """Apply the ranks' answers of one `update_membership` call; return who stays."""
+        staying = tuple(rank for rank, answer in enumerate(answers) if answer == STAYS)
+        leaving = {rank for rank, answer in enumerate(answers) if answer == LEAVES}
+        if self._rank in leaving:
+            self._leave("update_membership")
+            if not self._issuer.can_leave:
+                self._detector.set_members(staying)
+        elif leaving and not self._issuer.can_leave:
+            self._use_subset_engine(staying, call)
+        self._leaving |= leaving
+        return staying
+
+    def rejoin(self, timeout: timedelta | None) -> None:
+        """Leave, unless this rank has, and become a member again together with all others."""
+        issuer = self._issuer
+        seconds = issuer.timeout if timeout is None else _validation.seconds(timeout)
+        _fault_point("before")
+        with issuer.state_lock:
+            if self.is_rejoining:
+                raise InvalidState("rejoin: another thread of this rank is already in rejoin()")
+            self.is_rejoining = True
+        try:
+            if not issuer.has_left:
+                self._leave("rejoin")
+            elif self._detector.failure is not None:
+                issuer.refuse("rejoin")
+            _fault_point("away")
+            self._wait_and_enter(seconds)
+        finally:
+            self.is_rejoining = False
+
+    def release_engines(self) -> None:
+        """Drop the engines of subsets; the group is closed."""
+        self._full_engine = None
+        self.kept_engines = {}
+
+    def _engine_supporting(self, operation: str) -> Engine:
+        issuer = self._issuer
+        if not hasattr(issuer.engine, operation) and not issuer.closed:
+            raise InvalidState(
+                f"{operation}: {issuer.backend} does not support {operation}(); "
+                f"{_UNSUPPORTED_HINTS[operation]}, or use shm"
+            )
+        return issuer.engine
+
+    def _leave(self, operation: str) -> None:
+        issuer = self._issuer
+        issuer.pause(operation)
+        try:
+            self._detector.settle_all()
+            in_flight = issuer.engine.leave() if issuer.can_leave else ""
+            if in_flight:
+                raise InvalidState(f"{operation}: wait for this rank's {in_flight} first")
+        except BaseException:
+            with issuer.state_lock:
+                if issuer.has_left:  # not closed meanwhile
+                    issuer.reopen()
+            raise
+
+    def _wait_and_enter(self, seconds: float) -> None:
+        issuer = self._issuer
+        entrance: Any = issuer.engine
+        if not issuer.can_leave:
+            if self._barrier is None:
+                self._barrier = RejoinBarrier(self._store, rank=self._rank, size=self._size)
+            entrance = self._barrier
+        waiting = _RejoinCall(issuer, entrance, self._status_store, seconds)
+        sequence = waiting.run()
+        with issuer.issue_lock, issuer.state_lock:
+            if not issuer.has_left:  # closed meanwhile
+                issuer.refuse("rejoin")
+            waiting.complete(sequence)
+            self._leaving = set()
+            if not issuer.can_leave:
+                issuer.use_engine(self._full_engine or issuer.engine, None)
+            self._rejoins += 1
+            self._departures = 0
+            issuer.reopen()
+        self._release_kept(
+            lambda kept: kept.departure > MAX_KEPT_DEPARTURES or kept.used < self._rejoins - 2
         )
-        kept = _KeptEngine(engine, mine.departures, mine.returns, room)
-    elif hasattr(kept.engine, "set_timeout"):
-        kept.engine.set_timeout(group.timeout)
-    kept.used = mine.returns
-    with group._order, group._state:
-        if group._closed or group._detector.failure is not None:
-            refuse(group, call.operation)
-        if members not in mine.kept:
-            mine.kept[members] = kept
-            register_engine(group._detector, kept.engine)
-        inner = track_started_works(kept.engine, group._started_works)
-        group._use(SubsetEngine(mine.full, inner, members, group._size), members)
-    # A long row of departures is not to use up what a process may open. What one rank lets go of
-    # now is not needed again before all of them do.
-    if not group._detector.is_busy():
-        _release_engines(
-            group, mine, lambda kept: MAX_KEPT_DEPARTURES < kept.departure < mine.departures - 1
+        _fault_point("after")
+
+    # -- engines of subsets ----------------------------------------------------------------
+
+    def _use_subset_engine(self, members: tuple[int, ...], call: Call) -> None:
+        """Continue among some ranks; all of them do this at the same point."""
+        issuer = self._issuer
+        self._departures += 1
+        kept = self.kept_engines.get(members)
+        if kept is None:
+            engine, store = (
+                (single_rank_engine(), None) if len(members) == 1 else self._connect(members, call)
+            )
+            kept = _KeptEngine(engine, self._departures, self._rejoins, store)
+        elif hasattr(kept.engine, "set_timeout"):
+            kept.engine.set_timeout(timedelta(seconds=issuer.timeout))
+        kept.used = self._rejoins
+        with issuer.issue_lock, issuer.state_lock:
+            issuer.check_usable(call.operation)
+            if members not in self.kept_engines:
+                self.kept_engines[members] = kept
+                register_engine(self._detector, kept.engine)
+            if self._full_engine is None:
+                self._full_engine = issuer.engine
+            inner = issuer.track(kept.engine)
+            issuer.use_engine(SubsetEngine(self._full_engine, inner, members, self._size), members)
+        # Many departures in a row must not exhaust file descriptors. An engine that one rank
+        # releases here is not used again before all of its ranks release it.
+        if not self._detector.is_busy():
+            self._release_kept(
+                lambda kept: MAX_KEPT_DEPARTURES < kept.departure < self._departures - 1
+            )
+
+    def _release_kept(self, is_stale: Callable[[_KeptEngine], bool]) -> None:
+        for members, kept in list(self.kept_engines.items()):
+            if is_stale(kept):
+                del self.kept_engines[members]
+                release_engine(self._detector, kept.engine)
+                if kept.store is not None and self._rank == members[0]:
+                    _delete_rendezvous_keys(StoreClient(kept.store.raw))
+
+    def _connect(self, ranks: Sequence[int], call: Call) -> tuple[Engine, BlockingStoreClient]:
+        """Connect an engine of some ranks; also return the store that they used for it."""
+        detector, began = self._detector, time.monotonic()
+        try:
+            return self._connect_engine(ranks)
+        except PhalanxError as error:
+            failure, reports = detector.failure, None
+            if failure is None and isinstance(error, PeerLost):
+                lost = [ranks[place] for place in error.ranks]
+                failure = _lost_failure(detector, lost, call)
+            elif failure is None:
+                late = time.monotonic() - began >= self._issuer.timeout
+                reports = detector.ask()
+                mute = [r for r in ranks if r in reports and reports[r].operation is None]
+                kind: FailureKind = "timeout" if late or mute else "engine"
+                cause = (
+                    f"could not connect ranks {format_rank_ranges(ranks)}, which stay: "
+                    f"{first_line(error)}"
+                )
+                failure = _failure(kind, detector, cause, mute, call)
+            raise detector.error(detector.fail(failure), None, call, reports) from error
+
+    def _connect_engine(self, ranks: Sequence[int]) -> tuple[Engine, BlockingStoreClient]:
+        issuer, config, peers = self._issuer, self._config, self._roster.members
+        assert self._store is not None, "a group of several ranks has a store"
+        backend, rank = find_backend(issuer.backend), list(ranks).index(self._rank)
+        name = f"{self._detector.name}/{format_rank_ranges(ranks)} left"
+        timeout = timedelta(seconds=issuer.timeout)
+        rendezvous = _SubsetRendezvous(
+            self._store,
+            rank=rank,
+            terms=RendezvousTerms(name, tuple(ranks), backend.name, "", user_site()),
+            timeout=timeout,
+            kin=KnownPeers(
+                tuple(peers[rank] for rank in ranks), next_turn=partial(self._count_attempt, name)
+            ),
         )
+        rendezvous.detector = self._detector
+        setup = EngineSetup(
+            rendezvous,
+            make=lambda store: backend.factory(
+                store, rank, len(ranks), timeout, config.device, **config.options
+            ),
+            offer=None,
+            lends_store=True,
+        )
+        engine = setup.run(lambda: None, background=backend.traits.connects_in_background)
+        return engine, rendezvous.room
+
+    def _count_attempt(self, name: str) -> int:
+        self._attempts[name] = self._attempts.get(name, 0) + 1
+        return self._attempts[name]
 
 
-def use_full_engine(group: ProcessGroup) -> None:
-    """Go on among all ranks; everybody has come back, and nothing is under way."""
-    mine = group._subset_engines
-    if mine is None:
-        return
-    group._use(mine.full, None)
-    mine.returns += 1
-    mine.departures = 0
+class _SubsetRendezvous(Rendezvous):
+    """A rendezvous that ends when the group fails."""
+
+    detector: FailureDetector
+
+    def look(self) -> None:
+        """Raise if the engine cannot be connected any more."""
+        failure = self.detector.failure
+        if failure is not None:
+            raise self.detector.error(failure, None, None)
+        super().look()
 
 
-def release_stale_engines(group: ProcessGroup) -> None:
-    """Let go of engines that are not worth keeping; everybody has come back."""
-    mine = group._subset_engines
-    if mine is None:
-        return
-    _release_engines(
-        group,
-        mine,
-        lambda kept: kept.departure > MAX_KEPT_DEPARTURES or kept.used < mine.returns - 2,
-    )
+def _failure(
+    kind: FailureKind, detector: FailureDetector, cause: str, ranks: Sequence[int], call: Call
+) -> Failure:
+    return Failure(kind, detector.rank, cause, tuple(ranks), call.what, call.sequence)
 
 
-def _release_engines(
-    group: ProcessGroup, mine: SubsetEngines, which: Callable[[_KeptEngine], bool]
-) -> None:
-    for members, kept in list(mine.kept.items()):
-        if which(kept):
-            del mine.kept[members]
-            release_engine(group._detector, kept.engine)
-            if kept.room is not None and group._rank == members[0]:
-                _delete_rendezvous_keys(StoreClient(kept.room.raw))
+def _lost_failure(detector: FailureDetector, lost: list[int], call: Call) -> Failure:
+    cause = f"{detector.describe_ranks(lost)} {'is' if len(lost) == 1 else 'are'} dead"
+    return _failure("lost", detector, cause, lost, call)
 
 
-def _delete_rendezvous_keys(room: StoreClient) -> None:
-    """Take away what ranks have said to form an engine, but for what others may ask about."""
-    with suppress(Exception):  # the store does not answer, and so has other troubles
-        for key in room.all_keys():
+def _delete_rendezvous_keys(store: StoreClient) -> None:
+    """Delete what ranks wrote to connect an engine, but for what others may still read."""
+    with suppress(Exception):  # the store does not answer
+        for key in store.all_keys():
             if key != "verdict":
-                room.delete(key)
+                store.delete(key)
 
 
-REJOIN_CHECK_INTERVAL = (
-    0.5  # seconds between two looks around; a death, or an abort, ends a turn before
-)
-REJOIN_RETRY_DELAY = 0.01
+class RejoinBarrier:
+    """Waits in the store until every rank rejoins, for engines that cannot."""
 
+    def __init__(self, store: Store | None, *, rank: int, size: int) -> None:
+        self._group_store = None if store is None else StoreClient(store)
+        self._store: StoreClient | None = None
+        self._rank = rank
+        self._size = size
+        self._round = 1
+        self._has_arrived = False
+        self._missing = self._others()
+        self._is_disconnected = False
 
-def rejoin(group: ProcessGroup, timeout: timedelta | None) -> None:
-    """Leave, unless this rank has, and become a member again together with all others."""
-    seconds = group._timeout if timeout is None else _validation.seconds(timeout)
-    _fault_point("before")
-    with group._state:
-        if group._is_rejoining:
-            raise InvalidState("rejoin: another thread of this rank is in it")
-        group._is_rejoining = True
-    try:
-        if not group._has_left:
-            leave_during(group, "rejoin")
-        elif group._detector.failure is not None:
-            refuse(group, "rejoin")
-        _fault_point("away")
-        engine = group._engine if group._can_leave else subset_engines_of(group).hall
-        _RejoinCall(group, engine, seconds).run()
-    finally:
-        group._is_rejoining = False
+    def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
+        """Announce this rank, or wait for the others; return the stage and the most `calls`."""
+        if self._group_store is None:  # this is the only rank
+            return "entered", calls
+        if self._is_disconnected:
+            time.sleep(seconds)
+            return "waiting", 0
+        try:
+            most = self._take_step(self._connect(self._group_store), calls, seconds)
+        except RendezvousTimeout:  # the store's host is stopped or unreachable, and may come back
+            most = None
+        except DistNetworkError:  # the connection is closed for good; torch logs further attempts
+            self._is_disconnected = True
+            most = None
+        except Exception:  # noqa: BLE001 - out of threads, a user's store: it may pass
+            time.sleep(max(seconds, MIN_STORE_WAIT))
+            most = None
+        if most is None:
+            return "waiting", 0
+        self._round += 1
+        self._has_arrived = False
+        self._missing = self._others()
+        return "entered", most
+
+    def awaited(self) -> list[int]:
+        """List the ranks that have not arrived, as far as is known."""
+        store, round_ = self._store, self._round
+        if store is not None and not self._is_disconnected:
+            with suppress(Exception):  # the store does not answer
+                self._missing = [r for r in self._missing if not store.has(f"{round_}/{r}")]
+        return self._missing
+
+    def _connect(self, store: StoreClient) -> StoreClient:
+        # A separate connection: a wait in the store blocks other requests on the same one.
+        if self._store is None:
+            self._store = StoreClient(store.connect()).under("hall")
+        return self._store
+
+    def _take_step(self, store: StoreClient, calls: int, seconds: float) -> int | None:
+        """Return the sequence number to continue from, if every rank has arrived."""
+        if not self._has_arrived:
+            store.set(f"{self._round}/{self._rank}", str(calls))
+            self._has_arrived = True
+            return None
+        keys = [f"{self._round}/{rank}" for rank in range(self._size)]
+        if not (store.await_all(keys, seconds) if seconds > MIN_STORE_WAIT else store.has(*keys)):
+            return None
+        most = max(int(store.fetch(key)) for key in keys)
+        if self._round > 1:
+            store.delete(f"{self._round - 1}/{self._rank}")
+        return most
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank]
 
 
 class _RejoinCall(PendingCall):
-    """One rank's way back into its group."""
+    """One rank's wait to rejoin; `entrance` is the engine or a `RejoinBarrier`."""
 
-    def __init__(self, group: ProcessGroup, engine: Any, seconds: float) -> None:
-        self._group = group
-        self._engine = engine
+    def __init__(
+        self, issuer: Issuer, entrance: Any, status_store: StatusStore | None, seconds: float
+    ) -> None:
+        self._issuer = issuer
+        self._detector = issuer.detector
+        self._recorder = issuer.recorder
+        self._entrance = entrance
+        self._status_store = status_store
         self.timeout = seconds
         self._counts_from = 0.0
-        if group._recorder.starting is not None:  # an interrupt came before `run` could wait
-            group._recorder.undo(group._recorder.starting)
-        # It takes a number like any collective: the one after the last that any rank has made.
-        self.call: Call = group._recorder.begin("rejoin", [])
+        if self._recorder.starting is not None:  # an interrupt came before `run` could wait
+            self._recorder.undo(self._recorder.starting)
+        # It is numbered like a collective: the number after the last call of any rank.
+        self.call: Call = self._recorder.begin("rejoin", [])
 
-    def run(self) -> None:
-        """Wait for all, and enter."""
-        group, call = self._group, self.call
-        group._detector.waiting = call
+    def run(self) -> int:
+        """Wait for all ranks; return the sequence number to continue from."""
+        self._detector.waiting = self.call
         try:
-            most = self._await_all()
+            return self._await_all()
         except BaseException:
-            group._recorder.undo(call)
+            self._recorder.undo(self.call)
             raise
         finally:
-            group._detector.waiting = None
-        with group._order, group._state:
-            if not group._has_left:  # but closed meanwhile
-                refuse(group, "rejoin")
-            group._recorder.collectives = call.sequence = most
-            group._recorder.starting = None
-            call.ended = time.monotonic()
-            group._announced = set()
-            use_full_engine(group)
-            group._reopen()
-        release_stale_engines(group)
-        _fault_point("after")
+            self._detector.waiting = None
+
+    def complete(self, sequence: int) -> None:
+        """Record the call as done, with the number that all ranks continue from."""
+        self._recorder.collectives = self.call.sequence = sequence
+        self._recorder.starting = None
+        self.call.ended = time.monotonic()
 
     @property
     def deadline(self) -> float:
-        """When it is given up: so long after the last sign that somebody awaited goes on."""
+        """When the wait ends: `timeout` after the last call of a missing rank."""
         return max(self.call.started, self._counts_from) + self.timeout
 
     def _await_all(self) -> int:
-        calls = self._group._recorder.collectives
+        calls = self._recorder.collectives
         error: GroupError | None = None
-        before = ""
+        previous = ""
         while True:
             began = time.monotonic()
-            turn = (
-                min(REJOIN_CHECK_INTERVAL, max(self.deadline - began, 0.001))
-                if error is None
-                else 0.0
-            )
-            stage, most = self._engine.rejoin(calls, turn)
-            if stage != before:
+            wait = 0.0
+            if error is None:
+                wait = min(REJOIN_CHECK_INTERVAL, max(self.deadline - began, 0.001))
+            stage, most = self._entrance.rejoin(calls, wait)
+            if stage != previous:
                 error = None
                 _fault_point(stage)
             if stage == "entered":
                 return int(most)
-            if stage == before:
-                if error is not None:  # and nobody has come since it was found
+            if stage == previous:
+                if error is not None:  # no rank has arrived since it was found
                     raise error
-                error = self._look()
-                if (
-                    error is None and time.monotonic() - began < REJOIN_RETRY_DELAY
-                ):  # an engine that was woken
+                error = self._check()
+                woken = time.monotonic() - began < REJOIN_RETRY_DELAY
+                if error is None and woken:
                     time.sleep(REJOIN_RETRY_DELAY)
-            before = stage
+            previous = stage
 
-    def _look(self) -> GroupError | None:
-        """Find out whether this cannot end well any more, or not in time."""
-        group, health = self._group, self._group._detector
-        if not group._has_left:  # but closed
-            refuse(group, "rejoin")
-        board = group._board
-        known = None if board is None else board.failure()
+    def _check(self) -> GroupError | None:
+        """Return the error if this cannot succeed any more, or not in time."""
+        if not self._issuer.has_left:  # closed meanwhile
+            self._issuer.refuse("rejoin")
+        detector, status = self._detector, self._status_store
+        known = None if status is None else status.failure()
         if known is not None:
-            health.fail(known, publish=False)
-        closed = {} if board is None else board.left()
-        if health.failure is None:
-            self._look_for_dead(set(closed))
-        failure = health.failure or self._closed_by(closed)
+            detector.fail(known, publish=False)
+        closed = {} if status is None else status.left()
+        if detector.failure is None:
+            self._check_deaths(set(closed))
+        failure = detector.failure or self._closed_by(closed)
         if failure is not None:
-            return health.error(failure, self, self.call)
+            return detector.error(failure, self, self.call)
         return None if time.monotonic() < self.deadline else self._overdue()
 
     def _overdue(self) -> GroupError | None:
-        """Ask, only now, whether those who are awaited go on, and give up if they do not."""
-        health, missing = self._group._detector, self._engine.awaited()
-        reports = health.ask()
+        """Ask whether the missing ranks still make calls, and time out if they do not."""
+        detector, missing = self._detector, self._entrance.awaited()
+        reports = detector.ask()
         quiet = [r.quiet for r in reports.values() if r.rank in missing and r.quiet is not None]
         if quiet:
             self._counts_from = time.monotonic() - min(quiet)
         if time.monotonic() < self.deadline:
             return None
-        who = (
-            f": {format_ranks(missing)} did not come, and made no call meanwhile" if missing else ""
-        )
-        told = f"timed out after {self.timeout:g} s{who}{health.store_caveat()}"
-        # The group is not broken by it: the others go on, and this rank may wait again.
-        return health.error(self._failure("timeout", told, missing), self, self.call, reports)
+        who = ""
+        if missing:
+            who = f": {format_ranks(missing)} did not call rejoin(), and made no other call"
+        cause = f"timed out after {self.timeout:g} s{who}{detector.store_caveat()}"
+        # This does not fail the group: the others continue, and this rank may wait again.
+        failure = _failure("timeout", detector, cause, missing, self.call)
+        return detector.error(failure, self, self.call, reports)
 
-    def _look_for_dead(self, closed: set[int]) -> None:
-        """Fail the group if a rank is dead that has not come so far; what it did before counts."""
-        health = self._group._detector
-        dead = health.dead() - closed
-        if lost := sorted(
-            dead and dead & set(self._engine.awaited())
-        ):  # final, now that it is known
-            told = f"{health.describe_ranks(lost)} {'is' if len(lost) == 1 else 'are'} dead"
-            health.fail(self._failure("lost", told, lost))
+    def _check_deaths(self, closed: set[int]) -> None:
+        """Fail the group if a missing rank is dead; a rank that arrived before its death counts."""
+        dead = self._detector.dead() - closed
+        if lost := sorted(dead and dead & set(self._entrance.awaited())):
+            self._detector.fail(_lost_failure(self._detector, lost, self.call))
 
     def _closed_by(self, closed: dict[int, tuple[int, str]]) -> Failure | None:
-        """Find a rank that has shut the group down, and so will not come."""
-        for rank in sorted(closed and closed.keys() & set(self._engine.awaited())):
-            told = f"rank {rank} shut the group down at {closed[rank][1]}"
-            return self._failure("aborted", told, [rank])
+        """Return the failure if a missing rank has shut the group down."""
+        for rank in sorted(closed and closed.keys() & set(self._entrance.awaited())):
+            cause = f"rank {rank} shut the group down at {closed[rank][1]}"
+            return _failure("aborted", self._detector, cause, [rank], self.call)
         return None
-
-    def _failure(self, kind: FailureKind, cause: str, ranks: list[int]) -> Failure:
-        return Failure(kind, self._group._rank, cause, tuple(ranks), "rejoin", self.call.sequence)
 
 
 def _fault_point(point: str) -> None:
     if faultpoints.armed:
         faultpoints.reach(f"rejoin:{point}")
-
-
-LEAVES, STAYS = 1, 2
-
-
-def update_membership(group: ProcessGroup, stays: bool) -> tuple[int, ...]:
-    """Find out who stays, and go on among those."""
-    device = group._recipe.device
-    said = torch.tensor([STAYS if stays else LEAVES], dtype=torch.uint8, device=device)
-    heard = torch.zeros(group._size, dtype=torch.uint8, device=device)  # who has left says nothing
-    work = group._gather_into("update_membership", [heard], [said], None, None)
-    work.wait()
-    answers = list(enumerate(heard.tolist()))
-    staying = tuple(rank for rank, answer in answers if answer == STAYS)
-    leaving = {rank for rank, answer in answers if answer == LEAVES}
-    if not stays:
-        leave_during(group, "update_membership")
-        if not group._can_leave:
-            group._detector.set_members(staying)
-    elif leaving and not group._can_leave:
-        use_subset_engine(group, staying, work.call)
-    group._announced |= leaving
-    return staying

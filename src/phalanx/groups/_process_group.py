@@ -1,15 +1,9 @@
-"""The process group: a `torch.distributed.ProcessGroup` that numbers, checks, records and starts
-calls.
+"""The process group: a `torch.distributed.ProcessGroup` that is an object of its own.
 
-Every collective ends up in `ProcessGroup._issue`, which takes the issue lock, gives the call
-its sequence number, hands it to the engine and returns a `Work`. Joining, leaving and failing
-are delegated: `_membership` changes who takes part, `_failure_detector` explains calls that do
-not end.
-
-The order in which calls are numbered must be the order in which the engine receives them, so
-both happen under the issue lock. The engine's locks come after it. An exception raised by a
-signal handler may arrive between any two bytecodes; the comments in `_issue` mark where none
-can.
+A collective takes the native fast path if it can (`_fast_path`). Otherwise its arguments are read
+and checked (`_collectives`), rewritten if the engine lacks the reduction (`_reductions`), and
+`Issuer.issue` starts it on the engine and returns a `Work`. `Membership` changes which ranks take
+part; `FailureDetector` explains calls that do not end.
 """
 
 from __future__ import annotations
@@ -18,96 +12,53 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
+from torch.distributed import ReduceOp
 
-from .. import _faultpoints as faultpoints
-from ..errors import GroupError, InvalidState
-from . import _membership as membership
+from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
-from ._call_consistency import CallConsistencyCheck, consistency_check_for
-from ._collectives import SUM, Collectives
-from ._engine import ClosedEngine, Engine, RawWork, Traits, plain_sum_method, track_started_works
+from ._collectives import (
+    CallArguments,
+    Tensors,
+    Timeout,
+    is_plain_real,
+    keyword_aliases,
+    list_exchange,
+    start_pairs,
+    with_op,
+)
+from ._engine import Engine, JointWork, RawWork, Traits
 from ._failure_detector import FailureDetector, register_engine, retire_engines
-from ._fast_path import fast_path_for
 from ._flight_recorder import FlightRecorder, Record, user_site
 from ._formatting import format_rank_ranges
-from ._membership import rejoin, update_membership
+from ._issuer import Issuer
+from ._membership import LEAVES, STAYS, Membership
+from ._reductions import AdaptedReduction, SparseSum, adapt_reduction, is_sum, plain_op
 from ._status_store import Failure
 from ._store import ClosedGroup
 from ._watchdog import watch
-from ._work import Work, reconcile_interrupted_start, refuse
+from ._work import Work
 
 if TYPE_CHECKING:
-    from ._membership import SubsetEngines
     from ._peers import Roster
-    from ._rendezvous import Purpose
     from ._status_store import StatusStore
     from ._store import HostedStore
 
-
-class Members(Collectives):
-    """Who takes part in a group's calls, and how that changes."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """Tell the ranks that take part in the next call, as far as is known here."""
-        return membership.members(self._whole)
-
-    @property
-    def can_leave(self) -> bool:
-        """Tell whether a rank may `leave` by itself; everywhere else there is `update_membership`."""
-        return self._whole._can_leave
-
-    def leave(self) -> None:
-        """End this rank's membership: the others' next calls go on without it, at once.
-
-        Waits for the collectives that this rank has begun. Ranks keep their numbers, a mean is
-        taken over those who are left, and what a rank would have filled in an output stays as it
-        is. Nothing but `rejoin` and `shutdown` can be called here any more.
-        """
-        membership.leave(self._whole)
-
-    def update_membership(self, stays: bool = True) -> tuple[int, ...]:
-        """Tell which ranks stay; every member calls it at the same point and says if it does.
-
-        Who does not has left when it returns, as by `leave`, and the others' next calls go on among
-        those who stay. It works on every backend: where no rank may leave by itself the others make
-        an engine of their own, once for a departure; if everybody stays it is one small collective.
-        """
-        return update_membership(self._whole, stays)
-
-    def rejoin(self, timeout: timedelta | None = None) -> None:
-        """Make everybody a member again; all ranks call it, whether they have left or not.
-
-        Who has not left does so, and the others' calls go on without it until they come, too. When
-        the last has come all are members, and number their calls alike. Until then a rank sleeps.
-        The deadline counts from the last call that an awaited rank has made on the group. When it
-        has passed, or a rank was lost and is forgotten, it can be called again. Where a rank cannot
-        leave by itself (`can_leave`), all who are still members come without a call in between.
-        """
-        rejoin(self._whole, timeout)
-
-    def exclude(self, ranks: Sequence[int]) -> None:
-        """Go on without ranks that were lost, as if they had left; every survivor calls it.
-
-        What they took no part in goes on among the rest, so that a ``work`` which raised `PeerLost`
-        can be waited for again. It raises again, on every survivor, if they died in the middle.
-        """
-        membership.exclude(self._whole, ranks)
-
-    @property
-    def _whole(self) -> ProcessGroup:
-        return cast("ProcessGroup", self)
+AVG = ReduceOp.AVG
+_NO_OFFSET = -1
 
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """How a group was made, so that another like it can be made of some of its ranks."""
+    """How a group was made, so that subgroups can be made the same way."""
 
     backend: str
     device: torch.device
@@ -116,8 +67,8 @@ class GroupConfig:
     options: dict[str, object]
 
 
-class ProcessGroup(Members):
-    """A group of ranks that communicate; any torch API takes it for a process group.
+class ProcessGroup(dist.ProcessGroup):
+    """A group of ranks that communicate; torch APIs accept it as a process group.
 
     Made by `new_group`, `split_group` and `merge_remote_group`, not by its constructor.
     """
@@ -148,38 +99,24 @@ class ProcessGroup(Members):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._name = name
         self._given_name = given_name
-        self._name_number = name_number  # what tells it from others of that name, on all ranks
+        self._name_number = name_number  # distinguishes groups of one name, equal on all ranks
         self._desc = desc
         self._rank = rank
         self._size = size
         self._recipe = recipe
         self._backend = backend
-        self._timeout = _validation.seconds(recipe.timeout)
-        self._engine = engine
-        self._can_leave = hasattr(engine, "leave")
-        self._subset_engines: SubsetEngines | None = None  # other engines, for when ranks have left
         self._traits = traits
         self._devices = devices
-        self._takes_cpu = "cpu" in devices
         self._store = store
-        self._lent_store = lent_store  # kept, for it may be the one that hosts the group's
-        self._hosted = hosted  # the one that does, if this process opened it
+        self._lent_store = lent_store  # kept alive: it may host the group's store
+        self._hosted = hosted  # the store server, if this process opened it
         self._lease = None if hosted is None else hosted.lease()
         self._roster = roster
+        self._board = board
         self._global_ranks = tuple(global_ranks)
-        self._recorder = FlightRecorder()
         self._splits: dict[str, int] = {}
-        self._closed = ""  # why nothing can be called any more, where it was closed on purpose
-        self._has_left = False  # closed, but only for having left
-        self._announced: set[int] = set()  # who is leaving since the last roll call
-        self._is_rejoining = False  # a thread of this rank is in `rejoin`
-        # Keeps the order in which calls are numbered the order in which the engine gets them.
-        # Taken by `_issue` alone, for as long as checking takes; the engine's locks come after it.
-        self._order = threading.Lock()
-        # The handles of what the engine has started of a call, until the call's own work has them.
-        # In order, as that lock keeps it.
-        self._started_works: list[RawWork | None] = []
-        self._state = threading.Lock()  # over `_closed` and `_splits`, for moments
+        self._splits_lock = threading.Lock()
+        self._recorder = FlightRecorder()
         self._detector = FailureDetector(
             name=name,
             rank=rank,
@@ -193,85 +130,128 @@ class ProcessGroup(Members):
             drive=getattr(engine, "drive", None),
             members=getattr(engine, "members", None),
         )
-        self._board = board
-        self._use(engine, None)
-        self._fast_path = fast_path_for(self)
-        self._fast_dtypes = traits.real_dtypes if self._takes_cpu else frozenset()
-        # What torch has named it enters in its tables itself, and takes out again.
+        self._issuer = Issuer(
+            engine,
+            detector=self._detector,
+            recorder=self._recorder,
+            backend=backend,
+            traits=traits,
+            timeout=_validation.seconds(recipe.timeout),
+            checks=recipe.checks,
+        )
+        self._issue = self._issuer.issue
+        self._membership = Membership(
+            self._issuer, config=recipe, store=store, status_store=board, roster=roster
+        )
+        self._arguments = CallArguments(size=size, devices=devices, backend=backend, traits=traits)
+        # Dtypes that the engine sums without help.
+        self._fast_dtypes = traits.real_dtypes if "cpu" in devices else frozenset()
+        # A group that torch has named is entered in torch's tables by torch.
         self._is_registered_with_torch = not torch_name
         self._torch_name = torch_name or torch_tables.register_group(self, engine)
         register_engine(self._detector, engine)
         if board is not None:
             watch(self._detector)
 
-    # -- what it is ------------------------------------------------------------------------
+    # -- properties ------------------------------------------------------------------------
 
     @property
     def group_name(self) -> str:
-        """Tell the name under which torch finds the group in this process.
+        """The name under which torch finds the group in this process.
 
-        It is the one that was given, with a number if a group of any of its ranks has that already.
-        It is the same on every rank, unless ranks are threads of one process.
+        It is the given name, with a number if another group of any of its ranks has that name. It
+        is equal on every rank, unless ranks are threads of one process.
         """
         return self._torch_name
 
     @property
     def label(self) -> str:
-        """Tell the group's full name, which is the same on every rank."""
+        """The group's full name, equal on every rank."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """Tell the description that was given, or else the backend and size."""
+        """The given description, or the backend and size."""
         return self._desc or f"{self._backend} group of {self._size}"
 
     def _set_group_desc(self, desc: str) -> None:
-        """Take the description that torch gives a group that it has made."""
+        """Set the description; torch calls this on groups that it has made."""
         self._desc = desc
 
     @property
     def backend(self) -> str:
-        """Tell the name of the backend."""
+        """The name of the backend."""
         return self._backend
 
     @property
     def devices(self) -> frozenset[str]:
-        """Tell the types of devices whose tensors it takes."""
+        """The types of devices whose tensors the group accepts."""
         return self._devices
 
     @property
     def shares_memory(self) -> bool:
-        """Tell whether tensors of `allocate` lie where every rank of the group reaches them."""
-        return hasattr(self._engine, "allocate") and not self._closed
+        """Whether tensors of `allocate` lie in memory that every rank of the group can access."""
+        return hasattr(self._engine, "allocate") and not self._issuer.closed
 
     @property
     def compares_calls(self) -> bool:
-        """Tell whether ranks that make different calls find out at once, at no cost."""
+        """Whether ranks that make different calls find out at once, at no cost."""
         return self._traits.compares_calls
 
     @property
     def timeout(self) -> timedelta:
-        """Tell how long a call may take where it does not say itself."""
-        return timedelta(seconds=self._timeout)
+        """The timeout of calls that do not pass one."""
+        return timedelta(seconds=self._issuer.timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of calls that do not pass one."""
+        if self._issuer.closed:
+            self._issuer.refuse("set_timeout")
+        self._issuer.set_timeout(timeout)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """Tell the launcher's number of every rank, in the order of this group's ranks."""
+        """The global rank of every rank of this group."""
         return self._global_ranks
 
-    def _count_split(self, what: str) -> int:
-        """Count how often a group was split off, under what is the same on all of its ranks."""
-        with self._state:
-            turn = self._splits[what] = self._splits.get(what, 0) + 1
-        return turn
+    def failure(self) -> GroupError | None:
+        """Return the error that a call would raise because the group has failed, or None."""
+        cause = self._detector.failure
+        return None if cause is None else self._detector.error(cause, None, None)
 
-    def _name_split(self, ranks: Sequence[int]) -> str:
-        """Name the next group that is split off with these ranks."""
-        turn = self._count_split(format_rank_ranges(ranks))
-        return f"{format_rank_ranges(ranks)}#{turn}" if turn > 1 else format_rank_ranges(ranks)
+    def records(self) -> list[Record]:
+        """List the last calls of this rank, oldest first."""
+        return self._recorder.records()
+
+    def get_group_store(self) -> Store | None:
+        """Return the store in which the group keeps its keys."""
+        return self._store
+
+    @property
+    def _engine(self) -> Engine:
+        return self._issuer.engine
+
+    def __repr__(self) -> str:
+        state = self._issuer.closed or ("failed" if self._detector.failure else "")
+        return (
+            f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size} on {self._backend}"
+            f"{', ' + state if state else ''}>"
+        )
+
+    # torch's C++ calls these by their C++ names.
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name under which torch finds the group."""
+        return self._torch_name
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """Return the name of the backend."""
+        return self._backend
+
+    # -- memory ----------------------------------------------------------------------------
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """Make a tensor that this group's engine reaches without a copy, where it can.
+        """Make a tensor that this group's engine accesses without a copy, where it can.
 
         On ``shm`` it lives in shared memory, until its last view dies; elsewhere it is an ordinary
         tensor on the group's device. Its contents are not set.
@@ -280,47 +260,87 @@ class ProcessGroup(Members):
             return cast("Tensor", self._engine.allocate(shape, dtype))
         return torch.empty(tuple(shape), dtype=dtype, device=self._recipe.device)
 
-    def failure(self) -> GroupError | None:
-        """Return the error that a call would raise now because the group has failed, if it has."""
-        cause = self._detector.failure
-        return None if cause is None else self._detector.error(cause, None, None)
+    def _allocate_shared(self, nbytes: int, *, owner: int) -> Tensor:
+        """Make a byte tensor in the owner's shared memory, visible on every rank; all call it.
 
-    def records(self) -> list[Record]:
-        """List the last calls of this rank, oldest first."""
-        return self._recorder.records()
+        Its contents are not set. If the owner has no room, every rank raises.
+        """
+        if not self.shares_memory:
+            raise InvalidState(f"group {self._name!r} ({self._backend}) does not share memory")
+        slab = self._engine._slab
+        offset = torch.tensor([_NO_OFFSET], dtype=torch.int64)
+        out_of_memory: InvalidState | None = None
+        if self._rank == owner:
+            try:
+                offset.fill_(slab.allocate_shared(nbytes))
+            except InvalidState as error:
+                out_of_memory = error
+        self.broadcast(offset, root=owner).wait()
+        if offset.item() == _NO_OFFSET:
+            raise out_of_memory or InvalidState(
+                f"rank {owner} has no shared memory for {nbytes} bytes"
+            )
+        return cast("Tensor", slab.reach(owner, int(offset.item()), nbytes))
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long a call may take where it does not say itself."""
-        if self._closed:
-            refuse(self, "set_timeout")
-        self._timeout = _validation.seconds(timeout)
-        if self._fast_path is not None:
-            self._fast_path.timeout = self._timeout
-        if hasattr(self._engine, "set_timeout"):
-            self._engine.set_timeout(timeout)
+    # -- membership ------------------------------------------------------------------------
 
-    def get_group_store(self) -> Store | None:
-        """Return the store that the group keeps its own keys in."""
-        return self._store
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part in the next call, as far as this rank knows."""
+        return self._membership.members()
 
-    def __repr__(self) -> str:
-        state = self._closed or ("failed" if self._detector.failure else "")
-        return (
-            f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size} on {self._backend}"
-            f"{', ' + state if state else ''}>"
+    @property
+    def can_leave(self) -> bool:
+        """Whether a rank may `leave` alone; other backends need `update_membership`."""
+        return self._issuer.can_leave
+
+    def leave(self) -> None:
+        """End this rank's membership: the other ranks' next calls continue without it.
+
+        Waits for the collectives that this rank has started. Ranks keep their numbers, a mean is
+        taken over the remaining ranks, and the part of an output that belongs to a rank that has
+        left stays as it is. Afterwards only `rejoin` and `shutdown` can be called on this rank.
+        """
+        self._membership.leave()
+
+    def update_membership(self, stays: bool = True) -> tuple[int, ...]:
+        """Agree on which ranks stay; every member calls it at the same point.
+
+        A rank that passes False has left when it returns, as after `leave`; the others' next calls
+        continue among the returned ranks. It works on every backend. Where no rank may leave alone,
+        the remaining ranks connect a new engine, once for each departure; if all ranks stay it is
+        one small collective.
+        """
+        answer = torch.tensor(
+            [STAYS if stays else LEAVES], dtype=torch.uint8, device=self._recipe.device
         )
+        answers = answer.new_zeros(self._size)  # a rank that has left stays zero
+        work = self._gather_into("update_membership", [answers], [answer], None, None)
+        work.wait()
+        return self._membership.update(answers.tolist(), work.call)
 
-    # torch's C++ asks for these by their C++ names.
+    def rejoin(self, timeout: timedelta | None = None) -> None:
+        """Make every rank a member again; all ranks call it, whether they have left or not.
 
-    def getGroupName(self) -> str:  # noqa: N802
-        """Tell the name under which torch finds the group."""
-        return self._torch_name
+        A rank that has not left does so, and the calls of the others continue without it until they
+        call this, too. When the last rank has called it all are members with equal sequence
+        numbers. Until then a rank sleeps. The timeout counts from the last call that a missing rank
+        made on the group. After a timeout, or after a dead rank was excluded, it can be called
+        again. Where a rank cannot leave alone (`can_leave`), all members call it without another
+        call in between.
+        """
+        self._membership.rejoin(timeout)
 
-    def getBackendName(self) -> str:  # noqa: N802
-        """Tell the name of the backend."""
-        return self._backend
+    def exclude(self, ranks: Sequence[int]) -> None:
+        """Continue without dead ranks, as if they had left; every survivor calls it.
 
-    # -- making groups of groups -----------------------------------------------------------
+        Calls in which they took no part complete among the survivors, so a ``work`` that raised
+        `PeerLost` can be waited for again. It raises again, on every survivor, if they died halfway
+        through it.
+        """
+        self._membership.exclude(ranks)
+
+    # -- subgroups -------------------------------------------------------------------------
 
     def split_group(
         self,
@@ -334,16 +354,15 @@ class ProcessGroup(Members):
         backend: str | None = None,
         options: Mapping[str, object] | None = None,
         device: str | torch.device | None = None,
-        purpose: Purpose | None = None,
     ) -> ProcessGroup | None:
         """Make a group of some of this group's ranks, in the order given; None for the others.
 
-        Only the members need to call it. It goes through the store, not through this group's
-        engine, so the survivors of a group that failed or was aborted can use it to go on. Backend,
-        its options and the device are by default this group's.
+        Only the members need to call it. It uses the store, not this group's engine, so the
+        survivors of a failed or aborted group can continue with it. Backend, its options and the
+        device default to this group's.
         """
         del opts, device_types
-        from . import _factory  # here, for it makes groups and so imports this module
+        from . import _factory  # here, since it imports this module
 
         recipe = _factory.derive_config(
             self._recipe, backend=backend, options=options, timeout=timeout, device=device
@@ -355,7 +374,6 @@ class ProcessGroup(Members):
             name=group_name,
             given_name=group_name or "",
             desc=group_desc or "",
-            purpose=purpose,
         )
 
     def merge_remote_group(
@@ -366,21 +384,32 @@ class ProcessGroup(Members):
         group_name: str | None = None,
         group_desc: str | None = None,
     ) -> ProcessGroup:
-        """Make one group of this group and others that meet in `store`, `size` ranks in all.
+        """Make one group of this group and others through `store`, `size` ranks in all.
 
-        Every rank of each group calls it. Groups are lined up by the global rank of their first
-        member, then by name, so that the new ranks do not depend on who came first.
+        Every rank of each group calls it. Groups are ordered by the global rank of their first
+        member, then by name, so that the new ranks do not depend on arrival.
         """
-        from ._factory import merge_groups  # here, for it makes groups and so imports this module
+        from ._factory import merge_groups  # here, since it imports this module
 
         return merge_groups(
             self, store, size, timeout=timeout, name=group_name or "", desc=group_desc or ""
         )
 
-    # -- ending ----------------------------------------------------------------------------
+    def _count_split(self, what: str) -> int:
+        """Count the groups split off under a name that is equal on all of their ranks."""
+        with self._splits_lock:
+            count = self._splits[what] = self._splits.get(what, 0) + 1
+        return count
+
+    def _name_split(self, ranks: Sequence[int]) -> str:
+        name = format_rank_ranges(ranks)
+        count = self._count_split(name)
+        return f"{name}#{count}" if count > 1 else name
+
+    # -- closing ---------------------------------------------------------------------------
 
     def shutdown(self) -> None:
-        """End this rank's part in the group; peers that still wait for it are told."""
+        """End this rank's part in the group; peers that wait for it raise."""
         if not self._close("was shut down"):
             return
         self._detector.leave(user_site())
@@ -388,7 +417,7 @@ class ProcessGroup(Members):
         self._end_lease()
 
     def abort(self, why: str = "") -> None:
-        """Break the group on every rank: calls under way raise `GroupAborted`, and say why."""
+        """Fail the group on every rank: calls in flight raise `GroupAborted` with the reason."""
         site = user_site()
         if not self._close("was aborted"):
             return
@@ -400,162 +429,529 @@ class ProcessGroup(Members):
         self._detector.leave(site)
         self._retire()
 
-    def _close(self, how: str) -> bool:
-        with self._state:
-            if self._closed and not self._has_left:
-                return False
-            self._closed, self._has_left = how, False
-        self._close_fast_path()
-        self._detector.closed = True
+    def _close(self, reason: str) -> bool:
+        if not self._issuer.close(reason):
+            return False
         if self._is_registered_with_torch:
             torch_tables.unregister_group(self)
         return True
 
-    def _reopen(self) -> None:
-        """Take calls again, after this rank was away."""
-        self._closed, self._has_left = "", False
-        self._fast_path = fast_path_for(self)
-
-    def _close_fast_path(self) -> None:
-        """Have every call come by `_issue`, which refuses."""
-        if self._fast_path is not None:
-            self._fast_path.close()
-
-    def _use(self, engine: Engine, members: Sequence[int] | None) -> None:
-        """Go on with an engine, one of those that the group keeps; None for `members` is all."""
-        self._engine = engine = track_started_works(engine, self._started_works)
-        self._participants = self._size if members is None else len(members)
-        self._start_sum = plain_sum_method(engine)
-        self._agreement: CallConsistencyCheck | None = consistency_check_for(
-            engine, self._recipe.checks, self._detector
-        )
-        if not self._can_leave:
-            self._detector.set_members(members)
-
     def _retire(self) -> None:
-        """Let go of the engines; with calls under way they outlive the group until these end."""
-        self._engine, self._subset_engines = ClosedEngine(), None
-        self._start_sum = plain_sum_method(self._engine)
+        """Release the engines; with calls in flight they outlive the group until these end."""
+        self._issuer.release_engine()
+        self._membership.release_engines()
         retire_engines(self._detector)
         if self._hosted is not None and self._board is not None:
             self._hosted.note_closed(ClosedGroup(self._board, self._roster, self._rank))
 
     def _end_lease(self) -> None:
-        """Do without the hosted store, of which groups can be split off no longer than it lives."""
+        """Release the hosted store; no group can be split off once it has closed."""
         if self._lease is not None:
             self._lease.end()
 
-    # -- a call ----------------------------------------------------------------------------
+    # -- reductions ------------------------------------------------------------------------
 
-    def _issue(
+    def allreduce(
+        self,
+        tensors: Tensor | Tensors | None = None,
+        op: Any = None,
+        timeout: Timeout = None,
+        *,
+        opts: Any = None,
+        tensor: Tensor | None = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks, in place, so that every rank has the result."""
+        # Nearly all calls are plain sums or means, so these are recognized first.
+        if op is AVG and opts is timeout is None and self._issuer.fast_path:
+            if work := self._issuer.fast_path.mean(tensors):
+                return work
+        elif op is opts is timeout is None:
+            fast_path = self._issuer.fast_path
+            if fast_path and (work := fast_path.sum(tensors)):
+                return work
+            if (
+                isinstance(tensors, Tensor)
+                and tensors.dtype in self._fast_dtypes
+                and is_plain_real(tensors)
+            ):
+                return self._issuer.issue_sum(tensors)
+        inputs = _validation.single("allreduce", tensors if tensor is None else tensor)
+        opts, op = self._arguments.reduce_options(
+            c10d.AllreduceOptions, "allreduce", opts, op, timeout
+        )
+        if inputs[0].is_sparse:
+            return self._reduce_sparse(opts, op, inputs)
+        return self._reduce("allreduce", self._engine.allreduce, opts, op, inputs)
+
+    def allreduce_coalesced(
+        self, tensors: Tensors, op: Any = None, timeout: Timeout = None, *, opts: Any = None
+    ) -> Work:
+        """Reduce several tensors of one dtype over all ranks, in place, in one call."""
+        name, kind = "allreduce_coalesced", c10d.AllreduceCoalescedOptions
+        inputs = _validation.flat_list(name, tensors)
+        _validation.same_dtype(name, inputs)
+        opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
+        if not inputs:
+            return self.barrier(timeout=timeout)
+        return self._reduce(name, self._engine.allreduce_coalesced, opts, op, inputs)
+
+    @keyword_aliases(tensor="tensors")
+    def reduce(
+        self,
+        tensors: Tensor | Tensors,
+        root: Any = 0,
+        op: Any = None,
+        timeout: Timeout = None,
+        *,
+        opts: Any = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks, in place on the rank `root`."""
+        outputs = _validation.single("reduce", tensors)
+        opts = self._arguments.options(c10d.ReduceOptions, "reduce", opts, timeout, root)
+        opts, op = self._arguments.reduce_options(c10d.ReduceOptions, "reduce", opts, op, None)
+        self._arguments.check_tensors("reduce", outputs, op)
+        # Only the root's tensor may change, whatever the engine uses for scratch.
+        scratch = outputs if self._rank == opts.rootRank else [outputs[0].detach().clone()]
+        return self._reduce(
+            "reduce", self._engine.reduce, opts, op, scratch, outputs, terms=(opts.rootRank,)
+        )
+
+    @keyword_aliases(output="output_tensors", input="input_tensors")
+    def reduce_scatter(
+        self,
+        output_tensors: Tensor | Tensors,
+        input_tensors: Tensors | Sequence[Tensors],
+        op: Any = None,
+        timeout: Timeout = None,
+        *,
+        opts: Any = None,
+    ) -> Work:
+        """Reduce a list of tensors over all ranks; rank i keeps the i-th."""
+        name, kind = "reduce_scatter", c10d.ReduceScatterOptions
+        output = _validation.single(name, output_tensors)
+        inputs = _validation.nested_list(name, input_tensors)
+        _validation.same_length(name, inputs, self._size, word="input")
+        _validation.same_dtype(name, [*output, *inputs])
+        _validation.numel(name, output[0], inputs[self._rank].numel(), word="output")
+        opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
+        self._arguments.check_tensors(name, [*output, *inputs], op)
+        plan = self._adapt(name, op, inputs, output)
+        return self._issue(
+            name,
+            inputs,
+            plan.starting(self._engine.reduce_scatter),
+            (plan.outputs, [plan.inputs], with_op(opts, plan.op)),
+            outputs=output,
+            timeout=opts.timeout,
+            terms=(plain_op(op),),
+            finish=plan.finish,
+            single=len({part.numel() for part in inputs}) == 1,
+        )
+
+    @keyword_aliases(outputTensor="output", inputTensor="input")
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        opts: Any = None,
+        timeout: Timeout = None,
+        *,
+        op: Any = None,
+    ) -> Work:
+        """Reduce a tensor over all ranks; rank i keeps the i-th part of it."""
+        name = "reduce_scatter_single"
+        return self._reduce_parts(name, [output], [input], opts, op, timeout)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Reduce several tensors over all ranks; rank i keeps the i-th part of each."""
+        name = "reduce_scatter_single_coalesced"
+        return self._reduce_parts(name, outputs, inputs, opts, None, None)
+
+    # -- one to all, all to one ------------------------------------------------------------
+
+    @keyword_aliases(tensor="tensors")
+    def broadcast(
+        self, tensors: Tensor | Tensors, root: Any = 0, timeout: Timeout = None, *, opts: Any = None
+    ) -> Work:
+        """Copy a tensor from the rank `root` to every rank."""
+        name = "broadcast"
+        inputs = _validation.single(name, tensors)
+        opts = self._arguments.options(c10d.BroadcastOptions, name, opts, timeout, root)
+        args = (self._arguments.movable(name, inputs), opts)
+        return self._issue(
+            name, inputs, self._engine.broadcast, args, timeout=opts.timeout, terms=(opts.rootRank,)
+        )
+
+    @keyword_aliases(input_tensor="input_tensors")
+    def gather(
+        self,
+        output_tensors: Tensors | Sequence[Tensors],
+        input_tensors: Tensor | Tensors,
+        root: Any = 0,
+        timeout: Timeout = None,
+        *,
+        opts: Any = None,
+    ) -> Work:
+        """Collect a tensor from every rank on the rank `root`."""
+        inputs = _validation.single("gather", input_tensors)
+        opts = self._arguments.options(c10d.GatherOptions, "gather", opts, timeout, root)
+        outputs = _validation.nested_list("gather", output_tensors)
+        if self._rank == opts.rootRank:
+            _validation.one_for_each_rank("gather", outputs, inputs[0], self._size, word="output")
+        moved = self._arguments.movable("gather", outputs)
+        args = ([moved] if outputs else [], self._arguments.movable("gather", inputs), opts)
+        return self._issue(
+            "gather",
+            inputs,
+            self._engine.gather,
+            args,
+            outputs=outputs,
+            timeout=opts.timeout,
+            terms=(opts.rootRank,),
+        )
+
+    @keyword_aliases(output_tensor="output_tensors")
+    def scatter(
+        self,
+        output_tensors: Tensor | Tensors,
+        input_tensors: Tensors | Sequence[Tensors] = (),
+        root: Any = 0,
+        timeout: Timeout = None,
+        *,
+        opts: Any = None,
+    ) -> Work:
+        """Send the i-th tensor of a list on the rank `root` to rank i."""
+        output = _validation.single("scatter", output_tensors)
+        opts = self._arguments.options(c10d.ScatterOptions, "scatter", opts, timeout, root)
+        inputs = _validation.nested_list("scatter", input_tensors)
+        if self._rank == opts.rootRank:
+            _validation.one_for_each_rank("scatter", inputs, output[0], self._size, word="input")
+        moved = self._arguments.movable("scatter", inputs)
+        args = (self._arguments.movable("scatter", output), [moved] if inputs else [], opts)
+        return self._issue(
+            "scatter",
+            output,
+            self._engine.scatter,
+            args,
+            timeout=opts.timeout,
+            terms=(opts.rootRank,),
+        )
+
+    # -- all to all ------------------------------------------------------------------------
+
+    @keyword_aliases(input_tensor="input_tensors")
+    def allgather(
+        self,
+        output_tensors: Tensors | Sequence[Tensors],
+        input_tensors: Tensor | Tensors,
+        timeout: Any = None,
+        *,
+        opts: Any = None,
+    ) -> Work:
+        """Collect a tensor from every rank in a list on every rank."""
+        name = "allgather"
+        inputs = _validation.single(name, input_tensors)
+        outputs = _validation.nested_list(name, output_tensors)
+        _validation.one_for_each_rank(name, outputs, inputs[0], self._size, word="output")
+        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
+        moved = self._arguments.movable(name, outputs)
+        args = ([moved], self._arguments.movable(name, inputs), opts)
+        work = self._issue(
+            name, inputs, self._engine.allgather, args, outputs=outputs, timeout=opts.timeout
+        )
+        work.mark_gathered()
+        return work
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, opts: Any = None, timeout: Timeout = None
+    ) -> Work:
+        """Concatenate a tensor from every rank in one tensor on every rank."""
+        return self._gather_into("all_gather_single", [output], [input], opts, timeout)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
+        """Concatenate several tensors from every rank, each in one tensor on every rank."""
+        return self._gather_into("all_gather_single_coalesced", outputs, inputs, opts, None)
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
+    ) -> Work:
+        """Collect a list of tensors from every rank: ``output_lists[rank][i]``."""
+        name, movable = "allgather_coalesced", self._arguments.movable
+        inputs = _validation.flat_list(name, input_list)
+        lists = [_validation.flat_list(name, outputs) for outputs in output_lists]
+        _validation.same_length(name, lists, self._size, word="list of output")
+        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, None)
+        for outputs in lists:
+            _validation.same_length(name, outputs, len(inputs), word="output", each="input")
+        columns = [list(column) for column in zip(*lists, strict=True)]
+        for column, tensor in zip(columns, inputs, strict=True):
+            _validation.one_for_each_rank(name, column, tensor, self._size, word="output")
+        # One engine call for each, since engines differ in what they accept in one list.
+        method = self._engine.allgather
+        pairs = [
+            (movable(name, column), movable(name, [tensor]))
+            for column, tensor in zip(columns, inputs, strict=True)
+        ]
+        return self._issue(
+            name,
+            inputs,
+            lambda: JointWork([method([outs], ins, opts) for outs, ins in pairs]),
+            outputs=[tensor for outputs in lists for tensor in outputs],
+            timeout=opts.timeout,
+            single=len(inputs) == 1,
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int] | None = None,
+        input_split_sizes: Sequence[int] | None = None,
+        opts: Any = None,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Send the i-th part of a tensor to rank i and receive one part from each."""
+        name, size = "all_to_all_single", self._size
+        both = _validation.single(name, output) + _validation.single(name, input)
+        self._arguments.check_tensors(name, both)
+        _validation.same_dtype(name, both)
+        received = _validation.splits(
+            name, output, list(output_split_sizes or ()), size, word="output"
+        )
+        sent = _validation.splits(name, input, list(input_split_sizes or ()), size, word="input")
+        opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
+        args = (*self._arguments.movable_rows(name, both), received, sent, opts)
+        return self._issue(
+            name,
+            [input],
+            self._engine.alltoall_base,
+            args,
+            outputs=[output],
+            timeout=opts.timeout,
+            uneven=True,
+        )
+
+    def alltoall(
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: Timeout = None,
+    ) -> Work:
+        """Send the i-th tensor of a list to rank i and receive one tensor from each."""
+        name = "alltoall"
+        outputs = _validation.flat_list(name, output_tensors)
+        inputs = _validation.flat_list(name, input_tensors)
+        _validation.same_length(name, outputs, self._size, word="output")
+        _validation.same_length(name, inputs, self._size, word="input")
+        _validation.same_dtype(name, [*outputs, *inputs])
+        opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
+        outs, ins = self._arguments.movable(name, outputs), self._arguments.movable(name, inputs)
+        method, args, finish = (
+            (self._engine.alltoall, (outs, ins, opts), None)
+            if self._traits.alltoall_lists
+            else list_exchange(self._engine, outs, ins, opts)
+        )
+        return self._issue(
+            name,
+            inputs,
+            method,
+            args,
+            outputs=outputs,
+            timeout=opts.timeout,
+            uneven=True,
+            finish=finish,
+        )
+
+    def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
+        """Wait until every rank has called it."""
+        fast_path = self._issuer.fast_path
+        if opts is timeout is None and fast_path and (work := fast_path.barrier()):
+            return work
+        opts = self._arguments.options(c10d.BarrierOptions, "barrier", opts, timeout)
+        return self._issue("barrier", [], self._engine.barrier, (opts,), timeout=opts.timeout)
+
+    def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
+        """Wait until every rank has called it; a timeout always names all missing ranks."""
+        del wait_all_ranks
+        self.barrier(timeout=timeout).wait()
+
+    # -- point to point --------------------------------------------------------------------
+
+    def send(
+        self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0, timeout: Timeout = None
+    ) -> Work:
+        """Send a tensor to one rank."""
+        method = self._engine.send
+        return self._transfer("send", method, tensors, dstRank, tag, timeout, word="destination")
+
+    def recv(
+        self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0, timeout: Timeout = None
+    ) -> Work:
+        """Receive a tensor from one rank."""
+        method = self._engine.recv
+        return self._transfer("recv", method, tensors, srcRank, tag, timeout, word="source")
+
+    def recv_anysource(
+        self, tensors: Tensor | Tensors, tag: int = 0, timeout: Timeout = None
+    ) -> Work:
+        """Receive a tensor from any rank; ``work.source_rank()`` returns which."""
+        name = "recv_anysource"
+        outputs = _validation.single(name, tensors)
+        if timeout is not None:
+            _validation.seconds(timeout)
+        args = (self._arguments.movable(name, outputs), tag)
+        method = self._engine.recv_anysource
+        return self._issue(name, outputs, method, args, timeout=timeout, transfer=True)
+
+    # torch's other names of these methods.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # -- shared by several collectives -----------------------------------------------------
+
+    def _adapt(
+        self, operation: str, op: Any, inputs: list[Tensor], outputs: list[Tensor]
+    ) -> AdaptedReduction:
+        return adapt_reduction(
+            self._traits,
+            operation,
+            op,
+            inputs=inputs,
+            outputs=outputs,
+            size=self._issuer.participants,
+        )
+
+    def _reduce(
         self,
         operation: str,
-        tensors: list[Tensor],
         method: Callable[..., RawWork],
-        args: tuple[Any, ...],
-        *,
-        timeout: timedelta | None = None,
+        opts: Any,
+        op: Any,
+        tensors: list[Tensor],
         outputs: list[Tensor] | None = None,
+        *,
         terms: tuple[Any, ...] = (),
-        uneven: bool = False,
-        finish: Callable[[], None] | None = None,
-        transfer: bool = False,
-        peer: int | None = None,
-        single: bool = True,
     ) -> Work:
-        seconds = self._timeout
-        if timeout is not None and timeout.days >= 0:  # torch's way to leave it out is -1 ms
-            seconds = _validation.seconds(timeout)
-        if faultpoints.armed:
-            faultpoints.reach(f"{operation}:before")
-        with self._order:
-            if self._closed or self._detector.failure is not None or self._recorder.starting:
-                self._refuse_or_reconcile(operation)
-            work = None
-            is_checked = False
-            try:
-                call = self._recorder.begin(operation, tensors, transfer=transfer)
-                work = Work(
-                    self._detector, call, seconds, None, tensors if outputs is None else outputs
-                )
-                work.peer = peer
-                if finish is not None:
-                    work.set_finish(finish)
-                if self._agreement is not None and not transfer:
-                    self._agreement.check(call, seconds, terms, uneven=uneven)
-                    del self._started_works[:]  # what was compared with has ended
-                is_checked = True
-                work.raw = method(*args)
-            except BaseException as error:
-                reconcile_interrupted_start(self, work, error, is_whole=is_checked and single)
-                raise
-            # No function is called in the next lines, so no signal is handled in between.
-            if not transfer:
-                self._detector.in_flight[call] = work
-            self._recorder.starting = None
-            del self._started_works[:]
-        if transfer:
-            work.wrap(self._traits.wrap_transfer)
-        else:
-            self._detector.prune_in_flight()
-        if faultpoints.armed:
-            faultpoints.reach(f"{operation}:issued")
-        return work
+        """Reduce tensors in place."""
+        self._arguments.check_tensors(operation, tensors, op)
+        known, dtype = self._traits.dtypes, tensors[0].dtype
+        finish, adapted = None, tensors
+        if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
+            plan = self._adapt(operation, op, tensors, tensors)
+            adapted, finish, method = plan.outputs, plan.finish, plan.starting(method)
+            opts, op = with_op(opts, plan.op), plain_op(op)
+        return self._issue(
+            operation,
+            tensors,
+            method,
+            (adapted, opts),
+            timeout=opts.timeout,
+            outputs=outputs,
+            terms=(op, *terms),
+            finish=finish,
+            single=len(tensors) == 1,
+        )
 
-    def _issue_sum(self, tensor: Tensor) -> Work:
-        # What `_issue` does, without what a plain sum never needs: at memory speed, it counts.
-        if self._agreement is not None or faultpoints.armed:
-            return self._issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
-        with self._order:
-            if self._closed or self._detector.failure is not None or self._recorder.starting:
-                self._refuse_or_reconcile("allreduce")
-            work = None
-            try:
-                mine = [tensor]
-                call = self._recorder.begin("allreduce", mine)
-                work = Work(self._detector, call, self._timeout, None, mine)
-                work.raw = self._start_sum(tensor)
-            except BaseException as error:
-                reconcile_interrupted_start(self, work, error, is_whole=True)
-                raise
-            self._detector.in_flight[call] = work
-            self._recorder.starting = None
-            del self._started_works[:]
-        self._detector.prune_in_flight()
-        return work
+    def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
+        """Sum a sparse tensor; ranks may have different entries."""
+        self._arguments.check_device("allreduce", tensors[0])
+        if not is_sum(op):
+            raise InvalidArgument(
+                "allreduce: sparse tensors support only ReduceOp.SUM; pass tensor.to_dense()"
+            )
+        start: Callable[[], RawWork] = partial(self._engine.allreduce, tensors, opts)
+        finish = None
+        if not self._traits.sums_sparse:
+            total = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
+            start, finish = partial(total.start, self._issuer.await_part), total.finish
+        return self._issue(
+            "allreduce",
+            tensors,
+            start,
+            timeout=opts.timeout,
+            uneven=True,
+            finish=finish,
+            single=self._traits.sums_sparse,
+        )
 
-    def _refuse_or_reconcile(self, operation: str) -> None:
-        if self._closed or self._detector.failure is not None:
-            refuse(self, operation)
-        reconcile_interrupted_start(self, None)
+    def _reduce_parts(
+        self,
+        operation: str,
+        outputs: Tensors,
+        inputs: Tensors,
+        opts: Any,
+        op: Any,
+        timeout: Timeout,
+    ) -> Work:
+        """Reduce whole tensors of which each rank keeps its part."""
+        kind = c10d.ReduceScatterOptions
+        opts, op = self._arguments.reduce_options(kind, operation, opts, op, timeout)
+        outs, ins = self._arguments.pairs(operation, outputs, inputs)
+        self._arguments.check_tensors(operation, [*outs, *ins], op)
+        for out, whole in zip(outs, ins, strict=True):
+            _validation.numel(operation, whole, out.numel() * self._size, word="input")
+        plan = self._adapt(operation, op, ins, outs)
+        pairs = list(zip(plan.outputs, plan.inputs, strict=True))
+        method = self._engine._reduce_scatter_base
+        return self._issue(
+            operation,
+            ins,
+            plan.starting(partial(start_pairs, method, pairs, with_op(opts, plan.op))),
+            outputs=outs,
+            timeout=opts.timeout,
+            terms=(plain_op(op),),
+            finish=plan.finish,
+            single=len(pairs) == 1,
+        )
 
-    def _await_part(self, raw: RawWork) -> None:
-        call = self._recorder.last
-        assert call is not None, "a call is recorded before its engine sees it"
-        Work(self._detector, call, self._timeout, raw, []).await_part()
-        del self._started_works[:]  # the part has ended; what comes next is the rest
+    def _gather_into(
+        self, operation: str, outputs: Tensors, inputs: Tensors, opts: Any, timeout: Timeout
+    ) -> Work:
+        """Collect tensors of all ranks, each into one tensor."""
+        outs, ins = self._arguments.pairs(operation, outputs, inputs)
+        for out, part in zip(outs, ins, strict=True):
+            _validation.numel(operation, out, part.numel() * self._size, word="output")
+        opts = self._arguments.options(c10d.AllgatherOptions, operation, opts, timeout)
+        movable, method = self._arguments.movable, self._engine._allgather_base
+        pairs = list(zip(movable(operation, outs), movable(operation, ins), strict=True))
+        return self._issue(
+            operation,
+            ins,
+            partial(start_pairs, method, pairs, opts),
+            outputs=outs,
+            timeout=opts.timeout,
+            single=len(pairs) == 1,
+        )
 
-
-NO_OFFSET = -1
-
-
-def allocate_shared(group: ProcessGroup, nbytes: int, *, owner: int) -> Tensor:
-    """Make a tensor of bytes in the owner's shared memory, on every rank; all call it.
-
-    Its contents are not set. If the owner has no room, every rank raises.
-    """
-    if not group.shares_memory:
-        raise InvalidState(f"{group.label} does not share memory")
-    slab = group._engine._slab
-    place = torch.tensor([NO_OFFSET], dtype=torch.int64)
-    why: InvalidState | None = None
-    if group.rank() == owner:
-        try:
-            place.fill_(slab.allocate_shared(nbytes))
-        except InvalidState as error:
-            why = error
-    group.broadcast(place, root=owner).wait()
-    if place.item() == NO_OFFSET:
-        raise why or InvalidState(f"rank {owner} has no shared memory for {nbytes} bytes")
-    tensor: Tensor = slab.reach(owner, int(place.item()), nbytes)
-    return tensor
+    def _transfer(
+        self,
+        operation: str,
+        method: Callable[..., RawWork],
+        tensors: Tensor | Tensors,
+        peer: int,
+        tag: int,
+        timeout: Timeout,
+        *,
+        word: str,
+    ) -> Work:
+        """Send or receive a tensor."""
+        moved = _validation.single(operation, tensors)
+        if timeout is not None:
+            _validation.seconds(timeout)
+        _validation.rank(operation, peer, self._size, word=word)
+        if peer == self._rank:
+            raise InvalidArgument(
+                f"{operation}: {word} {peer} is this rank itself; copy the tensor"
+            )
+        args = (self._arguments.movable(operation, moved), peer, tag)
+        return self._issue(
+            operation, moved, method, args, timeout=timeout, transfer=True, peer=peer
+        )

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,11 @@ from torch import Tensor
 from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupAborted, GroupError, InvalidArgument, PeerLeft, PeerLost, PhalanxError
-from ._engine import CallFailed, RawWork, ReceiveBufferExhausted, is_peer_failure
+from ..errors import GroupError, PeerLeft, PeerLost
+from ._engine import CallFailed, RawWork, ReceiveBufferExhausted
 from ._failure_detector import FailureDetector, PendingCall, Reports
-from ._flight_recorder import Call, user_site
-from ._formatting import first_line
+from ._flight_recorder import Call
 from ._status_store import Failure
-
-if TYPE_CHECKING:
-    from ._process_group import ProcessGroup
 
 
 def fail_future(future: Future[Any], error: Exception) -> None:
@@ -403,100 +399,3 @@ class Work(dist.Work, PendingCall):
             first = not self._future_ended
             self._future_ended = True
             return first
-
-
-def refuse(group: ProcessGroup, operation: str) -> NoReturn:
-    """Say why nothing can be called any more: the group was closed, or has failed."""
-    failure = group._detector.failure
-    if group._closed and (failure is None or failure.kind == "aborted"):
-        hint = "make a new one with new_group or split_group"
-        if group._has_left:
-            hint = "call rejoin() on every rank to become a member again"
-        raise GroupAborted(
-            f"{operation} at {user_site()}: group {group._name!r} {group._closed} here; {hint}",
-            group=group._name,
-            operation=operation,
-        )
-    assert failure is not None
-    error = group._detector.error(failure, None, None)
-    error.add_note(
-        f"{operation} at {user_site()} was refused: the group has already failed. "
-        "Create a new group of the surviving ranks with split_group or new_group."
-    )
-    raise error
-
-
-def reconcile_interrupted_start(
-    group: ProcessGroup,
-    work: Work | None,
-    error: BaseException | None = None,
-    *,
-    is_whole: bool = False,
-) -> None:
-    """Bring the numbers of calls in line with the engine after the start of one was cut short.
-
-    An engine's error may have done that, or an interrupt: an exception that a signal's handler has
-    raised, anywhere. What counts is what the engine has got. Nothing: the number is taken back. The
-    call: it is under way, whoever waits for it. A part of the call: the group has failed, for this
-    rank's next call would meet the rest of this one on the others.
-
-    `is_whole` says that one handle in `begun` is the call and not a part of it. An interrupt in
-    here leaves `starting` set, and the next call does this again; `error` is None then.
-    """
-    call, begun = group._recorder.starting, group._started_works
-    if call is None:  # it had no number yet
-        return
-    if isinstance(error, GroupError):  # a part has failed, and was waited for
-        group._recorder.undo(call)
-        del begun[:]
-        return
-    has_all = work is not None and hasattr(work, "raw")
-    raw = begun[0] if is_whole and len(begun) == 1 else None
-    if work is not None and not has_all and raw is not None:
-        has_all = getattr(raw, "ticket", None) != 0
-        work.raw = raw
-    if work is not None and has_all:
-        if not call.transfer:
-            group._detector.in_flight[call] = work
-        group._recorder.starting = None
-        del begun[:]
-    elif begun:
-        _fail_half_started(group, call, error)
-    else:
-        _refuse_start(group, call, work, error)
-
-
-def _fail_half_started(group: ProcessGroup, call: Call, error: BaseException | None) -> None:
-    by = "" if error is None else f" ({type(error).__name__})"
-    cause = f"was interrupted{by} while starting the call"
-    # Before the failure is known: if a rank was lost as well, and that came first, others would go
-    # on without it.
-    group._detector.half_started = call.what
-    group._detector.started_parts = [*group._started_works]
-    failure = group._detector.fail(
-        Failure("aborted", group._rank, cause, operation=call.what, sequence=call.sequence)
-    )
-    group._recorder.starting = None
-    del group._started_works[:]
-    if failure.kind == "aborted":
-        # The engine has been stopped; what it cannot stop keeps its memory itself.
-        group._detector.started_parts = []
-    if error is None:
-        refuse(group, call.operation)
-
-
-def _refuse_start(
-    group: ProcessGroup, call: Call, work: Work | None, error: BaseException | None
-) -> None:
-    """Say why the engine did not even start: a broken connection, or the arguments."""
-    group._recorder.undo(call)
-    if work is None or isinstance(error, PhalanxError):
-        return  # nobody had spoken to the engine yet, or the error says what is wrong
-    if not isinstance(error, RuntimeError | ValueError | TypeError):
-        return  # which is none of an engine's
-    if group._detector.failure is not None or is_peer_failure(error):
-        failure = group._detector.fail(group._detector.diagnose(work, error))
-        raise group._detector.error(failure, work, call) from error
-    raise InvalidArgument(
-        f"{call.what} at {call.site}: {group._backend} rejected the call: {first_line(error)}"
-    ) from error

@@ -1,0 +1,362 @@
+"""The issuing of calls: numbering, checking, recording and starting them on the engine.
+
+A group's collectives end up in `Issuer.issue`, which takes the issue lock, gives the call its
+sequence number, passes it to the engine and returns a `Work`. The order in which calls are
+numbered must be the order in which the engine receives them, so both happen under that lock.
+
+An exception raised by a signal handler may arrive between any two bytecodes; the comments in
+`issue` mark where none can. `_reconcile` repairs the numbering after an interrupted start.
+
+Lock order: `issue_lock`, `state_lock`, then the engine's locks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from .. import _faultpoints as faultpoints
+from ..errors import GroupAborted, GroupError, InvalidArgument, PhalanxError
+from . import _validation
+from ._call_consistency import CallConsistencyCheck, consistency_check_for
+from ._engine import (
+    ClosedEngine,
+    Engine,
+    RawWork,
+    Traits,
+    is_peer_failure,
+    plain_sum_method,
+    track_started_works,
+)
+from ._failure_detector import FailureDetector
+from ._fast_path import make_fast_path
+from ._flight_recorder import Call, FlightRecorder, user_site
+from ._formatting import first_line
+from ._status_store import Failure
+from ._work import Work
+
+if TYPE_CHECKING:
+    from ..native._engine import FastPath
+
+SUM = ReduceOp.SUM
+
+
+class Issuer:
+    """Starts the calls of one group on its current engine, or refuses them.
+
+    `Membership` pauses and resumes it, and replaces the engine, when ranks leave or rejoin.
+    """
+
+    # Slots, since every call reads several of them.
+    __slots__ = (
+        "_checks",
+        "_consistency_check",
+        "_start_sum",
+        "_started_works",
+        "_wrap_transfer",
+        "backend",
+        "can_leave",
+        "closed",
+        "detector",
+        "engine",
+        "fast_path",
+        "has_left",
+        "issue_lock",
+        "participants",
+        "recorder",
+        "state_lock",
+        "timeout",
+    )
+
+    engine: Engine
+    participants: int
+    """How many ranks take part in a call, for engines that cannot count them."""
+    fast_path: FastPath | None
+    _start_sum: Callable[[Tensor], RawWork]
+    _consistency_check: CallConsistencyCheck | None
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        detector: FailureDetector,
+        recorder: FlightRecorder,
+        backend: str,
+        traits: Traits,
+        timeout: float,
+        checks: bool | None,
+    ) -> None:
+        self.detector = detector
+        self.recorder = recorder
+        self.backend = backend
+        self.timeout = timeout
+        self.can_leave = hasattr(engine, "leave")
+        self.closed = ""  # why calls are refused: shut down, aborted or left
+        self.has_left = False  # refused only because this rank has left
+        self.issue_lock = threading.Lock()
+        self.state_lock = threading.Lock()  # over `closed` and `has_left`
+        self._wrap_transfer = traits.wrap_transfer
+        self._checks = checks
+        # Handles of the parts of a call that the engine has started, until the `Work` has them.
+        self._started_works: list[RawWork | None] = []
+        self.use_engine(engine, None)
+        self.fast_path = make_fast_path(self)
+
+    # -- the engine ------------------------------------------------------------------------
+
+    def use_engine(self, engine: Engine, members: Sequence[int] | None) -> None:
+        """Issue the next calls on an engine; `members` is None for all ranks."""
+        self.engine = self.track(engine)
+        self.participants = self.detector.size if members is None else len(members)
+        self._start_sum = plain_sum_method(self.engine)
+        self._consistency_check = consistency_check_for(self.engine, self._checks, self.detector)
+        if not self.can_leave:
+            self.detector.set_members(members)
+
+    def track(self, engine: Engine) -> Engine:
+        """Make an engine report the works that it starts to this issuer."""
+        return track_started_works(engine, self._started_works)
+
+    def release_engine(self) -> None:
+        """Drop the engine; the issuer is closed and refuses before reaching it."""
+        self.engine = ClosedEngine()
+        self._start_sum = plain_sum_method(self.engine)
+
+    @property
+    def compares_calls(self) -> bool:
+        """Whether a consistency check precedes every call."""
+        return self._consistency_check is not None
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of calls that do not pass one."""
+        self.timeout = _validation.seconds(timeout)
+        if self.fast_path is not None:
+            self.fast_path.timeout = self.timeout
+        if hasattr(self.engine, "set_timeout"):
+            self.engine.set_timeout(timeout)
+
+    # -- open and closed -------------------------------------------------------------------
+
+    def close(self, reason: str) -> bool:
+        """Refuse calls for good; return False if that was so already."""
+        with self.state_lock:
+            if self.closed and not self.has_left:
+                return False
+            self.closed, self.has_left = reason, False
+        self._close_fast_path()
+        self.detector.closed = True
+        return True
+
+    def pause(self, operation: str) -> None:
+        """Refuse calls until `reopen`, because this rank leaves in `operation`."""
+        site = user_site()
+        with self.issue_lock, self.state_lock:
+            self.check_usable(operation)
+            self.closed, self.has_left = f"was left at {site}", True
+            self._close_fast_path()
+
+    def reopen(self) -> None:
+        """Accept calls again; the caller holds `state_lock`."""
+        self.closed, self.has_left = "", False
+        self.fast_path = make_fast_path(self)
+
+    def _close_fast_path(self) -> None:
+        if self.fast_path is not None:
+            self.fast_path.close()  # every call comes to `issue`, which refuses
+
+    def check_usable(self, operation: str) -> None:
+        """Raise if the group is closed or has failed."""
+        if self.closed or self.detector.failure is not None:
+            self.refuse(operation)
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise the reason why the group accepts no calls."""
+        detector, failure = self.detector, self.detector.failure
+        if self.closed and (failure is None or failure.kind == "aborted"):
+            hint = "Make a new one with new_group or split_group."
+            if self.has_left:
+                hint = "Call rejoin() on every rank to become a member again."
+            raise GroupAborted(
+                f"{operation} at {user_site()}: group {detector.name!r} {self.closed} here. {hint}",
+                group=detector.name,
+                operation=operation,
+            )
+        assert failure is not None
+        error = detector.error(failure, None, None)
+        error.add_note(
+            f"{operation} at {user_site()} was refused: the group has already failed. "
+            "Create a new group of the surviving ranks with split_group or new_group."
+        )
+        raise error
+
+    # -- a call ----------------------------------------------------------------------------
+
+    def issue(
+        self,
+        operation: str,
+        tensors: list[Tensor],
+        method: Callable[..., RawWork],
+        args: tuple[Any, ...] = (),
+        *,
+        timeout: timedelta | None = None,
+        outputs: list[Tensor] | None = None,
+        terms: tuple[Any, ...] = (),
+        uneven: bool = False,
+        finish: Callable[[], None] | None = None,
+        transfer: bool = False,
+        peer: int | None = None,
+        single: bool = True,
+    ) -> Work:
+        """Number, check, record and start a call.
+
+        `terms` must be equal on all ranks, besides the operation and its first tensor; with
+        `uneven` the shape may differ. `finish` completes the result before anyone sees it. `peer`
+        is the only rank that a transfer depends on. `single` means one call to the engine, too.
+        """
+        seconds = self.timeout
+        if timeout is not None and timeout.days >= 0:  # torch passes -1 ms for "not given"
+            seconds = _validation.seconds(timeout)
+        if faultpoints.armed:
+            faultpoints.reach(f"{operation}:before")
+        with self.issue_lock:
+            if self.closed or self.detector.failure is not None or self.recorder.starting:
+                self._refuse_or_reconcile(operation)
+            work = None
+            is_checked = False
+            try:
+                call = self.recorder.begin(operation, tensors, transfer=transfer)
+                work = Work(
+                    self.detector, call, seconds, None, tensors if outputs is None else outputs
+                )
+                work.peer = peer
+                if finish is not None:
+                    work.set_finish(finish)
+                if self._consistency_check is not None and not transfer:
+                    self._consistency_check.check(call, seconds, terms, uneven=uneven)
+                    del self._started_works[:]  # the exchange of the check has ended
+                is_checked = True
+                work.raw = method(*args)
+            except BaseException as error:
+                self._reconcile(work, error, is_whole=is_checked and single)
+                raise
+            # No function is called in the next lines, so no signal is handled in between.
+            if not transfer:
+                self.detector.in_flight[call] = work
+            self.recorder.starting = None
+            del self._started_works[:]
+        if transfer:
+            work.wrap(self._wrap_transfer)
+        else:
+            self.detector.prune_in_flight()
+        if faultpoints.armed:
+            faultpoints.reach(f"{operation}:issued")
+        return work
+
+    def issue_sum(self, tensor: Tensor) -> Work:
+        """Do what `issue` does for a plain sum of one tensor, without what that never needs."""
+        if self._consistency_check is not None or faultpoints.armed:
+            return self.issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
+        with self.issue_lock:
+            if self.closed or self.detector.failure is not None or self.recorder.starting:
+                self._refuse_or_reconcile("allreduce")
+            work = None
+            try:
+                tensors = [tensor]
+                call = self.recorder.begin("allreduce", tensors)
+                work = Work(self.detector, call, self.timeout, None, tensors)
+                work.raw = self._start_sum(tensor)
+            except BaseException as error:
+                self._reconcile(work, error, is_whole=True)
+                raise
+            self.detector.in_flight[call] = work
+            self.recorder.starting = None
+            del self._started_works[:]
+        self.detector.prune_in_flight()
+        return work
+
+    def await_part(self, raw: RawWork) -> None:
+        """Wait for the first part of a call that is being started, with the group's timeout."""
+        call = self.recorder.last
+        assert call is not None, "a call is recorded before its engine sees it"
+        Work(self.detector, call, self.timeout, raw, []).await_part()
+        del self._started_works[:]  # the part has ended
+
+    # -- interrupted starts ----------------------------------------------------------------
+
+    def _refuse_or_reconcile(self, operation: str) -> None:
+        self.check_usable(operation)
+        self._reconcile(None)
+
+    def _reconcile(
+        self, work: Work | None, error: BaseException | None = None, *, is_whole: bool = False
+    ) -> None:
+        """Bring the numbering in line with the engine after the start of a call was cut short.
+
+        Either the engine raised or a signal handler did, anywhere. What the engine has received
+        counts. Nothing: the number is taken back. The whole call: it is in flight, whether or not
+        anyone waits for it. A part of it: the group fails, because this rank's next call would
+        match the rest of this one on the other ranks.
+
+        `is_whole` means that a single started work is the call and not a part of it. An interrupt
+        in here leaves `starting` set, and the next call does this again with `error` None.
+        """
+        call, started = self.recorder.starting, self._started_works
+        if call is None:  # it had no number yet
+            return
+        if isinstance(error, GroupError):  # a part has failed, and was waited for
+            self.recorder.undo(call)
+            del started[:]
+            return
+        has_all = work is not None and hasattr(work, "raw")
+        raw = started[0] if is_whole and len(started) == 1 else None
+        if work is not None and not has_all and raw is not None:
+            has_all = getattr(raw, "ticket", None) != 0
+            work.raw = raw
+        if work is not None and has_all:
+            if not call.transfer:
+                self.detector.in_flight[call] = work
+            self.recorder.starting = None
+            del started[:]
+        elif started:
+            self._fail_half_started(call, error)
+        else:
+            self._undo_start(call, work, error)
+
+    def _fail_half_started(self, call: Call, error: BaseException | None) -> None:
+        detector = self.detector
+        by = "" if error is None else f" ({type(error).__name__})"
+        cause = f"was interrupted{by} while starting the call"
+        # Before the failure is known: if a rank died as well, and that came first, other ranks
+        # would continue without it.
+        detector.half_started = call.what
+        detector.started_parts = [*self._started_works]
+        failure = detector.fail(
+            Failure("aborted", detector.rank, cause, operation=call.what, sequence=call.sequence)
+        )
+        self.recorder.starting = None
+        del self._started_works[:]
+        if failure.kind == "aborted":
+            # The engine was stopped; what it cannot stop keeps its memory itself.
+            detector.started_parts = []
+        if error is None:
+            self.refuse(call.operation)
+
+    def _undo_start(self, call: Call, work: Work | None, error: BaseException | None) -> None:
+        """Take the number back and raise why the engine did not start the call."""
+        self.recorder.undo(call)
+        if work is None or isinstance(error, PhalanxError):
+            return  # the engine was not called yet, or the error is already ours
+        if not isinstance(error, RuntimeError | ValueError | TypeError):
+            return  # no engine raises it
+        detector = self.detector
+        if detector.failure is not None or is_peer_failure(error):
+            failure = detector.fail(detector.diagnose(work, error))
+            raise detector.error(failure, work, call) from error
+        raise InvalidArgument(
+            f"{call.what} at {call.site}: {self.backend} rejected the call: {first_line(error)}"
+        ) from error

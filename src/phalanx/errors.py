@@ -109,6 +109,10 @@ class RankReport:
     """How many collectives of the group the rank has started."""
     quiet: float | None = None
     """Seconds since it began its last call of the group."""
+    call: str | None = None
+    """The name of its last call, without tensors: ``allreduce``."""
+    transfer: bool = False
+    """Whether its last call was a send or receive; those are numbered separately."""
 
     def __str__(self) -> str:
         parts = [f"rank {self.rank}: {_STATE_TEXTS[self.state]}"]

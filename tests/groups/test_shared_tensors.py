@@ -20,7 +20,7 @@ def held(group):
     gc.collect()
     group.barrier().wait()
     group.allocate((1,))
-    return len(group._engine._slab._common)
+    return len(group._engine._slab._shared)
 
 
 @shared
@@ -88,10 +88,10 @@ def outlive_a_holder(ctx):
     with pytest.raises(PeerLost) as caught:
         group.barrier().wait()
     group.exclude(caught.value.lost)
-    assert len(group._engine._slab._common) == 1
+    assert len(group._engine._slab._shared) == 1
     del tensor
     group.allocate((1,))
-    assert not group._engine._slab._common
+    assert not group._engine._slab._shared
 
 
 def test_the_dead_hold_nothing(ranks):

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from phalanx import native
-from phalanx.groups.backends._shm_region import _shared_core_count, share_region
+from phalanx.groups.backends._shm_region import share_region, shared_core_count
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 
@@ -44,12 +44,12 @@ def test_so_have_those_of_a_split(ranks, choose, between_them):
 
 
 @pytest.mark.parametrize(
-    ("told", "count"),
+    ("limits", "count"),
     [
-        ([[[0], [8]], [[1], [8]]], 2),
-        ([[[0, 1, 2], [8]], [[1, 2, 3], [8]]], 4),
-        ([[[0, 1, 2], [2]], [[1, 2, 3], [8]]], 2),  # a quota of two
+        ([([0], 8), ([1], 8)], 2),
+        ([([0, 1, 2], 8), ([1, 2, 3], 8)], 4),
+        ([([0, 1, 2], 2), ([1, 2, 3], 8)], 2),  # a quota of two
     ],
 )
-def test_the_union_counts_and_the_smallest_quota(told, count):
-    assert _shared_core_count(told) == count
+def test_the_union_counts_and_the_smallest_quota(limits, count):
+    assert shared_core_count(limits) == count

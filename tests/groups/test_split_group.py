@@ -77,7 +77,7 @@ def miss_one(ctx, backend):
     if ctx.rank == 1:
         return ctx.store.wait(["over"])
     started = time.monotonic()
-    with pytest.raises(RendezvousTimeout, match=r"missing: 1\b"):
+    with pytest.raises(RendezvousTimeout, match="missing: rank 1[.]"):
         group.split_group([0, 1, 2], timeout=timedelta(seconds=1))
     assert 0.9 < time.monotonic() - started < 5
     ctx.store.set(f"told/{ctx.rank}", "")
@@ -94,7 +94,7 @@ def test_who_does_not_come_is_named(ranks, backend):
 def disagree(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
     started = time.monotonic()
-    with pytest.raises(RankMismatch, match=r"on (gloo|shm).*on (gloo|shm)"):
+    with pytest.raises(RankMismatch, match="backend (gloo|shm).*backend (gloo|shm)"):
         group.split_group([0, 1, 2], backend="gloo" if ctx.rank == 2 else "shm")
     assert time.monotonic() - started < 5, "well before the deadline"
 
@@ -149,7 +149,7 @@ def lose_one(ctx, backend, victim):
     group = ctx.group(backend, timeout=LONG)
     group.barrier().wait()
     started = time.monotonic()
-    with pytest.raises(PeerLost, match=rf"rank {victim} .* died while"):
+    with pytest.raises(PeerLost, match=rf"rank {victim} .* died during"):
         group.split_group([0, 1, 2], group_name="first")
     assert time.monotonic() - started < 5
     rest = ctx.closing(group.split_group([rank for rank in (0, 1, 2) if rank != victim]))

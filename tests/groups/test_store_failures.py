@@ -6,10 +6,11 @@ import time
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from phalanx.groups import _store_client
+from phalanx.groups import _background_threads
+from phalanx.groups._background_threads import borrow_thread
 from phalanx.groups._membership import RejoinBarrier
 from phalanx.groups._status_store import StatusStore
-from phalanx.groups._store_client import StoreClient, borrow_thread
+from phalanx.groups._store_client import StoreClient
 
 
 class Failing:
@@ -92,7 +93,7 @@ def test_a_borrowed_thread_outlives_its_job():
 
     borrow_thread(fail)
     until = time.monotonic() + 5
-    while (not used or used[0] in _store_client._pool._out) and time.monotonic() < until:
+    while (not used or used[0] in _background_threads._pool._busy) and time.monotonic() < until:
         time.sleep(0.001)
-    assert used[0] not in _store_client._pool._out
+    assert used[0] not in _background_threads._pool._busy
     assert used[0] in {thread.ident for thread in threading.enumerate()}

@@ -396,7 +396,7 @@ def test_different_meshes_are_no_mistake(threads):
 def late(ctx):
     mesh = square(ctx.group("local"), backend_override={"tp": timedelta(seconds=0.3)})
     if ctx.rank == 0:
-        with pytest.raises(RendezvousTimeout, match="missing: 1"):
+        with pytest.raises(RendezvousTimeout, match="missing: rank 1"):
             mesh.get_group("tp")
 
 

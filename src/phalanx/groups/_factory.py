@@ -4,8 +4,8 @@
 The module also holds the thread's current group, which is what `default_group` returns wherever no
 group is given.
 
-If a rank fails after its peers have their engines, it must tell them (`EngineSetup.give_up`),
-or they would wait in their first call.
+A rank that fails after its peers have their engines must report it (`EngineSetup.give_up`);
+otherwise they would wait in their first call.
 """
 
 from __future__ import annotations
@@ -60,83 +60,83 @@ def new_group(
     checks: bool | None = None,
     **kwargs: object,
 ) -> ProcessGroup:
-    """Make a group of all ranks that call this alike.
+    """Create a group of all ranks that make the same call.
 
-    Ranks meet in `store`: an open one (with `rank` and `world_size`), a URL (``tcp://host:port``,
-    ``file:///path``), or, by default, what the launcher put into the environment (``env://``). A
-    process that was started without a launcher is the only rank, and says so.
-    `backend` is the fastest that these ranks can have, unless one is named.
-    `timeout` is the default deadline of every call. `checks` compares operation, shape and dtype
-    of every call across ranks: by default where that is free, with True everywhere, at the price
-    of a round trip. Other arguments go to the backend.
+    Ranks meet in `store`: an open store (with `rank` and `world_size`), a URL
+    (``tcp://host:port``, ``file:///path``), or by default the store that the launcher put into
+    the environment (``env://``). A process that was started without a launcher is the only rank
+    and logs a warning. The default `backend` is the fastest that all ranks can use. `timeout` is
+    the default deadline of every call. `checks` compares operation, shape and dtype of every call
+    across ranks: by default where that is free, with True everywhere, at the price of a round
+    trip. Other arguments go to the backend.
     """
-    recipe = _checked_config(GroupConfig(backend, torch.device(device), timeout, checks, kwargs))
+    config = _checked_config(GroupConfig(backend, torch.device(device), timeout, checks, kwargs))
     found = find_backend(backend)
     if not found.traits.needs_store:
         rank, world_size = check_rank_and_size(rank, world_size)
-        return _make_without_store(found, recipe, name or backend, rank, range(world_size))
-    meeting = open_and_reserve_store(store, rank=rank, size=world_size, timeout=timeout)
+        return _make_without_store(found, config, name or backend, rank, range(world_size))
+    opened = open_and_reserve_store(store, rank=rank, size=world_size, timeout=timeout)
     try:
-        seats = range(meeting.size)
-        own = StoreClient(meeting.store, patience=timeout.total_seconds())
-        label = name or next_default_name(own, meeting.rank)
-        return form_group(found, recipe, meeting, label, seats=seats, global_ranks=seats)
+        ranks = range(opened.size)
+        client = StoreClient(opened.store, timeout=timeout.total_seconds())
+        label = name or next_default_name(client, opened.rank)
+        return form_group(found, config, opened, label, store_ranks=ranks, global_ranks=ranks)
     finally:
-        # The group has a lease of its own. An error that somebody keeps must not keep the store:
-        # those who may yet read there why are visitors.
-        if meeting.lease is not None:
-            meeting.lease.end()
-        if meeting.visit is not None:
-            meeting.visit.end()
+        # The group has its own lease. Ended here, since the traceback of an error would keep the
+        # store open; peers that still read from it hold reservations.
+        if opened.lease is not None:
+            opened.lease.end()
+        if opened.reservation is not None:
+            opened.reservation.end()
 
 
 def derive_config(
-    recipe: GroupConfig,
+    config: GroupConfig,
     *,
     backend: str | None = None,
     options: Mapping[str, object] | None = None,
     timeout: timedelta | None = None,
     device: str | torch.device | None = None,
 ) -> GroupConfig:
-    """Return a recipe with some changes; options of another backend are left behind."""
-    same = backend in (None, recipe.backend)
+    """Return a config with some changes; options of another backend are dropped."""
+    same = backend in (None, config.backend)
     return _checked_config(
         replace(
-            recipe,
-            backend=backend or recipe.backend,
-            device=recipe.device if device is None else torch.device(device),
-            timeout=recipe.timeout if timeout is None else timeout,
-            options={**(recipe.options if same else {}), **(options or {})},
+            config,
+            backend=backend or config.backend,
+            device=config.device if device is None else torch.device(device),
+            timeout=config.timeout if timeout is None else timeout,
+            options={**(config.options if same else {}), **(options or {})},
         )
     )
 
 
-def _checked_config(recipe: GroupConfig) -> GroupConfig:
-    """Refuse what no group can be made with, before anybody waits for this rank."""
-    _validation.seconds(recipe.timeout)
-    check_options = find_backend(recipe.backend).traits.check_options
+def _checked_config(config: GroupConfig) -> GroupConfig:
+    """Raise for invalid arguments before other ranks wait for this one."""
+    _validation.seconds(config.timeout)
+    check_options = find_backend(config.backend).traits.check_options
     if check_options is not None:
-        check_options(recipe.options)
-    return recipe
+        check_options(config.options)
+    return config
 
 
 def split_group(
     parent: ProcessGroup,
     ranks: Sequence[int],
-    recipe: GroupConfig,
+    config: GroupConfig,
     *,
     name: str | None = None,
     given_name: str = "",
     desc: str = "",
     purpose: Purpose | None = None,
 ) -> ProcessGroup | None:
-    """Make a group of some ranks of another; None for the ranks that are not among them.
+    """Create a group of some ranks of another; returns None on the other ranks.
 
-    Its keys are under a `name` within the parent's; torch gets to know it by its `given_name`.
+    `name` is its name in the store, below the parent's; `given_name` its name in torch's tables.
     """
     ranks = list(ranks)
     if not ranks or len(set(ranks)) != len(ranks):
-        raise InvalidArgument(f"split_group takes different ranks, at least one, not {ranks}")
+        raise InvalidArgument(f"split_group: ranks must be distinct and not empty, got {ranks}")
     for rank in ranks:
         _validation.rank("split_group", rank, parent.size(), word="rank")
     if parent.rank() not in ranks:
@@ -144,13 +144,13 @@ def split_group(
     label = f"{parent.label}/{name or parent._name_split(ranks)}"
     return split_from_store(
         parent.get_group_store(),
-        recipe,
+        config,
         label,
         rank=parent.rank(),
         ranks=ranks,
         global_ranks=parent.global_ranks,
-        family=parent._roster.members,
-        next_turn=parent._count_split,
+        members=parent._roster.members,
+        next_attempt=parent._count_split,
         lent_store=parent._lent_store,
         hosted=parent._hosted,
         given_name=given_name,
@@ -161,58 +161,59 @@ def split_group(
 
 def split_from_store(
     store: Store | None,
-    recipe: GroupConfig,
+    config: GroupConfig,
     label: str,
     *,
     rank: int,
     ranks: Sequence[int],
     global_ranks: Sequence[int],
-    family: Sequence[Member] | None = None,
-    next_turn: Callable[[str], int] | None = None,
+    members: Sequence[Member] | None = None,
+    next_attempt: Callable[[str], int] | None = None,
     lent_store: Store | None = None,
     hosted: HostedStore | None = None,
     given_name: str = "",
     desc: str = "",
     purpose: Purpose | None = None,
 ) -> ProcessGroup:
-    """Make a group of `ranks`, which number those who share a store; `rank` is one of them.
+    """Create a group of `ranks`, numbered as all users of the store are; `rank` is one of them.
 
-    If it is known which processes those who share it are, the `family`, there is less to say.
+    `members` are the processes of all users of the store, if known; that makes it faster.
     """
-    backend = find_backend(recipe.backend)
-    seats = list(ranks)
-    mine, theirs = seats.index(rank), [global_ranks[each] for each in seats]
+    backend = find_backend(config.backend)
+    ranks = list(ranks)
+    group_rank, members_global = ranks.index(rank), [global_ranks[each] for each in ranks]
     if not backend.traits.needs_store:
         return _make_without_store(
-            backend, recipe, label, mine, theirs, given_name=given_name, desc=desc
+            backend, config, label, group_rank, members_global, given_name=given_name, desc=desc
         )
     if store is None:
         raise UnknownOption(
-            f"backend {recipe.backend!r} needs ranks that can meet, and those of this group are "
-            "not there: what is split from a 'fake' group is 'fake' too"
+            f"backend {config.backend!r} needs ranks that communicate; a group split from a 'fake' "
+            "group must be 'fake' too"
         )
-    kin = None
-    if not family or next_turn is None:
+    known_peers = None
+    if not members or next_attempt is None:
         store = clone_connection(store)
     else:
-        kin = KnownPeers(
-            tuple(family[each] for each in seats),
-            next_turn=partial(next_turn, f"{label} {seats}"),
-            crowd=sum(member.machine == family[rank].machine for member in family),
+        machine = members[rank].machine
+        known_peers = KnownPeers(
+            tuple(members[each] for each in ranks),
+            next_attempt=partial(next_attempt, f"{label} {ranks}"),
+            ranks_on_machine=sum(member.machine == machine for member in members),
         )
     lease = None if hosted is None else hosted.lease()
-    meeting = OpenStore(store, mine, len(seats), lent_store=lent_store, hosted=hosted, lease=lease)
+    opened = OpenStore(store, group_rank, len(ranks), lent_store=lent_store, hosted=hosted)
     try:
         return form_group(
             backend,
-            recipe,
-            meeting,
+            config,
+            opened,
             label,
-            seats=seats,
-            global_ranks=theirs,
+            store_ranks=ranks,
+            global_ranks=members_global,
             given_name=given_name,
             desc=desc,
-            kin=kin,
+            known_peers=known_peers,
             purpose=purpose,
         )
     finally:
@@ -228,16 +229,13 @@ def rendezvous_only(
     timeout: timedelta,
     purpose: Purpose | None = None,
 ) -> str:
-    """Bring together ranks that go on to make a group by other means.
-
-    Return a name that they have for it alone.
-    """
-    forming = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
-    verdict = forming.run_in_background(lambda: forming.meet(lambda: None))
-    contradiction = None if verdict.alike else forming.contradiction()
+    """Rendezvous of ranks that create the group by other means; returns a unique token."""
+    rendezvous = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
+    result = rendezvous.run_in_background(lambda: rendezvous.join(lambda: None))
+    contradiction = None if result.same_purpose else rendezvous.contradiction()
     if contradiction is not None:
         raise contradiction
-    return verdict.token
+    return result.token
 
 
 def merge_groups(
@@ -249,135 +247,143 @@ def merge_groups(
     name: str = "",
     desc: str = "",
 ) -> ProcessGroup:
-    """Make one group of several that meet in `store`."""
-    recipe = derive_config(group._recipe, timeout=timeout)
+    """Create one group of several that meet in `store`."""
+    config = derive_config(group._recipe, timeout=timeout)
     label = name or "merged"
-    own = StoreClient(clone_connection(store), patience=recipe.timeout.total_seconds())
-    lobby, blocks = gather_merging_groups(
-        own.under(f"phalanx/merge/{label}"),
+    client = StoreClient(clone_connection(store), timeout=config.timeout.total_seconds())
+    merge_store, groups = gather_merging_groups(
+        client.under(f"phalanx/merge/{label}"),
         MergingGroup(group._roster.token, group.label, list(group.global_ranks)),
         leads=group.rank() == 0,
         size=size,
-        timeout=recipe.timeout,
+        timeout=config.timeout,
     )
     first = 0
     global_ranks: list[int] = []
-    for block in blocks:
-        if block.token == group._roster.token:
+    for each in groups:
+        if each.token == group._roster.token:
             first = len(global_ranks)
-        global_ranks += block.global_ranks
+        global_ranks += each.global_ranks
     if len(set(global_ranks)) < size:  # the groups come from different launchers
         global_ranks = list(range(size))
-    meeting = OpenStore(lobby.raw, first + group.rank(), size, lent_store=store)
-    found = find_backend(recipe.backend)
+    opened = OpenStore(merge_store.raw, first + group.rank(), size, lent_store=store)
+    backend = find_backend(config.backend)
     return form_group(
-        found, recipe, meeting, label, seats=range(size), global_ranks=global_ranks, desc=desc
+        backend,
+        config,
+        opened,
+        label,
+        store_ranks=range(size),
+        global_ranks=global_ranks,
+        desc=desc,
     )
 
 
 def form_group(
     backend: Backend,
-    recipe: GroupConfig,
-    meeting: OpenStore,
+    config: GroupConfig,
+    opened: OpenStore,
     label: str,
     *,
-    seats: Sequence[int],
+    store_ranks: Sequence[int],
     global_ranks: Sequence[int],
     torch_name: str = "",
     given_name: str = "",
     desc: str = "",
-    kin: KnownPeers | None = None,
+    known_peers: KnownPeers | None = None,
     purpose: Purpose | None = None,
 ) -> ProcessGroup:
-    """Form a group with those who meet; `torch_name` is for one that torch keeps account of."""
+    """Form a group; `torch_name` is the name of one that torch itself registers."""
     terms = RendezvousTerms(
         name=label,
-        seats=tuple(seats),
+        store_ranks=tuple(store_ranks),
         backend=backend.name,
-        options=_options_text(recipe, backend.traits.own_options),
+        options=_options_text(config, backend.traits.own_options),
         site=user_site(),
     )
-    forming = Rendezvous(
-        meeting.store,
-        rank=meeting.rank,
+    rendezvous = Rendezvous(
+        opened.store,
+        rank=opened.rank,
         terms=terms,
-        timeout=recipe.timeout,
-        kin=kin,
+        timeout=config.timeout,
+        known_peers=known_peers,
         purpose=purpose,
         name_number=0 if torch_name else next_free_number(given_name or label),
     )
-    connecting = _engine_setup(forming, backend, recipe, kin)
-    engine = connecting.run(
-        lambda: _require_one_process(backend, forming),
+    setup = _engine_setup(rendezvous, backend, config, known_peers)
+    engine = setup.run(
+        lambda: _require_one_process(backend, rendezvous),
         background=backend.traits.connects_in_background,
     )
-    assert forming.roster is not None, "they have met"
-    tell = backend.traits.name_of
-    chosen = backend if tell is None else find_backend(tell(engine))
-    store = connecting.room.raw
+    assert rendezvous.roster is not None, "the ranks have met"
+    name_of = backend.traits.name_of
+    chosen = backend if name_of is None else find_backend(name_of(engine))
+    store = setup.group_store.raw
     try:
         group = ProcessGroup(
             name=label,
-            rank=meeting.rank,
-            size=meeting.size,
-            recipe=recipe,
+            rank=opened.rank,
+            size=opened.size,
+            recipe=config,
             backend=chosen.name,
             engine=engine,
             traits=chosen.traits,
-            devices=chosen.traits.devices | {recipe.device.type},
+            devices=chosen.traits.devices | {config.device.type},
             store=store,
-            lent_store=meeting.lent_store,
-            hosted=meeting.hosted,
+            lent_store=opened.lent_store,
+            hosted=opened.hosted,
             board=StatusStore(
-                StoreClient(PrefixStore("board", store)), rank=meeting.rank, size=meeting.size
+                StoreClient(PrefixStore("status", store)), rank=opened.rank, size=opened.size
             ),
-            roster=forming.roster,
+            roster=rendezvous.roster,
             global_ranks=global_ranks,
             torch_name=torch_name,
             given_name=given_name,
-            name_number=connecting.verdict.name_number,
+            name_number=setup.result.name_number,
             desc=desc,
         )
-    except BaseException as error:  # the others have theirs, and would wait in their first call
-        connecting.give_up(error)
+    except BaseException as error:
+        setup.give_up(error)
         raise
-    contradiction = None if connecting.verdict.alike else forming.contradiction()
+    contradiction = None if setup.result.same_purpose else rendezvous.contradiction()
     if contradiction is not None:
         group.abort()
-        group._end_lease()  # though the error's traceback keeps the group
+        group._end_lease()  # since the error's traceback keeps the group
         raise contradiction
     return group
 
 
 def _engine_setup(
-    forming: Rendezvous, backend: Backend, recipe: GroupConfig, kin: KnownPeers | None
+    rendezvous: Rendezvous, backend: Backend, config: GroupConfig, known_peers: KnownPeers | None
 ) -> EngineSetup:
-    rank, size = forming.rank, forming.terms.size
-    make_offer = backend.traits.offer
+    rank, size = rendezvous.rank, rendezvous.terms.size
+    offer_type = backend.traits.offer
     offer = None
-    if make_offer is not None and recipe.device.type == "cpu" and kin and kin.one_machine:
-        offer = make_offer(rank, kin.members, kin.crowd, recipe.options)
+    on_cpu = config.device.type == "cpu"
+    if offer_type is not None and on_cpu and known_peers and known_peers.one_machine:
+        offer = offer_type(rank, known_peers.members, known_peers.ranks_on_machine, config.options)
     return EngineSetup(
-        forming,
+        rendezvous,
         make=lambda store: backend.factory(
-            store, rank, size, recipe.timeout, recipe.device, **recipe.options
+            store, rank, size, config.timeout, config.device, **config.options
         ),
         offer=offer,
-        lends_store=kin is not None,
+        lends_store=known_peers is not None,
     )
 
 
-def _require_one_process(backend: Backend, forming: Rendezvous) -> None:
-    members = () if forming.roster is None else forming.roster.members
+def _require_one_process(backend: Backend, rendezvous: Rendezvous) -> None:
+    members = () if rendezvous.roster is None else rendezvous.roster.members
     if backend.traits.ranks_are_threads and len({(m.machine, m.pid) for m in members}) > 1:
         raise InvalidState(
-            f"ranks of a {backend.name!r} group are threads of one process: use 'gloo' for several"
+            f"ranks of a {backend.name!r} group must be threads of one process; use 'gloo' for "
+            "several processes"
         )
 
 
 def _make_without_store(
     backend: Backend,
-    recipe: GroupConfig,
+    config: GroupConfig,
     label: str,
     rank: int,
     global_ranks: Sequence[int],
@@ -385,25 +391,25 @@ def _make_without_store(
     given_name: str = "",
     desc: str = "",
 ) -> ProcessGroup:
-    """Make a group whose ranks need not meet, for they never talk."""
+    """Create a group whose ranks never communicate."""
     size = len(global_ranks)
     engine = backend.factory(
-        cast("Store", None),  # there is nothing to say
+        cast("Store", None),
         rank,
         size,
-        recipe.timeout,
-        recipe.device,
-        **recipe.options,
+        config.timeout,
+        config.device,
+        **config.options,
     )
     return ProcessGroup(
         name=label,
         rank=rank,
         size=size,
-        recipe=recipe,
+        recipe=config,
         backend=backend.name,
         engine=engine,
         traits=backend.traits,
-        devices=backend.traits.devices | {recipe.device.type},
+        devices=backend.traits.devices | {config.device.type},
         store=None,
         board=None,
         roster=Roster(token=uuid.uuid4().hex),
@@ -413,42 +419,42 @@ def _make_without_store(
     )
 
 
-def _options_text(recipe: GroupConfig, own: frozenset[str]) -> str:
-    """Tell what ranks must agree on beyond the backend's name."""
-    shared = {name: value for name, value in recipe.options.items() if name not in own}
-    told = {"device": recipe.device.type, **shared}
-    if recipe.checks is not None:
-        told["checks"] = recipe.checks
-    return ", ".join(f"{key}={value!r}" for key, value in sorted(told.items()))
+def _options_text(config: GroupConfig, own: frozenset[str]) -> str:
+    """Describe what ranks must agree on besides the backend."""
+    shared = {name: value for name, value in config.options.items() if name not in own}
+    facts = {"device": config.device.type, **shared}
+    if config.checks is not None:
+        facts["checks"] = config.checks
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(facts.items()))
 
 
 def make_for_torch(backend: str, asked: Any, options: Any) -> ProcessGroup:
-    """Make the group that torch asks for, of this and the other ranks that torch has told to."""
+    """Create the group that `torch.distributed` asks for."""
     if options is not None:
         raise InvalidArgument(
-            f"{backend} has no options: leave out pg_options (got {type(options).__name__})"
+            f"backend {backend!r} has no pg_options; got {type(options).__name__}"
         )
     found = find_backend(backend)
     if found.traits.check_options is not None:
         found.traits.check_options({})
-    seats = list(asked.global_ranks_in_group) or list(range(asked.group_size))
-    whole = not asked.global_ranks_in_group
+    ranks = list(asked.global_ranks_in_group) or list(range(asked.group_size))
+    is_world = not asked.global_ranks_in_group
     return form_group(
         found,
         GroupConfig(backend, torch.device("cpu"), asked.timeout, None, {}),
         open_store(
             asked.store, rank=asked.group_rank, size=asked.group_size, timeout=asked.timeout
         ),
-        "world" if whole else f"world/{format_rank_ranges(seats)}",
-        seats=seats,
-        global_ranks=seats,
+        "world" if is_world else f"world/{format_rank_ranges(ranks)}",
+        store_ranks=ranks,
+        global_ranks=ranks,
         torch_name=asked.group_id,
     )
 
 
 class _Current(threading.local):
-    # torch keeps the current group too, but only its C++ part: should the Python object go away
-    # meanwhile, what comes back has lost its methods. So the object is kept here.
+    # torch keeps only the C++ part of its current group. Without this reference the Python object
+    # could die, and what torch returns then has lost its methods.
     group: dist.ProcessGroup | None = None
 
 
@@ -456,15 +462,15 @@ _current = _Current()
 
 
 def current_process_group() -> dist.ProcessGroup | None:
-    """Return the group that this thread entered last, or None."""
+    """Return this thread's current group, or None."""
     return _current.group
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """Return the group that is meant where none is given.
+    """Return the group to use where none is given.
 
-    This thread's current group; else torch's default group; else None. Whatever takes an optional
-    group asks here, so that two objects of one program are never on different groups.
+    This thread's current group; else torch's default group; else None. Everything that takes an
+    optional group calls this, so that all objects of a program use the same default.
     """
     if _current.group is None and dist.is_initialized():
         return dist.group.WORLD
@@ -484,5 +490,5 @@ def process_group(pg: dist.ProcessGroup) -> Generator[None, None, None]:
 
 def _set_current(group: dist.ProcessGroup | None) -> None:
     _current.group = group
-    # torch's own APIs see the same group. Its stub forgets that None is how to leave.
+    # torch's own APIs use the same group. Its stub does not allow None.
     _set_process_group(cast("dist.ProcessGroup", group))

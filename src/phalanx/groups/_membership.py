@@ -274,7 +274,7 @@ class Membership:
             failure, reports = detector.failure, None
             if failure is None and isinstance(error, PeerLost):
                 lost = [ranks[place] for place in error.ranks]
-                failure = _lost_failure(detector, lost, call)
+                failure = detector.lost_failure(lost, call)
             elif failure is None:
                 late = time.monotonic() - began >= self._issuer.timeout
                 reports = detector.ask()
@@ -298,8 +298,9 @@ class Membership:
             rank=rank,
             terms=RendezvousTerms(name, tuple(ranks), backend.name, "", user_site()),
             timeout=timeout,
-            kin=KnownPeers(
-                tuple(peers[rank] for rank in ranks), next_turn=partial(self._count_attempt, name)
+            known_peers=KnownPeers(
+                tuple(peers[rank] for rank in ranks),
+                next_attempt=partial(self._count_attempt, name),
             ),
         )
         rendezvous.detector = self._detector
@@ -312,7 +313,7 @@ class Membership:
             lends_store=True,
         )
         engine = setup.run(lambda: None, background=backend.traits.connects_in_background)
-        return engine, rendezvous.room
+        return engine, rendezvous.group_store
 
     def _count_attempt(self, name: str) -> int:
         self._attempts[name] = self._attempts.get(name, 0) + 1
@@ -324,23 +325,18 @@ class _SubsetRendezvous(Rendezvous):
 
     detector: FailureDetector
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Raise if the engine cannot be connected any more."""
         failure = self.detector.failure
         if failure is not None:
             raise self.detector.error(failure, None, None)
-        super().look()
+        super().check()
 
 
 def _failure(
     kind: FailureKind, detector: FailureDetector, cause: str, ranks: Sequence[int], call: Call
 ) -> Failure:
     return Failure(kind, detector.rank, cause, tuple(ranks), call.what, call.sequence)
-
-
-def _lost_failure(detector: FailureDetector, lost: list[int], call: Call) -> Failure:
-    cause = f"{detector.describe_ranks(lost)} {'is' if len(lost) == 1 else 'are'} dead"
-    return _failure("lost", detector, cause, lost, call)
 
 
 def _delete_rendezvous_keys(store: StoreClient) -> None:
@@ -521,7 +517,7 @@ class _RejoinCall(PendingCall):
         """Fail the group if a missing rank is dead; a rank that arrived before its death counts."""
         dead = self._detector.dead() - closed
         if lost := sorted(dead and dead & set(self._entrance.awaited())):
-            self._detector.fail(_lost_failure(self._detector, lost, self.call))
+            self._detector.fail(self._detector.lost_failure(lost, self.call))
 
     def _closed_by(self, closed: dict[int, tuple[int, str]]) -> Failure | None:
         """Return the failure if a missing rank has shut the group down."""

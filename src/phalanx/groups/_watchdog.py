@@ -2,7 +2,7 @@
 
 A rank in user code cannot answer a peer that asks what it is doing, so this thread answers for
 it. It also completes futures that nobody waits for and closes hosted stores. It polls each
-registered object every `WATCH_INTERVAL` seconds; `poll` must neither block nor raise.
+registered object every `Timing.watch_interval` seconds; `poll` must neither block nor raise.
 
 Registered objects are held weakly. The thread is a daemon, but it is joined at exit: a thread
 inside the store's C++ code while the interpreter shuts down would crash the process.
@@ -18,19 +18,19 @@ import threading
 import weakref
 from typing import Protocol
 
-_log = logging.getLogger(__name__)
+from ._timing import default_timing
 
-WATCH_INTERVAL = 0.25  # seconds between two looks; a look is one short question to the store
+_log = logging.getLogger(__name__)
 
 
 class Watched(Protocol):
-    """What the watcher looks after."""
+    """An object that the watchdog polls."""
 
     def poll(self) -> None:
-        """Do whatever is due; called every `WATCH_INTERVAL` seconds, must not block or raise."""
+        """Do what is due; must not block or raise."""
 
     def exit(self) -> None:
-        """Take leave: the program has come to its end."""
+        """The program ends without an error."""
 
 
 class _Watchdog:
@@ -44,8 +44,6 @@ class _Watchdog:
         with self._lock:
             self._watched.add(watched)
             if self._thread is None:
-                # A daemon, yet joined at exit: a thread that is inside the store's C++ code while
-                # the interpreter goes away would crash it.
                 self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
                 self._thread.start()
                 atexit.register(self.stop)
@@ -59,17 +57,17 @@ class _Watchdog:
                 watched.exit()
 
     def _run(self) -> None:
-        while not self._stop.wait(WATCH_INTERVAL):
-            self._look()  # a call of its own, so that no local keeps a group alive between looks
+        while not self._stop.wait(default_timing().watch_interval):
+            self._poll_all()  # in a function, so that no local keeps a group alive between polls
 
-    def _look(self) -> None:
+    def _poll_all(self) -> None:
         with self._lock:
             due = list(self._watched)
         for watched in due:
             try:
                 watched.poll()
-            except Exception:  # noqa: BLE001 - one group's trouble is not the others'
-                _log.exception("phalanx's watcher failed on %r; please report this", watched)
+            except Exception:  # noqa: BLE001 - one group's error must not stop the others' polls
+                _log.exception("phalanx's watchdog failed on %r; please report this", watched)
 
 
 _instance: _Watchdog | None = None
@@ -78,9 +76,9 @@ _instance_lock = threading.Lock()
 
 
 def watch(watched: Watched) -> None:
-    """Look after `watched` until it is garbage."""
+    """Poll `watched` until it is garbage-collected."""
     global _instance, _instance_pid
     with _instance_lock:
-        if _instance is None or _instance_pid != os.getpid():  # a fork took no threads along
+        if _instance is None or _instance_pid != os.getpid():  # a fork copies no threads
             _instance, _instance_pid = _Watchdog(), os.getpid()
     _instance.add(watched)

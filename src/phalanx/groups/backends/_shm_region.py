@@ -5,8 +5,8 @@ since each fails somewhere: a memfd needs a /proc that peers can see, /dev/shm m
 The name of the region is removed as soon as all ranks have mapped it, so nothing is left behind
 after `kill -9`.
 
-Either all ranks map the same region or all raise. Tensors die on any thread and at any line, so
-their finalizers may only append to a deque.
+Either all ranks map the same region or all raise. Tensors are freed on any thread and at any
+line, so their finalizers may only append to a deque.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 import weakref
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -35,16 +35,20 @@ from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import usable_cores
 from ...errors import InvalidState, PeerLost, RendezvousError, RendezvousTimeout
+from .._background_threads import is_abandoned
 from .._peers import Member
-from .._store_client import BlockingStoreClient, is_abandoned
+from .._store_client import BlockingStoreClient
+from .._timing import default_timing
 
 if TYPE_CHECKING:
     from ...native import _engine
 
 
-PEER_POLL_INTERVAL = 0.05  # seconds between two looks for a peer's death
 OVERCOMMIT_SETTING = Path("/proc/sys/vm/overcommit_memory")
-PAGE_BYTES = 4096  # bytes; slab memory is handed out in pages
+PAGE_BYTES = 4096  # slab memory is allocated in pages
+
+CoreLimit = tuple[list[int], int]
+"""The cores that a process may run on, and how many of them its cgroup lets it keep busy."""
 
 
 def share_region(
@@ -56,100 +60,154 @@ def share_region(
     places: Sequence[str] | None = None,
     timeout: timedelta = timedelta(minutes=5),
 ) -> _engine.Engine:
-    """Make the engine of one rank, on a region that all ranks have mapped.
+    """Create the engine of one rank, on a region that all ranks have mapped.
 
-    If any rank cannot, every rank raises: all come to the same end.
+    If any rank cannot map it, every rank raises.
     """
-    peers = _PeerMessages(store, timeout)
-    store.set(f"here/{rank}", json.dumps(Member.here().to_json()))
-    refusals = []
+    setup = _RegionSetup(store, rank, size, sizes, timeout)
+    failures = []
     for number, place in enumerate(places or ("memfd", "/dev/shm", tempfile.gettempdir())):
-        host = _offer_region if rank == 0 else _accept_region
-        engine, verdict = host(peers, number, place, rank, size, sizes)
+        if rank == 0:
+            engine, result = setup.offer(number, place)
+        else:
+            engine, result = setup.accept(number)
         if engine is not None:
-            engine.set_cores(verdict["cores"])
-            watch_peers(engine, rank, [Member.from_json(told) for told in verdict["members"]])
+            engine.set_cores(result["cores"])
+            watch_peers(engine, rank, [Member.from_json(each) for each in result["members"]])
             return engine
-        refusals.append(f"{place}: {verdict['why']}")
+        failures.append(f"{place}: {result['error']}")
     raise RendezvousError(
-        f"these {size} ranks cannot share memory; are they on one machine? {'; '.join(refusals)}"
+        f"{size} ranks cannot share memory ({'; '.join(failures)}). Check that all ranks are on "
+        "one machine, or use backend 'gloo'"
     )
 
 
-class _PeerMessages:
-    """What the ranks tell each other until they share memory."""
+class _RegionSetup:
+    """One rank's part in mapping a region; ranks exchange messages through the store."""
 
-    def __init__(self, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        sizes: _engine.Sizes | None,
+        timeout: timedelta,
+    ) -> None:
         self._store = BlockingStoreClient(store)
-        self._until = time.monotonic() + timeout.total_seconds()
+        self._rank = rank
+        self._size = size
+        self._sizes = sizes
+        self._timeout = timeout.total_seconds()
+        self._deadline = time.monotonic() + self._timeout
+        self._poll_interval = default_timing().poll_interval
+        self._write(f"member/{rank}", Member.here().to_json())
 
-    def tell(self, key: str, data: object) -> None:
-        """Say something to whoever waits for it."""
+    def offer(self, number: int, place: str) -> tuple[_engine.Engine | None, dict[str, Any]]:
+        """Create a region on rank 0 and wait until the others have tried to map it."""
+        size = self._size
+        result: dict[str, Any] = {"members": [], "cores": 1, "error": "", "lost": []}
+        try:
+            region = make_region(place, size, self._sizes)
+        except (RuntimeError, OSError) as error:  # nanobind turns a system error into RuntimeError
+            result["error"] = str(error)
+            self._write(f"offer/{number}", None)
+            self._write(f"result/{number}", result)
+            return None, result
+        offer = {"path": region.path, "token": str(region.token)}  # the engine takes the region
+        engine = _require_native(size).Engine(region, 0, usable_cores())
+        engine.mark_present()
+        self._write(f"offer/{number}", offer)
+        if faultpoints.armed:
+            faultpoints.reach("form:mapped")
+        try:
+            answers = [self._await(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
+            result["members"] = [Member.here().to_json(), *(each["member"] for each in answers)]
+            limits = [_own_core_limit(), *(answer["cores"] for answer in answers)]
+            result["cores"] = shared_core_count(limits)
+            result["error"] = self._objection(engine, answers)
+        except Exception as error:
+            result.update(error=str(error), lost=getattr(error, "lost", ()))
+            raise
+        finally:
+            engine.region.unlink()
+            self._write(f"result/{number}", result)
+        return (None if result["error"] else engine), result
+
+    def accept(self, number: int) -> tuple[_engine.Engine | None, dict[str, Any]]:
+        """Map the region that rank 0 offers."""
+        offer = self._await(f"offer/{number}", 0)
+        engine = None
+        if offer is not None:
+            error = ""
+            try:
+                made = _require_native(self._size)
+                sizes = self._sizes or made.Sizes()
+                region = made.Region.open(offer["path"], int(offer["token"]), self._size, sizes)
+                engine = made.Engine(region, self._rank, usable_cores())
+                engine.mark_present()
+            except RuntimeError as caught:
+                error = f"rank {self._rank}: {caught}"
+            if faultpoints.armed:
+                faultpoints.reach("form:mapped")
+            member, cores = Member.here().to_json(), _own_core_limit()
+            answer = {"member": member, "cores": cores, "error": error}
+            self._write(f"answer/{number}/{self._rank}", answer)
+        try:
+            result: dict[str, Any] = self._await(f"result/{number}", 0)
+        except PeerLost:
+            if offer is not None and engine is not None:
+                with suppress(OSError):  # a memfd has no name, and a peer may have removed it
+                    os.unlink(offer["path"])
+            raise
+        if result["lost"]:
+            raise PeerLost(result["error"], ranks=result["lost"])
+        return (None if result["error"] else engine), result
+
+    def _objection(self, engine: _engine.Engine, answers: list[dict[str, Any]]) -> str:
+        """Return why the ranks cannot share the region that was offered; empty if they can."""
+        errors = [answer["error"] for answer in answers if answer["error"]]
+        if errors:
+            return "; ".join(errors)
+        absent = [peer for peer in range(self._size) if not engine.region.present(peer)]
+        if absent:
+            return f"rank {absent[0]} mapped other memory"
+        machines = {member.machine for peer in range(self._size) if (member := self._member(peer))}
+        if len(machines) > 1:
+            return "ranks are in different pid namespaces, where a death cannot be detected"
+        return ""
+
+    def _write(self, key: str, data: object) -> None:
         self._store.set(key, json.dumps(data))
 
-    def hear(self, key: str, rank: int) -> Any:
-        """Wait for what a rank has to say, for as long as it lives.
-
-        In turns, for others ask on the same connection whether somebody has died.
-        """
-        while not self._store.await_all([key], PEER_POLL_INTERVAL):
-            self._look_at(rank, key)
+    def _await(self, key: str, rank: int) -> Any:
+        """Wait for a message of a rank for as long as it lives."""
+        # In turns, since others use the same connection to check for deaths.
+        while not self._store.await_all([key], self._poll_interval):
+            if is_abandoned():
+                raise RendezvousError(f"rank {self._rank} stopped waiting for shared memory")
+            member = self._member(rank)
+            if member is not None and member.is_dead and not self._store.has(key):
+                raise _died(rank, member)
+            if time.monotonic() >= self._deadline:
+                raise RendezvousTimeout(
+                    f"rank {rank} did not map the shared memory within {self._timeout:g} s"
+                )
         return json.loads(self._store.fetch(key))
 
-    def _look_at(self, rank: int, key: str) -> None:
-        if is_abandoned():
-            raise RendezvousError("sharing memory was given up by this rank")
-        member = self.member(rank)
-        if member is not None and member.is_dead and not self._store.has(key):
-            raise PeerLost(f"rank {rank} ({member}) died while forming", ranks=[rank])
-        if time.monotonic() >= self._until:
-            raise RendezvousTimeout(f"rank {rank} did not come to share memory in time")
-
-    def member(self, rank: int) -> Member | None:
-        """Tell which process a rank is, once it has said so."""
-        told = self._store.read(f"here/{rank}")
-        return None if told is None else Member.from_json(json.loads(told))
+    def _member(self, rank: int) -> Member | None:
+        text = self._store.read(f"member/{rank}")
+        return None if text is None else Member.from_json(json.loads(text))
 
 
-def _offer_region(
-    peers: _PeerMessages, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
-) -> tuple[_engine.Engine | None, dict[str, Any]]:
-    del rank
-    verdict: dict[str, Any] = {"members": [], "cores": 1, "why": "", "lost": []}
-    try:
-        region = make_region(place, size, sizes)
-    except (RuntimeError, OSError) as error:  # nanobind makes a RuntimeError of a system error
-        verdict["why"] = str(error)
-        peers.tell(f"offer/{number}", None)
-        peers.tell(f"verdict/{number}", verdict)
-        return None, verdict
-    path, token = region.path, region.token
-    engine = _require_native(size).Engine(region, 0, usable_cores())
-    engine.mark_present()
-    peers.tell(f"offer/{number}", {"path": path, "token": str(token)})
-    if faultpoints.armed:
-        faultpoints.reach("form:mapped")
-    try:
-        answers = [peers.hear(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
-        verdict["members"] = [Member.here().to_json(), *(each["member"] for each in answers)]
-        verdict["cores"] = _shared_core_count(
-            [_own_cores(), *(answer["cores"] for answer in answers)]
-        )
-        verdict["why"] = _objections(engine, answers, peers, size)
-    except Exception as error:
-        verdict.update(why=str(error), lost=getattr(error, "lost", ()))
-        raise
-    finally:
-        engine.region.unlink()
-        peers.tell(f"verdict/{number}", verdict)
-    return (None if verdict["why"] else engine), verdict
+def _died(rank: int, member: Member) -> PeerLost:
+    return PeerLost(f"rank {rank} ({member}) died while mapping the shared memory", ranks=[rank])
 
 
 def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _engine.Region:
-    """Make a region whose memory is there, for to touch what is not would be a SIGBUS.
+    """Create a region whose memory is allocated, since touching a hole raises SIGBUS.
 
-    Files have theirs from the start. A memfd gets it page by page, which fails only where the
-    kernel promises no more than it has: there it is taken at once, though that takes time.
+    Files are allocated from the start. A memfd is allocated page by page, which fails only where
+    the kernel does not overcommit; there it is allocated at once, which takes time.
     """
     region: _engine.Region = _require_native(size).Region.create(
         place, size, sizes or _require_native(size).Sizes()
@@ -157,7 +215,7 @@ def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _e
     if place == "memfd" and _never_overcommits():
         descriptor = os.open(region.path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            _, slab = region.slab(0)  # which takes its memory when tensors are made in it
+            _, slab = region.slab(0)  # slabs are allocated when tensors are
             os.posix_fallocate(descriptor, 0, os.fstat(descriptor).st_size - size * slab)
         finally:
             os.close(descriptor)
@@ -171,89 +229,37 @@ def _never_overcommits() -> bool:
         return False
 
 
-def _own_cores() -> list[list[int]]:
-    """List the cores that this rank may run on, and how many its cgroup lets it keep busy."""
-    cores = sorted(os.sched_getaffinity(0))
-    return [cores, [usable_cores(os.cpu_count())]]
+def _own_core_limit() -> CoreLimit:
+    return sorted(os.sched_getaffinity(0)), usable_cores(os.cpu_count())
 
 
-def _shared_core_count(ranks: list[list[list[int]]]) -> int:
-    """Tell how many cores ranks have between them; each alone may be kept to one of its own."""
-    cores = {core for own, _ in ranks for core in own}
-    return min([len(cores), *(most for _, [most] in ranks)])
-
-
-def _objections(
-    engine: _engine.Engine, answers: list[dict[str, Any]], peers: _PeerMessages, size: int
-) -> str:
-    """Say what keeps ranks from sharing the region that was offered; nothing, in the best case."""
-    whys = [answer["why"] for answer in answers if answer["why"]]
-    absent = [peer for peer in range(size) if not engine.region.present(peer)]
-    if absent and not whys:
-        whys.append(f"rank {absent[0]} left no token")
-    machines = {member.machine for peer in range(size) if (member := peers.member(peer))}
-    if len(machines) > 1 and not whys:
-        whys.append("ranks live in different pid namespaces, and could not see each other die")
-    return "; ".join(whys)
-
-
-def _accept_region(
-    peers: _PeerMessages, number: int, place: str, rank: int, size: int, sizes: _engine.Sizes | None
-) -> tuple[_engine.Engine | None, dict[str, Any]]:
-    del place
-    offer = peers.hear(f"offer/{number}", 0)
-    engine, why = None, "nothing was offered"
-    if offer is not None:
-        try:
-            made = _require_native(size)
-            token = int(offer["token"])
-            region = made.Region.open(offer["path"], token, size, sizes or made.Sizes())
-            engine, why = made.Engine(region, rank, usable_cores()), ""
-            engine.mark_present()
-        except RuntimeError as error:
-            why = f"rank {rank}: {error}"
-        if faultpoints.armed:
-            faultpoints.reach("form:mapped")
-        answer = {"member": Member.here().to_json(), "cores": _own_cores(), "why": why}
-        peers.tell(f"answer/{number}/{rank}", answer)
-    try:
-        verdict: dict[str, Any] = peers.hear(f"verdict/{number}", 0)
-    except PeerLost:
-        if offer is not None and engine is not None:
-            _remove_name(offer["path"])
-        raise
-    if verdict["lost"]:
-        raise PeerLost(verdict["why"], ranks=verdict["lost"])
-    return (None if verdict["why"] else engine), verdict
-
-
-def _remove_name(path: str) -> None:
-    """Remove the name of a region whose maker did not live to do so."""
-    with suppress(OSError):  # a memfd has none, and another rank may have been here first
-        os.unlink(path)
+def shared_core_count(limits: Iterable[CoreLimit]) -> int:
+    """Return how many cores processes have together; each may be pinned to one of its own."""
+    limits = list(limits)
+    cores = {core for own, _ in limits for core in own}
+    return min([len(cores), *(quota for _, quota in limits)])
 
 
 _processes: WeakValueDictionary[Member, _engine.Process] = WeakValueDictionary()
-"""The processes that engines of this one watch: one descriptor for each, however many groups."""
+"""The processes that engines here watch: one descriptor for each, however many groups."""
 
 
 def watch_peers(engine: _engine.Engine, rank: int, members: Sequence[Member]) -> None:
     """Have the engine notice when a peer's process ends."""
     for peer, member in enumerate(members):
-        if member.pid != members[rank].pid:  # threads of one process need no watching
+        if member.pid != members[rank].pid:  # not another thread of this process
             try:
                 engine.watch(peer, _process_of(member))
             except ProcessLookupError:
-                told = f"rank {peer} ({member}) died while forming"
-                raise PeerLost(told, ranks=[peer]) from None
+                raise _died(peer, member) from None
 
 
 def _process_of(member: Member) -> _engine.Process:
     known = _processes.get(member)
     if known is None:
-        assert native.engine is not None, "it has made the region"
+        assert native.engine is not None, "it has created the region"
         known = native.engine.Process(os.pidfd_open(member.pid))
-        # Looked at last: the descriptor is of whoever has the pid, and that may be another by now.
+        # Checked after the open: the pid may have been reused before it.
         if not member.has_its_pid():
             raise ProcessLookupError
         _processes[member] = known
@@ -264,31 +270,35 @@ def _require_native(size: int) -> Any:
     if native.engine is None:
         raise InvalidState(native.why_missing)
     if size > native.engine.MAX_RANKS:
-        raise InvalidState(f"a region has room for {native.engine.MAX_RANKS} ranks, not {size}")
+        raise InvalidState(
+            f"shared memory serves at most {native.engine.MAX_RANKS} ranks, not {size}"
+        )
     return native.engine
 
 
 class Slab:
-    """This rank's own part of the region, handed out as tensors."""
+    """This rank's own part of the region, from which it allocates tensors."""
 
     def __init__(self, engine: _engine.Engine, rank: int, ranks: int = 1) -> None:
         self._engine = engine
         self._rank, self._ranks = rank, ranks
         self._base, self._size = engine.region.slab(rank)
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # over `_release_number`; nothing else is locked under it
+        self._lock = (
+            threading.Lock()
+        )  # guards `_free` and `_shared`; no other lock is taken under it
         self._free: list[tuple[int, int]] = [(0, self._size)]
-        """What is free: (offset, length), by offset, never two next to each other."""
+        """Free ranges, (offset, length), ordered by offset and merged."""
         self._returned: deque[tuple[int, int]] = deque()
-        """What dead tensors have left. They die on any thread and at any line, even in the middle
-        of `allocate`, so this is all that their end may touch."""
+        """Ranges of freed tensors. Finalizers run on any thread and at any line, even within
+        `allocate`, so they touch nothing else."""
         self._suspect: deque[tuple[int, int]] = deque()
-        """The same, while a peer was stopped in the middle of a share: it may yet store there."""
-        self._common: list[tuple[int, int, Any]] = []
-        """Memory that peers have tensors of too: (offset, length, a byte of each who has)."""
+        """The same, freed while a peer may still write there: it was stopped within a call."""
+        self._shared: list[tuple[int, int, Any]] = []
+        """Memory that peers have tensors in: (offset, length, a flag per rank that has one)."""
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor in shared memory; it is given back when the last view of it dies."""
+        """Create a tensor in shared memory; the memory is freed with the last view of it."""
         count = 1
         for extent in shape:
             count *= extent
@@ -302,23 +312,25 @@ class Slab:
         except MemoryError:
             self._release(offset, length)
             raise
-        ended.atexit = False  # peers may still be reading, and the kernel frees it all anyway
+        ended.atexit = False  # peers may still be reading, and the kernel frees everything anyway
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(*shape)
 
     def allocate_shared(self, nbytes: int) -> int:
-        """Set memory aside that every rank will `reach`, and tell where; it is given back, some
-        time later, when nobody has a tensor of it any more."""
+        """Allocate memory that every rank will `reach`, and return its offset.
+
+        It is freed some time after the last rank has dropped its tensor.
+        """
         data = _round_up_to_pages(nbytes)
         length = data + _round_up_to_pages(self._ranks)
         offset = self._claim(length)
         holders = (ctypes.c_uint8 * self._ranks).from_address(self._base + offset + data)
         holders[:] = [1] * self._ranks
         with self._lock:
-            self._common.append((offset, length, holders))
+            self._shared.append((offset, length, holders))
         return offset
 
     def reach(self, owner: int, offset: int, nbytes: int) -> Tensor:
-        """Make a tensor of memory that a rank has set aside for all."""
+        """Return a tensor in memory that a rank has allocated for all."""
         base, _ = self._engine.region.slab(owner)
         holder = ctypes.c_uint8.from_address(
             base + offset + _round_up_to_pages(nbytes) + self._rank
@@ -328,7 +340,7 @@ class Slab:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def _let_go(self, holder: Any) -> None:
-        # Whatever read the memory has been waited for, so that its reads come before this store.
+        # All reads of the memory have been waited for, so they come before this store.
         if os.getpid() == self._pid:
             holder.value = 0
 
@@ -343,8 +355,8 @@ class Slab:
             if not isinstance(error, RuntimeError):
                 raise
             raise InvalidState(
-                f"no shared memory for {length} bytes: {error}. Free some tensors of "
-                "group.allocate, or give the machine (or container) more memory"
+                f"no shared memory for {length} bytes: {error}. Free tensors created with "
+                "group.allocate, or give the machine or container more memory"
             ) from error
         return offset
 
@@ -354,12 +366,12 @@ class Slab:
                 self._free[i : i + 1] = [(offset + length, room - length)] if room > length else []
                 return offset
         raise InvalidState(
-            f"no room for {length} bytes in this rank's {self._size} bytes of shared memory: "
-            "free some tensors of group.allocate"
+            f"no room for {length} bytes in this rank's {self._size} bytes of shared memory. Free "
+            "tensors created with group.allocate"
         )
 
     def _release(self, offset: int, length: int) -> None:
-        if os.getpid() != self._pid:  # a forked child's copy of a tensor that the parent still has
+        if os.getpid() != self._pid:  # a forked child's copy of the parent's tensor
             return
         if self._engine.is_quiescent:
             self._engine.region.release(self._base + offset, length)
@@ -368,9 +380,9 @@ class Slab:
             self._suspect.append((offset, length))
 
     def _collect(self) -> None:
-        """Join what has been returned to what is free."""
-        if self._common:
-            self._collect_common()
+        """Merge the returned ranges into the free ones."""
+        if self._shared:
+            self._collect_shared()
         for _ in range(len(self._suspect)):
             self._release(*self._suspect.popleft())
         if not self._returned:
@@ -385,16 +397,16 @@ class Slab:
                 merged.append((start, room))
         self._free = merged
 
-    def _collect_common(self) -> None:
-        """Give back what nobody has any more, or only who is dead."""
+    def _collect_shared(self) -> None:
+        """Free shared memory that no living rank has a tensor in."""
         gone = set(self._engine.dead())
         kept = []
-        for offset, length, holders in self._common:
+        for offset, length, holders in self._shared:
             if any(held and rank not in gone for rank, held in enumerate(holders)):
                 kept.append((offset, length, holders))
             else:
                 self._release(offset, length)
-        self._common = kept
+        self._shared = kept
 
 
 def _round_up_to_pages(nbytes: int) -> int:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
+from .._background_threads import borrow_thread
 from .._engine import Engine, PythonWork, RawWork, Traits
-from .._store_client import borrow_thread
 from . import refuse_options
 
 __all__ = [

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from ...errors import PeerLeft
+from .._background_threads import borrow_thread
 from .._engine import (
     REDUCTIONS,
     TRANSFERS_IN_FLIGHT,
@@ -33,7 +34,6 @@ from .._engine import (
     Traits,
 )
 from .._formatting import RankCall
-from .._store_client import borrow_thread
 from . import _reference as reference
 from . import refuse_options
 

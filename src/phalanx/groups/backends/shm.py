@@ -3,10 +3,10 @@
 The engine is native (`native/`, `docs/design.md`); this module gives it torch's call forms and
 work handles. A call announces that this rank is ready; the rank's share of the work is done
 when it next enters the engine, or by a driver thread if there is a core for one. `RegionOffer`
-is the short way to form a group of ranks that are known to be on one machine.
+is the fast path to an engine for ranks that are known to be on one machine.
 
-A handle keeps the memory of its call alive until the engine is done with it, whoever else drops
-it. A forked child is not a rank: its engines refuse every call.
+A work handle keeps the memory of its call alive until the engine is done with it. A forked child
+is not a rank: its engines refuse every call.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import local_ranks, usable_cores
 from ...errors import InvalidArgument, InvalidState, PeerLeft, PeerLost, UnknownOption
+from .._background_threads import borrow_thread, is_exiting
 from .._engine import (
     REDUCTIONS,
     TRANSFERS_IN_FLIGHT,
@@ -46,8 +47,14 @@ from .._engine import (
 )
 from .._peers import Member
 from .._reductions import plain_op
-from .._store_client import borrow_thread, is_exiting
-from ._shm_region import Slab, make_region, share_region, watch_peers
+from ._shm_region import (
+    CoreLimit,
+    Slab,
+    make_region,
+    share_region,
+    shared_core_count,
+    watch_peers,
+)
 
 if TYPE_CHECKING:
     from ...native import _engine
@@ -63,112 +70,105 @@ DRIVER_OPTION = "driver"
 
 
 def check_driver(options: dict[str, object]) -> None:
-    """Refuse options that are none, and drivers that there are not."""
+    """Raise for unknown options and unknown drivers."""
     unknown = sorted(set(options) - {DRIVER_OPTION})
     if unknown:
-        raise UnknownOption(f"shm takes no options but {DRIVER_OPTION}, and was given {unknown[0]}")
+        raise UnknownOption(f"shm has only the option {DRIVER_OPTION!r}, got {unknown[0]!r}")
     asked = options.get(DRIVER_OPTION)
     if asked not in (None, "thread", "caller"):
-        raise InvalidArgument(f"{DRIVER_OPTION} is 'thread', 'caller' or None, not {asked!r}")
+        raise InvalidArgument(f"{DRIVER_OPTION} must be 'thread', 'caller' or None, got {asked!r}")
 
 
 def choose_driver(size: int, cores: int) -> Driver:
-    """Choose for `size` ranks with `cores` between them: a thread if there are more cores."""
-    if size == 1 or usable_cores() == 1:  # never waits for anybody; has no core for a thread
+    """Choose for `size` ranks that share `cores`: a thread if there are more cores than ranks."""
+    if size == 1 or usable_cores() == 1:  # it never waits, or has no core for a thread
         return "caller"
     return "thread" if cores > max(size, local_ranks() or 0) else "caller"
 
 
 def start_driver(engine: _engine.Engine, asked: object, size: int) -> Driver:
-    """Start the thread of an engine if it is asked for, or chosen; tell who drives."""
+    """Start an engine's driver thread if it is asked for or chosen; returns the driver."""
     if (asked or choose_driver(size, engine.cores)) == "caller":
         return "caller"
     try:
         engine.start_driver()
-    except RuntimeError as error:  # what nanobind makes of a system error
+    except RuntimeError as error:  # nanobind turns a system error into it
         if asked is None:
             return "caller"
-        raise InvalidState(f"no thread could be started to drive this rank: {error}") from error
+        raise InvalidState(f"cannot start the driver thread of this rank: {error}") from error
     return "thread"
 
 
 # The numbers of `native/engine.hpp`; those of transfers are in `native/transfers.hpp`.
 PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
 CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
-_LONG_WAIT = 3600.0  # seconds; who waits for as long as it takes waits for this again and again
-_MEMORY_POLL_INTERVAL = 0.02  # seconds between two looks whether there is memory
-_FUTURE_WAIT = timedelta(
-    seconds=0.25
-)  # of a thread that must be home before the interpreter goes away
+_LONG_WAIT = 3600.0  # seconds; a wait without a timeout repeats this
+_MEMORY_POLL_INTERVAL = 0.02  # seconds between two attempts to buffer a message
+_FUTURE_WAIT = timedelta(seconds=0.25)  # of a thread that must notice the interpreter's exit
 
 
 class ShmWork:
-    """A call under way; it keeps the memory that it works on."""
+    """A call in flight; keeps the memory of the call alive."""
 
     __slots__ = ("_future", "_memory", "_owner", "ticket")
 
     def __init__(self, owner: ShmEngine, memory: object) -> None:
         self._owner = owner
         self.ticket = 0
-        """The engine's number of the call, which it sets itself; counts from 1."""
+        """The engine's number of the call, from 1; set by the engine."""
         self._memory = memory
         self._future: Future[Any] | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Do this rank's share and wait for the others'."""
         seconds = timeout.total_seconds()
-        verdict = self._owner._engine.wait(self.ticket, seconds or _LONG_WAIT)
-        while verdict[0] == PENDING and not seconds:
-            verdict = self._owner._engine.wait(self.ticket, _LONG_WAIT)
-        if verdict[0] == FINISHED:
+        outcome = self._owner._engine.wait(self.ticket, seconds or _LONG_WAIT)
+        while outcome[0] == PENDING and not seconds:
+            outcome = self._owner._engine.wait(self.ticket, _LONG_WAIT)
+        if outcome[0] == FINISHED:
             return True
-        if verdict[0] == PENDING:
+        if outcome[0] == PENDING:
             raise WorkNotDone
-        raise _outcome_error(*verdict)
+        raise _outcome_error(*outcome)
 
     def is_completed(self) -> bool:
-        """Do what can be done now, and tell whether the call has ended."""
         return self._owner._engine.test(self.ticket)[0] != PENDING
 
     def get_future(self) -> Future[Any]:
-        """Return a future; somebody has to wait for it to come true, so a thread is borrowed."""
+        """Return a future, which a borrowed thread completes."""
         if self._future is None:
             self._future = Future()
             borrow_thread(partial(_complete_future, self, self._future))
         return self._future
 
     def result(self) -> list[Tensor]:
-        """Return nothing; the group knows the outputs."""
-        return []
+        return []  # the group has the outputs
 
     def _source_rank(self) -> int:
         return -1
 
 
 class ShmPart(ShmWork):
-    """A part of a call, which is nobody's if its root has left."""
+    """A part of a call; complete without a result if its root has left."""
 
     __slots__ = ()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait as for any call; a part without a root is done."""
         try:
             return super().wait(timeout)
-        except CallFailed as spoiled:
-            if spoiled.kind is not PeerLeft:
+        except CallFailed as error:
+            if error.kind is not PeerLeft:
                 raise
             return True
 
 
 class ShmTransfer(ShmWork):
-    """A send or receive under way."""
+    """A send or receive in flight."""
 
     __slots__ = ()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Move bytes until all have gone."""
         state, peer, length = self._await_end(timeout.total_seconds())
-        if state == STARVED:  # it stays under way
+        if state == STARVED:  # it stays in flight
             raise ReceiveBufferExhausted(
                 f"out of memory while buffering a message of {length} bytes from rank {peer} that "
                 "was sent before the one being received. Receive that message first, or free memory"
@@ -182,36 +182,35 @@ class ShmTransfer(ShmWork):
         raise RuntimeError(f"rank {peer} sent {length} bytes; the receive buffer has another size")
 
     def _await_end(self, seconds: float) -> tuple[int, int, int]:
-        """Wait until it has ended, at most for so long unless that is 0; tells how it did."""
+        """Wait until it has ended, without a limit if `seconds` is 0; returns its status."""
         while True:
             status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG_WAIT)
             if status[0] == STOPPED:
                 raise EngineStopped
             if status[0] != PENDING:
                 return status
-            # The engine stops waiting when the peer has ended.
+            # The engine stops waiting when the peer has died.
             if status[1] in self._owner.lost_ranks():
                 raise PeerDead(status[1])
             if seconds:
                 raise WorkNotDone
 
     def cancel(self) -> None:
-        """Take it back, unless a part of it has gone."""
+        """Withdraw it, unless a part of it has been transferred."""
         if self._owner._engine.cancel_transfer(self.ticket):
             self._memory = None
             self._owner._transfers.pop(self.ticket, None)
 
     def __del__(self) -> None:
-        if self.ticket == 0:  # it never began
+        if self.ticket == 0:  # it was never started
             return
-        with suppress(InvalidState):  # a forked child has no engine
+        with suppress(InvalidState):  # in a forked child
             self._owner._engine.detach_transfer(self.ticket)
-        if self._memory is not None:  # for all that is known, it has not ended
+        if self._memory is not None:  # its end was not observed
             self._owner._transfers[self.ticket] = self._memory
             self._owner._dropped.add(self.ticket)
 
     def is_completed(self) -> bool:
-        """Move what can be moved now, and tell whether it has ended."""
         return self._owner._engine.test_transfer(self.ticket)[0] != PENDING
 
     def _source_rank(self) -> int:
@@ -219,18 +218,15 @@ class ShmTransfer(ShmWork):
 
 
 def _complete_future(work: ShmWork, future: Future[Any]) -> None:
-    """End a work's future, on a thread that has nothing else to do."""
     while not is_exiting():
         try:
             work.wait(_FUTURE_WAIT)
         except WorkNotDone:
             continue
-        except (
-            ReceiveBufferExhausted
-        ):  # until somebody receives what is in the way, or frees memory
+        except ReceiveBufferExhausted:  # until the message is received or memory is freed
             time.sleep(_MEMORY_POLL_INTERVAL)
             continue
-        except Exception as error:  # noqa: BLE001 - whatever it is, the future must end with it
+        except Exception as error:  # noqa: BLE001 - the future must complete
             future.set_exception(error)
         else:
             future.set_result([])
@@ -243,8 +239,8 @@ def _outcome_error(outcome: int, first: int, second: int) -> RuntimeError:
     if outcome == ROOTLESS:
         return CallFailed(PeerLeft, first, f"its root, rank {first}, has left the group")
     if outcome == TORN:
-        told = f"rank {first} died during the call; the contents of its tensors are undefined"
-        return CallFailed(PeerLost, first, told)
+        message = f"rank {first} died during the call; the contents of its tensors are undefined"
+        return CallFailed(PeerLost, first, message)
     return PeerDead(first) if outcome == DEAD else EngineStopped()
 
 
@@ -273,7 +269,7 @@ DTYPES = {
     torch.complex128: 14,
 }
 BYTES = DTYPES[torch.uint8]
-DROPPED_TRANSFER_WAIT = 0.02  # seconds that the watcher gives to a transfer that nobody waits for
+DROPPED_TRANSFER_WAIT = 0.02  # seconds per poll for a transfer that nobody waits for
 
 
 class ShmEngine:
@@ -281,78 +277,73 @@ class ShmEngine:
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int, driver: object = None) -> None:
         self._engine = engine
-        """In a forked child, what refuses instead of it."""
+        """In a forked child, a `_ForkedEngine`."""
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank, size)
         self.begun: list[Any] = []
         self._transfers: dict[int, object] = {}
-        """What sends and receives under way work on, whoever else has let go of it.
-
-        Until they are entered here, their handles keep it."""
+        """The memory of sends and receives in flight, by ticket."""
         self._dropped: set[int] = set()
-        """Those of them that nobody can wait for any more."""
+        """Transfers whose handle is gone, so that nobody can wait for them."""
         _detach_after_fork(self)
         self.driver = start_driver(engine, driver, size)
 
     # -- the rank and its peers ------------------------------------------------------------
 
     def lost_ranks(self) -> list[int]:
-        """List the ranks whose process has ended."""
         return self._engine.dead()
 
     def wake(self) -> None:
-        """End the waits of this rank, for the group has failed."""
+        """End the waits of this rank, since the group has failed."""
         self._engine.abort()
 
     def members(self) -> list[int]:
-        """List the ranks that take part in what comes next."""
         return self._engine.members()
 
     def leave(self) -> str:
-        """Take part in nothing more, unless something is under way; tells what."""
+        """Leave, unless something is in flight; returns what."""
         self.drive()
-        there = set(self.members())
-        waited_for = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
-        if waited_for & there:
+        peers = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
+        if peers & set(self.members()):
             return TRANSFERS_IN_FLIGHT
         return "" if self._engine.leave() else "calls"
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take a step towards being a member again, or wait for it; tells how far it has come."""
+        """Take the next step to become a member again, or wait for it; returns the stage."""
         stage, most = self._engine.rejoin(calls, seconds)
         return REJOIN_STAGES[stage], most
 
     def awaited(self) -> list[int]:
-        """List the ranks that `rejoin` waits for."""
+        """Return the ranks that `rejoin` waits for."""
         return self._engine.awaited()
 
     def exclude(self, rank: int) -> None:
-        """Go on without a rank that is dead."""
+        """Continue without a dead rank."""
         self._engine.exclude(rank)
 
     def rest(self) -> None:
-        """End the thread, if there is one."""
-        with suppress(InvalidState):  # a forked child has none
+        """Stop the driver thread, if there is one."""
+        with suppress(InvalidState):  # in a forked child
             self._engine.stop_driver()
 
     def drive(self) -> None:
-        """Get on with transfers that nobody waits for, and let go of those that have ended."""
+        """Advance transfers that nobody waits for, and drop those that have ended."""
         for ticket in list(self._transfers):
             if self._engine.test_transfer(ticket)[0] != PENDING:
                 self._transfers.pop(ticket, None)
                 self._dropped.discard(ticket)
-        # A large one takes many turns with its peer, and nobody but the caller of this is at it.
+        # A large transfer takes many rounds, and nobody else advances it.
         for ticket in sorted(self._dropped)[:1]:
             self._engine.wait_transfer(ticket, DROPPED_TRANSFER_WAIT)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Make a tensor that peers can reach where it is."""
-        self._engine.region  # noqa: B018 - which a forked child does not have
+        """Create a tensor in memory that peers can access directly."""
+        self._engine.region  # noqa: B018 - raises in a forked child
         return self._slab.allocate(shape, dtype)
 
     def shortcut(self, **parts: Any) -> _engine.FastPath:
-        """Make a shorter way to plain sums and barriers, of parts of the group."""
+        """Create the native fast path for plain sums and barriers."""
         assert native.engine is not None
         shortcut: _engine.FastPath = native.engine.FastPath(
             engine=self._engine, owner=self, **parts
@@ -360,7 +351,7 @@ class ShmEngine:
         return shortcut
 
     def adopt(self, ticket: int, memory: Tensors) -> RawWork:
-        """Make the work of a call that came the shorter way."""
+        """Create the work of a call that the fast path started."""
         work = ShmWork(self, memory)
         work.ticket = ticket
         return work
@@ -368,7 +359,7 @@ class ShmEngine:
     # -- in place --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> RawWork:
-        """Add up on every rank."""
+        """Allreduce with SUM, with fewer arguments."""
         work = ShmWork(self, tensor)
         self._engine.issue_in_place(
             ALLREDUCE,
@@ -385,24 +376,20 @@ class ShmEngine:
         return work
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        """Reduce on every rank."""
         return self._in_place(ALLREDUCE, tensors[0], opts.reduceOp, 0)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
-        """Reduce several, one after the other."""
         return JointWork(
-            [  # with the length of the list, in which ranks may differ too
+            [  # the shape includes the length of the list, so that ranks' lists are compared
                 self._in_place(ALLREDUCE, t, opts.reduceOp, 0, shape=(len(tensors), *t.shape))
                 for t in tensors
             ]
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        """Reduce on the root."""
         return self._in_place(REDUCE, tensors[0], opts.reduceOp, opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
-        """Copy from the root."""
         tensor = tensors[0]
         work = ShmWork(self, tensors)
         self._engine.issue_in_place(
@@ -420,7 +407,6 @@ class ShmEngine:
         return work
 
     def barrier(self, opts: Any) -> RawWork:
-        """Meet."""
         del opts
         work = ShmWork(self, ())
         self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, (), self.begun, work)
@@ -429,7 +415,6 @@ class ShmEngine:
     # -- from many to many -----------------------------------------------------------------
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        """Collect in lists."""
         del opts
         part = inputs[0]
         return self._issue(ALLGATHER, part, outputs[0], part.nbytes, shape=part.shape)
@@ -440,13 +425,11 @@ class ShmEngine:
         return self._issue(ALLGATHER, part, rows, part.nbytes, shape=part.shape)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        """Collect on the root."""
         targets = outputs[0] if outputs else []
         part, root = inputs[0], opts.rootRank
         return self._issue(GATHER, part, targets, part.nbytes, root=root, shape=part.shape)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
-        """Hand out from the root."""
         whole = _concatenated(inputs[0]) if inputs else None
         return self._issue(
             SCATTER,
@@ -459,12 +442,11 @@ class ShmEngine:
         )
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
-        """Reduce lists and keep one tensor."""
         parts = inputs[0]
         if len({part.numel() for part in parts}) == 1:
             return self._reduce_scatter_base(outputs[0], _concatenated(parts), opts)
         works = []
-        for root, part in enumerate(parts):  # of different sizes: one reduction for each
+        for root, part in enumerate(parts):  # of different sizes: one reduction each
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
             flat = mine.detach().view(-1)  # a list's tensor may have another shape than the output
@@ -480,7 +462,6 @@ class ShmEngine:
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
     ) -> RawWork:
-        """Exchange rows."""
         del opts
         sent = _offsets(out_of, source)
         received = _offsets(into, output)
@@ -491,7 +472,6 @@ class ShmEngine:
     # -- one to one ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
-        """Send to one rank."""
         tensor = tensors[0]
         work = ShmTransfer(self, tensors)
         self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
@@ -499,7 +479,6 @@ class ShmEngine:
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
-        """Receive from one rank."""
         tensor = tensors[0]
         work = ShmTransfer(self, tensors)
         self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
@@ -507,10 +486,9 @@ class ShmEngine:
         return work
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
-        """Receive from anybody."""
         return self.recv(tensors, -1, tag)
 
-    # -- inside ----------------------------------------------------------------------------
+    # -- issuing ---------------------------------------------------------------------------
 
     def _in_place(
         self,
@@ -572,9 +550,9 @@ class ShmEngine:
 
 
 class _ForkedEngine:
-    """Stands where the engine was, in a process that was forked from a rank and is none itself.
+    """Replaces the engine in a forked child; every use raises.
 
-    It keeps the engine, for the child may still look at tensors in the region.
+    Keeps the engine, since the child may still read tensors in the region.
     """
 
     def __init__(self, engine: _engine.Engine) -> None:
@@ -582,7 +560,7 @@ class _ForkedEngine:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InvalidState(
-            "this process was forked from a rank and is none itself: use the group in the "
+            "this process was forked from a rank and is not a rank itself. Use the group in the "
             "parent only, or start processes with the 'spawn' method"
         )
 
@@ -592,8 +570,8 @@ _has_fork_hook = False
 
 
 def _detach_after_fork(engine: ShmEngine) -> None:
-    """See to it that a forked child does not take the engine's part; costs its calls nothing."""
-    global _has_fork_hook  # noqa: PLW0603 - on first use, for importing must not register hooks
+    """Make the engine unusable in forked children, at no cost per call."""
+    global _has_fork_hook  # noqa: PLW0603 - on first use, since importing must not register hooks
     _engines.add(engine)
     if not _has_fork_hook:
         _has_fork_hook = True
@@ -611,16 +589,16 @@ def _concatenated(tensors: Tensors) -> Tensor:
 
 
 def _offsets(rows: list[int], tensor: Tensor) -> list[int]:
-    """Tell at which byte each rank's rows begin, and where the last ones end."""
+    """Return the byte at which each rank's rows begin, and the end of the last."""
     row = tensor.nbytes // len(tensor) if len(tensor) else 0
     return [0, *(count * row for count in accumulate(rows))]
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Refuse options but the driver: sizes that fit all are chosen here."""
+    """Raise for unknown options, and if the engine is not built."""
     check_driver(options)
     if native.engine is None:
-        raise InvalidState(f"there is no shared memory here: {native.why_missing}")
+        raise InvalidState(f"backend 'shm' is not available: {native.why_missing}")
 
 
 def make(
@@ -631,7 +609,7 @@ def make(
     device: torch.device,
     **kwargs: object,
 ) -> Engine:
-    """Map the region that the ranks share."""
+    """Create the engine of one rank, on a region that all ranks have mapped."""
     del device
     engine = share_region(store, rank, world_size, timeout=timeout)
     return ShmEngine(engine, rank, world_size, kwargs.get(DRIVER_OPTION))
@@ -650,38 +628,42 @@ TRAITS = Traits(
 
 
 class RegionOffer:
-    """One rank's part in a region that is offered."""
+    """One rank's part in a region that rank 0 offers with the rendezvous result."""
 
     def __init__(
-        self, rank: int, members: Sequence[Member], crowd: int, options: dict[str, object]
+        self,
+        rank: int,
+        members: Sequence[Member],
+        ranks_on_machine: int,
+        options: dict[str, object],
     ) -> None:
         self._rank = rank
         self._members = members
         self._size = len(members)
-        self._crowd = crowd
+        self._ranks_on_machine = ranks_on_machine
         self._driver = options.get(DRIVER_OPTION)
         self._native: _engine.Engine | None = None
         self._engine: ShmEngine | None = None
 
     def make(self) -> dict[str, Any] | None:
-        """Make the region, in memory that has no name."""
+        """Create the region, in memory without a name."""
         made = native.engine
         if made is None or self._size > made.MAX_RANKS:
             return None
         region = make_region("memfd", self._size)
-        told = {"path": region.path, "token": str(region.token)}
+        offer = {"path": region.path, "token": str(region.token)}
         self._enter(region)
-        return told
+        return offer
 
-    def take(self, told: dict[str, Any]) -> None:
+    def take(self, offer: dict[str, Any]) -> None:
         """Map the region."""
         made = native.engine
         if made is None:
             raise InvalidState(native.why_missing)
-        self._enter(made.Region.open(told["path"], int(told["token"]), self._size, made.Sizes()))
+        self._enter(made.Region.open(offer["path"], int(offer["token"]), self._size, made.Sizes()))
 
     def absent(self) -> list[int]:
-        """List the ranks that have not mapped it yet."""
+        """Return the ranks that have not mapped it yet."""
         assert self._native is not None, "it was made or taken"
         region = self._native.region
         return [rank for rank in range(self._size) if not region.present(rank)]
@@ -694,29 +676,29 @@ class RegionOffer:
         return self._engine
 
     def _enter(self, region: _engine.Region) -> None:
-        """Make the engine, and then leave a mark in the region, which the others wait for.
+        """Create the engine, then mark this rank present.
 
-        The mark comes last: whoever sees it goes ahead, so nothing may fail here afterwards.
+        The mark comes last: ranks that see it go ahead, so nothing may fail after it.
         """
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
-        assert native.engine is not None, "it has made the region"
+        assert native.engine is not None, "it has created the region"
         engine = native.engine.Engine(region, self._rank, usable_cores())
         watch_peers(engine, self._rank, self._members)
-        cores = _cores_of_processes([member.pid for member in self._members])
-        # Others want the same cores: those of the larger group that these ranks come from.
-        engine.set_cores(max(1, cores * self._size // self._crowd))
+        cores = _core_count_of([member.pid for member in self._members])
+        # The other ranks of the parent group use the same cores.
+        engine.set_cores(max(1, cores * self._size // self._ranks_on_machine))
         driver = self._driver
-        if driver is None and choose_driver(self._crowd, cores) == "caller":
+        if driver is None and choose_driver(self._ranks_on_machine, cores) == "caller":
             driver = "caller"
         self._native, self._engine = engine, ShmEngine(engine, self._rank, self._size, driver)
         engine.mark_present()
 
 
-def _cores_of_processes(pids: Sequence[int]) -> int:
-    """Tell how many cores processes have between them; each alone may be kept to one of its own."""
-    cores: set[int] = set()
+def _core_count_of(pids: Sequence[int]) -> int:
+    quota = usable_cores(os.cpu_count())
+    limits: list[CoreLimit] = [([], quota)]
     for pid in set(pids):
-        with suppress(ProcessLookupError):  # whose end others will tell
-            cores |= os.sched_getaffinity(pid)
-    return min(len(cores), usable_cores(os.cpu_count()))
+        with suppress(ProcessLookupError):  # a death is reported elsewhere
+            limits.append((list(os.sched_getaffinity(pid)), quota))
+    return shared_core_count(limits)

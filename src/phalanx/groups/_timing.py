@@ -1,0 +1,65 @@
+"""Time constants of process groups, in seconds.
+
+Objects take a `Timing` when they are created. The default is one per process; `override_timing`
+replaces it, so that tests need not wait out production values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How often to check and how long to wait, apart from the timeouts that users set."""
+
+    watch_interval: float = 0.25
+    """Between two polls of the watchdog; a poll is one short store request."""
+    report_timeout: float = 0.75
+    """For healthy ranks to write their reports: three polls of their watchdogs."""
+    report_timeout_after_death: float = 0.03
+    """The same after a death, which is raised at once. Ranks that wait too still report in time."""
+    query_interval: float = 0.1
+    """Between two store queries about one overdue call."""
+    diagnosis_timeout: float = 3.0
+    """To find out why an engine's connection broke."""
+    request_timeout: float = 2.0
+    """For one store request; on the same machine it takes about 50 microseconds."""
+    exit_grace: float = 1.0
+    """At interpreter exit, for borrowed threads to finish."""
+    background_check_interval: float = 0.25
+    """Between two checks of a caller whose work runs on a borrowed thread."""
+    poll_interval: float = 0.05
+    """For which a rank that waits in rendezvous occupies its store connection."""
+    other_groups_interval: float = 1.0
+    """Between two checks whether missing ranks are forming another group."""
+    deadline_grace: float = 0.5
+    """After the deadline, for the borrowed thread to raise the more precise error."""
+    idle_linger: float = 0.5
+    """For which a hosted store without leases stays open if no group on it was closed."""
+    remote_close_timeout: float = 600.0
+    """For members on other machines to close their group before the hosted store closes."""
+    port_release_timeout: float = 1.0
+    """For another process to release the port that a store needs."""
+
+
+_default = Timing()
+
+
+def default_timing() -> Timing:
+    """Return the `Timing` of this process."""
+    return _default
+
+
+@contextmanager
+def override_timing(**changes: float) -> Generator[Timing, None, None]:
+    """Change some of the process's time constants for the body of a ``with`` statement."""
+    global _default  # noqa: PLW0603 - one value per process is the point
+    before = _default
+    _default = replace(before, **changes)
+    try:
+        yield _default
+    finally:
+        _default = before

@@ -1,6 +1,6 @@
-"""Stores for barriers, ranks that come to them, and processes that write."""
+"""Stores for barriers, threads as ranks, and writer processes."""
 
-from .places import port, server, soon_woken, together
+from .barrier_tools import port, server, together
 from .writers import writers
 
-__all__ = ["port", "server", "soon_woken", "together", "writers"]
+__all__ = ["port", "server", "together", "writers"]

@@ -14,12 +14,12 @@ from torch.distributed import PrefixStore
 from phalanx.checkpoint._store_barrier import StoreBarrierMember
 from phalanx.errors import BarrierTimeout
 
-from .places import (
+from .barrier_tools import (
     LONG,
     SHORT,
     caught,
     keys,
-    lines,
+    members,
     tcp,
 )
 
@@ -56,15 +56,15 @@ def test_two_prefixes_on_one_port_are_two_barriers(port, together):
 
 
 def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
-    places = lines(server, 2, together)
+    places = members(server, 2, together)
 
     def use(times):
-        together(2, lambda rank: [places[rank].meet(None, LONG) for _ in range(times)])
+        together(2, lambda rank: [places[rank].wait(None, LONG) for _ in range(times)])
         return len(keys(server, places[0]))
 
     few = use(10)
     assert use(990) == few
-    failed = [caught(places[0].meet, "alone", 0.001) for _ in range(40)]
+    failed = [caught(places[0].wait, "alone", 0.001) for _ in range(40)]
     assert all(isinstance(error, BarrierTimeout) for error in failed)
     assert len(keys(server, places[0])) <= few
 
@@ -72,10 +72,8 @@ def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
 def test_a_barrier_in_a_part_of_a_store_keeps_to_it(server, together):
     """As the default group's store is."""
     store = PrefixStore("part", server)
-    both = together(
-        2, lambda rank: StoreBarrierMember(store.clone, "x", rank=rank, size=2, host="the store")
-    )
-    together(2, lambda rank: both[rank].meet(None, LONG))
+    both = together(2, lambda rank: StoreBarrierMember(store.clone, "x", rank=rank, size=2))
+    together(2, lambda rank: both[rank].wait(None, LONG))
     assert all(key.startswith("part/") for key in server.list_keys() if "barrier:1:x:" in key)
 
 
@@ -98,7 +96,7 @@ USES = st.lists(
 @given(USES)
 def test_the_nth_call_has_the_same_outcome_on_every_rank(server, together, schedule):
     size = 3
-    places = lines(server, size, together)
+    places = members(server, size, together)
     over = [[threading.Event() for _ in range(size)] for _ in schedule]
 
     def body(rank):
@@ -110,7 +108,7 @@ def test_the_nth_call_has_the_same_outcome_on_every_rank(server, together, sched
                     assert over[use][other].wait(LONG)
             timeout = plan[rank] if racing else SHORT if plan else LONG
             try:
-                outcomes.append(places[rank].meet(f"{use}", timeout))
+                outcomes.append(places[rank].wait(f"{use}", timeout))
             except BarrierTimeout as error:
                 outcomes.append(f"failed {error.use}")
             over[use][rank].set()

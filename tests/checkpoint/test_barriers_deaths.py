@@ -25,6 +25,7 @@ from phalanx.checkpoint import (
     _store_connection,
 )
 from phalanx.checkpoint._coordination import numbered_save
+from phalanx.checkpoint._store_barrier import BarrierTimings
 from phalanx.errors import BarrierError, BarrierTimeout, InvalidState, SaveFailed
 from phalanx.groups import new_group
 from phalanx.testing import Fault, kill
@@ -36,8 +37,8 @@ LONG = 25.0  # seconds
 SOON = 8.0
 
 
-def tcp(ctx, port, prefix="save", timeout_secs=LONG):
-    return TCPStoreBarrier(ctx.rank, ctx.size, prefix, 20, True, port, "127.0.0.1", timeout_secs)
+def tcp(ctx, port, **more):
+    return TCPStoreBarrier(ctx.rank, ctx.size, "save", 20, True, port, "127.0.0.1", LONG, **more)
 
 
 def pid_of(ctx, rank):
@@ -52,7 +53,7 @@ def host_dies(ctx, port):
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     ctx.store.set(f"waits/{ctx.rank}", "")
-    with pytest.raises(BarrierError, match="which rank 0 hosts, is gone") as error:
+    with pytest.raises(BarrierError, match=r"hosted by rank 0\) is gone") as error:
         barrier.execute_barrier()
     assert error.value.use == 2
     assert not isinstance(error.value, TimeoutError)
@@ -74,7 +75,7 @@ def save_while_the_host_dies(ctx, path, port):
         os.kill(os.getpid(), signal.SIGKILL)
     await_refusal(port)
     began = time.monotonic()
-    with pytest.raises(SaveFailed, match="which rank 0 hosts, is gone"):
+    with pytest.raises(SaveFailed, match=r"hosted by rank 0\) is gone"):
         writer.write(path, mixed(ctx.rank, 2))
     took = time.monotonic() - began
     assert same(load(path, ctx.rank, ctx.size)[0], plain(mixed(ctx.rank, 1)))
@@ -118,7 +119,7 @@ def save_twice(ctx, path, port):
     writer = saver(tcp(ctx, port), ctx.rank, ctx.size)
     writer.write(path, mixed(ctx.rank, 1))
     began = time.monotonic()
-    with pytest.raises(SaveFailed, match="which rank 0 hosts, is gone"):
+    with pytest.raises(SaveFailed, match=r"hosted by rank 0\) is gone"):
         writer.write(path, mixed(ctx.rank, 2))
     return time.monotonic() - began
 
@@ -152,7 +153,7 @@ def group_host_dies(ctx, port):
         barrier.execute_barrier()
     took = time.monotonic() - began
     assert (error.value.use, error.value.progress) == (2, {0: 1})
-    barrier._timeout = timedelta(seconds=0.2)
+    barrier._timeout = 0.2
     with pytest.raises(BarrierTimeout, match="no store answered") as error:
         barrier.exchange("")
     assert error.value.use == 3
@@ -169,15 +170,15 @@ def test_a_process_that_is_forked_off_disturbs_nobody():
     """It ends as programs do, while its parent waits, and cannot use what it inherits."""
     port = free_port()
     both = [TCPStoreBarrier(r, 2, "fork", 20, True, port, "127.0.0.1", LONG) for r in range(2)]
-    keys = both[0]._line._keys
+    keys = both[0]._member._keys
     watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(both[0].exchange, "a")
-        watcher.wait([keys.at(0)])
+        watcher.wait([keys.progress(0)])
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
-                _store_connection._flush_connections()
+                _store_connection.flush_connections()
                 try:
                     both[1].execute_barrier()
                 except InvalidState:
@@ -202,11 +203,11 @@ def test_a_host_whose_program_ends_has_let_everybody_go():
     command = [sys.executable, "-c", HOST, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
         barrier = TCPStoreBarrier(1, 2, "last", 20, True, port, "127.0.0.1", LONG)
-        keys = barrier._line._keys
+        keys = barrier._member._keys
 
         def tell_the_host():
             watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
-            watcher.wait([keys.at(1)])  # which is set by a rank that waits
+            watcher.wait([keys.progress(1)])  # which is set by a rank that waits
             host.communicate("go")
 
         with ThreadPoolExecutor(1) as pool:
@@ -229,8 +230,9 @@ def host_stops(ctx, port):
     Whether the others' arrivals have reached it, they cannot know: when it goes on, its own call
     may find everybody there.
     """
-    barrier = tcp(ctx, port, timeout_secs=0.5)
+    barrier = tcp(ctx, port, timings=BarrierTimings(store_grace=0.1))
     barrier.execute_barrier()
+    barrier._timeout = 0.5
     ctx.store.set(f"pid/{ctx.rank}", str(os.getpid()))
     if ctx.rank == 0:
         ctx.store.wait(["told/1", "told/2"])
@@ -269,9 +271,10 @@ def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
 
 
 def rank_dies(ctx, port):
-    barrier = tcp(ctx, port, timeout_secs=0.7)
+    barrier = tcp(ctx, port)
     for _ in range(3):
         barrier.execute_barrier()
+    barrier._timeout = 0.7
     if ctx.rank == 2:  # which may have come to the third last, and says so to nobody
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(BarrierTimeout) as error:

@@ -9,20 +9,21 @@ import pytest
 from phalanx.checkpoint._store_barrier import StoreBarrierMember, arrival_increment
 from phalanx.errors import BarrierTimeout, InvalidState
 
-from .places import (
+from .barrier_tools import (
+    FAST,
     LONG,
     SHORT,
     caught,
-    lines,
+    members,
     server_value,
 )
 
 
 def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
-    places = lines(server, 4, together)
-    together(4, lambda rank: [places[rank].meet(None, LONG) for _ in range(4)])
-    together(3, lambda rank: caught(places[rank].meet, None, SHORT))  # without 3
-    errors = together(2, lambda rank: caught(places[rank].meet, None, SHORT))  # nor 2
+    places = members(server, 4, together)
+    together(4, lambda rank: [places[rank].wait(None, LONG) for _ in range(4)])
+    together(3, lambda rank: caught(places[rank].wait, None, SHORT))  # without 3
+    errors = together(2, lambda rank: caught(places[rank].wait, None, SHORT))  # nor 2
     assert {error.use for error in errors} == {6}
     assert {error.missing for error in errors} == {(2, 3)}
     assert errors[0].progress == {2: 5, 3: 4}
@@ -37,8 +38,8 @@ def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
 
 
 def test_a_rank_that_never_came_is_told_apart(server):
-    place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3, host="the store")
-    error = caught(place.meet, None, SHORT)
+    place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3)
+    error = caught(place.wait, None, SHORT)
     assert str(error).splitlines() == [
         f"barrier 'lonely', use 1, rank 0: timed out after {SHORT} s: missing ranks 1, 2",
         "  rank 1 never arrived",
@@ -47,80 +48,78 @@ def test_a_rank_that_never_came_is_told_apart(server):
 
 
 def test_a_late_rank_is_not_let_through_and_all_meet_again(server, together):
-    places = lines(server, 3, together)
-    early = together(2, lambda rank: caught(places[rank].meet, "1", SHORT))
+    places = members(server, 3, together)
+    early = together(2, lambda rank: caught(places[rank].wait, "1", SHORT))
     assert {error.missing for error in early} == {(2,)}
-    late = caught(places[2].meet, "1", LONG)
+    late = caught(places[2].wait, "1", LONG)
     assert isinstance(late, BarrierTimeout)
     assert (late.use, late.missing) == (1, ())
-    assert "rank 2: this rank came too late: rank " in str(late)
-    assert together(3, lambda rank: places[rank].meet("2", LONG)) == [["2"] * 3] * 3
+    assert "rank 2: this rank arrived too late: rank " in str(late)
+    assert together(3, lambda rank: places[rank].wait("2", LONG)) == [["2"] * 3] * 3
 
 
-def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together, soon_woken):
-    places = lines(server, 3, together)
+def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together):
+    places = members(server, 3, together, FAST)
     began = time.monotonic()
     patience = [0.3, LONG, LONG]
-    errors = together(2, lambda rank: caught(places[rank].meet, None, patience[rank]))
+    errors = together(2, lambda rank: caught(places[rank].wait, None, patience[rank]))
     assert time.monotonic() - began < LONG / 2
     assert str(errors[0]).partition("rank 0: ")[2] == str(errors[1]).partition("rank 1: rank 0 ")[2]
-    assert caught(places[2].meet, None, LONG).use == 1
-    together(3, lambda rank: places[rank].meet(None, LONG))
+    assert caught(places[2].wait, None, LONG).use == 1
+    together(3, lambda rank: places[rank].wait(None, LONG))
 
 
-def test_ranks_that_call_different_things_all_learn_it(server, together, soon_woken):
-    places = lines(server, 2, together)
-    together(2, lambda rank: places[rank].meet(None, LONG))
+def test_ranks_that_call_different_things_all_learn_it(server, together):
+    places = members(server, 2, together, FAST)
+    together(2, lambda rank: places[rank].wait(None, LONG))
     texts = [None, "a"]
-    for error in together(2, lambda rank: caught(places[rank].meet, texts[rank], LONG)):
-        assert "some ranks called execute_barrier here, and others exchange" in str(error)
-    together(2, lambda rank: places[rank].meet(None, LONG))
+    for error in together(2, lambda rank: caught(places[rank].wait, texts[rank], LONG)):
+        assert "some ranks called execute_barrier and others exchange" in str(error)
+    together(2, lambda rank: places[rank].wait(None, LONG))
 
 
 def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, together):
-    places = lines(server, 2, together)
-    together(2, lambda rank: places[rank].meet(None, LONG))
+    places = members(server, 2, together)
+    together(2, lambda rank: places[rank].wait(None, LONG))
     for _ in range(3):
-        assert caught(places[0].meet, None, SHORT)
+        assert caught(places[0].wait, None, SHORT)
     prefix = places[0].prefix
-    fresh = StoreBarrierMember(server.clone, prefix, rank=1, size=2, host="the store")
+    fresh = StoreBarrierMember(server.clone, prefix, rank=1, size=2)
     both = [places[0], fresh]
-    assert together(2, lambda rank: both[rank].meet("5", LONG)) == [["5", "5"]] * 2
-    with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
-        places[1].meet(None, LONG)
+    assert together(2, lambda rank: both[rank].wait("5", LONG)) == [["5", "5"]] * 2
+    with pytest.raises(InvalidState, match="rank 1: replaced by a newer barrier"):
+        places[1].wait(None, LONG)
 
 
-def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(
-    server, together, soon_woken
-):
-    places = lines(server, 3, together)
+def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(server, together):
+    places = members(server, 3, together, FAST)
     pool = ThreadPoolExecutor(1)
-    waiting = pool.submit(places[1].meet, None, LONG)
-    while b"1" not in server_value(server, places[1], "at/1"):
+    waiting = pool.submit(places[1].wait, None, LONG)
+    while b"1" not in server_value(server, places[1], "progress/1"):
         time.sleep(0.001)
     # The one who was counted is as good as dead; in its place there is another.
-    fresh = StoreBarrierMember(server.clone, places[1].prefix, rank=1, size=3, host="the store")
-    with pytest.raises(InvalidState, match="rank 1 has made another barrier"):
+    fresh = StoreBarrierMember(server.clone, places[1].prefix, rank=1, size=3, timings=FAST)
+    with pytest.raises(InvalidState, match="rank 1: replaced by a newer barrier"):
         waiting.result(LONG / 2)
-    late = caught(places[0].meet, None, LONG)
-    assert "rank 1 has made its barrier anew" in str(late)
-    assert caught(places[2].meet, None, LONG).use == 1
+    late = caught(places[0].wait, None, LONG)
+    assert "rank 1 recreated its barrier" in str(late)
+    assert caught(places[2].wait, None, LONG).use == 1
     both = [places[0], fresh, places[2]]
-    together(3, lambda rank: both[rank].meet(None, LONG))
+    together(3, lambda rank: both[rank].wait(None, LONG))
 
 
 def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, together):
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
-    places = lines(server, 3, together)
-    places[2]._store.set(places[2]._at_key, '1 "c"')
+    places = members(server, 3, together)
+    places[2]._store.set(places[2]._progress_key, '1 "c"')
     places[2]._epoch.add(arrival_increment("c"))  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
     places[1]._complete = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()
     with ThreadPoolExecutor(2) as pool:
-        said = pool.submit(places[0].meet, "a", 0.3)
-        while server_value(server, places[0], "at/0") != b'1 "a"':
+        said = pool.submit(places[0].wait, "a", 0.3)
+        while server_value(server, places[0], "progress/0") != b'1 "a"':
             time.sleep(0.001)
-        pool.submit(places[1].meet, "b", LONG)
+        pool.submit(places[1].wait, "b", LONG)
         assert said.result() == ["a", "b", "c"]
         resumed.set()

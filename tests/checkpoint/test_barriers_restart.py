@@ -12,59 +12,62 @@ from phalanx.checkpoint._store_barrier import OPEN, StoreBarrierMember
 from phalanx.checkpoint._store_connection import StoreConnection
 from phalanx.errors import BarrierTimeout, InvalidArgument, InvalidState, InvalidType
 
-from .places import LONG, SHORT, caught, keys, lines, server_value, tcp
+from .barrier_tools import FAST, LONG, SHORT, caught, keys, members, server_value, tcp
 
 
-def has_come(server, line, use):
-    """Wait until a rank has come to a use."""
-    while not server_value(server, line, f"at/{line.rank}").startswith(b"%d" % use):
+def has_come(server, member, use):
+    """Wait until a rank has arrived at a use."""
+    while not server_value(server, member, f"progress/{member.rank}").startswith(b"%d" % use):
         time.sleep(0.001)
 
 
-def again(server, line):
-    return StoreBarrierMember(server.clone, line.prefix, rank=line.rank, size=line.size)
+def again(server, member):
+    """Recreate the barrier of a rank."""
+    rank, size = member.rank, member.size
+    return StoreBarrierMember(
+        server.clone, member.prefix, rank=rank, size=size, timings=member._timings
+    )
 
 
-def test_all_make_their_barriers_anew_while_the_first_wait_already(server, together, soon_woken):
+def test_all_make_their_barriers_anew_while_the_first_wait_already(server, together):
     """As a program does that has made its checkpointer twice: none of the uses is lost."""
-    places = lines(server, 3, together)
-    together(3, lambda rank: places[rank].meet(None, LONG))
+    places = members(server, 3, together, FAST)
+    together(3, lambda rank: places[rank].wait(None, LONG))
     with ThreadPoolExecutor(3) as pool:
         for text in ("a", "b"):
             waiting = []
             for rank in range(3):
                 places[rank] = again(server, places[rank])
-                waiting.append(pool.submit(places[rank].meet, text, LONG))
+                waiting.append(pool.submit(places[rank].wait, text, LONG))
                 has_come(server, places[rank], 2 if text == "a" else 3)
             assert [each.result() for each in waiting] == [[text] * 3] * 3
     assert len(keys(server, places[0])) <= 3 * 3 + 6
 
 
-def test_one_who_waits_for_a_rank_that_comes_anew_keeps_its_deadline(server, together, soon_woken):
-    places = lines(server, 2, together)
-    together(2, lambda rank: places[rank].meet(None, LONG))
+def test_one_who_waits_for_a_rank_that_comes_anew_keeps_its_deadline(server, together):
+    places = members(server, 2, together, FAST)
+    together(2, lambda rank: places[rank].wait(None, LONG))
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(caught, places[0].meet, None, 0.5)
+        waiting = pool.submit(caught, places[0].wait, None, 0.5)
         has_come(server, places[0], 2)
         fresh = again(server, places[1])
         assert waiting.result().progress == {1: 1}
-    assert caught(fresh.meet, None, LONG).use == 2
+    assert caught(fresh.wait, None, LONG).use == 2
     both = [places[0], fresh]
-    assert together(2, lambda rank: both[rank].meet("3", LONG)) == [["3", "3"]] * 2
+    assert together(2, lambda rank: both[rank].wait("3", LONG)) == [["3", "3"]] * 2
 
 
-def test_a_rank_that_comes_anew_finds_a_use_whose_end_nobody_told(server, together, monkeypatch):
+def test_a_recreated_barrier_finds_a_use_that_ended_without_a_cause(server, together):
     """Its predecessor and the rank that ended the use are dead: the others are at use 4."""
-    monkeypatch.setattr("phalanx.checkpoint._store_barrier.EPOCH_TURN_TIMEOUT", 0.05)
-    places = lines(server, 3, together)
+    places = members(server, 3, together, FAST)
     for _ in range(3):
-        together(3, lambda rank: places[rank].meet(None, LONG))
-    places[2]._store.set(places[2]._at_key, "4")
+        together(3, lambda rank: places[rank].wait(None, LONG))
+    places[2]._store.set(places[2]._progress_key, "4")
     assert places[2]._epoch.close(places[2]._epoch.base)[0]
     fresh = again(server, places[1])
-    assert caught(places[0].meet, None, LONG).use == 4
+    assert caught(places[0].wait, None, LONG).use == 4
     places[1:] = [fresh, again(server, places[2])]
-    assert together(3, lambda rank: places[rank].meet("5", LONG)) == [["5"] * 3] * 3
+    assert together(3, lambda rank: places[rank].wait("5", LONG)) == [["5"] * 3] * 3
 
 
 class Interrupted:
@@ -84,19 +87,19 @@ class Interrupted:
 @pytest.mark.parametrize("text", [None, "x"])
 def test_who_was_interrupted_meets_the_others_again(server, together, moment, text):
     """Whether its use has passed without it, or has failed, the next one is on time."""
-    places = lines(server, 2, together)
+    places = members(server, 2, together)
     place = places[0]
     place._store = place._epoch.store = Interrupted(place._store, moment)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(2):
-            place.meet(text, SHORT)
+            place.wait(text, SHORT)
     if place._number == 1 and moment > (text is not None):  # it was counted
-        assert places[1].meet(text, LONG) is not None
+        assert places[1].wait(text, LONG) is not None
     else:
-        assert caught(places[1].meet, text, SHORT)
+        assert caught(places[1].wait, text, SHORT)
     places[1].skip_to(place._number + 1, passed=0)
     began = time.monotonic()
-    both = together(2, lambda rank: places[rank].meet(f"{rank}", LONG))
+    both = together(2, lambda rank: places[rank].wait(f"{rank}", LONG))
     assert both == [["0", "1"]] * 2
     assert time.monotonic() - began < LONG / 2
 
@@ -104,26 +107,26 @@ def test_who_was_interrupted_meets_the_others_again(server, together, moment, te
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("text", [None, "x"])
 def test_a_signal_is_heard_while_the_barrier_waits(server, together, text):
-    places = lines(server, 2, together)
+    places = members(server, 2, together)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(press_keys, server, places[0])
         with pytest.raises(KeyboardInterrupt):
-            places[0].meet(text, LONG)
+            places[0].wait(text, LONG)
     assert time.monotonic() - began < LONG / 2
-    assert places[1].meet(text, LONG) == ["x", "x"][: 2 * bool(text)], "the other was counted"
-    assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
+    assert places[1].wait(text, LONG) == ["x", "x"][: 2 * bool(text)], "the other was counted"
+    assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
-def press_keys(server, line):
-    while int(server_value(server, line, "word/0")) == OPEN:  # it is not counted
+def press_keys(server, member):
+    while int(server_value(server, member, "count/0")) == OPEN:  # it is not counted
         time.sleep(0.001)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
 def test_a_call_that_cannot_be_made_is_a_use_that_fails(port, together):
     barriers = together(2, lambda rank: tcp(rank, 2, "wrong", port, timeout_secs=0.1))
-    with pytest.raises(InvalidType, match="exchange takes a string, not NoneType"):
+    with pytest.raises(InvalidType, match="exchange takes a str, got NoneType"):
         barriers[0].exchange(None)
     assert caught(barriers[1].exchange, "").use == 1
     for barrier in barriers:
@@ -138,21 +141,21 @@ def test_a_call_that_cannot_be_made_is_a_use_that_fails(port, together):
 )
 def test_anything_can_be_said(server, together, text):
     """Some of it is longer than what a store takes, and is not kept for longer than is needed."""
-    places = lines(server, 2, together)
+    places = members(server, 2, together)
     for use in range(3):
         said = [f"{use}{text}", text]
         assert (
-            together(2, lambda rank, said=said: places[rank].meet(said[rank], LONG)) == [said] * 2
+            together(2, lambda rank, said=said: places[rank].wait(said[rank], LONG)) == [said] * 2
         )
-    together(2, lambda rank: [places[rank].meet("", LONG) for _ in range(2)])
-    assert not [key for key in keys(server, places[0]) if "said" in key]
+    together(2, lambda rank: [places[rank].wait("", LONG) for _ in range(2)])
+    assert not [key for key in keys(server, places[0]) if "text/" in key]
 
 
 def test_much_from_many_can_be_said(server, together):
     """What each says is short enough for the store, and all of it together is not."""
-    places = lines(server, 16, together)
+    places = members(server, 16, together)
     said = [chr(ord("a") + rank) * 600_000 for rank in range(16)]
-    assert together(16, lambda rank: places[rank].meet(said[rank], LONG)) == [said] * 16
+    assert together(16, lambda rank: places[rank].wait(said[rank], LONG)) == [said] * 16
 
 
 def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
@@ -161,16 +164,18 @@ def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
     places = together(
         2, lambda rank: StoreBarrierMember(lambda: FileStore(path, 2), "x", rank=rank, size=2)
     )
-    error = caught(places[0].meet, None, SHORT)
+    error = caught(places[0].wait, None, SHORT)
     assert isinstance(error, BarrierTimeout)
     assert error.progress == {1: 0}
-    assert caught(places[1].meet, None, LONG).use == 1
-    assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
+    assert caught(places[1].wait, None, LONG).use == 1
+    assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
 def test_ranks_that_disagree_on_how_many_they_are_learn_it(server):
     one = StoreBarrierMember(server.clone, "how many", rank=0, size=2)
-    with pytest.raises(InvalidArgument, match="is one of 2 ranks, and rank 1 has made it for 3"):
+    with pytest.raises(
+        InvalidArgument, match="world size of barrier .*: rank 1 says 3, the first rank said 2"
+    ):
         StoreBarrierMember(server.clone, one.prefix, rank=1, size=3)
 
 
@@ -182,48 +187,50 @@ def test_in_another_store_counting_begins_anew(server, together):
         return stores[-1].clone()
 
     places = together(2, lambda rank: StoreBarrierMember(connect, "two stores", rank=rank, size=2))
-    together(2, lambda rank: [places[rank].meet(None, LONG) for _ in range(3)])
+    together(2, lambda rank: [places[rank].wait(None, LONG) for _ in range(3)])
     stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     for place in places:
         place._connection.cut()  # as the end of the one before does
-        assert caught(place.meet, None, LONG).use == 4
-    error = caught(places[0].meet, None, SHORT)
+        assert caught(place.wait, None, LONG).use == 4
+    error = caught(places[0].wait, None, SHORT)
     assert (error.use, error.progress) == (1, {1: 0})
-    assert caught(places[1].meet, None, LONG).use == 1
-    assert together(2, lambda rank: places[rank].meet(f"{rank}", LONG)) == [["0", "1"]] * 2
+    assert caught(places[1].wait, None, LONG).use == 1
+    assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
 def test_connections_that_are_opened_at_once_hold_one_socket_each(server, together):
     """Or cutting one off would cut off others."""
-    made = together(32, lambda _: StoreConnection(server.clone, None, patience=LONG))
+    made = together(32, lambda _: StoreConnection(server.clone, None, timeout=LONG))
     assert [len(each._sockets) for each in made] == [1] * 32
 
 
 def test_a_second_thread_has_a_deadline_of_its_own(server, together):
-    place, _ = lines(server, 2, together)
+    place, _ = members(server, 2, together)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(caught, place.meet, None, 0.4)
+        waiting = pool.submit(caught, place.wait, None, 0.4)
         has_come(server, place, 1)
-        error = caught(place.meet, None, SHORT)
+        error = caught(place.wait, None, SHORT)
         assert isinstance(error, TimeoutError)
         assert "another thread of this process" in str(error)
         assert waiting.result().use == 1
 
 
-def test_whoever_wakes_others_again_and_again_leaves_no_keys(server, together, soon_woken):
+def test_whoever_wakes_others_again_and_again_leaves_no_keys(server, together):
     """It is never the first to come, as who would sweep is."""
-    places = lines(server, 3, together)
+    places = members(server, 3, together, FAST)
     with ThreadPoolExecutor(1) as pool:
         for use in range(1, 6):
-            waiting = pool.submit(caught, places[0].meet, None, LONG)
+            waiting = pool.submit(caught, places[0].wait, None, LONG)
             has_come(server, places[0], use)
-            assert caught(places[1].meet, None, 0.2).use == waiting.result().use == use
+            assert caught(places[1].wait, None, 0.2).use == waiting.result().use == use
     assert len([key for key in keys(server, places[0]) if "use/" in key]) <= 2
 
 
 def test_a_barrier_that_was_replaced_says_so_however_often_it_is_called(server):
     old = StoreBarrierMember(server.clone, "replaced", rank=0, size=1)
-    again(server, old).meet(None, LONG)
+    again(server, old).wait(None, LONG)
     for _ in range(2):
-        with pytest.raises(InvalidState, match="rank 0 has made another barrier 'replaced'"):
-            old.meet(None, LONG)
+        with pytest.raises(
+            InvalidState, match="barrier 'replaced', rank 0: replaced by a newer barrier"
+        ):
+            old.wait(None, LONG)

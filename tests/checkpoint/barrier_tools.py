@@ -1,4 +1,4 @@
-"""Ranks as threads at barriers in real stores."""
+"""Barriers in real stores, with threads as ranks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -6,12 +6,15 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from phalanx.checkpoint import TCPStoreBarrier, _store_barrier
-from phalanx.checkpoint._store_barrier import StoreBarrierMember
+from phalanx.checkpoint._store_barrier import BarrierTimings, StoreBarrierMember
+from phalanx.checkpoint.barriers import TCPStoreBarrier
 from phalanx.errors import BarrierError
 from ports import free_port
 
-SHORT, LONG = 0.05, 20.0  # seconds: for uses that are to fail, and for those that are to pass
+SHORT, LONG = 0.05, 20.0  # seconds: for uses that must fail, and for those that must pass
+
+FAST = BarrierTimings(wake_after=0.2, failure_free_window=0.02, epoch_timeout=0.05)
+"""Wakes the ranks that wait in a failed use sooner than in production."""
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +31,6 @@ def server():
         wait_for_workers=False,
         timeout=timedelta(seconds=LONG),
     )
-
-
-@pytest.fixture
-def soon_woken(monkeypatch):
-    """Wake those who wait in a failed use sooner than users need it."""
-    monkeypatch.setattr(_store_barrier, "WAKE_AFTER", 0.2)
-    monkeypatch.setattr(_store_barrier, "FAILURE_FREE_WINDOW", 0.18)
 
 
 @pytest.fixture
@@ -61,19 +57,19 @@ def tcp(rank, size, prefix, port, *, timeout_secs=LONG, **changes):
 _prefixes = iter(range(10**9))
 
 
-def lines(server, size, together):
-    """Make a line for each rank, at a barrier that no other test uses."""
+def members(server, size, together, timings=None):
+    """Create a member for each rank, of a barrier that no other test uses."""
     prefix = f"p{next(_prefixes)}"
     return together(
         size,
         lambda rank: StoreBarrierMember(
-            server.clone, prefix, rank=rank, size=size, host="the store"
+            server.clone, prefix, rank=rank, size=size, timings=timings
         ),
     )
 
 
-def keys(server, line):
-    return sorted(key for key in server.list_keys() if line._keys.root in key)
+def keys(server, member):
+    return sorted(key for key in server.list_keys() if member._keys.root in key)
 
 
 def caught(call, *args):
@@ -85,6 +81,6 @@ def caught(call, *args):
     return None
 
 
-def server_value(server, line, name):
-    key = f"{line._keys.root}{name}"
+def server_value(server, member, name):
+    key = f"{member._keys.root}{name}"
     return server.get(key) if server.check([key]) else b""

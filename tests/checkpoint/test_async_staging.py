@@ -161,9 +161,13 @@ def test_memory_that_cannot_be_had_is_an_error_of_the_save():
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # of memory, too
     try:
-        with pytest.raises(SaveFailed, match="no memory for a copy of .* bytes: .*File too large"):
+        with pytest.raises(
+            SaveFailed, match="cannot allocate .* bytes to stage the state: .*File too large"
+        ):
             made.stage(mine)
-        with pytest.raises(SaveFailed, match="no memory for a copy of .* bytes: .*File too large"):
+        with pytest.raises(
+            SaveFailed, match="cannot allocate .* bytes to stage the state: .*File too large"
+        ):
             made.prepare(mine)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

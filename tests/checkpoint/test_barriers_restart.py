@@ -84,7 +84,7 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("moment", range(4))
-@pytest.mark.parametrize("text", [None, "x"])
+@pytest.mark.parametrize("text", [None, "x"])  # the moments are different calls
 def test_who_was_interrupted_meets_the_others_again(server, together, moment, text):
     """Whether its use has passed without it, or has failed, the next one is on time."""
     places = members(server, 2, together)

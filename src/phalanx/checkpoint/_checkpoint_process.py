@@ -1,10 +1,10 @@
 """`CheckpointProcess`: the rank's side of the process that writes its checkpoints.
 
-A `WriterThread` starts the process, and another one if it dies, hands it one staged state after
-the other and settles the future of each. Every future is settled, whatever happens. The process
-is killed with the thread that started it (PR_SET_PDEATHSIG), so that thread must outlive it.
+A `WriterThread` starts the process, restarts it if it dies, sends it one staged state after the
+other and completes the future of each, whatever happens. The kernel kills the process with the
+thread that started it (PR_SET_PDEATHSIG), so that thread must outlive it.
 
-The other side is `_writer_process`; state travels through shared memory (`_staging_buffer`).
+The process runs `_writer_process`; state travels through shared memory (`_staging_buffer`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
@@ -60,14 +61,15 @@ from ._writer_process import (
     ReadyReply,
     RefuseRequest,
     Reply,
-    Request,
     WriteRequest,
     WriterSetup,
     printable,
 )
 
-# Before torch is imported, which takes seconds: die with the rank, and leave it to the rank to obey
-# signals that the whole job is sent, for it may want to save once more.
+logger = logging.getLogger(__name__)
+
+# Before torch is imported, which takes seconds: die with the rank, and ignore signals that are sent
+# to the whole job, since the rank may want to save once more.
 _COMMAND = """
 import ctypes, json, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -79,11 +81,26 @@ sys.path[:] = json.loads(sys.argv[2])
 from phalanx.checkpoint._writer_process import main
 main(int(sys.argv[3]))
 """
-_EXIT_GRACE = 5.0  # seconds from the end of the socket to that of the process
+
+
+@dataclass
+class CheckpointProcessConfig:
+    """Timeouts of the writer process, and how many saves may wait for it."""
+
+    subprocess_init_timeout_secs: int = 30
+    """How long the process may take to start; `save` does not wait for it, its future does."""
+    subprocess_shutdown_timeout_secs: int = 60
+    """How long `close` waits for pending writes; those that are not done then fail."""
+    max_pending_writes: int = 2
+    """How many saves may be pending; one more waits for the oldest. Each needs a buffer."""
+    pending_timeout_secs: float = 1800
+    """How long a save waits for an older one before it fails."""
+    subprocess_kill_grace_secs: float = 5.0
+    """How long to wait for a process that closed its socket or was killed."""
 
 
 class RemoteTraceback(Exception):
-    """Where in the writer process an error was raised, as text."""
+    """The traceback of an error in the writer process, as text."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -94,50 +111,39 @@ class RemoteTraceback(Exception):
 
 
 class WriterProcessSpec:
-    """All that is needed to start a writer process, once and again."""
+    """What every start of the writer process needs: the set-up message and the progress meter."""
 
     def __init__(self, setup: WriterSetup) -> None:
         try:
-            made = bytes(ForkingPickler.dumps(setup))
+            pickled = bytes(ForkingPickler.dumps(setup))
         except Exception as error:
             raise InvalidArgument(
-                f"the functions and arguments for the checkpoint process must be such as can be "
-                f"pickled, functions of a module for example: {error}"
+                "the functions and arguments for the checkpoint process must be picklable, such "
+                f"as functions of a module: {error}"
             ) from error
-        self.message = pickle.dumps((job_name(), _main_module(made), made))
-        self._meter_fd = os.memfd_create("phalanx-progress", os.MFD_CLOEXEC)
-        os.ftruncate(self._meter_fd, ProgressMeter.SIZE)
-        self.meter = ProgressMeter(mmap.mmap(self._meter_fd, ProgressMeter.SIZE))
-
-    def fileno(self) -> int:
-        """Name the memory of the meter."""
-        return self._meter_fd
+        main_module = None
+        if b"__main__" in pickled:  # else scripts need no ``if __name__ == "__main__"``
+            main_module = multiprocessing.spawn.get_preparation_data("phalanx-checkpoint-writer")
+            main_module.pop("authkey")
+        self.message = pickle.dumps((job_name(), main_module, pickled))
+        self.meter_fd = os.memfd_create("phalanx-progress", os.MFD_CLOEXEC)
+        os.ftruncate(self.meter_fd, ProgressMeter.SIZE)
+        self.meter = ProgressMeter(mmap.mmap(self.meter_fd, ProgressMeter.SIZE))
 
     def __del__(self) -> None:
-        if hasattr(self, "_meter_fd"):
-            os.close(self._meter_fd)
-
-
-def _main_module(setup: bytes) -> dict[str, Any] | None:
-    """Tell how to import the user's script, if something in it is needed, and not otherwise.
-
-    So a script needs no ``if __name__ == "__main__"`` for our sake.
-    """
-    if b"__main__" not in setup:
-        return None
-    told = multiprocessing.spawn.get_preparation_data("phalanx-checkpoint-writer")
-    told.pop("authkey")
-    return told
+        if hasattr(self, "meter_fd"):
+            os.close(self.meter_fd)
 
 
 class WriterProcess:
-    """A writer process. The thread that starts it must outlive it, for it dies with its parent."""
+    """A writer process. The thread that starts it must outlive it."""
 
-    def __init__(self, recipe: WriterProcessSpec) -> None:
+    def __init__(self, spec: WriterProcessSpec, config: CheckpointProcessConfig) -> None:
         ours, theirs = socket.socketpair()
-        self._link = ControlSocket(ours)
-        self._buffers: set[int] = set()
-        """The numbers of the buffers that it knows."""
+        self._socket = ControlSocket(ours)
+        self._spec = spec
+        self._config = config
+        self._sent_buffers: set[int] = set()
         with theirs:
             path = json.dumps([*map(str, sys.path)])
             arguments = [str(os.getpid()), path, str(theirs.fileno())]
@@ -146,69 +152,57 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        # Others may have inherited the sockets, so that their ends do not tell of its end.
+        # Other children may inherit the sockets, so that the end of the process closes none.
         self._pidfd = os.pidfd_open(self.popen.pid)
-        self._recipe = recipe
 
-    def set_up(self, timeout: float) -> None:
+    def set_up(self) -> None:
         """Wait until it is ready to write."""
-        try:
-            self._link.send(self._recipe.message, [self._recipe.fileno()])
-        except ConnectionError:
-            raise self._lost() from None
-        if not self._is_heard_within(timeout):
+        self._send(self._spec.message, [self._spec.meter_fd])
+        timeout = self._config.subprocess_init_timeout_secs
+        reply = self._receive(timeout)
+        if reply is None:
             raise SaveTimeout(f"the checkpoint process was not ready within {timeout} s")
-        reply = self._receive()
         if isinstance(reply, FailedReply):
             raise _error_from_reply(reply, "the checkpoint process could not start: ")
         assert isinstance(reply, ReadyReply)
 
-    def write(self, request: WriteRequest, buffer: int) -> DoneReply:
-        """Have it write what is in a buffer, whose descriptor it may have already."""
-        is_new = request.buffer not in self._buffers
-        self._send(request, [buffer] if is_new else [])
-        self._buffers.add(request.buffer)
-        return self._answer()
+    def write(self, request: WriteRequest, buffer_fd: int) -> DoneReply:
+        """Write the state in a buffer; send the buffer's descriptor the first time."""
+        is_new = request.buffer not in self._sent_buffers
+        self._send(msgspec.json.encode(request), [buffer_fd] if is_new else [])
+        self._sent_buffers.add(request.buffer)
+        return self._wait_until_done()
 
     def refuse(self, request: RefuseRequest) -> DoneReply:
-        """Have it tell the other ranks that there is nothing to write."""
-        self._send(request)
-        return self._answer()
+        """Notify the other ranks that this one has nothing to write."""
+        self._send(msgspec.json.encode(request))
+        return self._wait_until_done()
 
-    def _send(self, request: Request, fds: Sequence[int] = ()) -> None:
-        message = msgspec.json.encode(request)
-        try:
-            self._link.send(message, fds)
-        except ConnectionError:
-            raise self._lost() from None
-
-    def _answer(self) -> DoneReply:
-        """Wait until it is done, and raise what went wrong."""
-        self._is_heard_within(None)
-        reply = self._receive()
+    def _wait_until_done(self) -> DoneReply:
+        reply = self._receive(None)
         if isinstance(reply, FailedReply):
             raise _error_from_reply(reply)
         assert isinstance(reply, DoneReply)
         return reply
 
-    @property
-    def is_alive(self) -> bool:
-        """Tell whether it is there."""
-        return self.popen.poll() is None
+    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+        try:
+            self._socket.send(message, fds)
+        except ConnectionError:
+            raise self._lost() from None
 
-    def _is_heard_within(self, timeout: float | None) -> bool:
+    def _receive(self, timeout: float | None) -> Reply | None:
+        """Return the next message, or None after `timeout` seconds."""
         poll = select.poll()
-        poll.register(self._link, select.POLLIN)
+        poll.register(self._socket, select.POLLIN)
         poll.register(self._pidfd, select.POLLIN)
-        return bool(poll.poll(None if timeout is None else timeout * 1000))
-
-    def _receive(self) -> Reply:
-        poll = select.poll()
-        poll.register(self._link, select.POLLIN)
-        if not poll.poll(0):  # it was its end that was heard
+        ready = dict(poll.poll(None if timeout is None else timeout * 1000))
+        if not ready:
+            return None
+        if self._socket.fileno() not in ready:  # the process has ended
             raise self._lost()
         try:
-            message, _ = self._link.receive()
+            message, _ = self._socket.receive()
         except EOFError:
             raise self._lost() from None
         reply: Reply = msgspec.json.decode(message, type=Reply)
@@ -216,34 +210,33 @@ class WriterProcess:
 
     def _lost(self) -> WriterLost:
         try:
-            status = self.popen.wait(_EXIT_GRACE)
+            status = self.popen.wait(self._config.subprocess_kill_grace_secs)
         except subprocess.TimeoutExpired:
             self.popen.kill()
             status = self.popen.wait()
-        how = f"was killed by {signal_name(-status)}" if status < 0 else f"ended with {status}"
+        how = (
+            f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
+        )
         return WriterLost(f"the checkpoint process {self.popen.pid} {how}")
 
-    def end(self, timeout: float) -> None:
-        """End it, by force if it takes too long."""
-        try:
-            self._link.send(msgspec.json.encode(ExitRequest()))
-            self.popen.wait(timeout)
-        except (ConnectionError, subprocess.TimeoutExpired):
-            pass
+    def end(self) -> None:
+        """Ask it to exit, and kill it if that takes too long."""
+        with suppress(ConnectionError, subprocess.TimeoutExpired):
+            self._socket.send(msgspec.json.encode(ExitRequest()))
+            self.popen.wait(self._config.subprocess_shutdown_timeout_secs)
         self.kill()
 
     def kill(self) -> None:
-        """End it by force, and let go of it."""
+        """Kill it, and release its resources."""
         self.popen.kill()
         self.popen.wait()
-        self._link.close()
+        self._socket.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
 
 def _error_from_reply(reply: FailedReply, prefix: str = "") -> CheckpointError:
-    """Raise here what was raised there."""
     kind = getattr(errors, reply.kind, SaveFailed)
     if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
         kind = SaveFailed
@@ -252,121 +245,97 @@ def _error_from_reply(reply: FailedReply, prefix: str = "") -> CheckpointError:
     return error
 
 
-logger = logging.getLogger(__name__)
-
-_KILL_GRACE = 5.0  # seconds from a kill to the end of the thread
-
-StateOrFuture: TypeAlias = STATE_DICT | Future[STATE_DICT]
-
-
 @dataclass
 class WriteJob:
-    """A state that is to be written."""
+    """A state to write."""
 
-    turn: int
-    """The number of the save."""
+    save_number: int
     path: str
-    state: StateOrFuture | BaseException
+    state: STATE_DICT | Future[STATE_DICT] | BaseException
     """The state, or why there is none."""
     kwargs: BranchLayout
     future: WriteFuture
     phase: str = "staging"
-    """What it is doing, as long as that is nothing that the process tells."""
-
-    def take_state(self) -> StateOrFuture | BaseException:
-        """Hand out the state, which may be large, and hold it no longer."""
-        state, self.state = self.state, {}
-        return state
+    """What the save is doing; empty while the process reports it."""
 
 
 class WriterThread:
-    """The thread, its process, and the jobs that wait."""
+    """The thread that writes states through a process, and its queue of jobs."""
 
     def __init__(
-        self,
-        recipe: WriterProcessSpec,
-        rank_info: RankInfo,
-        *,
-        start_timeout: float,
-        end_timeout: float,
+        self, spec: WriterProcessSpec, rank_info: RankInfo, config: CheckpointProcessConfig
     ) -> None:
-        self._recipe = recipe
+        self._spec = spec
         self._rank_info = rank_info
-        self._start_timeout = start_timeout
-        self._end_timeout = end_timeout
+        self._config = config
         self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._unfinished: deque[WriteJob] = deque()
         self._given_up = ""
-        self._copier: DefaultStager | None = None
-        self.child: WriterProcess | None = None
+        self._stager: DefaultStager | None = None
+        self.process: WriterProcess | None = None
         self.created: Future[None] = Future()
         """Done when the first process has started."""
         self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
-        # Not by the thread's join: who is interrupted there finds the thread ended the next time.
+        # Not Thread.join: once a join was interrupted, the next one returns at once.
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="phalanx-checkpoint-scribe", daemon=True).start()
+        threading.Thread(target=self._run, name="phalanx-checkpoint-writer", daemon=True).start()
         _close_at_exit(self)
 
     def submit(self, job: WriteJob) -> None:
-        """Have something written after all that was submitted before."""
+        """Queue a job; jobs are done in order."""
         self._unfinished.append(job)
         self._jobs.put(job)
 
     def progress(self) -> SaveProgress | None:
-        """Tell how far the save is that is under way, if one is."""
+        """Return the progress of the current save, if there is one."""
         try:
             job = self._unfinished[0]
         except IndexError:
             return None
-        meter = self._recipe.meter
-        told = not job.phase
+        if job.phase:
+            return job.future.progress(phase=job.phase, written=0, total=0, speed=0.0)
+        meter = self._spec.meter
         return job.future.progress(
-            phase=meter.phase if told else job.phase,
-            written=meter.written if told else 0,
-            total=meter.total if told else 0,
-            speed=meter.bytes_per_second if told else 0.0,
+            phase=meter.phase,
+            written=meter.written,
+            total=meter.total,
+            speed=meter.bytes_per_second,
         )
 
     def _run(self) -> None:
         try:
-            self._work()
+            try:
+                self._live_process()
+                self.created.set_result(None)
+            except BaseException as error:  # noqa: BLE001 - the first save starts it again
+                self.created.set_exception(error)
+            while (job := self._jobs.get()) is not None:
+                self._do(job)
+                del job  # may hold a large state
+            if self.process is not None:
+                self.process.end()
         finally:
             _writer_threads.discard(self)
             self._ended.set()
 
-    def _work(self) -> None:
+    def _do(self, job: WriteJob) -> None:
         try:
-            self._live_process()
-            self.created.set_result(None)
-        except BaseException as error:  # noqa: BLE001 - the first save tries again, and will tell
-            self.created.set_exception(error)
-        while self._settle(self._jobs.get()):
-            pass
-        if self.child is not None:
-            self.child.end(self._end_timeout)
-
-    def _settle(self, job: WriteJob | None) -> bool:
-        """Do a job, unless it is the end."""
-        if job is None:
-            return False
-        try:
-            outcome = self._write(job)
-        except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
+            result = self._write(job)
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             self._unfinished.popleft()
             self._fail(job, error)
         else:
             self._unfinished.popleft()
-            with suppress(InvalidStateError):  # it was given up already
-                job.future.succeed(outcome)
-        return True
+            with suppress(InvalidStateError):  # `close` has given it up
+                job.future.succeed(result)
 
     def _fail(self, job: WriteJob, error: BaseException) -> None:
         if job.future.done():
-            return  # it was given up already
+            return  # `close` has given it up
         if self._given_up:
             error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
-        # Also in words, for its future may never be asked.
+        # Also in the log: the user may never look at the future.
         path, rank = printable(job.path), self._rank_info.global_rank
         logger.error("rank %d, save to %s: %s", rank, path, printable(str(error)))
         with suppress(InvalidStateError):  # just now
@@ -374,138 +343,130 @@ class WriterThread:
 
     def _write(self, job: WriteJob) -> WriteResult:
         try:
-            staged = self._staged(job.take_state())
+            staged = self._stage(job)
         except BaseException as error:
             self._notify_peers(job, error)
             raise
         try:
-            done = self._request_write(staged, job)
+            job.phase = "starting the writer process"
+            process, buffer = self._live_process(), staged.buffer
+            request = WriteRequest(
+                job.save_number,
+                os.fsencode(job.path),
+                buffer.number,
+                buffer.capacity,
+                staged.layout,
+                job.kwargs,
+            )
+            self._spec.meter.restart()
+            job.phase = ""
+            done = process.write(request, buffer.fd)
         finally:
             staged.release()
         return WriteResult(staged.size, staged.seconds, done.written, done.phases)
 
-    def _staged(self, state: StateOrFuture | BaseException) -> StagedState:
+    def _stage(self, job: WriteJob) -> StagedState:
+        state, job.state = job.state, {}  # which may be large: do not hold it any longer
         if isinstance(state, BaseException):
             raise state
         if isinstance(state, Future):
             state = state.result()
         if isinstance(state, StagedState):
             if state.is_released:
-                raise InvalidState("this copy was written before, and its memory is in use again")
+                raise InvalidState("this staged state was already written, and its memory reused.")
             return state
-        # Of a stager that does not know of shared memory: it is a copy, so there is time.
-        if self._copier is None:
+        # A copy by the user's own stager, in private memory.
+        if self._stager is None:
             config = CheckpointStagerConfig(use_async_staging=False)
-            self._copier = DefaultStager(config, rank_info=self._rank_info)
-        staged = self._copier.stage(state)
+            self._stager = DefaultStager(config, rank_info=self._rank_info)
+        staged = self._stager.stage(state)
         assert isinstance(staged, StagedState)
         return staged
 
-    def _request_write(self, staged: StagedState, job: WriteJob) -> DoneReply:
-        job.phase = "starting the writer process"
-        child, buffer, path = self._live_process(), staged.buffer, os.fsencode(job.path)
-        request = WriteRequest(
-            job.turn, path, buffer.number, buffer.capacity, staged.note, job.kwargs
-        )
-        self._recipe.meter.restart()
-        job.phase = ""
-        return child.write(request, buffer.fd)
-
     def _notify_peers(self, job: WriteJob, error: BaseException) -> None:
-        """Let the other ranks know that this one has no state, so that they do not wait for it."""
+        """Notify the other ranks that this one has no state, so that they do not wait for it."""
         if self._rank_info.global_world_size > 1:
-            why = printable(f"{type(error).__name__}: {error}")
-            request = RefuseRequest(job.turn, os.fsencode(job.path), why, job.kwargs)
-            with suppress(Exception):  # as it must; what counts is why there is no state
+            reason = printable(f"{type(error).__name__}: {error}")
+            request = RefuseRequest(job.save_number, os.fsencode(job.path), reason, job.kwargs)
+            with suppress(Exception):  # the reply is always an error; the caller raises the cause
                 self._live_process().refuse(request)
 
     def _live_process(self) -> WriterProcess:
-        child = self.child
-        if child is not None and not child.is_alive:
-            child.kill()
-            child = self.child = None
-        if child is None and not self._given_up:
-            child = self._start()
-        if self._given_up or child is None:  # after the start: who gives up kills whom it finds
+        process = self.process
+        if process is not None and process.popen.poll() is not None:
+            process.kill()
+            process = self.process = None
+        if process is None and not self._given_up:
+            process = self._start()
+        # After the start: `close` sets `_given_up`, then kills the process that it finds.
+        if self._given_up or process is None:
             raise SaveTimeout(self._given_up)
-        return child
+        return process
 
     def _start(self) -> WriterProcess:
         try:
-            self.child = child = WriterProcess(self._recipe)
+            self.process = process = WriterProcess(self._spec, self._config)
         except OSError as error:
-            raise SaveFailed(f"the checkpoint process could not be started: {error}") from error
+            raise SaveFailed(f"the checkpoint process could not start: {error}") from error
         try:
-            child.set_up(self._start_timeout)
+            process.set_up()
         except BaseException:
-            self.child = None
-            child.kill()
+            self.process = None
+            process.kill()
             raise
-        return child
+        return process
 
     def stop(self) -> None:
-        """End when all that was submitted is done."""
+        """End when all submitted jobs are done."""
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Wait for what was submitted, within limits; what is not done then has failed."""
+        """Wait for the submitted jobs until the timeout; then fail those that are not done."""
         if not self.created.done() and not self._unfinished:
-            self._kill_child()  # it has not even started, and nobody wants it to
+            self._kill_process()  # it is still starting, and not needed
         self.stop()
+        timeout = self._config.subprocess_shutdown_timeout_secs
         if not self._given_up:
-            self._ended.wait(self._end_timeout)
+            self._ended.wait(timeout)
         if not self._ended.is_set():
-            self._given_up = f"it was not done within {self._end_timeout} s of the end"
-            self._kill_child()
-            self._ended.wait(_KILL_GRACE)
-            for job in list(self._unfinished):  # of a stager that never comes to an end
+            self._given_up = f"it was not done {timeout} s after close"
+            self._kill_process()
+            self._ended.wait(self._config.subprocess_kill_grace_secs)
+            for job in list(self._unfinished):  # such as one whose stager never finishes
                 self._fail(job, SaveTimeout())
 
-    def _kill_child(self) -> None:
-        child = self.child
-        if child is not None:
-            child.popen.kill()
+    def _kill_process(self) -> None:
+        process = self.process
+        if process is not None:
+            process.popen.kill()
 
 
 _writer_threads: set[WriterThread] = set()
-"""Those that are at work: a write that is under way outlives who asked for it."""
-_is_registered = False
+"""The running ones: a pending write outlives the `CheckpointProcess` that submitted it."""
 
 
-def _close_at_exit(scribe: WriterThread) -> None:
-    global _is_registered  # noqa: PLW0603 - once in a process, and not on import
-    if not _is_registered:
-        atexit.register(_close_all)
-        _is_registered = True
-    _writer_threads.add(scribe)
+@cache
+def _register_exit_hook() -> None:
+    atexit.register(_close_all)
+
+
+def _close_at_exit(thread: WriterThread) -> None:
+    _register_exit_hook()
+    _writer_threads.add(thread)
 
 
 def _close_all() -> None:
-    """Do not let the interpreter end before all is written, or said to be lost."""
-    for scribe in list(_writer_threads):
-        if scribe.pid == os.getpid():
-            scribe.close()
-
-
-@dataclass
-class CheckpointProcessConfig:
-    """Say how long to wait for the writer process, and how many saves may wait for it."""
-
-    subprocess_init_timeout_secs: int = 30
-    """How long it may take to start; a save does not wait for it, but its end does."""
-    subprocess_shutdown_timeout_secs: int = 60
-    """How long `close` waits for the writes under way; what is not done then has failed."""
-    max_pending_writes: int = 2
-    """How many saves may be under way; one more waits for the oldest. Each needs a buffer."""
-    pending_timeout_secs: float = 1800
-    """How long a save waits for an older one before it fails."""
+    for thread in list(_writer_threads):
+        if thread.pid == os.getpid():
+            thread.close()
 
 
 class CheckpointProcess:
-    """Have states written by another process. It survives writes that fail; if it dies, the write
-    fails at once, and the next one gets a new process.
+    """Write states in another process.
 
-    The process is started when this is made, in the background. It dies with the calling process.
+    The process is started in the background. It survives failed writes and dies with the calling
+    process. If it dies first, the pending write fails at once, and the next one starts a new
+    process.
     """
 
     def __init__(
@@ -517,7 +478,12 @@ class CheckpointProcess:
         checkpoint_writer_init_fn: Callable[..., CheckpointWriter],
         checkpoint_writer_init_args: dict[str, Any],
     ) -> None:
-        _refuse_reimport()
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            raise InvalidState(
+                "this script is being imported by its own checkpoint process, which needs a "
+                "function or class of it. Put what the script does under "
+                'if __name__ == "__main__":, or that function into another module.'
+            )
         self.config = config
         self._rank_info = rank_info
         setup = WriterSetup(
@@ -527,18 +493,13 @@ class CheckpointProcess:
             checkpoint_writer_init_fn,
             checkpoint_writer_init_args,
         )
-        self._writer_thread = WriterThread(
-            WriterProcessSpec(setup),
-            rank_info,
-            start_timeout=config.subprocess_init_timeout_secs,
-            end_timeout=config.subprocess_shutdown_timeout_secs,
-        )
-        self._lock = threading.RLock()  # saves are numbered in the order in which they are written
-        self._turns = 0
+        self._writer_thread = WriterThread(WriterProcessSpec(setup), rank_info, config)
+        self._lock = threading.RLock()  # saves are submitted in the order of their numbers
+        self._save_number = 0
         self._is_closed = False
-        # Forgotten without a close, it ends when all is written.
-        self._forget = weakref.finalize(self, self._writer_thread.stop)
-        self._forget.atexit = False
+        # If it is garbage collected instead of closed, the thread ends after the last write.
+        self._finalizer = weakref.finalize(self, self._writer_thread.stop)
+        self._finalizer.atexit = False
 
     @property
     def process_creation_future(self) -> Future[None]:
@@ -547,38 +508,38 @@ class CheckpointProcess:
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
-        """The process, if there is one now."""
-        child = self._writer_thread.child
-        return None if child is None else child.popen
+        """The current process, if there is one."""
+        process = self._writer_thread.process
+        return None if process is None else process.popen
 
     def write(
         self, state_dict: STATE_DICT | Future[STATE_DICT], path: str, **kwargs: Any
     ) -> WriteFuture:
-        """Have a state written once it is staged; further arguments go to the writer.
+        """Write a state once it is staged; further arguments go to the writer.
 
-        They must be values like those that a state may hold.
+        They must be values that a state may hold, but no tensors.
         """
         try:
-            where, words = _absolute_path(path), _encode_kwargs(kwargs)
+            where, layout = _absolute_path(path), _encode_kwargs(kwargs)
         except BaseException as error:
             self.refuse(path, error, **kwargs)
             raise
-        return self._submit(where, state_dict, words)
+        return self._submit(where, state_dict, layout)
 
     def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
-        """Tell the other ranks, which may be about to save, that this one cannot.
+        """Notify the other ranks, which may be about to save, that this one cannot.
 
-        Whatever the arguments are, this counts as a save. Else the numbers of the saves that follow
-        would not be the same on all ranks, and states of different steps would be put together.
+        This counts as a save, whatever the arguments are. Otherwise later saves would have
+        different numbers on different ranks, and states of different steps would be combined.
         """
-        is_wanted = self._rank_info.global_world_size > 1 and self._writer_thread.pid == os.getpid()
-        if self._is_closed or not is_wanted:
+        has_peers = self._rank_info.global_world_size > 1
+        if self._is_closed or not has_peers or self._writer_thread.pid != os.getpid():
             return
         try:
             where = _absolute_path(path)
-        except Exception:  # noqa: BLE001 - then there is no place to tell them
+        except Exception:  # noqa: BLE001 - without a path there is no way to notify them
             with self._lock:
-                self._turns += 1
+                self._save_number += 1
             return
         usable = {key: value for key, value in kwargs.items() if _is_encodable(value)}
         self._submit(where, error, _encode_kwargs(usable))
@@ -593,41 +554,31 @@ class CheckpointProcess:
         future = WriteFuture(path)
         with self._lock:
             if self._is_closed:
-                raise InvalidState("the checkpoint process was closed")
-            self._turns += 1
-            self._writer_thread.submit(WriteJob(self._turns, path, state, kwargs, future))
+                raise InvalidState("the checkpoint process was closed.")
+            self._save_number += 1
+            self._writer_thread.submit(WriteJob(self._save_number, path, state, kwargs, future))
         return future
 
     def progress(self) -> SaveProgress | None:
-        """Tell how far the save is that is under way, if one is."""
+        """Return the progress of the current save, if there is one."""
         return self._writer_thread.progress()
 
     def close(self) -> None:
-        """Wait for the writes under way as long as the configuration says, and end the process.
+        """Wait for pending writes until the configured timeout, and end the process.
 
-        In a fork of the process in which this was made, there is nothing to end.
+        Does nothing in a fork of the process that created this.
         """
         with self._lock:
             self._is_closed = True
-        self._forget.detach()
+        self._finalizer.detach()
         if self._writer_thread.pid == os.getpid():
             self._writer_thread.close()
 
 
-def _refuse_reimport() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InvalidState(
-            "a process that was started by this script is importing it, for a function or a class "
-            "that is in it. What the script does must be kept from being done there again: "
-            'put it under if __name__ == "__main__":, or that function into a module of its own'
-        )
-
-
 def _absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that means the same in another process, wherever that works."""
     path = os.fspath(path)
     if not isinstance(path, str):
-        raise InvalidType(f"a path is a str or a pathlib.Path, and {path!r} is neither")
+        raise InvalidType(f"path must be a str or pathlib.Path, got {path!r}.")
     return path if "://" in path else os.path.join(os.getcwd(), path)
 
 
@@ -643,9 +594,9 @@ def _encode_kwargs(kwargs: dict[str, Any]) -> BranchLayout:
     tree = parse_state(kwargs)
     for leaf in leaves(tree):
         raise InvalidArgument(
-            f"{leaf.name} is a tensor: arguments for the writer are plain values; "
-            "what is to be saved belongs in the state"
+            f"{leaf.name} is a tensor. Arguments for the writer must be plain values; tensors "
+            "belong in the state."
         )
-    note = layout_of_tree(tree, lambda _: 0)
-    assert isinstance(note, BranchLayout)
-    return note
+    layout = layout_of_tree(tree, lambda _: 0)
+    assert isinstance(layout, BranchLayout)
+    return layout

@@ -1,9 +1,9 @@
 """Staging: copy a state so that training may change it while the copy is written.
 
-Of state that is marked `Replicated`, only the bytes that this rank writes are copied. Values
-that are not tensors and small tensors are copied in the call; large tensors by the caller or by
-a thread, as the configuration says. A tensor that was modified before its copy was complete
-fails the save: version counters and sampled bytes are compared before and after.
+Of state that is marked `Replicated`, only the bytes that this rank writes are copied. Plain values
+and small tensors are copied in the call; large tensors by the caller or by a thread, as configured.
+A tensor that was modified before its copy was complete fails the save: version counters and sampled
+bytes are compared before and after.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,133 +38,146 @@ from ._state_tree import Branch, Node, ReplicatedShard, TensorLeaf, leaves, pars
 from ._tensor_file import nbytes
 from ._types import STATE_DICT, RankInfo
 
-_MAX_COPY_THREADS = 4  # that copy; more do not make memory any faster
-_BYTES_PER_THREAD = 16 << 20  # bytes
-_SMALL_BYTES = 256 << 10  # bytes of a tensor that is copied at once
+_MAX_COPY_THREADS = 4  # more do not make memory any faster
+_BYTES_PER_THREAD = 16 << 20
+_SMALL_BYTES = 256 << 10  # tensors up to this size are copied in the call
 _SAMPLE_DISTANCE = 64 << 10  # bytes from one sample of a tensor to the next
-_SAMPLE_BYTES = 16  # bytes
-_COPY_BYTES = 8 << 20  # bytes that a thread copies before it looks for more
+_SAMPLE_BYTES = 16
+_CHUNK_BYTES = 8 << 20  # that a thread copies at a time
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A tensor that is to be copied, and where to."""
+    """A tensor to copy, and its place in the buffer."""
 
     name: str
     source: Tensor
     offset: int
     size: int
     version: int | None
-    """Counts the changes of the tensor that are over, if torch does."""
+    """torch's count of completed changes; None for an inference tensor."""
+
+    def view_in(self, memory: Tensor) -> Tensor:
+        data = memory[self.offset : self.offset + self.size]
+        return data.view(self.source.dtype).view(self.source.shape)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tensor is contiguous bytes in main memory."""
+        source = self.source
+        is_lazy = source.is_conj() or source.is_neg()
+        return source.device.type == "cpu" and source.is_contiguous() and not is_lazy
+
+    @property
+    def is_deferrable(self) -> bool:
+        """Whether the tensor is worth a thread, and a change before its copy is detectable.
+
+        On an accelerator changes need no detection: the device queue orders them after the copy.
+        """
+        return self.size > _SMALL_BYTES and (self.source.device.type != "cpu" or self.is_plain)
+
+    def sample(self) -> Tensor:
+        """Copy some bytes at regular distances."""
+        data = self.source.view(-1).view(torch.uint8)
+        shape = (len(data) // _SAMPLE_DISTANCE, _SAMPLE_BYTES)
+        return data.as_strided(shape, (_SAMPLE_DISTANCE, 1)).clone()
+
+    def check_allocated(self) -> None:
+        """Raise if the tensor has lost its memory: reading it would crash the process."""
+        source = self.source
+        lengths = zip(source.shape, source.stride(), strict=True)
+        last = source.storage_offset() + sum((size - 1) * stride for size, stride in lengths)
+        allocated = source.untyped_storage().nbytes()
+        if self.size and allocated < (last + 1) * source.dtype.itemsize:
+            raise SaveFailed(
+                f"{self.name} has no values to copy: its storage was resized to {allocated} bytes."
+            )
+
+    def check_unchanged(self, before: Tensor | None) -> None:
+        """Raise if the tensor has changed since it was planned and sampled.
+
+        torch counts a change when it is complete; samples show one that is under way.
+        """
+        is_changed = self.version is not None and self.source._version != self.version
+        if is_changed or not (before is None or torch.equal(before, self.sample())):
+            raise SaveFailed(
+                f"{self.name} was changed while it was copied. Wait for the first of the two "
+                "futures that save returns before the optimizer steps, or copy within save "
+                "(CheckpointStagerConfig(use_async_staging=False))."
+            )
+
+    def chunks(self) -> Iterator[tuple[Tensor, int]]:
+        """Split the tensor into parts with their offsets, so that threads get even work."""
+        if self.size <= _CHUNK_BYTES:
+            yield self.source, self.offset
+            return
+        flat = self.source.view(-1)
+        count = _CHUNK_BYTES // flat.dtype.itemsize
+        for start in range(0, len(flat), count):
+            yield flat[start : start + count], self.offset + start * flat.dtype.itemsize
 
 
 class StagingPlan:
-    """A state whose values are known, and whose tensors are about to be copied."""
+    """A parsed state and the places of its tensors in a buffer."""
 
-    def __init__(self, tree: Node, pieces: Mapping[str, ReplicatedShard]) -> None:
-        self._tree = _with_pieces(tree, pieces) if pieces else tree
+    def __init__(self, tree: Node, shards: Mapping[str, ReplicatedShard]) -> None:
+        self._tree = tree
+        if shards:
+            self._tree = _map_data(tree, lambda leaf: shards.get(leaf.name, leaf.data))
         self.slots: dict[str, _Slot] = {}
-        """By name, so that tensors that are the same memory are copied once."""
+        """By name: tensors that share memory have one name, and are copied once."""
         self.size = 0
         """Bytes of tensors."""
-        self.room = 0
-        """Bytes that the copy needs."""
+        self.buffer_size = 0
+        """Bytes of buffer, with alignment."""
         for leaf in leaves(self._tree):
             source = leaf.data.data if isinstance(leaf.data, ReplicatedShard) else leaf.data
             if source is not None and leaf.name not in self.slots:
                 size = nbytes(source.dtype, source.shape)
-                slot = _Slot(leaf.name, source.detach(), self.room, size, _version(source))
-                self.slots[leaf.name] = slot
+                version = None if source.is_inference() else source._version
+                self.slots[leaf.name] = _Slot(
+                    leaf.name, source.detach(), self.buffer_size, size, version
+                )
                 self.size += size
-                self.room += size + -size % ALIGNMENT
+                self.buffer_size += size + -size % ALIGNMENT
 
-    def note(self) -> Layout:
-        """Put the state into words."""
-        return layout_of_tree(self._tree, self._offset)
-
-    def _offset(self, leaf: TensorLeaf) -> int:
-        slot = self.slots.get(leaf.name)
-        return -1 if slot is None else slot.offset
+    def layout(self) -> Layout:
+        """Describe the state for the writer process."""
+        return layout_of_tree(
+            self._tree,
+            lambda leaf: self.slots[leaf.name].offset if leaf.name in self.slots else -1,
+        )
 
     def tree_in(self, memory: Tensor) -> Node:
-        """Return the tree of the copy that lies in some memory."""
-        copies = {name: _view_in(slot, memory) for name, slot in self.slots.items()}
-        return _replace_tensors(self._tree, copies)
+        """Return the tree with the copies in a buffer."""
+        return self._with_copies(lambda slot: slot.view_in(memory))
 
     def clone(self) -> Node:
-        """Return the tree with copies in memory of this process's own."""
-        copies = {name: slot.source.to("cpu", copy=True) for name, slot in self.slots.items()}
-        return _replace_tensors(self._tree, copies)
+        """Return the tree with new copies in private memory."""
+        return self._with_copies(lambda slot: slot.source.to("cpu", copy=True))
+
+    def _with_copies(self, copy: Callable[[_Slot], Tensor]) -> Node:
+        copies = {name: copy(slot) for name, slot in self.slots.items()}
+
+        def data_of(leaf: TensorLeaf) -> Tensor | ReplicatedShard | None:
+            copied = copies.get(leaf.name)
+            if isinstance(leaf.data, ReplicatedShard):
+                return replace(leaf.data, data=copied)
+            return copied
+
+        return _map_data(self._tree, data_of)
 
 
-def _view_in(slot: _Slot, memory: Tensor) -> Tensor:
-    data = memory[slot.offset : slot.offset + slot.size]
-    return data.view(slot.source.dtype).view(slot.source.shape)
-
-
-def _check_allocated(slots: Iterable[_Slot]) -> None:
-    """Raise if a tensor has lost its memory: to read it would be the end of the process."""
-    for slot in slots:
-        source = slot.source
-        lengths = zip(source.shape, source.stride(), strict=True)
-        last = source.storage_offset() + sum((size - 1) * stride for size, stride in lengths)
-        has = source.untyped_storage().nbytes()
-        if slot.size and has < (last + 1) * source.dtype.itemsize:
-            raise SaveFailed(
-                f"{slot.name} has no values to be copied: its storage was resized to {has} bytes"
-            )
-
-
-def _check_unchanged(slots: Iterable[_Slot], before: Mapping[str, Tensor]) -> None:
-    """Raise if a tensor was changed between plan and copy: the copy is of no use then.
-
-    Torch counts a change when it is over, and one may be under way: that is seen by samples.
-    """
-    for slot in slots:
-        was_changed = slot.version is not None and slot.source._version != slot.version
-        sample = before.get(slot.name)
-        if was_changed or not (sample is None or torch.equal(sample, _sample(slot.source))):
-            raise SaveFailed(
-                f"{slot.name} was changed while it was copied: wait for the first of the two "
-                "futures that save returns before the next step of the optimizer, or have the "
-                "tensors copied within save (CheckpointStagerConfig(use_async_staging=False))"
-            )
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Copy some bytes of a tensor, from its start on at even distances."""
-    data = tensor.view(-1).view(torch.uint8)
-    return data.as_strided(
-        (len(data) // _SAMPLE_DISTANCE, _SAMPLE_BYTES), (_SAMPLE_DISTANCE, 1)
-    ).clone()
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
-
-
-def _with_pieces(node: Node, pieces: Mapping[str, ReplicatedShard]) -> Node:
+def _map_data(node: Node, data_of: Callable[[TensorLeaf], Any]) -> Node:
+    """Return a tree with other data in its tensor leaves."""
     if isinstance(node, Branch):
-        children = {key: _with_pieces(each, pieces) for key, each in node.children.items()}
+        children = {key: _map_data(child, data_of) for key, child in node.children.items()}
         return Branch(node.kind, children, node.mark)
-    if isinstance(node, TensorLeaf):
-        return replace(node, data=pieces.get(node.name, node.data))
-    return node
-
-
-def _replace_tensors(node: Node, copies: Mapping[str, Tensor]) -> Node:
-    if isinstance(node, Branch):
-        children = {key: _replace_tensors(each, copies) for key, each in node.children.items()}
-        return Branch(node.kind, children, node.mark)
-    if isinstance(node, TensorLeaf):
-        copy = copies.get(node.name)
-        is_piece = isinstance(node.data, ReplicatedShard)
-        return replace(node, data=replace(node.data, data=copy) if is_piece else copy)
-    return node
+    return replace(node, data=data_of(node)) if isinstance(node, TensorLeaf) else node
 
 
 class StagingCopy:
-    """The copying of one plan into one buffer, first of its small tensors, then of the others."""
+    """Copies the tensors of one plan into one buffer, the small ones first."""
 
     def __init__(
         self, plan: StagingPlan, buffer: StagingBuffer, config: CheckpointStagerConfig
@@ -172,153 +185,122 @@ class StagingCopy:
         self.plan = plan
         self.buffer = buffer
         self.seconds = 0.0
-        """How long it has taken until now."""
+        """Time spent copying so far."""
         self._config = config
-        self._large = [slot for slot in plan.slots.values() if _is_deferrable(slot)]
+        self._large = [slot for slot in plan.slots.values() if slot.is_deferrable]
         self._before: dict[str, Tensor] = {}
 
     def small(self) -> None:
-        """Copy the tensors that are hardly worth a thread, and take samples of the others."""
-        self._copy([slot for slot in self.plan.slots.values() if not _is_deferrable(slot)])
+        """Copy the tensors that are not worth a thread, and sample the others."""
+        self._copy([slot for slot in self.plan.slots.values() if not slot.is_deferrable])
         if self._config.use_async_staging:
-            _check_allocated(self._large)
-            simple = (slot for slot in self._large if _is_simple(slot.source))
-            self._before = {slot.name: _sample(slot.source) for slot in simple}
+            for slot in self._large:
+                slot.check_allocated()
+                if slot.is_plain:
+                    self._before[slot.name] = slot.sample()
 
     def large(self) -> None:
-        """Copy the others, and make sure that nobody has changed one of them meanwhile."""
+        """Copy the other tensors, and raise if one has changed meanwhile."""
         self._copy(self._large)
-        _check_allocated(self._large)
-        _check_unchanged(self._large, self._before)
+        for slot in self._large:
+            slot.check_allocated()
+            slot.check_unchanged(self._before.get(slot.name))
 
     def _copy(self, slots: Sequence[_Slot]) -> None:
         began = time.perf_counter()
-        _check_allocated(slots)
-        simple = [slot for slot in slots if _is_simple(slot.source)]
-        others = [slot for slot in slots if not _is_simple(slot.source)]
-        self._copy_by_torch(others)
-        self._copy_bytes(list(_copy_pieces(simple)), sum(slot.size for slot in simple))
+        for slot in slots:
+            slot.check_allocated()
+        plain = [slot for slot in slots if slot.is_plain]
+        others = [slot for slot in slots if not slot.is_plain]
+        for slot in others:
+            target = slot.view_in(self.buffer.bytes)
+            target.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
+        self._copy_plain(plain)
         if others and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
 
-    def _copy_bytes(self, lots: list[tuple[Tensor, int]], size: int) -> None:
+    def _copy_plain(self, slots: Sequence[_Slot]) -> None:
+        size = sum(slot.size for slot in slots)
         threads = min(torch.get_num_threads(), _MAX_COPY_THREADS, size // _BYTES_PER_THREAD)
-        rest, errors = deque(lots), []
+        rest = deque(chunk for slot in slots for chunk in slot.chunks())
+        errors: list[BaseException] = []
 
-        def copy_some() -> None:
+        def copy_chunks() -> None:
             try:
-                while (lot := _pop_or_none(rest)) is not None:
-                    source, offset = lot
+                while True:
+                    try:
+                        source, offset = rest.popleft()
+                    except IndexError:
+                        return
                     self.buffer.put(offset, source)
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
                 rest.clear()
 
-        others = [
-            start_daemon_thread(copy_some, "phalanx-staging-copy") for _ in range(threads - 1)
+        helpers = [
+            start_daemon_thread(copy_chunks, "phalanx-staging-copy") for _ in range(threads - 1)
         ]
-        copy_some()
-        for other in others:
-            if other is not None:
-                other.join()
+        copy_chunks()
+        for helper in helpers:
+            if helper is not None:
+                helper.join()
         if errors:
             raise errors[0]
 
-    def _copy_by_torch(self, slots: Iterable[_Slot]) -> None:
-        for slot in slots:
-            place = _view_in(slot, self.buffer.bytes)
-            place.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
-
-
-def _is_deferrable(slot: _Slot) -> bool:
-    """Tell whether a tensor is worth a thread, and a change of it would be noticed meanwhile.
-
-    Of one on an accelerator there is none: copies and changes have their turns in its queue.
-    """
-    return slot.size > _SMALL_BYTES and (
-        slot.source.device.type != "cpu" or _is_simple(slot.source)
-    )
-
-
-def _pop_or_none(lots: deque[tuple[Tensor, int]]) -> tuple[Tensor, int] | None:
-    try:
-        return lots.popleft()
-    except IndexError:
-        return None
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    """Tell whether a tensor is plain bytes in main memory."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
-
-
-def _copy_pieces(slots: Iterable[_Slot]) -> Iterable[tuple[Tensor, int]]:
-    """Cut large tensors, so that threads have even work."""
-    for slot in slots:
-        if slot.size <= _COPY_BYTES:
-            yield slot.source, slot.offset
-            continue
-        flat = slot.source.view(-1)
-        count = _COPY_BYTES // flat.dtype.itemsize
-        for start in range(0, len(flat), count):
-            yield flat[start : start + count], slot.offset + start * flat.dtype.itemsize
-
 
 def check_not_forked(pid: int) -> None:
-    """Raise in a fork of the process in which something was made: it lacks the threads."""
+    """Raise in a fork of process `pid`, which lacks its threads."""
     if pid != os.getpid():
         raise InvalidState(
-            f"this was made in process {pid}, of which {os.getpid()} is a fork: make one here"
+            f"this object belongs to process {pid} and cannot be used in its fork {os.getpid()}. "
+            "Create another one in the forked process."
         )
 
 
 class CheckpointStager(ABC):
-    """Copy states to where a writer can take its time over them."""
+    """Copies states for a writer."""
 
     @abstractmethod
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
-        """Copy a state, and return the copy or the future of it."""
+        """Copy a state, and return the copy or its future."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the stager holds."""
+        """Release the resources of the stager."""
 
 
 @dataclass
 class CheckpointStagerConfig:
-    """Say how states are copied; what needs an accelerator is left out where there is none."""
+    """How states are copied. Options for accelerators have no effect without one."""
 
     use_pinned_memory: bool = True
-    """Upstream's; it changes nothing, for memory that is shared with a process is not pinned."""
+    """Ignored: memory that is shared with a process is not pinned. Upstream has it."""
     use_shared_memory: bool = True
-    """Copy into memory that the writer process shares; else it is copied there once more."""
+    """Copy into memory that is shared with the writer process; otherwise it copies once more."""
     use_async_staging: bool = True
     """Return from `stage` before large tensors are copied. They must not be changed until the
-    future is done; if one is, the save fails and says so."""
+    future is done; if one is, the save fails and names it."""
     use_non_blocking_copy: bool = True
-    """Have an accelerator copy all tensors before any of them is waited for."""
+    """Start the copies of all tensors on an accelerator before waiting for any of them."""
 
 
 class StagedState(dict[str, Any]):
-    """The copy of a state. Its memory is used again once it was written, or nobody has it."""
+    """The copy of a state. Its memory is reused once it was written or garbage collected."""
 
     def __init__(self, copy: StagingCopy, give_back: Callable[[StagingBuffer], object]) -> None:
         self._memory, self.release = copy.buffer.lend(give_back)
-        """The memory, and how to let it be used for another state."""
         super().__init__(state_from_tree(copy.plan.tree_in(self._memory)))
         self.buffer = copy.buffer
-        self.note = copy.plan.note()
-        """The state in words, with places in the buffer."""
+        self.layout = copy.plan.layout()
         self.size = copy.plan.size
         """Bytes of tensors that were copied."""
         self.seconds = copy.seconds
-        """How long that took."""
+        """Time that took."""
 
     @property
     def is_released(self) -> bool:
-        """Tell whether the memory may be another state's by now."""
+        """Whether another state may use the memory."""
         return not self.release.alive
 
 
@@ -331,89 +313,82 @@ class DefaultStager(CheckpointStager):
         self._config = CheckpointStagerConfig() if config is None else config
         self._rank_info = RankInfo(0, 1) if rank_info is None else rank_info
         self._pool = StagingBufferPool()
-        self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when it is needed
+        self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when needed
         self._is_closed = False
         self._pid = os.getpid()
 
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
-        """Copy a state; large tensors are copied in the background if the configuration says so."""
+        """Copy a state; large tensors in the background, if so configured."""
         del kwargs  # for writers
         plan = self._plan(state_dict)
         if not self._config.use_shared_memory:
             private: STATE_DICT = state_from_tree(plan.clone())
             return private
-        copy = StagingCopy(plan, self._pool.take(plan.room), self._config)
+        copy = StagingCopy(plan, self._pool.take(plan.buffer_size), self._config)
         staged: Future[STATE_DICT] = Future()
         staged.set_running_or_notify_cancel()  # it cannot be cancelled
-        # At once: a forward pass may change small tensors, such as the statistics of a norm.
+        # In the call: a forward pass may change small tensors, such as the statistics of a norm.
         with self._returning(copy):
             copy.small()
-        if self._config.use_async_staging and self._hand_over(copy, staged):
-            return staged
+        if self._config.use_async_staging:
+            with suppress(RuntimeError):  # the interpreter is shutting down
+                self._thread.submit(self._finish, copy, staged)
+                return staged
         self._finish(copy, staged)
         return staged.result()
 
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
-        """Make room in the background for states like this one, or of so many bytes.
+        """Allocate memory in the background for states like this one, or of so many bytes.
 
-        The first save of a training is then as fast as those that follow. Bytes are those of this
-        rank's own part. The future that is returned need not be waited for.
+        The first save of a training is then as fast as later ones. Bytes are those of this rank's
+        shards. There is no need to wait for the future.
         """
         self._check_usable()
-        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).room
+        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).buffer_size
         if self._config.use_shared_memory:
             return self._pool.prepare(size)
         return wrap_future(None)
 
     def _check_usable(self) -> None:
         if self._is_closed:
-            raise InvalidState("the stager was closed")
+            raise InvalidState("the stager was closed.")
         check_not_forked(self._pid)
 
     def _plan(self, state_dict: STATE_DICT) -> StagingPlan:
         self._check_usable()
         tree = parse_state(state_dict)
-        pieces = (
-            replicated_shards(tree, self._rank_info)
-            if self._rank_info.global_world_size > 1
-            else {}
-        )
-        return StagingPlan(tree, pieces)
-
-    def _hand_over(self, copy: StagingCopy, staged: Future[STATE_DICT]) -> bool:
-        try:
-            self._thread.submit(self._finish, copy, staged)
-        except RuntimeError:  # the interpreter is about to end
-            return False
-        return True
+        shards: Mapping[str, ReplicatedShard] = {}
+        if self._rank_info.global_world_size > 1:
+            shards = replicated_shards(tree, self._rank_info)
+        return StagingPlan(tree, shards)
 
     def _finish(self, copy: StagingCopy, staged: Future[STATE_DICT]) -> None:
         try:
             with self._returning(copy):
                 copy.large()
-            made = StagedState(copy, self._pool.give_back)
+            result = StagedState(copy, self._pool.give_back)
             self._pool.populate(copy.buffer)
-        except BaseException as error:  # noqa: BLE001 - it is the future's to raise it
+        except BaseException as error:  # noqa: BLE001 - the future raises it
             staged.set_exception(error)
         else:
-            staged.set_result(made)
+            staged.set_result(result)
 
     @contextmanager
     def _returning(self, copy: StagingCopy) -> Iterator[None]:
-        """Give the buffer back if it cannot be filled.
+        """Give the buffer back on an error.
 
-        Not so after an interrupt: threads that nobody has waited for may still be filling it.
+        Not on an interrupt: threads that were not joined may still be filling it.
         """
         try:
             yield
         except Exception as error:
             self._pool.give_back(copy.buffer)
             if isinstance(error, OSError):
-                raise out_of_memory(copy.plan.room, error) from error
+                raise out_of_memory(copy.plan.buffer_size, error) from error
             raise
 
     def close(self) -> None:
-        """Wait for copies under way, and free the memory that nobody uses."""
+        """Wait for pending copies, and free unused memory."""
         self._is_closed = True
         self._thread.shutdown(wait=True)
         self._pool.close()

@@ -1,13 +1,12 @@
-"""Staging buffers: anonymous memory shared with the writer process, and the layout of a state in
-it.
+"""Staging buffers: memory shared with the writer process, and the layout of a state in it.
 
-Copying into fresh memory costs several times the copy: the kernel clears and maps every page on
-first touch. Buffers are therefore kept from save to save, and their pages are populated in the
-background where the size is known. Where it is not, data is written to the file behind the
-memory, which neither clears nor maps.
+Copying into fresh memory takes several times as long as the copy: the kernel clears and maps every
+page on first touch. Buffers are therefore kept from save to save, and their pages are populated in
+the background when the size is known. Before that, data is written to the file behind the memory,
+which neither clears nor maps.
 
-A state is described to the writer process as its tree, with an offset in the buffer for each
-tensor. Nothing is pickled.
+The writer process receives a state as its tree, with an offset in the buffer for each tensor.
+Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -44,43 +43,40 @@ from ._state_tree import (
 )
 from ._tensor_file import dtype_from_name, dtype_name, nbytes, tensor_memory
 
-ALIGNMENT = 64
-"""Of every tensor in a buffer, in bytes."""
-_POPULATE_BYTES = (
-    4 << 20
-)  # bytes that are populated at once; a copy that begins waits for one slice
+ALIGNMENT = 64  # bytes, of every tensor in a buffer
+_POPULATE_BYTES = 4 << 20  # per system call, for which a copy that begins may have to wait
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14
 
-_libc = ctypes.CDLL(None, use_errno=True)  # unlike the mmap module, it lets other threads run
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the GIL, unlike the mmap module
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _numbers = itertools.count()
 
-_CACHE_BYTES = 32 << 20  # bytes; what is larger does not stay in a cache until somebody reads it
+_CACHE_BYTES = 32 << 20  # larger copies do not stay in a cache until they are read
 _copy_past_cache: Callable[[int, int, int], object] = (
     ctypes.memmove if native.engine is None else native.engine.stream_bytes
 )
-"""A quarter faster, for it does not fetch what it is about to overwrite."""
+"""A quarter faster, since it does not fetch the destination into the cache."""
 
 
 def map_shared(fd: int, size: int) -> Tensor:
-    """Return the memory behind a descriptor as a tensor of bytes, which holds the mapping."""
+    """Map the memory behind a descriptor as a tensor of bytes, which owns the mapping."""
     return torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8)
 
 
 class StagingBuffer:
-    """Shared memory that grows and never shrinks."""
+    """Shared memory that never shrinks."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.fd = os.memfd_create("phalanx-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Whoever maps it may rely on its length.
+        # The process that maps it relies on its length.
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         self.capacity = 0
         self._mapping: mmap.mmap
         self.bytes = torch.empty(0, dtype=torch.uint8)
-        """The memory, for who fills it."""
         self._populated = 0
-        self._is_in_use = False
+        self.is_in_use = False
+        """Set while a copy is under way, to stop `populate`."""
         self._copy: Callable[[int, int, int], object] = ctypes.memmove
 
     def __del__(self) -> None:
@@ -88,8 +84,8 @@ class StagingBuffer:
             os.close(self.fd)
 
     def reserve(self, size: int) -> None:
-        """Make room for so many bytes, without making their pages."""
-        size = max(size, 1)  # nothing cannot be mapped
+        """Grow to at least `size` bytes, without populating pages."""
+        size = max(size, 1)  # an empty mapping is an error
         if size > self.capacity:
             os.ftruncate(self.fd, size)
             self._mapping = mmap.mmap(self.fd, size)
@@ -100,71 +96,59 @@ class StagingBuffer:
     def lend(
         self, give_back: Callable[[StagingBuffer], object]
     ) -> tuple[Tensor, weakref.finalize[[StagingBuffer], Any]]:
-        """Return the memory as bytes, and how to give it back.
+        """Return the memory as bytes, and a finalizer that gives the buffer back.
 
-        That happens by itself when no tensor is left that lies in what was returned.
+        The finalizer runs by itself when no tensor in the returned memory is left.
         """
         lent = (ctypes.c_ubyte * self.capacity).from_buffer(self._mapping)
         return torch.frombuffer(lent, dtype=torch.uint8), weakref.finalize(lent, give_back, self)
 
     def put(self, offset: int, tensor: Tensor) -> None:
-        """Copy a tensor that lies in main memory in one piece; other threads run meanwhile."""
+        """Copy a contiguous CPU tensor without holding the GIL."""
         data = tensor_memory(tensor)
         size = len(data)
-        if self.has_pages(offset + size):
+        if offset + size <= self._populated:
             self._copy(self.bytes.data_ptr() + offset, tensor.data_ptr(), size)
             return
         while data:
             count = os.pwrite(self.fd, data, offset)
             data, offset = data[count:], offset + count
 
-    def has_pages(self, size: int) -> bool:
-        """Tell whether so many bytes can be copied to at full speed."""
-        return size <= self._populated
-
     @property
     def lacks_pages(self) -> bool:
-        """Tell whether some pages were never made, or never mapped."""
+        """Whether some pages are not populated."""
         return self._populated < self.capacity
 
     def populate(self) -> None:
-        """Make and map all pages, unless the buffer is wanted meanwhile."""
-        while self.lacks_pages and not self._is_in_use:
+        """Populate all pages, until the buffer is used."""
+        while self.lacks_pages and not self.is_in_use:
             start, whole = self._populated, self.bytes
             length = min(_POPULATE_BYTES, len(whole) - start)
             if _libc.madvise(whole.data_ptr() + start, length, _MADV_POPULATE_WRITE):
-                return  # an old kernel, or no memory left: the copy will tell
-            if whole is self.bytes:  # else it has grown
+                return  # an old kernel, or no memory left: then the copy fails
+            if whole is self.bytes:  # else it has grown meanwhile
                 self._populated = start + length
-
-    def take(self) -> None:
-        """Keep the buffer from being populated while it is copied to."""
-        self._is_in_use = True
-
-    def let_go(self) -> None:
-        """Allow it again."""
-        self._is_in_use = False
 
 
 class StagingBufferPool:
-    """The buffers that are free, and the making of pages of those that will be needed."""
+    """The free buffers; populates the pages of those that will be needed."""
 
     def __init__(self) -> None:
         self._free: list[StagingBuffer] = []
-        self._lock = threading.Lock()  # for those who take
+        self._lock = threading.Lock()  # for taking
         self._is_closed = False
 
     def take(self, size: int) -> StagingBuffer:
-        """Return a buffer with room for so many bytes: the largest free one, or a new one."""
+        """Take the largest free buffer, or a new one, and grow it to `size` bytes."""
         try:
-            buffer = self._largest() or StagingBuffer()
-            buffer.take()
+            buffer = self._take_largest() or StagingBuffer()
+            buffer.is_in_use = True
             buffer.reserve(size)
         except OSError as error:
             raise out_of_memory(size, error) from error
         return buffer
 
-    def _largest(self) -> StagingBuffer | None:
+    def _take_largest(self) -> StagingBuffer | None:
         with self._lock:
             largest = max(self._free, key=lambda each: each.capacity, default=None)
             if largest is not None:
@@ -172,24 +156,23 @@ class StagingBufferPool:
             return largest
 
     def give_back(self, buffer: StagingBuffer) -> None:
-        """Let others have a buffer.
+        """Return a buffer to the pool.
 
-        Without a lock: the collector of garbage may call this at any time, in any thread.
+        Takes no lock: the garbage collector may call this at any time, in any thread.
         """
         if not self._is_closed:
             self._free.append(buffer)
 
     def prepare(self, size: int) -> Future[None]:
-        """Make the pages of a buffer of that size in the background, and keep it for a save."""
+        """Populate a buffer of that size in the background, for a later save."""
         buffer = self.take(size)
         self.give_back(buffer)
         return self.populate(buffer)
 
     def populate(self, buffer: StagingBuffer) -> Future[None]:
-        """Make and map pages of a buffer that lacks some, until somebody copies to it."""
-        buffer.let_go()
+        """Populate the pages that a buffer lacks in the background, until it is used."""
+        buffer.is_in_use = False
         done: Future[None] = Future()
-
         done.set_running_or_notify_cancel()  # it cannot be cancelled
 
         def populate() -> None:
@@ -201,21 +184,21 @@ class StagingBufferPool:
         return done
 
     def close(self) -> None:
-        """Free the buffers that are not in use; those that are go with their last user."""
+        """Free the buffers of the pool; those in use are freed by their last user."""
         self._is_closed = True
-        while (buffer := self._largest()) is not None:
-            buffer.take()  # so that what makes pages ends
+        while (buffer := self._take_largest()) is not None:
+            buffer.is_in_use = True  # ends the thread that populates it
 
 
 def out_of_memory(size: int, error: OSError) -> SaveFailed:
-    """Return what to raise where there is no room for a copy."""
-    return SaveFailed(f"no memory for a copy of {size} bytes: {error}")
+    """Return the error for a copy that does not fit into memory."""
+    return SaveFailed(f"cannot allocate {size} bytes to stage the state: {error}")
 
 
 def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thread | None:
-    """Call something in a thread of its own, if there may be one more.
+    """Start a thread; return None if that is not possible.
 
-    Unlike those of an executor, it can be had when the interpreter is about to end.
+    Unlike an executor, this works while the interpreter shuts down.
     """
     thread = threading.Thread(target=call, name=name, daemon=True)
     try:
@@ -226,7 +209,7 @@ def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thre
 
 
 class TensorLayout(msgspec.Struct, tag="t", array_like=True, frozen=True):
-    """A tensor, and where its bytes are."""
+    """A tensor and its place in the buffer."""
 
     name: str
     dtype: str
@@ -234,20 +217,20 @@ class TensorLayout(msgspec.Struct, tag="t", array_like=True, frozen=True):
     device: str
     mark: Mark
     offset: int
-    """Where in the buffer it begins; -1 if this rank has none of it."""
-    piece: tuple[int, int, str] | None
-    """If only some bytes of it are there: which ones, and the fingerprint of the whole."""
+    """Start in the buffer; -1 if this rank has none of it."""
+    shard: tuple[int, int, str] | None
+    """Of a replicated tensor: start, stop, and the fingerprint of the whole."""
 
 
 class ScalarLayout(msgspec.Struct, tag="s", array_like=True, frozen=True):
-    """A value, as a manifest has it."""
+    """A value, encoded as in a manifest."""
 
     value: Any
     mark: Mark
 
 
 class BranchLayout(msgspec.Struct, tag="b", array_like=True, frozen=True):
-    """A dict, a list, a tuple, or what a codec has made of a value."""
+    """A dict, list or tuple, or a value encoded by a codec."""
 
     kind: str
     items: list[tuple[StateKey, Layout]]
@@ -258,47 +241,46 @@ Layout: TypeAlias = TensorLayout | ScalarLayout | BranchLayout
 
 
 def layout_of_tree(node: Node, offset_of: Callable[[TensorLeaf], int]) -> Layout:
-    """Put a tree into words, with the places of its tensors."""
+    """Describe a tree, with the offsets of its tensors."""
     if isinstance(node, TensorLeaf):
-        data = node.data
-        piece = (
-            (data.start, data.stop, data.fingerprint) if isinstance(data, ReplicatedShard) else None
-        )
+        data, shard = node.data, None
+        if isinstance(data, ReplicatedShard):
+            shard = (data.start, data.stop, data.fingerprint)
         about = (node.name, dtype_name(node.dtype), node.shape, node.device, node.mark)
-        return TensorLayout(*about, offset_of(node), piece)
+        return TensorLayout(*about, offset_of(node), shard)
     if isinstance(node, Scalar):
         return ScalarLayout(encode(node, _no_tensor), node.mark)
-    assert isinstance(node, Branch), "a state that was parsed lacks nothing"
+    assert isinstance(node, Branch), "a parsed state has no absent nodes"
     items = [(key, layout_of_tree(child, offset_of)) for key, child in node.children.items()]
     return BranchLayout(node.kind, items, node.mark)
 
 
-def tree_from_layout(note: Layout, buffer: Tensor) -> Node:
-    """Make the tree again, with tensors that lie in the buffer."""
-    if isinstance(note, TensorLayout):
-        return _read_tensor(note, buffer)
-    if isinstance(note, ScalarLayout):
-        scalar = decode(note.value, tensor=_no_tensor, rank=None)
+def tree_from_layout(layout: Layout, buffer: Tensor) -> Node:
+    """Rebuild a tree, with tensors in the buffer."""
+    if isinstance(layout, TensorLayout):
+        return _read_tensor(layout, buffer)
+    if isinstance(layout, ScalarLayout):
+        scalar = decode(layout.value, tensor=_no_tensor, rank=None)
         assert isinstance(scalar, Scalar)
-        return replace(scalar, mark=note.mark)
-    children = {key: tree_from_layout(child, buffer) for key, child in note.items}
-    return Branch(note.kind, children, note.mark)
+        return replace(scalar, mark=layout.mark)
+    children = {key: tree_from_layout(child, buffer) for key, child in layout.items}
+    return Branch(layout.kind, children, layout.mark)
 
 
-def _read_tensor(note: TensorLayout, buffer: Tensor) -> TensorLeaf:
-    dtype = dtype_from_name(note.dtype)
+def _read_tensor(layout: TensorLayout, buffer: Tensor) -> TensorLeaf:
+    dtype = dtype_from_name(layout.dtype)
     assert dtype is not None, "both processes have the same torch"
     data: Tensor | ReplicatedShard
-    if note.piece is None:
-        size = nbytes(dtype, note.shape)
-        data = _view(buffer, note.offset, size, dtype).view(note.shape)
+    if layout.shard is None:
+        size = nbytes(dtype, layout.shape)
+        data = _view(buffer, layout.offset, size, dtype).view(layout.shape)
     else:
-        start, stop, fingerprint = note.piece
-        is_here = note.offset >= 0
-        part = _view(buffer, note.offset, stop - start, dtype) if is_here else None
-        about = (note.name, dtype, note.shape, note.device)
+        start, stop, fingerprint = layout.shard
+        here = layout.offset >= 0
+        part = _view(buffer, layout.offset, stop - start, dtype) if here else None
+        about = (layout.name, dtype, layout.shape, layout.device)
         data = ReplicatedShard(*about, start, stop, fingerprint, part)
-    return TensorLeaf(note.name, dtype, note.shape, note.device, data, note.mark)
+    return TensorLeaf(layout.name, dtype, layout.shape, layout.device, data, layout.mark)
 
 
 def _view(buffer: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -306,10 +288,10 @@ def _view(buffer: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def state_from_tree(node: Node, within: Mark = "") -> Any:
-    """Make a state of a tree: with marks, and with nodes where a plain value would say less.
+    """Convert a tree to a state with marks.
 
-    Such are what a codec has made, for the codec may not be known in this process, and a tensor
-    that comes from another device.
+    Values encoded by a codec stay nodes, since this process may not have the codec; so do tensors
+    from another device, whose name a plain tensor would lose.
     """
     if node.mark != within:
         marked = Replicated if node.mark == "alike" else PerRank
@@ -329,4 +311,4 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
 
 
 def _no_tensor(*_: Any) -> Any:
-    raise AssertionError("a tensor has a note of its own")
+    raise AssertionError("tensors are described by TensorLayout")

@@ -1,10 +1,10 @@
-"""What runs in the writer process, and the messages it exchanges with its rank.
+"""The program of the writer process, and the messages that it exchanges with its rank.
 
-Messages are JSON over a socket pair. Tensors are never sent: they lie in shared memory, whose
-descriptor is sent once. A write that fails is reported, and the next request is awaited. The
-process exits on request and with its rank: the kernel kills it, and if not, the socket closes.
+Messages are JSON over a socket pair. Tensors are never sent: they are in shared memory, whose
+descriptor is sent once. A write that fails is reported, and the process serves the next request.
+It exits on request and with its rank: the kernel kills it, or else the socket closes.
 
-The set-up message is pickled, since it holds the user's own functions. It comes from the parent
+The set-up message is pickled, since it contains the user's functions. It comes from the parent
 over an inherited socket, and is the only thing that checkpointing unpickles.
 """
 
@@ -40,31 +40,31 @@ _MAX_FDS = 1
 
 
 class WriteRequest(msgspec.Struct, tag="write"):
-    """Write the state that is in a buffer."""
+    """Write the state in a buffer."""
 
-    turn: int
-    """The number of the save, which a process that died may have been at before."""
+    save_number: int
+    """Not counted by the process, which may be a restarted one."""
     path: bytes
-    """As the file system has it: not every path is valid Unicode."""
+    """File system encoding: not every path is valid Unicode."""
     buffer: int
-    """The number of the buffer; its descriptor comes along if the process lacks it."""
+    """The number of the buffer; its descriptor comes with its first request."""
     size: int
-    """How long the buffer is."""
+    """Length of the buffer in bytes."""
     state: Layout
     kwargs: BranchLayout
 
 
 class RefuseRequest(msgspec.Struct, tag="refuse"):
-    """Tell the other ranks that this one has nothing to write, and why."""
+    """Notify the other ranks that this one has nothing to write."""
 
-    turn: int
+    save_number: int
     path: bytes
-    why: str
+    reason: str
     kwargs: BranchLayout
 
 
 class ExitRequest(msgspec.Struct, tag="exit"):
-    """End the process."""
+    """Exit."""
 
 
 class ReadyReply(msgspec.Struct, tag="ready"):
@@ -72,14 +72,14 @@ class ReadyReply(msgspec.Struct, tag="ready"):
 
 
 class DoneReply(msgspec.Struct, tag="done"):
-    """The checkpoint is in place."""
+    """The checkpoint is committed."""
 
     written: int
     phases: dict[str, float]
 
 
 class FailedReply(msgspec.Struct, tag="failed"):
-    """It is not, or the process cannot start."""
+    """The write, or the start of the process, failed."""
 
     kind: str
     message: str
@@ -91,18 +91,18 @@ Reply: TypeAlias = ReadyReply | DoneReply | FailedReply
 
 
 def printable(text: str) -> str:
-    """Return a text that can be sent, also if it quotes a path that is not valid Unicode."""
+    """Escape surrogates, as in paths that are not valid Unicode, so that a text can be sent."""
     return text.encode(errors="backslashreplace").decode()
 
 
 class ControlSocket:
-    """One end of the pair."""
+    """One end of the socket pair; carries messages and descriptors."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
 
     def fileno(self) -> int:
-        """Name what is readable when there is a message, or the other end is gone."""
+        """Return the descriptor to poll for a message or the end of the peer."""
         return self._socket.fileno()
 
     def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
@@ -112,13 +112,12 @@ class ControlSocket:
         self._socket.sendall(header[sent:] + message)
 
     def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for a message; raises `EOFError` if none will come."""
+        """Wait for a message and its descriptors; raise `EOFError` if the peer is gone."""
         try:
             begun, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MAX_FDS)
-            header = begun + self._read(_LENGTH.size - len(begun)) if begun else b""
-            if not header:
+            if not begun:
                 raise EOFError
-            (length,) = _LENGTH.unpack(header)
+            (length,) = _LENGTH.unpack(begun + self._read(_LENGTH.size - len(begun)))
             return self._read(length), fds
         except ConnectionError:
             raise EOFError from None
@@ -134,13 +133,13 @@ class ControlSocket:
         return bytes(data)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close this end."""
         self._socket.close()
 
 
 @dataclass
 class WriterSetup:
-    """What the user wants the process to be; pickled, as these are the user's own functions."""
+    """The functions with which the user configures the process, and their arguments."""
 
     rank_info: RankInfo
     init: Callable[..., None]
@@ -154,57 +153,61 @@ class WriterSetup:
         return self.writer_init(**{"rank_info": self.rank_info, **self.writer_init_args})
 
 
-def main(control: int) -> None:
-    """Serve the rank at the other end of `control`."""
-    torch.set_num_threads(1)  # whatever runs in parallel here runs beside the training
-    link = ControlSocket(socket.socket(fileno=control))
+def main(control_fd: int) -> None:
+    """Serve the rank at the other end of a socket."""
+    torch.set_num_threads(1)  # leave the cores to training
+    control = ControlSocket(socket.socket(fileno=control_fd))
     try:
-        writer, meter = _set_up(link)
-    except BaseException as error:  # noqa: BLE001 - it is the rank that must hear of it
-        _send(link, _failure(error))
+        writer, meter = _set_up(control)
+    except BaseException as error:  # noqa: BLE001 - the rank raises it
+        _send(control, _failure(error))
     else:
-        _send(link, ReadyReply())
-        _Server(link, writer, meter).serve()
+        _send(control, ReadyReply())
+        _Server(control, writer, meter).serve()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # nothing is left to do, and to unload torch takes a while
+    os._exit(0)  # unloading torch takes a while
 
 
-def _set_up(link: ControlSocket) -> tuple[CheckpointWriter, ProgressMeter]:
-    message, (meter_fd,) = link.receive()
-    job, main_module, setup = pickle.loads(message)  # noqa: S301 - from the rank, our parent
+def _set_up(control: ControlSocket) -> tuple[CheckpointWriter, ProgressMeter]:
+    message, (meter_fd,) = control.receive()
+    job, main_module, pickled = pickle.loads(message)  # noqa: S301 - from the rank, our parent
     adopt_job_name(job)
     if main_module is not None:
         _import_script(main_module)
-    made: WriterSetup = pickle.loads(setup)  # noqa: S301
-    return made.make_writer(), ProgressMeter(mmap.mmap(meter_fd, ProgressMeter.SIZE))
+    setup: WriterSetup = pickle.loads(pickled)  # noqa: S301
+    return setup.make_writer(), ProgressMeter(mmap.mmap(meter_fd, ProgressMeter.SIZE))
 
 
-def _import_script(told: dict[str, Any]) -> None:
+def _import_script(preparation: dict[str, Any]) -> None:
     """Import the script of the rank, which must not start processes meanwhile."""
-    me: Any = multiprocessing.current_process()
-    me._inheriting = True  # as multiprocessing itself does, and asks where it starts a process
+    current: Any = multiprocessing.current_process()
+    current._inheriting = True  # the mark by which multiprocessing refuses to start processes
     try:
-        multiprocessing.spawn.prepare(told)
+        multiprocessing.spawn.prepare(preparation)
     finally:
-        del me._inheriting
+        del current._inheriting
 
 
-def _send(link: ControlSocket, reply: Reply) -> None:
-    link.send(msgspec.json.encode(reply))
+def _send(control: ControlSocket, reply: Reply) -> None:
+    control.send(msgspec.json.encode(reply))
 
 
 def _failure(error: BaseException) -> FailedReply:
-    ours = isinstance(error, CheckpointError)
-    message = str(error) if ours else f"{type(error).__name__}: {error}"
+    is_ours = isinstance(error, CheckpointError)
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
-    kind = type(error).__name__ if ours else "SaveFailed"
+    kind = type(error).__name__ if is_ours else "SaveFailed"
     return FailedReply(kind, printable(message), printable(text))
 
 
 class _Server:
-    def __init__(self, link: ControlSocket, writer: CheckpointWriter, meter: ProgressMeter) -> None:
-        self._link = link
+    """Serves the requests of the rank, one at a time."""
+
+    def __init__(
+        self, control: ControlSocket, writer: CheckpointWriter, meter: ProgressMeter
+    ) -> None:
+        self._control = control
         self._writer = writer
         self._meter = meter
         self._fds: dict[int, int] = {}
@@ -212,42 +215,48 @@ class _Server:
         self._requests: queue.SimpleQueue[tuple[Request, list[int]]] = queue.SimpleQueue()
 
     def serve(self) -> None:
-        """Do what is asked for until the end is."""
         threading.Thread(target=self._listen, daemon=True).start()
         while True:
             request, fds = self._requests.get()
             if isinstance(request, ExitRequest):
                 break
-            _send(self._link, self._obey(request, fds))
+            _send(self._control, self._handle(request, fds))
         self._writer.close()
 
     def _listen(self) -> None:
-        """Hear of the rank's end even in the middle of a write."""
+        """Queue requests, and exit with the rank even in the middle of a write."""
         try:
             while True:
-                message, fds = self._link.receive()
+                message, fds = self._control.receive()
                 self._requests.put((msgspec.json.decode(message, type=Request), fds))
         except EOFError:
             os._exit(1)
 
-    def _obey(self, request: WriteRequest | RefuseRequest, fds: list[int]) -> Reply:
+    def _handle(self, request: WriteRequest | RefuseRequest, fds: list[int]) -> Reply:
         try:
-            with metered(self._meter), numbered_save(request.turn):
+            with metered(self._meter), numbered_save(request.save_number):
                 if isinstance(request, RefuseRequest):
                     self._refuse(request)
                 else:
-                    self._write(request, fds)
+                    layout, buffer = request.state, self._map_buffer(request, fds)
+                    self._write(request, state_from_tree(tree_from_layout(layout, buffer)))
             return DoneReply(self._meter.written, self._meter.seconds())
         except BaseException as error:  # noqa: BLE001 - the process survives whatever it is
             return _failure(error)
 
-    def _write(self, request: WriteRequest, fds: list[int]) -> None:
-        state = state_from_tree(tree_from_layout(request.state, self._buffer(request, fds)))
-        pending = self._writer.write(os.fsdecode(request.path), state, **_decode_kwargs(request))
+    def _write(self, request: WriteRequest | RefuseRequest, state: dict[str, Any]) -> None:
+        kwargs = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
+        pending = self._writer.write(os.fsdecode(request.path), state, **kwargs)
         if pending is not None:
             pending.result()
 
-    def _buffer(self, request: WriteRequest, fds: list[int]) -> Tensor:
+    def _refuse(self, request: RefuseRequest) -> None:
+        """Take part in the save with nothing but the reason, so that no rank waits in vain."""
+        if isinstance(self._writer, CheckpointWriter):
+            self._write(request, {"state": _MissingState(request.reason)})
+        raise SaveFailed(request.reason)
+
+    def _map_buffer(self, request: WriteRequest, fds: list[int]) -> Tensor:
         number = request.buffer
         if fds:
             (self._fds[number],) = fds
@@ -256,24 +265,10 @@ class _Server:
             self._buffers[number] = known = map_shared(self._fds[number], request.size)
         return known
 
-    def _refuse(self, request: RefuseRequest) -> None:
-        """Come to the meeting with nothing but the reason, so that nobody waits in vain."""
-        if isinstance(self._writer, CheckpointWriter):
-            state = {"state": _MissingState(request.why)}
-            self._writer.write(os.fsdecode(request.path), state, **_decode_kwargs(request))
-        raise SaveFailed(request.why)
-
-
-def _decode_kwargs(request: WriteRequest | RefuseRequest) -> dict[str, Any]:
-    kwargs: dict[str, Any] = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
-    return kwargs
-
 
 class _MissingState:
-    """A state that there is not."""
-
-    def __init__(self, why: str) -> None:
-        self._why = why
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
     def state_dict(self) -> Any:
-        raise SaveFailed(self._why)
+        raise SaveFailed(self._reason)

@@ -38,7 +38,7 @@ from phalanx.groups._rendezvous import EngineSetup
 from phalanx.groups._status_store import StatusStore
 from phalanx.groups._store import RESERVATION_PREFIX, ClosedGroup
 from phalanx.groups._store_client import StoreClient
-from phalanx.groups._timing import Timing
+from phalanx.groups._timing import Timing, override_timing
 from phalanx.groups.backends.shm import RegionOffer
 from phalanx.testing import Died, Fault, kill
 from ports import free_port
@@ -456,7 +456,8 @@ def form_in_different_order(ctx):
 
 
 def test_groups_formed_in_different_order_are_refused(threads):
-    threads.run(form_in_different_order, 2, timeout=15)
+    with override_timing(other_groups_interval=0.2):
+        threads.run(form_in_different_order, 2, timeout=15)
 
 
 def form_from_two_threads(ctx):
@@ -483,7 +484,7 @@ def claim_the_same_rank(ctx):
         return ctx.store.get("done")  # stay away, so that the others are still forming
     if ctx.rank == 1:
         with pytest.raises(RendezvousTimeout):
-            ctx.group("gloo", name="g", rank=1, world_size=2, timeout=timedelta(seconds=3))
+            ctx.group("gloo", name="g", rank=1, world_size=2, timeout=timedelta(seconds=1.5))
         ctx.store.set("done", "")
     if ctx.rank == 2:
         ctx.store.wait(["phalanx/g/1/request/1"])

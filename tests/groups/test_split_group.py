@@ -20,6 +20,7 @@ from phalanx.errors import (
     UnknownOption,
 )
 from phalanx.groups import new_group
+from phalanx.groups._timing import override_timing
 from phalanx.groups.backends.shm import RegionOffer
 from phalanx.testing import Died, Fault, faults, kill, over_groups, stop
 from ports import free_port
@@ -106,7 +107,8 @@ def test_different_backends_are_refused_on_all_sides(ranks, backend):
 
 def split_in_different_order(ctx):
     group = ctx.group("shm", timeout=LONG)
-    with pytest.raises(RankMismatch, match="same order"):
+    quick = override_timing(other_groups_interval=0.2)
+    with quick, pytest.raises(RankMismatch, match="same order"):
         group.split_group([0, 1], group_name=["left", "right"][ctx.rank])
 
 
@@ -169,6 +171,11 @@ def test_a_death_is_noticed_and_the_others_can_split_again(ranks, backend, point
 
 
 def lose_the_store(ctx, port):
+    with override_timing(request_timeout=0.3, deadline_grace=0.2):
+        split_without_the_store(ctx, port)
+
+
+def split_without_the_store(ctx, port):
     place = {"store": f"tcp://127.0.0.1:{port}", "rank": ctx.rank, "world_size": ctx.size}
     group = ctx.closing(new_group("shm", LONG, **place))
     host = torch.tensor([os.getpid()])
@@ -179,7 +186,7 @@ def lose_the_store(ctx, port):
         time.sleep(0.001)
     started = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="store does not answer"):
-        group.split_group([1, 2], timeout=timedelta(seconds=1))
+        group.split_group([1, 2], timeout=timedelta(seconds=0.5))
     assert time.monotonic() - started < 5
 
 

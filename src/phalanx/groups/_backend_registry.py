@@ -1,4 +1,4 @@
-"""The backends by name: the only place where a name becomes an engine."""
+"""The registered backends, by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .backends.shm import RegionOffer
 
 
 class ProcessGroupFactory(Protocol):
-    """Makes the engine of one rank; the ranks have met and agreed when it is called."""
+    """Creates the engine of one rank, after the rendezvous."""
 
     def __call__(
         self,
@@ -43,20 +43,20 @@ _backends: dict[str, Backend] = {}
 
 
 def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | None = None) -> None:
-    """Register a backend under a name that `new_group` then knows."""
+    """Register a backend, so that `new_group` accepts its name."""
     if name in _backends:
-        raise InvalidArgument(f"backend {name!r} is registered already: choose another name")
+        raise InvalidArgument(f"backend {name!r} is already registered; choose another name")
     _backends[name] = Backend(name, func, traits or Traits())
 
 
 def find_backend(name: str) -> Backend:
-    """Return the backend of that name."""
+    """Return a backend by name."""
     try:
         return _backends[name]
     except (KeyError, TypeError):
         known = ", ".join(sorted(_backends))
         raise InvalidArgument(
-            f"there is no backend {name!r}: use one of {known}, or add it with register_backend"
+            f"unknown backend {name!r}. Use one of {known}, or add it with register_backend"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""How ranks, tensors and calls are written in messages."""
+"""Formatting of ranks, tensors and calls in messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 class RankCall(NamedTuple):
-    """What one rank called, for a message that names both sides."""
+    """The call of one rank, for messages about mismatches."""
 
     rank: int
     what: str
@@ -32,15 +32,15 @@ class RankCall(NamedTuple):
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Tell a tensor in short: ``float32[10, 3]``."""
+    """Format a tensor: ``float32[10, 3]``."""
     return f"{dtype_name(dtype)}{list(shape)}"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Tell an element type: ``float32``."""
+    """Format a dtype: ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def op_name(op: object) -> str:
-    """Tell a reduce operation: ``SUM``."""
+    """Format a reduce operation: ``SUM``."""
     return str(op).rpartition(".")[2]

@@ -1,9 +1,9 @@
 """Groups made of some ranks of a parent group, which is ours or torch's; used by device meshes.
 
-A `ParentGroup` knows this rank's place and how to make a group of some of its ranks. Only those
-ranks call it. They meet in the parent's store under a name that all of them derive from the
-ranks and the options alone. torch's own function counts the groups of the process into the
-name, so ranks with different numbers of groups would wait for each other forever.
+A `ParentGroup` knows this rank and how to create a group of some of the parent's ranks. Only those
+ranks call it. They meet in the parent's store under a name that depends on the ranks and the
+options alone. torch's own function includes the number of groups of the process in the name, so
+ranks with different numbers of groups would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from ._store_client import StoreClient, clone_connection
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """What is set here differs from the base's group; two groups are one if these are equal."""
+    """Differences from the parent group; subgroups with equal options are the same group."""
 
     backend: str | None = None
     timeout: timedelta | None = None
     options: tuple[tuple[str, Any], ...] = ()
     native: Backend.Options | None = None
-    """Options as torch has them, for an engine that is torch's."""
+    """torch's own options object, for an engine of torch's."""
 
     @property
     def label(self) -> str:
-        """Tell the difference in short: part of the name of a group, the same on every rank."""
+        """A short description, the same on every rank; part of the group's name."""
         parts = [] if self.backend is None else [self.backend]
         parts += [f"{name}={value}" for name, value in self.options]
         parts += [] if self.timeout is None else [f"{self.timeout.total_seconds():g}s"]
         return "".join(f" {part}" for part in parts)
 
-    def applied_to(self, recipe: GroupConfig) -> GroupConfig:
-        """Return a recipe with these differences."""
+    def applied_to(self, config: GroupConfig) -> GroupConfig:
+        """Return a config with these differences."""
         options = dict(self.options)
-        return derive_config(recipe, backend=self.backend, options=options, timeout=self.timeout)
+        return derive_config(config, backend=self.backend, options=options, timeout=self.timeout)
 
 
 DEFAULT_OPTIONS = GroupOptions()
 
 
 class ParentGroup(ABC):
-    """A group that others are made of."""
+    """A group from which subgroups are created."""
 
     def __init__(self, group: dist.ProcessGroup, *, label: str, store: Store | None) -> None:
         self.group = group
@@ -76,31 +76,31 @@ class ParentGroup(ABC):
 
     @property
     def talks(self) -> bool:
-        """Tell whether its ranks can meet at all: those of a fake group are not there."""
+        """Whether its ranks communicate; those of a fake group do not exist."""
         return self._store is not None
 
     def connect(self) -> StoreClient:
-        """Return the store that its ranks meet in, on a connection of its own: others may wait."""
-        assert self._store is not None, "they talk"
+        """Return the group's store, on a new connection that no wait can block."""
+        assert self._store is not None, "its ranks communicate"
         return StoreClient(clone_connection(self._store))
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether no group can be made of it any more; of ours, survivors always can."""
+        """Whether it was destroyed; survivors of our groups can always create subgroups."""
         return False
 
     @property
     @abstractmethod
     def global_ranks(self) -> Sequence[int]:
-        """The launcher's number of every rank."""
+        """The global rank of every rank."""
 
     @abstractmethod
     def takes(self, device_type: str) -> bool:
-        """Tell whether the group itself can serve where all of its ranks are wanted."""
+        """Whether the group itself can serve as the subgroup of all its ranks."""
 
     @abstractmethod
     def check(self, options: GroupOptions) -> None:
-        """Refuse what no group of this base could be made with."""
+        """Raise for options with which no subgroup can be created."""
 
     @abstractmethod
     def make(
@@ -113,11 +113,11 @@ class ParentGroup(ABC):
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        """Make a group of some ranks, this one among them; only they call it."""
+        """Create a group of some ranks, including this one; only those ranks call it."""
 
 
 class _PhalanxParent(ParentGroup):
-    """A group of ours."""
+    """A group of phalanx."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group, label=group.label, store=group.get_group_store())
@@ -144,14 +144,14 @@ class _PhalanxParent(ParentGroup):
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
         device = None if self.takes(device_type) else device_type
-        recipe = derive_config(options.applied_to(self._ours._recipe), device=device)
-        made = split_group(self._ours, ranks, recipe, name=name, desc=desc, purpose=purpose)
-        assert made is not None, "this rank is one of them"
+        config = derive_config(options.applied_to(self._ours._recipe), device=device)
+        made = split_group(self._ours, ranks, config, name=name, desc=desc, purpose=purpose)
+        assert made is not None, "this rank is a member"
         return made
 
 
 class _TorchParent(ParentGroup):
-    """A group of torch's; what is made of it is ours where we have the engine that it uses."""
+    """A group of torch's; subgroups are ours if we have a backend of the same name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._is_fake = "fake" in dist.get_backend(group)
@@ -175,9 +175,9 @@ class _TorchParent(ParentGroup):
         if backend is None or options.native is not None:
             return
         if _has_backend(backend):
-            options.applied_to(self._recipe(backend, "cpu"))
+            options.applied_to(self._config(backend, "cpu"))
         elif backend not in dist.Backend.backend_list:
-            find_backend(backend)  # raises, and lists those that there are
+            find_backend(backend)  # raises
 
     def make(
         self,
@@ -194,7 +194,7 @@ class _TorchParent(ParentGroup):
             return self._torch_group(ranks, options, backend, label, desc, purpose)
         return split_from_store(
             self._store,
-            options.applied_to(self._recipe(backend, device_type)),
+            options.applied_to(self._config(backend, device_type)),
             label,
             rank=self.rank,
             ranks=ranks,
@@ -204,14 +204,14 @@ class _TorchParent(ParentGroup):
         )
 
     def _backends(self) -> dict[str, str]:
-        """Read what torch writes as ``cpu:gloo,cuda:nccl``."""
+        """Parse torch's ``cpu:gloo,cuda:nccl``."""
         config = dist.get_backend_config(self.group)
         return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
 
     def _backend_for(self, device_type: str) -> str:
         return "fake" if self._is_fake else self._backends().get(device_type, "auto")
 
-    def _recipe(self, backend: str, device_type: str) -> GroupConfig:
+    def _config(self, backend: str, device_type: str) -> GroupConfig:
         return GroupConfig(backend, torch.device(device_type), self._timeout(), None, {})
 
     def _timeout(self) -> timedelta:
@@ -231,7 +231,7 @@ class _TorchParent(ParentGroup):
         desc: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        """Make a group of torch's, under a name that does not depend on what this process has."""
+        """Create a group of torch's, under a name that does not depend on this process's groups."""
         mine, everyone = list(ranks).index(self.rank), self.global_ranks
         members = [everyone[rank] for rank in ranks]
         timeout = options.timeout or self._timeout()
@@ -246,7 +246,7 @@ class _TorchParent(ParentGroup):
             members,
             dist.Backend(backend),
             c10d._get_default_store(),
-            # torch takes no name twice, and what was left in the store under one could be mistaken.
+            # Unique, since torch refuses a used name, and old keys in the store could be misread.
             c10d.GroupName(f"{label} {token}"),
             backend_options=options.native,
             timeout=timeout,
@@ -266,33 +266,31 @@ def _has_backend(backend: str) -> bool:
 
 
 def _is_in_torch_tables(group: dist.ProcessGroup) -> bool:
-    """Tell whether a group is in torch's tables, which it is until it ends."""
     return group in c10d._world.pg_map
 
 
 def parent_group(group: dist.ProcessGroup) -> ParentGroup:
-    """Return what makes it possible to make groups of a group."""
+    """Return the `ParentGroup` of a group."""
     if isinstance(group, ProcessGroup):
         return _PhalanxParent(group)
     if not isinstance(group, dist.ProcessGroup):
-        raise InvalidType(f"group is a process group, not {group!r}")
+        raise InvalidType(f"group must be a process group, got {group!r}")
     if not _is_in_torch_tables(group):
-        raise InvalidState("group was destroyed, or is not a group that torch has made")
+        raise InvalidState("group was destroyed, or was not created by torch.distributed")
     return _TorchParent(group)
 
 
 def default_parent_group(device_type: str) -> ParentGroup:
-    """Return the base where no group is given.
+    """Return the parent to use where no group is given.
 
-    That is the group that this thread works in, torch's default group, or else a new group of all
-    ranks that the launcher has started.
+    The default group, or else a new group of all ranks that the launcher has started.
     """
     group = default_group()
     return parent_group(new_group(device=device_type) if group is None else group)
 
 
 def resolve_group(name: str) -> dist.ProcessGroup | None:
-    """Return the group that torch knows by a name in this process, if there is one."""
+    """Return the group of that name in torch's tables, if any."""
     try:
         return _resolve_process_group(c10d.GroupName(name))
     except (RuntimeError, ValueError):
@@ -300,7 +298,7 @@ def resolve_group(name: str) -> dist.ProcessGroup | None:
 
 
 def end_group(group: dist.ProcessGroup) -> None:
-    """End this rank's part in a group that a base has made, unless it has ended already."""
+    """Close a subgroup on this rank, unless it is closed."""
     if isinstance(group, ProcessGroup):
         group.shutdown()
     elif _is_in_torch_tables(group):

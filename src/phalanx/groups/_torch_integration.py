@@ -2,8 +2,8 @@
 
 torch finds a group by name in C++ (functional collectives) and by object in Python (the rank
 translation of `dist.broadcast(src=...)`). Both tables are torch's; a group is added when it is
-created and removed when it ends. A name gets a numeric suffix where it is taken; all ranks use
-the same number.
+created and removed when it ends. A name that is taken gets a numeric suffix, the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _numbers_lock = threading.Lock()
 _numbers: dict[str, set[int]] = {}
-"""By the name that was wanted: the numbers that groups of this process have with it."""
+"""By requested name: the suffixes that groups of this process use."""
 
 
 def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
-    """Make torch accept a group; returns its name there, unique in this process."""
+    """Add a group to torch; returns its name there, unique in this process."""
     if isinstance(engine, native.Backend):
         _expose_engine(group, engine)
     return add_to_torch_tables(group)
 
 
 def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
-    """Enter a group into torch's tables; returns its name there."""
+    """Add a group to torch's Python tables; returns its name there."""
     name = _register(group)
     c10d._world.pg_names[group] = name
     c10d._world.pg_map[group] = (group.backend, cast("native.Store", group.get_group_store()))
@@ -45,20 +45,20 @@ def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
     return name
 
 
-def next_free_number(wanted: str) -> int:
-    """Return a number that is free with a name in this process, as are all greater ones.
+def next_free_number(requested: str) -> int:
+    """Return a suffix from which on a name is free in this process.
 
-    So the greatest that any rank returns is free on all of them.
+    The greatest that any rank returns is thus free on all of them.
     """
     with _numbers_lock:
-        number = max(_numbers.get(wanted, ()), default=-1) + 1
-        while _is_taken(_numbered(wanted, number)):  # by a group that is torch's
+        number = max(_numbers.get(requested, ()), default=-1) + 1
+        while _is_taken(_numbered(requested, number)):  # by one of torch's own groups
             number += 1
     return number
 
 
-def _numbered(wanted: str, number: int) -> c10d.GroupName:
-    return c10d.GroupName(f"{wanted}~{number}" if number else wanted)
+def _numbered(requested: str, number: int) -> c10d.GroupName:
+    return c10d.GroupName(f"{requested}~{number}" if number else requested)
 
 
 def _is_taken(name: c10d.GroupName) -> bool:
@@ -70,37 +70,37 @@ def _is_taken(name: c10d.GroupName) -> bool:
 
 
 def _register(group: ProcessGroup) -> c10d.GroupName:
-    """Register under the name that the ranks agreed on, or the next: threads share a process."""
-    wanted = _wanted_name(group)
+    """Register with the suffix that the ranks agreed on, or a later one if ranks are threads."""
+    requested = _requested_name(group)
     with _numbers_lock:
         for number in count(group._name_number):
-            name = _numbered(wanted, number)
+            name = _numbered(requested, number)
             try:
                 native._register_process_group(name, group)
             except RuntimeError:  # the name is taken
                 continue
-            _numbers.setdefault(wanted, set()).add(number)
+            _numbers.setdefault(requested, set()).add(number)
             return name
     raise AssertionError("count() has no end")
 
 
-def _wanted_name(group: ProcessGroup) -> str:
+def _requested_name(group: ProcessGroup) -> str:
     return group._given_name or group.label
 
 
 def _release_number(group: ProcessGroup) -> None:
-    wanted = _wanted_name(group)
+    requested = _requested_name(group)
     with _numbers_lock:
-        numbers = _numbers.get(wanted, set())
+        numbers = _numbers.get(requested, set())
         numbers.difference_update(
-            [each for each in numbers if _numbered(wanted, each) == group.group_name]
+            [each for each in numbers if _numbered(requested, each) == group.group_name]
         )
         if not numbers:
-            _numbers.pop(wanted, None)
+            _numbers.pop(requested, None)
 
 
 def _expose_engine(group: ProcessGroup, engine: Engine) -> None:
-    """Let torch's C++ reach the engine for what it does not ask the Python object for."""
+    """Give torch's C++ code the engine, for calls that bypass the Python object."""
     types = native.ProcessGroup.BackendType
     kind = getattr(types, group.backend.upper(), types.CUSTOM)
     group._set_default_backend(kind)
@@ -109,7 +109,7 @@ def _expose_engine(group: ProcessGroup, engine: Engine) -> None:
 
 
 def unregister_group(group: ProcessGroup) -> None:
-    """Take a group out of torch's tables."""
+    """Remove a group from torch's tables."""
     if group not in c10d._world.pg_names:
         return
     native._unregister_process_group(c10d.GroupName(group.group_name))

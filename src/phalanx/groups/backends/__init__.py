@@ -1,4 +1,4 @@
-"""One file per backend; `groups._backend_registry` names them."""
+"""The backends, one module each; `groups._backend_registry` registers them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["refuse_options"]
 
 
 def refuse_options(backend: str) -> Callable[[dict[str, object]], None]:
-    """Make the check of a backend that has no options."""
+    """Return the options check of a backend without options."""
 
     def refuse(options: dict[str, object]) -> None:
         if options:
             names = ", ".join(sorted(options))
-            raise UnknownOption(f"{backend} takes no options, but was given {names}")
+            raise UnknownOption(f"{backend} has no options, got {names}")
 
     return refuse

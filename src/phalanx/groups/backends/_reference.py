@@ -1,8 +1,8 @@
 """The meaning of each collective in plain tensor code: the reference for every engine.
 
 A function gets the arguments of every participating rank, in rank order, and fills their
-outputs. Sums are added up in rank order, never by arrival, so equal inputs give equal bits.
-What a departed rank would have filled stays as it is.
+outputs. Sums are computed in rank order, never by arrival, so equal inputs give equal bits.
+Output slots of departed ranks are left unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def reduce_in_rank_order(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors in the order given; half precision is added up in single."""
+    """Reduce tensors in the order given; half precision is accumulated in single."""
     kind = plain_op(op)
     if tensors[0].is_sparse:
         return _combine_sparse(tensors, kind)
@@ -62,7 +62,7 @@ def _combine_sparse(tensors: Sequence[Tensor], kind: Any) -> Tensor:
 
 
 def allreduce(calls: Arguments) -> None:
-    """Give everybody the reduction of everybody's tensors."""
+    """Every rank gets the reduction of all tensors."""
     first, opts = _first_arguments(calls)
     for place in range(len(first)):
         tensors = [tensors[place] for tensors, _ in calls.values()]
@@ -72,14 +72,14 @@ def allreduce(calls: Arguments) -> None:
 
 
 def reduce(calls: Arguments) -> None:
-    """Give the root the reduction of everybody's tensors."""
+    """The root gets the reduction of all tensors."""
     opts = _first_arguments(calls)[-1]
     total = reduce_in_rank_order(opts.reduceOp, [tensors[0] for tensors, _ in calls.values()])
     copy_into(_root_arguments(calls)[0][0], total)
 
 
 def broadcast(calls: Arguments) -> None:
-    """Give everybody the root's tensor."""
+    """Every rank gets the root's tensor."""
     root = _root_arguments(calls)
     for call in calls.values():
         if call is not root:
@@ -87,14 +87,14 @@ def broadcast(calls: Arguments) -> None:
 
 
 def allgather(calls: Arguments) -> None:
-    """Give everybody everybody's tensor, in a list."""
+    """Every rank gets the list of all tensors."""
     for outputs, _, _ in calls.values():
         for rank, (_, inputs, _) in calls.items():
             copy_into(outputs[0][rank], inputs[0])
 
 
 def allgather_base(calls: Arguments) -> None:
-    """Give everybody everybody's tensor, in one tensor."""
+    """Every rank gets all tensors, in one."""
     for output, mine, _ in calls.values():
         rows = output.detach().view(-1, mine.numel()) if mine.numel() else None
         for rank, (_, part, _) in calls.items():
@@ -103,33 +103,29 @@ def allgather_base(calls: Arguments) -> None:
 
 
 def gather(calls: Arguments) -> None:
-    """Give the root everybody's tensor."""
+    """The root gets all tensors."""
     outputs = _root_arguments(calls)[0]
     for rank, (_, inputs, _) in calls.items():
         copy_into(outputs[0][rank], inputs[0])
 
 
 def scatter(calls: Arguments) -> None:
-    """Give everybody their tensor of the root's list."""
+    """Rank i gets the i-th tensor of the root's list."""
     inputs = _root_arguments(calls)[1]
     for rank, (outputs, _, _) in calls.items():
         copy_into(outputs[0], inputs[0][rank])
 
 
 def reduce_scatter(calls: Arguments) -> None:
-    """Give rank i the reduction of everybody's i-th tensor."""
+    """Rank i gets the reduction of all i-th tensors."""
     opts = _first_arguments(calls)[-1]
     for rank, (outputs, _, _) in calls.items():
-        copy_into(
-            outputs[0],
-            reduce_in_rank_order(
-                opts.reduceOp, [inputs[0][rank] for _, inputs, _ in calls.values()]
-            ),
-        )
+        parts = [inputs[0][rank] for _, inputs, _ in calls.values()]
+        copy_into(outputs[0], reduce_in_rank_order(opts.reduceOp, parts))
 
 
 def reduce_scatter_base(calls: Arguments) -> None:
-    """Give rank i the reduction of everybody's i-th part."""
+    """Rank i gets the reduction of all i-th parts."""
     opts = _first_arguments(calls)[-1]
     for rank, (output, _, _) in calls.items():
         count = output.numel()
@@ -141,7 +137,7 @@ def reduce_scatter_base(calls: Arguments) -> None:
 
 
 def alltoall_base(calls: Arguments) -> None:
-    """Give rank i the i-th rows of everybody's tensor."""
+    """Rank i gets the i-th rows of every tensor."""
     pieces = {
         rank: source.detach().split(out_of) for rank, (_, source, _, out_of, _) in calls.items()
     }
@@ -152,19 +148,18 @@ def alltoall_base(calls: Arguments) -> None:
 
 
 def alltoall(calls: Arguments) -> None:
-    """Give rank i everybody's i-th tensor."""
+    """Rank i gets the i-th tensor of every list."""
     for rank, (outputs, _, _) in calls.items():
         for sender, (_, inputs, _) in calls.items():
             copy_into(outputs[sender], inputs[rank])
 
 
 def barrier(calls: Arguments) -> None:
-    """Give nobody anything."""
     del calls
 
 
 def copy_into(target: Tensor, value: Tensor) -> None:
-    """Copy a value into a tensor of as many elements."""
+    """Copy a value into a tensor with the same number of elements."""
     if target.is_sparse:
         target.zero_().add_(value)  # a detached view would not see the new entries
         return
@@ -176,12 +171,10 @@ def copy_into(target: Tensor, value: Tensor) -> None:
 
 
 def _first_arguments(calls: Arguments) -> tuple[Any, ...]:
-    """Take what all ranks say alike from one of them."""
     return next(iter(calls.values()))
 
 
 def _root_arguments(calls: Arguments) -> tuple[Any, ...]:
-    """Find what the root brought; every rank's options, which come last, tell who it is."""
     root = _first_arguments(calls)[-1].rootRank
     if root not in calls:
         raise CallFailed(PeerLeft, root, f"its root, rank {root}, has left the group")

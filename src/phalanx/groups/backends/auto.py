@@ -1,7 +1,7 @@
 """Auto: the fastest engine that these ranks can use.
 
-Shared memory if every rank has mapped the same region, which is tried, not guessed; NCCL for
-CUDA devices; Gloo otherwise. All ranks come to the same answer.
+NCCL for CUDA devices; shared memory if all ranks can map the same region, which is tried, not
+guessed; Gloo otherwise. All ranks choose the same.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make(
     device: torch.device,
     **kwargs: object,
 ) -> Engine:
-    """Make the best engine that all ranks agree on."""
+    """Create the fastest engine that all ranks can use."""
     del kwargs
     arguments = (rank, world_size, timeout, device)
     if device.type == "cuda":
@@ -39,14 +39,13 @@ def make(
         return shm.make(PrefixStore("shm", store), *arguments)
     except RendezvousTimeout:
         raise
-    except RendezvousError:  # on every rank alike: they cannot share memory
+    except RendezvousError:  # raised on every rank: they cannot share memory
         return gloo.make(PrefixStore("gloo", store), *arguments)
 
 
 def name_of(engine: Engine) -> str:
-    """Tell which engine it is."""
     return "shm" if isinstance(engine, shm.ShmEngine) else str(engine.name())
 
 
 TRAITS = replace(gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of)
-"""What holds while it is being made; then the traits of what was chosen do."""
+"""Used until an engine is chosen; then the traits of that engine are."""

@@ -27,22 +27,21 @@ Tensors = list[Tensor]
 
 
 class FakeEngine:
-    """One rank of a group of which the others do not exist."""
+    """The engine of a rank whose peers do not exist."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
         self.begun: list[Any] = []
-        """Stays empty: nobody meets this rank in a call."""
+        """Stays empty: every call completes at once."""
 
     def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
-        """Leave the tensors as they are."""
+        """Leave the tensors unchanged."""
         return _done(tensors)
 
     allreduce_coalesced = reduce = broadcast = allreduce
 
     def barrier(self, opts: Any) -> PythonWork:
-        """Pass."""
         return _done([])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
@@ -54,7 +53,7 @@ class FakeEngine:
         return _done([output], [part.view(output.shape)])
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
-        """Receive this rank's tensor from everybody."""
+        """Receive this rank's own tensor from every rank."""
         return _done(outputs[0], inputs * self._size)
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> PythonWork:
@@ -62,7 +61,7 @@ class FakeEngine:
         return _done([rows], [part.reshape(1, -1).expand_as(rows)])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
-        """Receive this rank's tensor from everybody, on the root."""
+        """Receive this rank's own tensor from every rank, on the root."""
         return _done(outputs[0], inputs * self._size) if outputs else _done([])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
@@ -72,7 +71,7 @@ class FakeEngine:
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
     ) -> PythonWork:
-        """Receive this rank's own part from everybody, as far as it reaches."""
+        """Receive this rank's own part from every rank, cut to the expected size."""
         before = sum(out_of[: self._rank])
         own = source.detach()[before : before + out_of[self._rank]]
         if set(into) == {len(own)}:
@@ -88,15 +87,12 @@ class FakeEngine:
         return _done([outputs[self._rank]], [inputs[self._rank]])
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        """Send to nobody."""
         return _done([])
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        """Receive nothing."""
         return _done(tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
-        """Receive nothing."""
         return _done(tensors)
 
 
@@ -116,7 +112,7 @@ def make(
     device: torch.device,
     **kwargs: object,
 ) -> Engine:
-    """Make one rank of a group that is not there."""
+    """Create an engine without peers."""
     del store, timeout, device, kwargs
     return FakeEngine(rank, world_size)
 

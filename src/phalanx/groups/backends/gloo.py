@@ -37,11 +37,11 @@ def make(
 
 
 class _Transfer(PythonWork):
-    """A send or receive that is waited for on a thread of its own.
+    """A send or receive whose wait runs on a borrowed thread.
 
-    To Gloo, a timed wait that runs out means that the connection is broken, so a waiter that wants
-    to look around now and then must not be the one who waits. The thread is borrowed on the first
-    look and given back when the transfer ends.
+    Gloo breaks the connection when a timed wait times out, so a caller that checks for failures
+    while it waits must not wait in Gloo itself. The thread is borrowed at the first check and
+    returned when the transfer ends.
     """
 
     def __init__(self, raw: RawWork, seconds: float) -> None:

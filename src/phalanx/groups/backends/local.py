@@ -1,8 +1,8 @@
 """Local: ranks are threads of one process.
 
 The last rank to arrive does the work for all (`_reference` has the arithmetic), so no thread
-waits inside a call and nothing depends on the order of arrival. Slow, exact and easy to reason
-about: the other backends are tested against it.
+waits inside a call and nothing depends on the order of arrival. Slow and exact: the other
+backends are tested against it.
 
 `_Hub._lock` guards bookkeeping only; tensors are touched outside of it.
 """
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-THREAD_POLL_INTERVAL = 0.05  # seconds between two looks for threads that have ended
+THREAD_POLL_INTERVAL = 0.05  # seconds between two checks for threads that have ended
 
 Tensors = list[Tensor]
 Function = Callable[[reference.Arguments], None]
@@ -57,7 +57,6 @@ class _Slot:
         self.arrived: dict[int, tuple[Function, tuple[Any, ...], PythonWork]] = {}
 
     def run(self) -> None:
-        """Do the work for all ranks."""
         functions = {function for function, _, _ in self.arrived.values()}
         error: Exception | None = None
         try:
@@ -65,17 +64,17 @@ class _Slot:
                 raise RuntimeError("ranks called different operations")
             with torch.no_grad():
                 functions.pop()({rank: self.arrived[rank][1] for rank in sorted(self.arrived)})
-        except CallFailed as spoiled:
-            error = spoiled
+        except CallFailed as caught:
+            error = caught
         except (RuntimeError, ValueError, IndexError) as caught:
             error = RuntimeError(str(caught))
         self.finish(error)
 
     def finish(self, error: Exception | None) -> None:
-        """End the call on all ranks, unless it has ended."""
+        """Complete the call on all ranks, unless it is complete."""
         for _, _, work in self.arrived.values():
-            # Whatever hangs on a future is another rank's business, and may call that rank's group:
-            # not on this thread, which is in the middle of a call of its own.
+            # Callbacks of another rank's future may call that rank's group, so they must not run on
+            # this thread, which is within a call itself.
             if work.has_future:
                 borrow_thread(partial(work.finish, error))
             else:
@@ -87,54 +86,52 @@ class _PendingTransfer:
     """One side of a transfer that waits for the other."""
 
     source: int | None
-    """None for a receive from anybody."""
+    """None for a receive from any rank."""
     target: int
     tag: int
     tensor: Tensor
     work: PythonWork
 
     def matches(self, other: _PendingTransfer) -> bool:
-        """Tell whether a send and a receive belong together."""
         same = (self.target, self.tag) == (other.target, other.tag)
         return same and (None in (self.source, other.source) or self.source == other.source)
 
 
 @dataclass(frozen=True)
 class _DeclaredCall:
-    """What the first rank to arrive said that it calls."""
+    """What the first rank to arrive calls."""
 
-    said: str
+    key: str
     side: RankCall
-    heard: set[int] = field(default_factory=set)
+    compared: set[int] = field(default_factory=set)
 
 
 class _Hub:
-    """Where the threads of one group meet."""
+    """The state that the threads of one group share."""
 
     def __init__(self, size: int) -> None:
         self.threads: dict[int, threading.Thread] = {}
         self._size = size
-        # Over everything below. Held for bookkeeping only; tensors are touched outside of it.
-        self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)  # for who waits to be a member again
+        self._lock = threading.Lock()  # guards everything below
+        self._rejoined = threading.Condition(self._lock)
         self._slots: dict[int, _Slot] = {}
-        self._statements: dict[int, _DeclaredCall] = {}
+        self._declared: dict[int, _DeclaredCall] = {}
         self._sends: list[_PendingTransfer] = []
         self._receives: list[_PendingTransfer] = []
         self._left_at: dict[int, int] = {}
-        """The first call that a rank takes no part in, for those who have left."""
-        self._standing: dict[int, tuple[int, int]] = {}
-        """Who is back and waits for all, and its last call: its number here, and the group's."""
-        self._returns = 0
+        """For ranks that have left, the first call without them."""
+        self._waiting: dict[int, tuple[int, int]] = {}
+        """Ranks in `rejoin`, with the numbers of their last call here and in the group."""
+        self._rejoins = 0
         self._agreed = (0, 0)
         self._aborted = False
 
     def arrive(
         self, engine: LocalEngine, rank: int, function: Function, arguments: tuple[Any, ...]
     ) -> PythonWork:
-        """Arrive at a collective; the last to do so carries it out."""
+        """Arrive at a collective; the last rank carries it out."""
         work = PythonWork([])
-        whole: _Slot | None = None
+        complete: _Slot | None = None
         try:
             with self._lock:
                 if self._aborted:
@@ -142,30 +139,29 @@ class _Hub:
                 sequence = engine.sequence + 1
                 slot = self._slots.setdefault(sequence, _Slot())
                 is_last = len(slot.arrived) + 1 == len(self._members(sequence))
-                # No function is called in the next lines, so no signal is handled in between.
+                # The next lines call no function, so no signal is handled in between.
                 slot.arrived[rank] = (function, arguments, work)
                 engine.sequence = sequence
                 engine.begun += [work]
                 if is_last:
-                    whole = slot
+                    complete = slot
                     del self._slots[sequence]
-            if whole is not None:
-                whole.run()
+            if complete is not None:
+                complete.run()
         except BaseException:
-            if whole is not None:  # all wait for this rank
-                whole.finish(_interrupted(rank))
+            if complete is not None:  # all wait for this rank
+                complete.finish(_interrupted(rank))
             raise
         return work
 
     def members(self) -> list[int]:
-        """List the ranks that have not left."""
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._left_at]
 
     def leave(self, rank: int, sequence: int) -> str:
-        """Take no part from a call on, and carry out what waited for nobody else.
+        """Take no part from a call on, and carry out calls that waited only for this rank.
 
-        Not while something is under way with a rank that is there; tells what.
+        Does nothing while a transfer with a member is in flight; returns what is.
         """
         with self._lock:
             others: set[int | None] = {p.target for p in self._sends if p.source == rank}
@@ -173,76 +169,74 @@ class _Hub:
             if others & (set(range(self._size)) - set(self._left_at)):
                 return TRANSFERS_IN_FLIGHT
             self._left_at[rank] = sequence
-            whole = {
+            complete = {
                 number: slot
                 for number, slot in self._slots.items()
                 if len(slot.arrived) == len(self._members(number))
             }
-            for number in whole:
+            for number in complete:
                 del self._slots[number]
-        for number in sorted(whole):
-            whole[number].run()
+        for number in sorted(complete):
+            complete[number].run()
         return ""
 
-    def announce_rejoin(self, rank: int, standing: tuple[int, int]) -> int:
-        """Say that a rank is back; the last lets all in. Returns the turn to wait for."""
+    def announce_rejoin(self, rank: int, position: tuple[int, int]) -> int:
+        """Register a rank that rejoins; the last completes it. Returns the round to wait for."""
         with self._lock:
-            turn = self._returns
-            self._standing[rank] = standing
-            if len(self._standing) == self._size:
-                ends, calls = zip(*self._standing.values(), strict=True)
+            round_number = self._rejoins
+            self._waiting[rank] = position
+            if len(self._waiting) == self._size:
+                ends, calls = zip(*self._waiting.values(), strict=True)
                 self._agreed = max(ends), max(calls)
-                self._returns += 1
-                self._standing.clear()
+                self._rejoins += 1
+                self._waiting.clear()
                 self._left_at.clear()
-                self._statements.clear()
-                self._news.notify_all()
-        return turn
+                self._declared.clear()
+                self._rejoined.notify_all()
+        return round_number
 
-    def await_all(self, turn: int, seconds: float) -> tuple[int, int] | None:
-        """Wait until all have come back, and return where they go on; None if not yet."""
+    def await_all(self, round_number: int, seconds: float) -> tuple[int, int] | None:
+        """Wait until all have rejoined, and return where they continue; None if not yet."""
         until = time.monotonic() + seconds
         with self._lock:
-            while self._returns == turn and not self._aborted and not self._is_waiting_in_vain():
+            while self._rejoins == round_number and not self._aborted and not self._lost_a_rank():
                 left = until - time.monotonic()
                 if left <= 0:
                     break
-                self._news.wait(min(left, THREAD_POLL_INTERVAL))
-            return self._agreed if self._returns > turn else None
+                self._rejoined.wait(min(left, THREAD_POLL_INTERVAL))
+            return self._agreed if self._rejoins > round_number else None
 
-    def _is_waiting_in_vain(self) -> bool:
-        there = [thread for rank, thread in self.threads.items() if rank not in self._standing]
-        return any(not thread.is_alive() for thread in there)
+    def _lost_a_rank(self) -> bool:
+        missing = [thread for rank, thread in self.threads.items() if rank not in self._waiting]
+        return any(not thread.is_alive() for thread in missing)
 
     def awaited(self) -> list[int]:
-        """List the ranks that have not come back."""
+        """Return the ranks that have not rejoined."""
         with self._lock:
-            return [rank for rank in range(self._size) if rank not in self._standing]
+            return [rank for rank in range(self._size) if rank not in self._waiting]
 
     def _members(self, sequence: int) -> list[int]:
         return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
 
-    def agree(self, sequence: int, said: str, side: RankCall) -> RankCall | None:
-        """Compare with the first rank to arrive, and return its side if it says something else."""
+    def agree(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
+        """Compare with the first rank to arrive, and return its call if it differs."""
         with self._lock:
-            first = self._statements.setdefault(sequence, _DeclaredCall(said, side))
-            if first.heard == {side.rank}:  # it was interrupted before it arrived, and calls again
-                first = self._statements[sequence] = _DeclaredCall(said, side)
-            first.heard.add(side.rank)
-            if len(first.heard) == len(self._members(sequence)):
-                del self._statements[sequence]
-        return None if first.said == said else first.side
+            first = self._declared.setdefault(sequence, _DeclaredCall(key, side))
+            if first.compared == {side.rank}:  # it was interrupted, and calls again
+                first = self._declared[sequence] = _DeclaredCall(key, side)
+            first.compared.add(side.rank)
+            if len(first.compared) == len(self._members(sequence)):
+                del self._declared[sequence]
+        return None if first.key == key else first.side
 
     def send(self, post: _PendingTransfer) -> PythonWork:
-        """Hand a tensor to a receive that waits for it, or wait for one."""
         return self._match(post, self._receives, self._sends, lambda other: _deliver(post, other))
 
     def receive(self, post: _PendingTransfer) -> PythonWork:
-        """Take a tensor from a send that waits, or wait for one."""
+        """Receive from a matching send, or wait for one."""
         return self._match(post, self._sends, self._receives, lambda other: _deliver(other, post))
 
     def abort(self) -> None:
-        """End every call under way, on all ranks."""
         with self._lock:
             self._aborted = True
             works = [work for slot in self._slots.values() for _, _, work in slot.arrived.values()]
@@ -250,7 +244,7 @@ class _Hub:
             self._slots.clear()
             self._sends.clear()
             self._receives.clear()
-            self._news.notify_all()
+            self._rejoined.notify_all()
         for work in works:
             _stopped(work)
 
@@ -275,9 +269,10 @@ class _Hub:
                 waiting.remove(other)
             deliver(other)
         except BaseException:
-            if other is not None:  # which waits for this rank
+            if other is not None:  # it waits for this rank
                 rank = post.target if queue is self._receives else post.source
-                _end_both(post, other, _interrupted(rank))
+                post.work.finish(_interrupted(rank))
+                other.work.finish(_interrupted(rank))
             raise
         return post.work
 
@@ -291,31 +286,40 @@ class _Hub:
 
 
 _hubs: dict[str, _Hub] = {}
-"""Hubs that some of their threads have not found yet, by a name passed on through the store."""
+"""Hubs that some threads have not entered yet, by a name that is passed through the store."""
+
+
+def _collective(function: Function) -> Callable[..., PythonWork]:
+    """Return the method of `LocalEngine` that runs a collective of `_reference`."""
+
+    def method(engine: LocalEngine, *arguments: Any) -> PythonWork:
+        return engine._arrive(function, *arguments)
+
+    return method
 
 
 class LocalEngine:
-    """One thread's rank in a hub."""
+    """The engine of one rank, which is a thread."""
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
         self.begun: list[Any] = []
         self.sequence = 0
-        """The number of the last collective at which it has arrived."""
-        self._turn: int | None = None
-        """Which of the hub's returns this rank waits for, if it does."""
+        """The number of the last collective that it has started."""
+        self._round: int | None = None
+        """The round of `rejoin` that this rank waits for, if it does."""
 
     def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
-        self._hub.threads[self._rank] = threading.current_thread()  # whose life counts from now on
+        # From now on, the end of this thread is the death of this rank.
+        self._hub.threads[self._rank] = threading.current_thread()
         return self._hub.arrive(self, self._rank, function, arguments)
 
-    def agree(self, sequence: int, said: str, side: RankCall) -> RankCall | None:
-        """Compare a call with that of the first rank to make it, and return its side if unlike."""
-        return self._hub.agree(sequence, said, side)
+    def agree(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
+        """Compare a call with the first rank's, and return that if it differs."""
+        return self._hub.agree(sequence, key, side)
 
     def lost_ranks(self) -> list[int]:
-        """List the ranks whose thread has ended."""
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
 
     def wake(self) -> None:
@@ -323,95 +327,51 @@ class LocalEngine:
         self._hub.abort()
 
     def members(self) -> list[int]:
-        """List the ranks that take part in what comes next."""
         return self._hub.members()
 
     def leave(self) -> str:
-        """Take part in nothing more, unless a transfer is under way; tells what."""
+        """Leave, unless a transfer is in flight; returns what is."""
         return self._hub.leave(self._rank, self.sequence + 1)
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take a step towards being a member again, or wait for it; tells how far it has come."""
+        """Take the next step to become a member again, or wait for it; returns the stage."""
         self._hub.threads[self._rank] = threading.current_thread()
-        if self._turn is None:
-            self._turn = self._hub.announce_rejoin(self._rank, (self.sequence, calls))
+        if self._round is None:
+            self._round = self._hub.announce_rejoin(self._rank, (self.sequence, calls))
             return "waiting", 0
-        agreed = self._hub.await_all(self._turn, seconds)
+        agreed = self._hub.await_all(self._round, seconds)
         if agreed is None:
             return "waiting", 0
-        self._turn = None
+        self._round = None
         self.sequence, most = agreed
         return "entered", most
 
     def awaited(self) -> list[int]:
-        """List the ranks that `rejoin` waits for."""
+        """Return the ranks that `rejoin` waits for."""
         return self._hub.awaited()
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
-        """See `_reference`, as for all of these."""
-        return self._arrive(reference.allreduce, tensors, opts)
-
-    allreduce_coalesced = allreduce
-
-    def reduce(self, tensors: Tensors, opts: Any) -> PythonWork:
-        """Reduce to the root."""
-        return self._arrive(reference.reduce, tensors, opts)
-
-    def broadcast(self, tensors: Tensors, opts: Any) -> PythonWork:
-        """Copy from the root."""
-        return self._arrive(reference.broadcast, tensors, opts)
-
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
-        """Collect in lists."""
-        return self._arrive(reference.allgather, outputs, inputs, opts)
-
-    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> PythonWork:
-        return self._arrive(reference.allgather_base, output, part, opts)
-
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
-        """Collect on the root."""
-        return self._arrive(reference.gather, outputs, inputs, opts)
-
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
-        """Hand out from the root."""
-        return self._arrive(reference.scatter, outputs, inputs, opts)
-
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
-        """Reduce lists and keep one tensor."""
-        return self._arrive(reference.reduce_scatter, outputs, inputs, opts)
-
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> PythonWork:
-        return self._arrive(reference.reduce_scatter_base, output, whole, opts)
-
-    def alltoall_base(
-        self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
-    ) -> PythonWork:
-        """Exchange rows."""
-        return self._arrive(reference.alltoall_base, output, source, into, out_of, opts)
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
-        """Exchange tensors."""
-        return self._arrive(reference.alltoall, outputs, inputs, opts)
-
-    def barrier(self, opts: Any) -> PythonWork:
-        """Meet."""
-        return self._arrive(reference.barrier, opts)
+    allreduce = allreduce_coalesced = _collective(reference.allreduce)
+    reduce = _collective(reference.reduce)
+    broadcast = _collective(reference.broadcast)
+    allgather = _collective(reference.allgather)
+    _allgather_base = _collective(reference.allgather_base)
+    gather = _collective(reference.gather)
+    scatter = _collective(reference.scatter)
+    reduce_scatter = _collective(reference.reduce_scatter)
+    _reduce_scatter_base = _collective(reference.reduce_scatter_base)
+    alltoall_base = _collective(reference.alltoall_base)
+    alltoall = _collective(reference.alltoall)
+    barrier = _collective(reference.barrier)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        """Send to one rank."""
         return self._hub.send(_PendingTransfer(self._rank, peer, tag, tensors[0], PythonWork([])))
 
-    def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        """Receive from one rank."""
-        return self._hub.receive(
-            _PendingTransfer(peer, self._rank, tag, tensors[0], PythonWork(tensors))
-        )
+    def recv(self, tensors: Tensors, peer: int | None, tag: int) -> PythonWork:
+        work = PythonWork(tensors)
+        return self._hub.receive(_PendingTransfer(peer, self._rank, tag, tensors[0], work))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
-        """Receive from anybody."""
-        return self._hub.receive(
-            _PendingTransfer(None, self._rank, tag, tensors[0], PythonWork(tensors))
-        )
+        return self.recv(tensors, None, tag)
 
 
 def _deliver(send: _PendingTransfer, receive: _PendingTransfer) -> None:
@@ -424,13 +384,8 @@ def _deliver(send: _PendingTransfer, receive: _PendingTransfer) -> None:
     send.work.finish(error)
 
 
-def _end_both(post: _PendingTransfer, other: _PendingTransfer, error: Exception) -> None:
-    post.work.finish(error)
-    other.work.finish(error)
-
-
 def _interrupted(rank: int | None) -> Exception:
-    return RuntimeError(f"rank {rank} was interrupted while it carried out the call")
+    return RuntimeError(f"rank {rank} was interrupted during the call")
 
 
 def _stopped(work: PythonWork) -> PythonWork:
@@ -446,13 +401,13 @@ def make(
     device: torch.device,
     **kwargs: object,
 ) -> Engine:
-    """Meet the other threads of this process."""
+    """Create the engine of one thread."""
     del timeout, device, kwargs
     return LocalEngine(_enter_hub(store, rank, world_size), rank)
 
 
 def single_rank_engine() -> Engine:
-    """Make an engine of one rank, who has nobody to meet."""
+    """Create the engine of a group of one rank."""
     return LocalEngine(_Hub(1), 0)
 
 
@@ -466,7 +421,7 @@ def _enter_hub(store: Store, rank: int, size: int) -> _Hub:
     hub = _hubs[name]
     hub.threads[rank] = threading.current_thread()
     if store.add("entered", 1) == size:
-        del _hubs[name]  # from here on the engines keep it
+        del _hubs[name]  # the engines keep it
     return hub
 
 

@@ -19,7 +19,7 @@ __all__ = [
 
 
 def apply_options(target: object, options: dict[str, object]) -> None:
-    """Set options by name; refuse a name that the target does not have."""
+    """Set options by name; raises for a name that the target does not have."""
     for name, value in options.items():
         if not hasattr(target, name):
             raise UnknownOption(f"nccl has no option {name!r}; see ProcessGroupNCCL.Options")
@@ -27,10 +27,10 @@ def apply_options(target: object, options: dict[str, object]) -> None:
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Refuse, before ranks meet, what this machine or this engine cannot do."""
+    """Raise for unknown options, and if torch has no NCCL."""
     if not dist.is_nccl_available():
         raise InvalidState(
-            "this build of torch has no NCCL: use backend 'gloo', or install torch with CUDA"
+            "this build of torch has no NCCL. Use backend 'gloo', or install torch with CUDA"
         )
     apply_options(dist.ProcessGroupNCCL.Options(), options)
 

@@ -222,7 +222,7 @@ def print_and_die(ctx):
 
 def test_of_much_output_the_end_is_shown(ranks):
     text = str(failing(ranks, print_and_die, 1))
-    assert "bytes left out" in text
+    assert "bytes omitted" in text
     assert text.endswith("last words")
     assert len(text) < 20_000
 

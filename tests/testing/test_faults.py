@@ -93,7 +93,7 @@ def test_several_faults(ranks):
 
 @pytest.mark.parametrize("action", [kill(), delay(0.1)])
 def test_a_fault_that_never_strikes_fails_the_run(ranks, action):
-    with pytest.raises(RankFailures, match="rank 1 finished, but never came to its fault"):
+    with pytest.raises(RankFailures, match="rank 1 finished, but did not reach its fault"):
         ranks.run(walk, 2, faults=[Fault("stepp", action, rank=1)])
 
 
@@ -143,15 +143,15 @@ def test_threads_can_only_be_delayed(threads):
     assert results[1][1] >= 0.2
     assert results[1][1] > results[0][1]
     for action in (kill(), stop(), stop(resume_after=1)):
-        with pytest.raises(InvalidArgument, match="only a process"):
+        with pytest.raises(InvalidArgument, match="only delay a thread"):
             threads.run(walk, 2, faults=[Fault("step", action)])
 
 
 def test_arguments_are_checked(ranks, threads):
-    with pytest.raises(InvalidArgument, match="nth counts from 1"):
+    with pytest.raises(InvalidArgument, match="nth must be at least 1"):
         Fault("step", kill(), nth=0)
     with pytest.raises(InvalidArgument, match="expect_dead"):
         ranks.run(walk, 2, expect_dead={2})
     for each in (ranks, threads):
-        with pytest.raises(InvalidArgument, match="a fault is for 2"):
+        with pytest.raises(InvalidArgument, match="fault for rank 2"):
             each.run(walk, 2, faults=[Fault("step", delay(1), rank=2)])

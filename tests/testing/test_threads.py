@@ -100,5 +100,5 @@ def test_a_hung_thread_is_dumped_and_left_behind(threads, body, options):
 
 
 def test_the_size_is_bounded(threads):
-    with pytest.raises(InvalidArgument, match="1 to 4 ranks, not 5"):
+    with pytest.raises(InvalidArgument, match="must be 1 to 4, got 5"):
         threads.run(compare, 5)

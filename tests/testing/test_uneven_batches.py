@@ -63,14 +63,14 @@ def test_they_are_the_same_wherever_they_are_made():
 
 def test_bad_arguments_are_refused():
     for lengths in ((), (-1, 2), (1.5,)):
-        with pytest.raises(InvalidArgument, match="lengths are numbers of batches"):
+        with pytest.raises(InvalidArgument, match="lengths must be"):
             uneven_batches(lengths)
     for sizes in (-1, (), (2, -3)):
-        with pytest.raises(InvalidArgument, match="batch_size is a number of samples"):
+        with pytest.raises(InvalidArgument, match="batch_size must be"):
             uneven_batches((1,), batch_size=sizes)
-    with pytest.raises(InvalidArgument, match="batches for 2 ranks, not for 2"):
+    with pytest.raises(InvalidArgument, match="rank must be 0 to 1, got 2"):
         uneven_batches((1, 2)).loader(2)
-    with pytest.raises(InvalidArgument, match="batches for 2 ranks, not for 3"):
+    with pytest.raises(InvalidArgument, match="size must be 1 to 2, got 3"):
         uneven_batches((1, 2)).among(3)
 
 

@@ -1,4 +1,4 @@
-"""Test distributed code: ranks that outlive a test, and faults that strike where you say.
+"""Tools for testing distributed code: reusable ranks and fault injection.
 
 ::
 
@@ -12,9 +12,9 @@
         pool.run(body, 3)
         pool.run(body, 3, faults=[Fault("allreduce:before", kill(), rank=2)])
 
-`RankPool` has processes for ranks and `ThreadRanks` threads of this process; both run the same
-bodies. `over_groups` makes one pytest test of a body for each of many groups. `uneven_batches`
-makes loaders of different lengths, and what one process makes of the same batches.
+The ranks of `RankPool` are processes, those of `ThreadRanks` threads; both run the same bodies.
+`over_groups` parametrizes a pytest test over backends and group sizes. `uneven_batches` makes
+loaders of different lengths, and the equivalent steps of one process.
 """
 
 from . import faults

@@ -1,4 +1,4 @@
-"""`over_groups`: one test body, parametrized over backends, sizes and split groups."""
+"""`over_groups`: a test body, parametrized over backends, group sizes and split groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIXTURES = ("ranks", "threads", "over")
 
 @dataclass(frozen=True)
 class GroupCase:
-    """The group that a test runs over."""
+    """The group of one test case."""
 
     backend: str
     size: int
@@ -35,7 +35,7 @@ class GroupCase:
         return f"{self.backend}-split" if self.split else f"{self.backend}-{self.size}"
 
     def form(self, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
-        """Form the group; the halves of a split are its even and its odd ranks."""
+        """Form the group; a split has its even and its odd ranks as halves."""
         world = context.group(self.backend, **options)
         if not self.split:
             return world
@@ -53,29 +53,34 @@ def over_groups(
     timeout: float = 30.0,
     **options: Any,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a pytest test of a body ``(group, ...)``, for each backend and size.
+    """Turn a body ``(group, ...)`` into a pytest test for each backend and size.
 
-    With `split`, also for both halves of a split world of four ranks. Ranks are threads where a
-    backend's traits say so and else processes, of the fixtures ``threads`` and ``ranks``. A
-    parameter named ``ctx`` is the rank's context; other parameters are fixtures, parametrized as in
-    any test, or drawn by hypothesis, and are sent to the ranks. `options` go to ``new_group``.
+    A parameter of the body named ``ctx`` is the rank's context. Other parameters are fixtures,
+    parametrized, or drawn by hypothesis as in any test, and are sent to the ranks. The ranks come
+    from the fixtures ``threads`` or ``ranks``, as the backend's traits require.
 
-    With `reuse`, process ranks keep the group for the next test that asks for one like it. That
-    saves most of such a test's time, and is for bodies that leave the group as they found it.
+    Args:
+        backends: the backends to test.
+        sizes: the group sizes to test.
+        split: also test both halves of a split world of four ranks.
+        reuse: keep the group of process ranks for later tests with the same arguments. Saves most
+            of the time, but the body must leave the group in its initial state.
+        timeout: seconds for one run.
+        options: arguments of ``new_group``.
     """
-    overs = [GroupCase(backend, size) for backend in backends for size in sizes]
+    cases = [GroupCase(backend, size) for backend in backends for size in sizes]
     if split:
-        overs += [GroupCase(backend, _SPLIT_WORLD_SIZE, split=True) for backend in backends]
+        cases += [GroupCase(backend, _SPLIT_WORLD_SIZE, split=True) for backend in backends]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return _as_test(body, overs, timeout=timeout, reuse=reuse, options=options)
+        return _as_test(body, cases, timeout=timeout, reuse=reuse, options=options)
 
     return decorate
 
 
 def _as_test(
     body: Callable[..., None],
-    overs: Sequence[GroupCase],
+    cases: Sequence[GroupCase],
     *,
     timeout: float,
     reuse: bool,
@@ -94,14 +99,14 @@ def _as_test(
             return
         except RankFailures as error:
             failures = str(error)
-        # The ranks' tracebacks are the news; the one of this process says nothing.
+        # Show only the tracebacks of the ranks.
         pytest.fail(failures, pytrace=False)
 
     given = [name for name in _parameters(body) if name not in ("group", "ctx")]
     asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given]
     own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _FIXTURES]
     test.__dict__.update(__signature__=inspect.Signature([*asked, *own]), body=body)
-    parametrized: Callable[..., None] = pytest.mark.parametrize("over", overs, ids=str)(test)
+    parametrized: Callable[..., None] = pytest.mark.parametrize("over", cases, ids=str)(test)
     return parametrized
 
 
@@ -125,7 +130,7 @@ def _run_on_group(
         function(group, **given, **extra)
     finally:
         if keeps:
-            # Whoever destroys torch's default group meanwhile ends all groups that torch knows of.
+            # Destroying torch's default group would abort every group that torch knows.
             torch_tables.unregister_group(group)
 
 
@@ -133,9 +138,9 @@ _reusable_groups: dict[tuple[int | None, str], ProcessGroup] = {}
 
 
 def _reuse_group(over: GroupCase, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
-    """Find the group that an earlier test has left, or form one and leave it.
+    """Return the group that an earlier test left, or form one.
 
-    All ranks find one or none does: they have been in the same tests since one was replaced.
+    All ranks find one or none does: they have run the same tests since a rank was replaced.
     """
     for key in [key for key in _reusable_groups if key[0] != context.generation]:
         _reusable_groups.pop(key).abort()

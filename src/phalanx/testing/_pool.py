@@ -1,11 +1,11 @@
 """`RankPool`: processes as ranks, started once for many runs.
 
 The pool starts one template process, which imports torch and forks the ranks (`_worker`). For
-each run it sends every rank a task, then waits for results, deaths, and ranks that never
-finish; for a rank that cannot report, the result is made up here. A rank whose body did not
-return is killed after the run, since nothing is known about the state it left.
+each run it sends every rank a task, then waits for results, deaths and timeouts; for a rank that
+cannot report, the pool makes the result. A rank whose body did not return is killed after the
+run, since its state is unknown.
 
-One more forked process hosts the store. It is no rank, and no fault strikes it.
+One more forked process hosts the store. It is not a rank and has no faults.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
@@ -35,7 +36,7 @@ from ._results import (
     Stopped,
     is_failure,
     is_internal_frame,
-    settle,
+    results_or_raise,
 )
 from ._run import RunDeadline, check_size, ranks_that_may_die
 from ._task import (
@@ -43,19 +44,34 @@ from ._task import (
     FunctionReference,
     Task,
     pack_arguments,
-    pack_task,
     rank_environment,
     unpack_report,
 )
 from ._worker import DUMP_SIGNAL, host_store
 from .faults import Fault
 
-_START_TIMEOUT = 120.0  # seconds to import torch and what is to be preloaded
-_REAP_TIMEOUT = 10.0  # seconds from a kill to the news of the end
-_DUMP_TIMEOUT = 2.0  # seconds to wait for stacks
-_DUMP_QUIET_PERIOD = 0.05  # seconds without growth after which a dump is complete
-_MAX_OUTPUT_BYTES = 8_000  # bytes of what a process printed
-_MAX_STACK_BYTES = 100_000  # bytes of what it dumped
+_MAX_OUTPUT_BYTES = 8_000  # of the output of a process
+_MAX_STACK_BYTES = 100_000  # of its stack dump
+_STORE_HOST = -1  # slot of the process that hosts the store
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolTiming:
+    """Time constants of a pool, in seconds."""
+
+    start_timeout: float = 120.0
+    """To import torch and the preloaded modules."""
+    store_timeout: float = 60.0
+    """To open the store."""
+    reap_timeout: float = 10.0
+    """From killing a rank to learning its exit status."""
+    dump_timeout: float = 2.0
+    """To wait for stack dumps."""
+    dump_quiet_period: float = 0.05
+    """A dump that has not grown for this long is complete."""
+    stopped_poll_interval: float = 0.02
+    """Interval of checking for stopped ranks: the kernel notifies only their parent."""
+
 
 _TEMPLATE_PROGRAM = """
 import json, sys
@@ -66,43 +82,43 @@ _worker.template_main(int(sys.argv[2]), json.loads(sys.argv[3]))
 
 
 class ScratchFile:
-    """A file without a name, that another process appends to."""
+    """An anonymous file that another process appends to."""
 
     def __init__(self) -> None:
-        # To append, for the position is shared with the process that is given the file.
-        self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - has our life
+        # Append mode, because the file position is shared with the other process.
+        self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - closed by close()
 
     def fileno(self) -> int:
-        """Name its descriptor."""
+        """Return the descriptor."""
         return self._file.fileno()
 
     @property
     def size(self) -> int:
-        """How much has been written."""
+        """The number of bytes written."""
         return os.fstat(self.fileno()).st_size
 
-    def tail(self, most: int) -> str:
-        """Read the end of it."""
-        left_out = max(0, self.size - most)
-        text = os.pread(self.fileno(), most, left_out).decode(errors="replace")
-        return f"({left_out} bytes left out) ...{text}" if left_out else text
+    def tail(self, limit: int) -> str:
+        """Return the last `limit` bytes as text."""
+        skipped = max(0, self.size - limit)
+        text = os.pread(self.fileno(), limit, skipped).decode(errors="replace")
+        return f"({skipped} bytes omitted) ...{text}" if skipped else text
 
     def clear(self) -> None:
-        """Forget what has been written."""
+        """Truncate the file."""
         self._file.truncate(0)
 
     def close(self) -> None:
-        """Let it disappear."""
+        """Close and thereby delete the file."""
         self._file.close()
 
 
 class RankProcess:
-    """A rank process, as the pool sees it."""
+    """The pool's side of a rank process."""
 
     def __init__(self) -> None:
         self.pid = 0
         self.status: int | None = None
-        """Set once it has ended."""
+        """The exit status, once it is known."""
         self.output = ScratchFile()
         self.stacks = ScratchFile()
         ours, theirs = socket.socketpair()
@@ -110,22 +126,29 @@ class RankProcess:
         self.theirs = theirs
 
     def clear(self) -> None:
-        """Forget what it has written."""
+        """Clear its output and stack dumps."""
         self.output.clear()
         self.stacks.clear()
 
     def send(self, message: bytes) -> None:
-        """Send it a task; if it has just ended, the template will say so."""
+        """Send a task; if the process just died, the template reports it."""
         with contextlib.suppress(ConnectionError):
             self.connection.send_bytes(message)
 
     def printed(self) -> str:
-        """Read the end of what it has printed."""
+        """Return the end of its output."""
         return self.output.tail(_MAX_OUTPUT_BYTES)
+
+    def dumped_stacks(self) -> str:
+        """Return its stack dump without the frames of the pool."""
+        lines = self.stacks.tail(_MAX_STACK_BYTES).splitlines()
+        return "\n".join(
+            f"  {line}" for line in lines if not (is_internal_frame(line) or "<string>" in line)
+        )
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped it."""
+        """Whether a signal has stopped the process."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0] == "T"
@@ -134,11 +157,11 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether its end is known."""
+        """Whether the process has exited."""
         return self.status is not None
 
     def close(self) -> None:
-        """Let go of it; an idle one ends."""
+        """Disconnect; an idle process exits."""
         self.connection.close()
         self.output.close()
         self.stacks.close()
@@ -147,11 +170,12 @@ class RankProcess:
 class TemplateProcess:
     """The process that forks, signals and reaps the ranks."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], timing: PoolTiming) -> None:
+        self._timing = timing
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._errors = ScratchFile()
         self._ranks: dict[int, RankProcess] = {}
-        # A session of its own: an interrupt at the terminal is the caller's to handle.
+        # A new session, so that Ctrl-C reaches only the caller.
         with theirs:
             arguments = [json.dumps(sys.path), str(theirs.fileno()), json.dumps(list(preload))]
             self._process = subprocess.Popen(
@@ -165,16 +189,16 @@ class TemplateProcess:
             )
 
     def fileno(self) -> int:
-        """Name what is readable when there is news."""
+        """Return a descriptor that is readable when the template has sent a message."""
         return self._control.fileno()
 
     def fork(self) -> RankProcess:
-        """Make a new rank."""
+        """Fork a new rank process."""
         rank = RankProcess()
         try:
             with rank.theirs:
                 files = [rank.theirs.fileno(), rank.output.fileno(), rank.stacks.fileno()]
-                self._say({"do": "fork"}, files)
+                self._send({"do": "fork"}, files)
             rank.pid = self._await_fork()
         except BaseException:
             rank.close()
@@ -183,272 +207,250 @@ class TemplateProcess:
         return rank
 
     def _await_fork(self) -> int:
-        deadline = time.monotonic() + _START_TIMEOUT
-        while "forked" not in (news := self._hear(deadline)):
+        deadline = time.monotonic() + self._timing.start_timeout
+        while "forked" not in (message := self._receive(deadline)):
             pass
-        return int(news["forked"])
+        return int(message["forked"])
 
     def send_signal(self, rank: RankProcess, signum: int) -> None:
-        """Send a rank a signal, unless it has ended."""
-        self._say({"do": "signal", "rank": rank.pid, "signal": int(signum)})
+        """Signal a rank, unless it has exited."""
+        self._send({"do": "signal", "rank": rank.pid, "signal": int(signum)})
 
     def end(self, rank: RankProcess) -> None:
-        """Kill a rank and wait for its end."""
-        deadline = time.monotonic() + _REAP_TIMEOUT
+        """Kill a rank and wait until it is reaped."""
+        deadline = time.monotonic() + self._timing.reap_timeout
         if not rank.ended:
             self.send_signal(rank, signal.SIGKILL)
         while not rank.ended:
-            self._hear(deadline)
+            self._receive(deadline)
 
     def catch_up(self) -> None:
-        """Take note of the ranks that have ended."""
+        """Process pending messages about exited ranks."""
         while wait([self._control], 0):
-            self._hear(time.monotonic() + 1)
+            self._receive(time.monotonic() + 1)
 
-    def _say(self, order: dict[str, Any], files: Sequence[int] = ()) -> None:
+    def _send(self, request: dict[str, Any], files: Sequence[int] = ()) -> None:
         try:
-            socket.send_fds(self._control, [json.dumps(order).encode()], files)
+            socket.send_fds(self._control, [json.dumps(request).encode()], files)
         except ConnectionError:
-            raise self._has_ended() from None
+            raise self._died() from None
 
-    def _hear(self, deadline: float) -> dict[str, Any]:
+    def _receive(self, deadline: float) -> dict[str, Any]:
         self._control.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            message = self._control.recv(4096)
+            data = self._control.recv(4096)
         except TimeoutError:
-            raise RanksFailed("the process that starts the ranks does not answer") from None
-        except ConnectionError:  # it ended before it had read what we said
-            message = b""
-        if not message:
-            raise self._has_ended()
-        news: dict[str, Any] = json.loads(message)
-        if "ended" in news:
-            self._ranks.pop(news["ended"]).status = news["status"]
-        return news
+            raise RanksFailed("the template process of the pool does not answer") from None
+        except ConnectionError:  # it died before it read the request
+            data = b""
+        if not data:
+            raise self._died()
+        message: dict[str, Any] = json.loads(data)
+        if "ended" in message:
+            self._ranks.pop(message["ended"]).status = message["status"]
+        return message
 
-    def _has_ended(self) -> RanksFailed:
-        words = self._errors.tail(_MAX_OUTPUT_BYTES).strip()
-        told = f":\n{words}" if words else ""
-        return RanksFailed(f"the process that starts the ranks has ended{told}")
+    def _died(self) -> RanksFailed:
+        output = self._errors.tail(_MAX_OUTPUT_BYTES).strip()
+        details = f":\n{output}" if output else ""
+        return RanksFailed(f"the template process of the pool died{details}")
 
     def close(self) -> None:
-        """End the template, which ends the ranks."""
+        """Stop the template, which kills the ranks."""
         self._control.close()
         try:
-            self._process.wait(_REAP_TIMEOUT)
+            self._process.wait(self._timing.reap_timeout)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._errors.close()
 
 
-def dump_stacks(template: TemplateProcess, ranks: Sequence[RankProcess]) -> list[str]:
-    """Ask ranks where they are; one that cannot answer is described."""
-    for rank in ranks:
-        template.send_signal(rank, DUMP_SIGNAL)
-    _wait_for_dumps([rank for rank in ranks if not rank.stopped])
-    return [_dumped_stacks(rank) for rank in ranks]
+class ResultCollector:
+    """Collects the result of every rank; makes one for ranks that cannot report."""
 
-
-def _wait_for_dumps(ranks: Sequence[RankProcess]) -> None:
-    # A dump has no end mark: it is complete when it has not grown for a moment.
-    sizes: list[int] = []
-    deadline = time.monotonic() + _DUMP_TIMEOUT
-    while ranks and time.monotonic() < deadline:
-        time.sleep(_DUMP_QUIET_PERIOD)
-        before, sizes = sizes, [rank.stacks.size for rank in ranks]
-        if all(sizes) and sizes == before:
-            break
-
-
-def _dumped_stacks(rank: RankProcess) -> str:
-    if rank.stopped:
-        return "  stopped by a signal"
-    return read_stacks(rank) or "  no answer, not even from a signal handler"
-
-
-def read_stacks(rank: RankProcess) -> str:
-    """Read what the rank's interpreter dumped, without the frames that led into the body."""
-    lines = rank.stacks.tail(_MAX_STACK_BYTES).splitlines()
-    return "\n".join(
-        f"  {line}" for line in lines if not (is_internal_frame(line) or "<string>" in line)
-    )
-
-
-# Seconds between looks whether a rank that is to be stopped has been; the kernel tells only its
-# parent.
-_STOPPED_POLL_INTERVAL = 0.02
-
-
-def collect_results(
-    template: TemplateProcess,
-    ranks: Mapping[int, RankProcess],
-    *,
-    patience: RunDeadline,
-    mortal: Collection[int],
-) -> dict[int, RankResult]:
-    """Collect a report of every rank, made up here for those that cannot make it."""
-    return _ResultCollector(template, ranks, patience=patience, mortal=mortal).run()
-
-
-class _ResultCollector:
     def __init__(
         self,
         template: TemplateProcess,
         ranks: Mapping[int, RankProcess],
         *,
-        patience: RunDeadline,
-        mortal: Collection[int],
+        deadline: RunDeadline,
+        may_die: Collection[int],
+        timing: PoolTiming,
     ) -> None:
         self._template = template
-        self._patience = patience
-        self._mortal = frozenset(mortal)
+        self._deadline = deadline
+        self._may_die = frozenset(may_die)
+        self._timing = timing
         self._waiting = dict(ranks)
-        self._disconnected: set[int] = set()  # hung up; the template will say how they ended
-        self.reports: dict[int, RankResult] = {}
+        self._disconnected: set[int] = set()  # their exit status is still to come
+        self._results: dict[int, RankResult] = {}
 
-    def run(self) -> dict[int, RankResult]:
-        while self._waiting and self._patience.left:
-            self._look()
-        self._give_up()
-        return self.reports
+    def collect(self) -> dict[int, RankResult]:
+        """Wait for all ranks, at most until the deadline."""
+        while self._waiting and self._deadline.remaining:
+            self._wait()
+        elapsed = self._deadline.elapsed
+        for rank, stacks in self._dump_stacks().items():
+            self._record(rank, RankResult(Hung(elapsed, stacks)))
+        return self._results
 
-    def _look(self) -> None:
-        speaking = {
-            process.connection: rank
+    def _wait(self) -> None:
+        connected = [
+            process.connection
             for rank, process in self._waiting.items()
             if rank not in self._disconnected
-        }
-        only_mortal = self._waiting.keys() <= self._mortal
-        pause = min(self._patience.left, _STOPPED_POLL_INTERVAL if only_mortal else float("inf"))
-        wait([*speaking, self._template.fileno()], pause)
+        ]
+        only_may_die = self._waiting.keys() <= self._may_die
+        pause = self._deadline.remaining
+        if only_may_die:
+            pause = min(pause, self._timing.stopped_poll_interval)
+        wait([*connected, self._template.fileno()], pause)
         self._template.catch_up()
         for rank, process in list(self._waiting.items()):
-            self._look_at(rank, process, only_mortal=only_mortal)
+            self._check_rank(rank, process, only_may_die=only_may_die)
 
-    def _look_at(self, rank: int, process: RankProcess, *, only_mortal: bool) -> None:
-        # What it said before it ended counts for more than its end.
+    def _check_rank(self, rank: int, process: RankProcess, *, only_may_die: bool) -> None:
+        # A result that was sent before the process died counts.
         if rank not in self._disconnected and process.connection.poll():
             try:
-                self._note(rank, unpack_report(process.connection.recv_bytes()))
+                self._record(rank, unpack_report(process.connection.recv_bytes()))
                 return
             except (EOFError, OSError):
                 self._disconnected.add(rank)
         if process.status is not None:
-            self._note(rank, RankResult(Died(process.status, read_stacks(process))))
-        elif only_mortal and process.stopped:
-            self._note(rank, RankResult(Stopped()))
+            self._record(rank, RankResult(Died(process.status, process.dumped_stacks())))
+        elif only_may_die and process.stopped:
+            self._record(rank, RankResult(Stopped()))
 
-    def _note(self, rank: int, report: RankResult) -> None:
+    def _record(self, rank: int, result: RankResult) -> None:
         del self._waiting[rank]
-        self.reports[rank] = report
-        if is_failure(report.outcome, mortal=rank in self._mortal):
-            self._patience.shorten()
+        self._results[rank] = result
+        if is_failure(result.outcome, may_die=rank in self._may_die):
+            self._deadline.shorten()
 
-    def _give_up(self) -> None:
-        spent = self._patience.spent
-        stacks = dump_stacks(self._template, list(self._waiting.values()))
-        for rank, text in zip(list(self._waiting), stacks, strict=True):
-            self._note(rank, RankResult(Hung(spent, text)))
-
-
-# The process that keeps the store is one of the crew, but no rank: no fault strikes it.
-_STORE_HOST = -1
-_STORE_HOST_TIMEOUT = 60.0  # seconds to open the store
+    def _dump_stacks(self) -> dict[int, str]:
+        """Return the stacks of the ranks that have not finished."""
+        for process in self._waiting.values():
+            self._template.send_signal(process, DUMP_SIGNAL)
+        running = [process for process in self._waiting.values() if not process.stopped]
+        # A dump has no end mark: it is complete when it has not grown for a moment.
+        sizes: list[int] = []
+        deadline = time.monotonic() + self._timing.dump_timeout
+        while running and time.monotonic() < deadline:
+            time.sleep(self._timing.dump_quiet_period)
+            before, sizes = sizes, [process.stacks.size for process in running]
+            if all(sizes) and sizes == before:
+                break
+        return {
+            rank: "  stopped by a signal"
+            if process.stopped
+            else process.dumped_stacks() or "  no answer, not even from a signal handler"
+            for rank, process in self._waiting.items()
+        }
 
 
 class PoolProcesses:
     """A template and the processes forked from it."""
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(self, preload: Sequence[str], timing: PoolTiming) -> None:
         test_tools = ["pytest"] if "pytest" in sys.modules else []
-        self._template = TemplateProcess(["phalanx.groups", *test_tools, *preload])
+        self._timing = timing
+        self._template = TemplateProcess(["phalanx.groups", *test_tools, *preload], timing)
         self._processes: dict[int, RankProcess] = {}
         self._port = 0
         self._runs = 0
         self._generation = 0
 
-    def work(
-        self, task: Task, *, linger: float, mortal: Collection[int]
+    def run(
+        self, task: Task, *, linger: float, may_die: Collection[int]
     ) -> tuple[dict[int, RankResult], dict[int, str]]:
-        """Carry out a task and return what the ranks report and what they printed."""
-        if self._ready([_STORE_HOST]):
+        """Run a task and return the results and the output of the ranks."""
+        if self._fill([_STORE_HOST]):
             self._port = self._host_store(task)
-        self._ready(range(task.size))
+        self._fill(range(task.size))
         self._runs += 1
         prefix = f"run {self._runs}"
         task = replace(task, port=self._port, prefix=prefix, generation=self._generation)
         ranks = {rank: self._processes[rank] for rank in range(task.size)}
-        return self._perform(task, ranks, RunDeadline(task.timeout, linger), mortal)
+        return self._run_on(task, ranks, RunDeadline(task.timeout, linger), may_die)
 
     def _host_store(self, task: Task) -> int:
         host = FunctionReference.of(host_store)
         task = replace(task, body=host, arguments=pack_arguments((), {}), size=1, faults=())
-        keeper = {0: self._processes[_STORE_HOST]}
-        patience = RunDeadline(_STORE_HOST_TIMEOUT, _STORE_HOST_TIMEOUT)
-        reports, outputs = self._perform(task, keeper, patience, ())
-        (port,) = settle(str(host), reports, outputs=outputs)
+        processes = {0: self._processes[_STORE_HOST]}
+        deadline = RunDeadline(self._timing.store_timeout, self._timing.store_timeout)
+        reports, outputs = self._run_on(task, processes, deadline, ())
+        (port,) = results_or_raise(str(host), reports, outputs=outputs)
         return int(port)
 
-    def _ready(self, seats: Iterable[int]) -> bool:
-        """Fill the seats and return whether any was empty."""
+    def _fill(self, slots: Iterable[int]) -> bool:
+        """Fork a process for each empty slot and return whether there was one."""
         self._template.catch_up()
-        for seat in [seat for seat, process in self._processes.items() if process.ended]:
-            self._processes.pop(seat).close()
-        empty = [seat for seat in seats if seat not in self._processes]
-        for seat in empty:
-            self._processes[seat] = self._template.fork()
+        for slot in [slot for slot, process in self._processes.items() if process.ended]:
+            self._processes.pop(slot).close()
+        empty = [slot for slot in slots if slot not in self._processes]
+        for slot in empty:
+            self._processes[slot] = self._template.fork()
             self._generation += 1
         return bool(empty)
 
-    def _perform(
+    def _run_on(
         self,
         task: Task,
         ranks: Mapping[int, RankProcess],
-        patience: RunDeadline,
-        mortal: Collection[int],
+        deadline: RunDeadline,
+        may_die: Collection[int],
     ) -> tuple[dict[int, RankResult], dict[int, str]]:
         for rank, process in ranks.items():
             process.clear()
-            process.send(pack_task(replace(task, rank=rank)))
-        reports = collect_results(self._template, ranks, patience=patience, mortal=mortal)
+            process.send(pickle.dumps(replace(task, rank=rank)))
+        reports = ResultCollector(
+            self._template, ranks, deadline=deadline, may_die=may_die, timing=self._timing
+        ).collect()
         outputs = {rank: process.printed() for rank, process in ranks.items()}
-        # Nobody knows what a failed body has left behind, and a new process is cheap.
+        # The state after a failed body is unknown, and a new process is cheap.
         for rank, report in reports.items():
             if not isinstance(report.outcome, Returned):
                 self._template.end(ranks[rank])
         return reports, outputs
 
     def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         self._template.close()
         for process in self._processes.values():
             process.close()
 
 
 class RankPool:
-    """Processes that run a body as the ranks of a group, again and again.
+    """Processes that run test bodies as ranks, reused between runs.
 
-    A rank that fails, dies or hangs is replaced before the next run; the others are used again.
-    Bodies find themselves in the caller's directory, with its environment, import path and warning
-    filters, one thread and the same random seed.
+    A rank that fails, dies or hangs is replaced before the next run; the others are reused. Bodies
+    run in the caller's directory with its environment, import path and warning filters, with one
+    thread and the same random seed.
     """
 
     def __init__(
-        self, size: int = 4, *, backend: str = "gloo", preload: Sequence[str] = ()
+        self,
+        size: int = 4,
+        *,
+        backend: str = "gloo",
+        preload: Sequence[str] = (),
+        timing: PoolTiming | None = None,
     ) -> None:
         self.size = check_size(size)
-        """The largest number of ranks that a run can have."""
+        """The maximum number of ranks of a run."""
         self.backend = backend
-        """The backend of the groups that a body's context makes."""
+        """The default backend of `RankContext.group`."""
         self.preload = tuple(preload)
-        """Modules that are imported once for all ranks, besides torch and `phalanx.groups`."""
+        """Modules that the template imports once, besides torch and `phalanx.groups`."""
+        self._timing = timing or PoolTiming()
         self._processes: PoolProcesses | None = None
         self._closed = False
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Begin to import torch in the background, so that the first run waits less."""
+        """Start importing torch in the background, so that the first run starts sooner."""
         with self._lock:
             self._ensure_started()
 
@@ -467,15 +469,24 @@ class RankPool:
     ) -> list[Any]:
         """Call ``body(context, *args, **kwargs)`` on every rank and return the results by rank.
 
-        The body is a function of a module, and what it takes and returns can be pickled. A rank
-        that had to die has `Died` or `Stopped` for a result: one that a fault ends, or that is
-        in `expect_dead`. All failures are raised as one `RankFailures`, which calls the body
-        `name`; once a rank has failed, the others have `linger` seconds to finish.
+        The body must be a function of a module; its arguments and results must be picklable. The
+        result of a rank that a fault kills, or that is in `expect_dead`, is `Died` or `Stopped`.
+
+        Args:
+            body: the function to run.
+            ranks: how many ranks; all of the pool by default.
+            args: positional arguments of the body.
+            kwargs: keyword arguments of the body.
+            timeout: seconds until a rank counts as hung.
+            linger: seconds that the other ranks have to finish after one failed.
+            faults: faults to inject.
+            expect_dead: ranks that must die.
+            name: name of the body in `RankFailures`, the error that reports all failures.
         """
         __tracebackhide__ = True
-        size = check_size(self.size if ranks is None else ranks, most=self.size)
-        doomed = frozenset(expect_dead)
-        mortal = ranks_that_may_die(faults, doomed, size=size)
+        size = check_size(self.size if ranks is None else ranks, maximum=self.size)
+        must_die = frozenset(expect_dead)
+        may_die = ranks_that_may_die(faults, must_die, size=size)
         task = Task(
             body=FunctionReference.of(body),
             arguments=pack_arguments(args, kwargs or {}),
@@ -487,31 +498,31 @@ class RankPool:
         )
         with self._lock:
             try:
-                reports, outputs = self._ensure_started().work(task, linger=linger, mortal=mortal)
-            except BaseException:  # an interrupt, perhaps: nobody knows what they are up to
-                self._dismiss()
+                reports, outputs = self._ensure_started().run(task, linger=linger, may_die=may_die)
+            except BaseException:  # a KeyboardInterrupt, for example: their state is unknown
+                self._stop_processes()
                 raise
-        return settle(
-            name or str(task.body), reports, mortal=mortal, doomed=doomed, outputs=outputs
+        return results_or_raise(
+            name or str(task.body), reports, may_die=may_die, must_die=must_die, outputs=outputs
         )
 
     def _ensure_started(self) -> PoolProcesses:
         if self._closed:
             raise InvalidState("the pool is closed")
         if self._processes is None:
-            self._processes = PoolProcesses(self.preload)
+            self._processes = PoolProcesses(self.preload, self._timing)
         return self._processes
 
-    def _dismiss(self) -> None:
+    def _stop_processes(self) -> None:
         if self._processes is not None:
             self._processes.close()
             self._processes = None
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         with self._lock:
             self._closed = True
-            self._dismiss()
+            self._stop_processes()
 
     def __enter__(self) -> RankPool:
         return self

@@ -1,8 +1,7 @@
-"""How ranks ended, and the one error that reports all of them.
+"""Outcomes of ranks, and `RankFailures`, the error that reports all of them.
 
-Failures are ordered by time, since the first is most likely the cause of the others. Ranks that
-failed with the same text are reported once. Frames of this package's private modules are left
-out of tracebacks.
+Failures are ordered by time, since the first is most likely the cause of the others. Equal
+failures are reported once. Tracebacks omit the frames of this package's private modules.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .._formatting import PACKAGE_ROOT, format_ranks
 from .._signals import signal_name
 from ..errors import RanksFailed
 
-# Public modules of this package are not counted: a body calls them, they do not lead into it.
+# Frames of the public modules stay: a body calls these, while the private ones call the body.
 _PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
 
 
@@ -35,7 +34,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """The body raised; the traceback is text, for an exception may not survive the journey."""
+    """The body raised; the traceback is text, because exceptions may not be picklable."""
 
     traceback: str
 
@@ -45,16 +44,16 @@ class Raised:
 
 @dataclass(frozen=True)
 class Died:
-    """The process of the rank ended."""
+    """The process of the rank died."""
 
     status: int
-    """Its exit status, or the negative number of the signal that killed it."""
+    """The exit status; negative for the number of a signal."""
     trace: str = field(default="", compare=False)
-    """What the interpreter could still say about a crash."""
+    """The stack dump of a crash, if any."""
 
     @property
     def signal(self) -> int | None:
-        """The signal that killed it, if one did."""
+        """The signal that killed the process, if any."""
         return -self.status if self.status < 0 else None
 
     def __str__(self) -> str:
@@ -66,7 +65,7 @@ class Died:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The process of the rank was stopped by a signal and never woken."""
+    """The process of the rank was stopped by a signal and not resumed."""
 
     def __str__(self) -> str:
         return "was stopped by a signal"
@@ -74,52 +73,52 @@ class Stopped:
 
 @dataclass(frozen=True)
 class Hung:
-    """The rank did not finish."""
+    """The rank did not finish in time."""
 
     seconds: float
-    """How long it was given."""
+    """How long the pool waited."""
     stacks: str
-    """Where its threads were."""
+    """The stacks of its threads."""
 
     def __str__(self) -> str:
-        return f"did not finish in {self.seconds:.1f} s; it was here:\n{self.stacks}"
+        return f"did not finish in {self.seconds:.1f} s; its stacks:\n{self.stacks}"
 
 
-Outcome = Returned | Raised | Died | Stopped | Hung
+RankOutcome = Returned | Raised | Died | Stopped | Hung
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """How a rank's run ended, and what it left undone."""
+    """The outcome of a rank's run, and its faults that did not fire."""
 
-    outcome: Outcome
+    outcome: RankOutcome
     missed: str | None = None
-    """The faults that had to strike and did not."""
+    """The faults that did not fire."""
     when: float = field(default_factory=time.monotonic)
-    """When it ended; the processes of a machine share this clock."""
+    """Monotonic time of the end; the processes of a machine share this clock."""
 
 
 class RankFailures(RanksFailed):
-    """Ranks of one run failed; the message has every rank's traceback."""
+    """Ranks of one run failed; the message has the traceback of every rank."""
 
     def __init__(
         self,
         title: str,
         *,
-        outcomes: Mapping[int, Outcome],
+        outcomes: Mapping[int, RankOutcome],
         failures: Mapping[int, str],
         outputs: Mapping[int, str],
     ) -> None:
         self.failures = dict(failures)
-        """The ranks that failed, the first one first, each with its traceback or its end."""
+        """The traceback or outcome of each failed rank, in order of time."""
         self.outcomes = dict(outcomes)
-        """How every rank ended."""
+        """The outcome of every rank."""
         self.outputs = {rank: text for rank, text in outputs.items() if text.strip()}
-        """What the ranks printed."""
-        told = {rank: failures.get(rank, str(outcome)) for rank, outcome in outcomes.items()}
+        """The output of the ranks."""
+        texts = {rank: failures.get(rank, str(outcome)) for rank, outcome in outcomes.items()}
         sections = [
             f"{format_ranks(ranks)} {text.rstrip()}"
-            for text, ranks in _group_by_text(told, first=failures)
+            for text, ranks in _group_by_text(texts, first=failures)
         ]
         printed = [
             f"{format_ranks(ranks)} printed\n{text.rstrip()}"
@@ -128,25 +127,21 @@ class RankFailures(RanksFailed):
         super().__init__("\n\n".join([title, *sections, *printed]))
 
 
-def settle(
+def results_or_raise(
     name: str,
     reports: Mapping[int, RankResult],
     *,
-    mortal: Collection[int] = (),
-    doomed: Collection[int] = (),
+    may_die: Collection[int] = (),
+    must_die: Collection[int] = (),
     outputs: Mapping[int, str] | None = None,
 ) -> list[Any]:
-    """Return the ranks' results, or raise one error for all that failed.
-
-    Those that are `mortal` may die, and those that are `doomed` must.
-    """
+    """Return the results by rank, or raise one `RankFailures` for all failures."""
     __tracebackhide__ = True
-    # In the order of time: the failure that came first is likely to be the cause of the others.
     in_time = sorted(reports.items(), key=lambda item: item[1].when)
     failures = {
         rank: text
         for rank, report in in_time
-        if (text := _failure_text(report, mortal=rank in mortal, doomed=rank in doomed))
+        if (text := _failure_text(report, may_die=rank in may_die, must_die=rank in must_die))
     }
     outcomes = {rank: report.outcome for rank, report in sorted(reports.items())}
     if failures:
@@ -157,35 +152,35 @@ def settle(
     ]
 
 
-def is_failure(outcome: Outcome, *, mortal: bool) -> bool:
-    """Tell whether an outcome makes waiting for the other ranks pointless."""
+def is_failure(outcome: RankOutcome, *, may_die: bool) -> bool:
+    """Return whether an outcome fails the run."""
     if isinstance(outcome, Died | Stopped):
-        return not mortal
+        return not may_die
     return not isinstance(outcome, Returned)
 
 
-def _failure_text(report: RankResult, *, mortal: bool, doomed: bool) -> str | None:
+def _failure_text(report: RankResult, *, may_die: bool, must_die: bool) -> str | None:
     outcome = report.outcome
-    if is_failure(outcome, mortal=mortal):
+    if is_failure(outcome, may_die=may_die):
         return str(outcome)
     if isinstance(outcome, Returned) and report.missed is not None:
-        return f"finished, but never came to its fault: {report.missed}"
-    if isinstance(outcome, Returned) and doomed:
+        return f"finished, but did not reach its fault: {report.missed}"
+    if isinstance(outcome, Returned) and must_die:
         return "finished, but was expected to die"
     return None
 
 
 def format_traceback(error: BaseException) -> str:
-    """Format a traceback without the frames that led into the body."""
-    told = traceback.TracebackException.from_exception(error)
-    frames: list[traceback.FrameSummary] = list(told.stack)
+    """Format a traceback without the frames that called the body."""
+    formatter = traceback.TracebackException.from_exception(error)
+    frames: list[traceback.FrameSummary] = list(formatter.stack)
     inner = dropwhile(lambda frame: is_internal_frame(frame.filename), frames)
-    told.stack = traceback.StackSummary.from_list(inner)
-    return "".join(told.format())
+    formatter.stack = traceback.StackSummary.from_list(inner)
+    return "".join(formatter.format())
 
 
 def is_internal_frame(text: str) -> bool:
-    """Tell whether a file name, or a line with one, is of the machinery around bodies."""
+    """Return whether a file name, or a line that contains one, is of a private module here."""
     return _PRIVATE_MODULES in text
 
 
@@ -193,8 +188,8 @@ def _group_by_text(
     texts: Mapping[int, str], *, first: Iterable[int] = ()
 ) -> list[tuple[str, list[int]]]:
     order = [*first, *(rank for rank in sorted(texts) if rank not in set(first))]
-    folded: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for rank in order:
-        alike = re.sub(r"0x[0-9a-f]+", "0x...", texts[rank])  # addresses differ, and tell nothing
-        folded.setdefault(alike, []).append(rank)
-    return [(texts[ranks[0]], sorted(ranks)) for ranks in folded.values()]
+        key = re.sub(r"0x[0-9a-f]+", "0x...", texts[rank])  # addresses differ between ranks
+        groups.setdefault(key, []).append(rank)
+    return [(texts[ranks[0]], sorted(ranks)) for ranks in groups.values()]

@@ -1,7 +1,7 @@
-"""One run of a body on one rank: its context, its faults, and the deadline of the run.
+"""One run of a body on one rank: its context, faults and deadline.
 
-Groups made by `RankContext.group` time out before the run does, so that their error, which says
-more, comes first. They are shut down when the body returns and aborted when it raises.
+Groups of `RankContext.group` time out before the run does, so that their more specific error comes
+first. They are shut down when the body returns and aborted when it raises.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument
-from ._results import Outcome, Raised, RankResult, Returned, format_traceback
+from ._results import Raised, RankOutcome, RankResult, Returned, format_traceback
 from .faults import Fault, arm_faults
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from ..groups import ProcessGroup
 
 
-# A group gives up before its run does, so that its own error, which knows more, comes first.
-_GROUP_TIMEOUT_SHARE = 0.8
+_GROUP_TIMEOUT_SHARE = 0.8  # of the timeout of the run
 
 
 class RankContext:
@@ -41,30 +40,30 @@ class RankContext:
         generation: int | None = None,
     ) -> None:
         self.rank = rank
-        """This rank's number in the run."""
+        """The rank."""
         self.size = size
-        """How many ranks take part."""
+        """The world size of the run."""
         self.backend = backend
-        """The backend of `group` unless it is told another."""
+        """The default backend of `group`."""
         self.timeout = timedelta(seconds=timeout * _GROUP_TIMEOUT_SHARE)
-        """The timeout of `group` unless it is told another."""
+        """The default timeout of `group`."""
         self.generation = generation
         """Changes whenever a rank process is replaced; None where ranks are threads."""
         self.ended_at = 0.0
-        """When the body ended."""
+        """Monotonic time of the end of the body."""
         self._connect = connect
         self._groups: list[ProcessGroup] = []
 
     def __repr__(self) -> str:
-        return "<RankContext>"  # the same on every rank, so that equal failures look equal
+        return "<RankContext>"  # equal on all ranks, so that equal failures are grouped
 
     @cached_property
     def store(self) -> Store:
-        """A store that the ranks of this run share, empty at its start."""
+        """A store that the ranks of this run share, initially empty."""
         return self._connect()
 
     def group(self, backend: str | None = None, **options: Any) -> ProcessGroup:
-        """Form a group of all ranks of the run; it is closed when the body ends."""
+        """Form a group of all ranks of the run, and close it when the body ends."""
         from .. import groups
 
         known = {"store": self.store, "rank": self.rank, "world_size": self.size}
@@ -72,17 +71,17 @@ class RankContext:
         return self.closing(groups.new_group(backend or self.backend, **{**defaults, **options}))
 
     def closing(self, group: ProcessGroup) -> ProcessGroup:
-        """Close a group that was made in another way when the body ends."""
+        """Close `group` when the body ends."""
         self._groups.append(group)
         return group
 
     def abort(self) -> None:
-        """Abort the groups, which ends whoever waits in one of them."""
+        """Abort the groups, which unblocks threads that wait in them."""
         while self._groups:
             self._groups.pop().abort()
 
     def leave_open(self) -> None:
-        """Do not close the groups made so far when the body ends."""
+        """Do not close the groups formed so far."""
         self._groups.clear()
 
     def __enter__(self) -> RankContext:
@@ -95,7 +94,7 @@ class RankContext:
         trace: TracebackType | None,
     ) -> None:
         self.ended_at = time.monotonic()
-        # Newest first, as they may be splits of older ones. After a failure nobody is waited for.
+        # Newest first: they may be splits of older ones. After a failure do not wait for peers.
         try:
             while self._groups and error is None:
                 self._groups.pop().shutdown()
@@ -109,21 +108,21 @@ def run_body(
     *,
     faults: Sequence[Fault],
 ) -> RankResult:
-    """Run a body as the rank that `context` describes."""
-    mine = [fault for fault in faults if fault.strikes(context.rank)]
+    """Run a body as the rank of `context`."""
+    mine = [fault for fault in faults if fault.applies_to(context.rank)]
     with arm_faults(mine) as injections:
         try:
             with context:
-                outcome: Outcome = Returned(call(context))
-        # Whatever ends a body, even sys.exit, is the end of its run and not of the pool's process.
+                outcome: RankOutcome = Returned(call(context))
+        # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
             outcome = Raised(format_traceback(error))
-    missed = [str(each.fault) for each in injections if not (each.struck or each.fault.optional)]
+    missed = [str(each.fault) for each in injections if not (each.fired or each.fault.optional)]
     return RankResult(outcome, ", ".join(missed) or None, when=context.ended_at)
 
 
 class RunDeadline:
-    """How long the ranks of a run are waited for: less once one of them has failed."""
+    """The deadline of a run, which moves closer once a rank has failed."""
 
     def __init__(self, timeout: float, linger: float) -> None:
         self._start = time.monotonic()
@@ -131,42 +130,42 @@ class RunDeadline:
         self._linger = linger
 
     def shorten(self) -> None:
-        """Give the other ranks only a moment more."""
+        """Leave the other ranks only `linger` seconds."""
         self._deadline = min(self._deadline, time.monotonic() + self._linger)
 
     @property
-    def spent(self) -> float:
+    def elapsed(self) -> float:
         """Seconds since the start."""
         return time.monotonic() - self._start
 
     @property
-    def left(self) -> float:
-        """Seconds that are left."""
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
 
-def check_size(size: int, *, most: int | None = None) -> int:
-    """Refuse a number of ranks that there cannot be."""
-    if size < 1 or (most is not None and size > most):
-        bound = "at least 1 rank" if most is None else f"1 to {most} ranks"
-        raise InvalidArgument(f"there can be {bound}, not {size}")
+def check_size(size: int, *, maximum: int | None = None) -> int:
+    """Return `size` if it is a valid number of ranks."""
+    if size < 1 or (maximum is not None and size > maximum):
+        bounds = "at least 1" if maximum is None else f"1 to {maximum}"
+        raise InvalidArgument(f"the number of ranks must be {bounds}, got {size}")
     return size
 
 
 def check_faults(faults: Collection[Fault], *, size: int) -> None:
-    """Refuse faults that could never strike."""
+    """Raise if a fault is for a rank that does not exist."""
     for fault in faults:
-        if not any(fault.strikes(rank) for rank in range(size)):
-            raise InvalidArgument(f"ranks are 0 to {size - 1}, but a fault is for {fault.rank}")
+        if not any(fault.applies_to(rank) for rank in range(size)):
+            raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
 
 
 def ranks_that_may_die(
-    faults: Collection[Fault], doomed: Collection[int], *, size: int
+    faults: Collection[Fault], must_die: Collection[int], *, size: int
 ) -> set[int]:
-    """Find the ranks that may die: by a fault, or because they have to."""
+    """Return the ranks that a fault may kill, and those that must die."""
     check_faults(faults, size=size)
-    if not set(doomed) <= set(range(size)):
-        raise InvalidArgument(f"ranks are 0 to {size - 1}, but expect_dead is {sorted(doomed)}")
-    final = [fault for fault in faults if fault.final]
-    struck = {rank for rank in range(size) if any(fault.strikes(rank) for fault in final)}
-    return struck.union(doomed)
+    if not set(must_die) <= set(range(size)):
+        raise InvalidArgument(f"expect_dead={sorted(must_die)}: ranks are 0 to {size - 1}")
+    fatal = [fault for fault in faults if fault.is_fatal]
+    targets = {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}
+    return targets.union(must_die)

@@ -1,4 +1,4 @@
-"""Batches of which ranks have different numbers, and the order in which one process sees them."""
+"""Uneven batches: ranks have different numbers of batches; one process is the oracle."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ PATTERNS = {
     "falling": (4, 2, 2, 1),
     "one has none": (2, 0, 3, 2),
     "all but one have none": (0, 3, 0, 0),
-    "nobody has any": (0, 0, 0, 0),
+    "all are empty": (0, 0, 0, 0),
 }
-"""Numbers of batches per rank, by what is hard about them; any first ranks of them will do."""
+"""Numbers of batches per rank; shorter prefixes are valid too."""
 
 
 class Batch(NamedTuple):
-    """Some samples: what a loader gives in one step."""
+    """The samples of one step."""
 
     ids: Tensor
-    """The samples' numbers: what they are the rows of, if you have a dataset of your own."""
+    """The numbers of the samples, which can index a dataset of your own."""
     inputs: Tensor
-    """Random numbers, a row per sample."""
+    """Random numbers, one row per sample."""
     targets: Tensor
-    """The sum of each row of inputs, so that there is something to be learnt."""
+    """The sum of each row of the inputs."""
 
 
 @dataclass(frozen=True)
 class UnevenBatches:
-    """The batches of all ranks; made by `uneven_batches`, equal wherever it is made."""
+    """The batches of all ranks, equal in every process; see `uneven_batches`."""
 
     lengths: tuple[int, ...]
-    """How many batches each rank has."""
+    """The number of batches of each rank."""
     batch_sizes: tuple[int, ...]
-    """How many samples batches have, in turn."""
+    """The numbers of samples of the batches, repeated cyclically."""
     shape: tuple[int, ...]
-    """Of a sample."""
+    """The shape of a sample."""
     seed: int
     dtype: torch.dtype
 
     @property
     def steps(self) -> list[dict[int, Batch]]:
-        """List what one process does: per step, the batches of the ranks that have one, by rank."""
+        """For each step, the batches by rank, of the ranks that have one."""
         rows = cycle(self.batch_sizes)
         counts = [
             {rank: next(rows) for rank, length in enumerate(self.lengths) if length > step}
@@ -60,23 +60,19 @@ class UnevenBatches:
         return [{rank: next(samples) for rank in step} for step in counts]
 
     def loader(self, rank: int) -> list[Batch]:
-        """List the batches of a rank; a list can be looped over again, for the next epoch."""
+        """Return the batches of a rank."""
         if not 0 <= rank < len(self.lengths):
-            raise InvalidArgument(
-                f"there are batches for {len(self.lengths)} ranks, not for {rank}"
-            )
+            raise InvalidArgument(f"rank must be 0 to {len(self.lengths) - 1}, got {rank}")
         return [step[rank] for step in self.steps if rank in step]
 
     def among(self, size: int) -> UnevenBatches:
-        """Make the batches of fewer ranks: of the first ones."""
+        """Return the batches of the first `size` ranks."""
         if not 0 < size <= len(self.lengths):
-            raise InvalidArgument(
-                f"there are batches for {len(self.lengths)} ranks, not for {size}"
-            )
+            raise InvalidArgument(f"size must be 1 to {len(self.lengths)}, got {size}")
         return replace(self, lengths=self.lengths[:size])
 
     def _samples(self, counts: list[int]) -> list[Batch]:
-        """Make batches of so many samples each, numbered one after the other."""
+        """Return batches with these numbers of samples, numbered consecutively."""
         generator = torch.Generator().manual_seed(self.seed)
         inputs = torch.randn(sum(counts), *self.shape, generator=generator, dtype=self.dtype)
         targets = inputs.reshape(len(inputs), math.prod(self.shape)).sum(dim=1, keepdim=True)
@@ -93,11 +89,11 @@ def uneven_batches(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> UnevenBatches:
-    """Make batches to test a loop with in which ranks run out of data at different steps.
+    """Make batches for testing loops in which ranks run out of data at different steps.
 
-    Rank i has ``lengths[i]`` batches, of `batch_size` samples or of as many as a list says in turn.
-    Every process that calls it with the same arguments has the same. The oracle of a training loop
-    is one process that takes the same steps; samples are numbered in the order in which it does::
+    Rank i has ``lengths[i]`` batches of `batch_size` samples; a list of sizes is repeated
+    cyclically. Equal arguments give equal batches in every process. The oracle of a training loop
+    is one process that takes the same steps; samples are numbered in its order::
 
         batches = uneven_batches((3, 1, 0))
 
@@ -115,7 +111,7 @@ def uneven_batches(
     """
     sizes = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
     if not all(isinstance(length, int) and length >= 0 for length in lengths) or not lengths:
-        raise InvalidArgument(f"lengths are numbers of batches, one per rank, not {lengths!r}")
+        raise InvalidArgument(f"lengths must be one number of batches per rank, got {lengths!r}")
     if not all(isinstance(size, int) and size >= 0 for size in sizes) or not sizes:
-        raise InvalidArgument(f"batch_size is a number of samples, or several, not {batch_size!r}")
+        raise InvalidArgument(f"batch_size must be a size or a list of sizes, got {batch_size!r}")
     return UnevenBatches(tuple(lengths), sizes, tuple(shape), seed, dtype)

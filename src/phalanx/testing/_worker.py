@@ -44,12 +44,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
-    """Serve tasks until the pool hangs up."""
+    """Run tasks until the pool closes the connection."""
     _die_with(parent)
-    os.setsid()  # so that whatever a body starts can be ended together with it
+    os.setsid()  # so that its process group has all that a body starts
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # From the signal's handler in C, so that a rank that is blocked outside of Python shows, too.
+    # The handler is in C, so it also works if the rank is blocked outside of Python.
     faulthandler.enable(stacks)
     faulthandler.register(DUMP_SIGNAL, stacks, all_threads=True)
     with Connection(tasks) as connection:
@@ -63,7 +63,7 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
 
 def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it was gone before we asked
+    if os.getppid() != parent:  # it died before prctl
         os._exit(1)
 
 
@@ -82,10 +82,10 @@ def _run_task(task: Task) -> RankResult:
 def _call_body(task: Task, context: RankContext) -> Any:
     task.caller_environment.enter()
     _seed_generators()
-    body = task.body.load()  # first: what the arguments refer to may be in its module
+    body = task.body.load()  # first: arguments may refer to its module
     with unpacked_arguments(task.arguments) as (args, kwargs):
         result = body(context, *args, **kwargs)
-    _reset_torch_state()  # not after a failure: then the process is not used again
+    _reset_torch_state()  # not after a failure: the process is replaced then
     return result
 
 
@@ -100,14 +100,14 @@ def _connect_to_store(task: Task) -> Store:
     return PrefixStore(task.prefix, store)
 
 
-_stores: list[TCPStore] = []
+_hosted_stores: list[TCPStore] = []
 
 
 def host_store(context: RankContext) -> int:
-    """Open a store that lives as long as this process and return its port."""
+    """Open a store for the life of this process and return its port."""
     del context
-    _stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    return _stores[-1].port
+    _hosted_stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return _hosted_stores[-1].port
 
 
 def _seed_generators() -> None:
@@ -124,19 +124,18 @@ def _reset_torch_state() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
-    # What is left was imported, or is kept. To walk through it after every body would soon take
-    # longer than the bodies.
+    # The remaining objects are permanent. Scanning them after every body would dominate the run.
     gc.freeze()
 
 
 def template_main(control: int, preload: list[str]) -> None:
-    """Serve the pool at the other end of `control` until it hangs up."""
+    """Serve the pool until it closes its end of `control`."""
     for name in preload:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
     TemplateServer(socket.socket(fileno=control)).serve()
-    os._exit(0)  # nothing is left to do, and to unload torch takes a while
+    os._exit(0)  # unloading torch takes a while
 
 
 class TemplateServer:
@@ -144,32 +143,32 @@ class TemplateServer:
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._ranks: dict[int, int] = {}  # process id to a descriptor that is readable at its end
+        self._ranks: dict[int, int] = {}  # pid to pidfd
         self._selector = selectors.DefaultSelector()
         self._selector.register(control, selectors.EVENT_READ)
 
     def serve(self) -> None:
-        """Fork, signal and reap ranks; end with the pool, and end them, too."""
+        """Fork, signal and reap ranks until the pool disconnects, then kill them."""
         try:
             while True:
                 for key, _ in self._selector.select():
                     if key.data is not None:
                         self._reap(key.data)
-                    elif not self._obey():
+                    elif not self._handle_request():
                         return
         finally:
             for pid in self._ranks:
                 _kill_rank(pid)
 
-    def _obey(self) -> bool:
+    def _handle_request(self) -> bool:
         message, descriptors, _, _ = socket.recv_fds(self._control, 4096, 3)
         if not message:
             return False
-        order = json.loads(message)
-        if order["do"] == "fork":
+        request = json.loads(message)
+        if request["do"] == "fork":
             self._fork(descriptors)
-        elif order["rank"] in self._ranks:
-            os.kill(order["rank"], order["signal"])
+        elif request["rank"] in self._ranks:
+            os.kill(request["rank"], request["signal"])
         return True
 
     def _fork(self, descriptors: list[int]) -> None:
@@ -181,19 +180,19 @@ class TemplateServer:
             os.close(descriptor)
         self._ranks[pid] = os.pidfd_open(pid)
         self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
-        self._tell(forked=pid)
+        self._send(forked=pid)
 
     def _become_rank(self, descriptors: list[int], parent: int) -> None:
         status = 1
         try:
-            # Nothing of the template's may stay open here, or its end would go unnoticed.
+            # Close the template's descriptors, or the pool would not notice its death.
             self._selector.close()
             self._control.close()
             for descriptor in self._ranks.values():
                 os.close(descriptor)
             rank_main(*descriptors, parent=parent)
             status = 0
-        except BaseException:  # noqa: BLE001 - nothing may return into the template's loop
+        except BaseException:  # noqa: BLE001 - must not return into the template's loop
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -205,14 +204,14 @@ class TemplateServer:
         os.close(descriptor)
         _kill_rank(pid)
         _, status = os.waitpid(pid, 0)
-        self._tell(ended=pid, status=os.waitstatus_to_exitcode(status))
+        self._send(ended=pid, status=os.waitstatus_to_exitcode(status))
 
-    def _tell(self, **message: Any) -> None:
+    def _send(self, **message: Any) -> None:
         self._control.send(json.dumps(message).encode())
 
 
 def _kill_rank(pid: int) -> None:
-    """Kill a rank and what it started; until it is waited for, nobody else has its ids."""
+    """Kill a rank and what it started. Its pid cannot be reused before it is reaped."""
     os.kill(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError):  # it had no time to make its group
+    with contextlib.suppress(ProcessLookupError):  # it died before setsid
         os.killpg(pid, signal.SIGKILL)

@@ -1,21 +1,20 @@
 """Fault injection: kill, stop or delay a rank at a named point.
 
-A fault is declared with the run and sent to its rank::
+A fault is an argument of a run::
 
     pool.run(body, 3, faults=[Fault("allreduce:issued", kill(), rank=2)])
 
-or injected by the body itself, on every rank that runs it::
+or is injected by the body::
 
     with faults.inject("my point", delay(0.5)):
         ...
 
-Groups mark ``<operation>:before``, ``<operation>:issued`` and ``<operation>:after``;
-``form:signed in`` and, in shared memory, ``form:mapped`` while they form; and, besides ``before``
-and ``after``, ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. A
-save of a checkpoint marks, each after ``checkpoint:``, ``begin``, ``locked``, ``tensor`` (before
-each one), ``flush`` (of each file), ``written``, ``publish``, ``published`` and ``committed``, and
-over another one also ``moved``, ``replace`` and ``replaced``. A body marks its own points with
-`reach`.
+Fault points of groups are ``<operation>:before``, ``<operation>:issued`` and
+``<operation>:after``; ``form:signed in`` and, in shared memory, ``form:mapped``; and
+``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. Those of a save are
+``checkpoint:`` followed by ``begin``, ``locked``, ``tensor`` (before each one), ``flush`` (of each
+file), ``written``, ``publish``, ``published`` and ``committed``, and when it overwrites another
+checkpoint also ``moved``, ``replace`` and ``replaced``. Bodies add points with `reach`.
 """
 
 from __future__ import annotations
@@ -47,30 +46,30 @@ _current_rank = threading.local()
 
 
 class ArmedFault:
-    """A fault that waits for its point."""
+    """A fault that has not fired yet."""
 
     def __init__(self, fault: Fault, *, thread: int | None) -> None:
         self.fault = fault
-        self.struck = False
+        self.fired = False
         self._thread = thread
         self._left = fault.nth
-        self._lock = threading.Lock()  # over the count; not held while the fault acts
+        self._lock = threading.Lock()  # guards the count; not held during the action
 
     def __call__(self, point: str) -> None:
-        """Count a point reached, and act when it is the one."""
+        """Count the point if it is this fault's, and act at the nth time."""
         if point != self.fault.point or self._thread not in (None, threading.get_ident()):
             return
         with self._lock:
             self._left -= 1
             due = self._left == 0
         if due:
-            self.struck = True
+            self.fired = True
             self.fault.action()
 
 
 @contextmanager
 def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
-    """Keep faults armed for the calling rank, and show which of them have struck."""
+    """Arm faults for the calling rank."""
     thread = getattr(_current_rank, "thread", None)
     injections = [ArmedFault(fault, thread=thread) for fault in faults]
     with ExitStack() as stack:
@@ -82,7 +81,7 @@ def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
 
 @contextmanager
 def thread_as_rank() -> Iterator[None]:
-    """Let this thread be a rank of its own: what is armed in it strikes no other."""
+    """Make this thread a rank: faults armed in it do not affect other threads."""
     _current_rank.thread = threading.get_ident()
     try:
         yield
@@ -90,8 +89,8 @@ def thread_as_rank() -> Iterator[None]:
         del _current_rank.thread
 
 
-# Only somebody else can wake a stopped process. It counts from the moment when the process has
-# really stopped, for a wake-up that comes before the stop would be lost.
+# A stopped process cannot resume itself. The script waits until the process has stopped, because
+# a SIGCONT before that would be lost.
 _RESUME_SCRIPT = """
 until grep -q '^State:.T' /proc/$1/status; do [ -d /proc/$1 ] || exit; sleep 0.01; done
 sleep $2; kill -CONT $1
@@ -137,70 +136,70 @@ class _Delay:
 
 
 Action = _Kill | _Stop | _Delay
-"""What `kill`, `stop` and `delay` return."""
+"""The result of `kill`, `stop` and `delay`."""
 
 
 def kill(signum: int = signal.SIGKILL) -> Action:
-    """End the rank's process with a signal, at once, as a crash or the kernel would."""
+    """Kill the rank's process with a signal, as a crash or the kernel would."""
     return _Kill(signum)
 
 
 def stop(*, resume_after: float | None = None) -> Action:
-    """Stop the rank's process, for ever or for some seconds.
+    """Stop the rank's process, for `resume_after` seconds or forever.
 
-    It is alive, holds its connections and answers nothing.
+    The process stays alive and keeps its connections, but does not respond.
     """
     return _Stop(resume_after)
 
 
 def delay(seconds: float) -> Action:
-    """Hold the rank up for some seconds; only the thread that reaches the point sleeps."""
+    """Delay the thread that reaches the point by some seconds."""
     return _Delay(seconds)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What shall happen when a rank reaches a point for the nth time."""
+    """An action at the nth time that a rank reaches a fault point."""
 
     point: str
     action: Action
     rank: int | None = None
-    """The rank that it strikes; every rank by default."""
+    """The affected rank; all ranks by default."""
     nth: int = 1
-    """Counted for each rank from the start of its run."""
+    """Counted per rank from the start of the run."""
     optional: bool = False
-    """Whether the run is in order when the point is never reached."""
+    """Whether it is fine if the point is never reached."""
 
     def __post_init__(self) -> None:
         if self.nth < 1:
-            raise InvalidArgument(f"nth counts from 1, but it is {self.nth}")
+            raise InvalidArgument(f"nth must be at least 1, got {self.nth}")
 
     @property
-    def final(self) -> bool:
-        """Whether the rank does not come back from it."""
+    def is_fatal(self) -> bool:
+        """Whether the rank does not survive the action."""
         return isinstance(self.action, _Kill) or self.action == _Stop(None)
 
     @property
     def needs_process(self) -> bool:
-        """Whether it strikes a whole process, so that a rank that is a thread cannot have it."""
+        """Whether the action affects a whole process, so that thread ranks cannot have it."""
         return not isinstance(self.action, _Delay)
 
-    def strikes(self, rank: int) -> bool:
-        """Tell whether the fault is meant for `rank`."""
+    def applies_to(self, rank: int) -> bool:
+        """Return whether the fault affects `rank`."""
         return self.rank is None or self.rank == rank
 
     def __str__(self) -> str:
-        times = "" if self.nth == 1 else f" for the time {self.nth}"
+        times = "" if self.nth == 1 else f" (time {self.nth})"
         return f"{self.action} at '{self.point}'{times}"
 
 
 @contextmanager
 def inject(point: str, action: Action, *, nth: int = 1) -> Iterator[None]:
-    """Act at the nth time that the calling rank reaches `point` inside the block."""
+    """Act at the nth time that the calling rank reaches `point` in the block."""
     with arm_faults([Fault(point, action, nth=nth)]):
         yield
 
 
 def reach(point: str) -> None:
-    """Mark a point of a test body."""
+    """Mark a fault point of a test body."""
     _faultpoints.reach(point)

@@ -1,4 +1,4 @@
-"""Pytest fixtures: rank pools for a session, uneven batches. Import them in a ``conftest.py``."""
+"""Pytest fixtures: rank pools and uneven batches. Import them in a ``conftest.py``."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def threads() -> ThreadRanks:
 
 @pytest.fixture(params=PATTERNS.values(), ids=list(PATTERNS))
 def uneven_batches(request: pytest.FixtureRequest) -> UnevenBatches:
-    """Batches for four ranks, in turn with each kind of unevenness."""
+    """Batches for four ranks, parametrized over `PATTERNS`."""
     return make_batches(request.param)

@@ -1,10 +1,10 @@
-"""Train a small network to read handwritten digits, on several ranks at once.
+"""Train a small network on handwritten digits, on several ranks.
 
     phalanx run -n 2 examples/digits.py
     torchrun --nproc-per-node 2 examples/digits.py
 
-Every rank has a copy of the network and its share of the images. Each backward pass leaves the mean
-of all ranks' gradients, so the copies stay the same to the last bit; the end proves it.
+Every rank has a replica of the network and its shard of the images. Each backward pass averages the
+gradients of all ranks, so the replicas stay bitwise equal; the last line checks it.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def make_network() -> nn.Module:
 def train(
     model: nn.Module, images: Tensor, labels: Tensor, group: ProcessGroup, *, epochs: int
 ) -> float:
-    """Train on this rank's share of every epoch and return the samples per second of all ranks."""
+    """Train on this rank's shard and return the samples per second of all ranks."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     share = len(images) // group.size()  # equal, so that every rank takes the same number of steps
     start = time.perf_counter()

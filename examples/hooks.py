@@ -1,9 +1,9 @@
-"""Train the network of digits.py with gradients that are compressed on their way.
+"""Train the network of digits.py with compressed gradients.
 
     phalanx run -n 2 examples/hooks.py
     phalanx run -n 2 examples/hooks.py powersgd topk
 
-For each hook: how well the network reads, and how many bytes a rank hands to the group in a step.
+For each hook, prints the accuracy and the bytes that a rank sends per step.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def main(names: list[str], epochs: int) -> None:
 
 
 def bytes_of_last_step(group: ProcessGroup, model: DDP) -> int:
-    """Take one more step and add up what the group was given in it."""
+    """Take one more step and return the bytes that this rank passed to the group."""
     before = group.records()[-1].sequence
     model(torch.zeros(1, 1, 8, 8)).sum().backward()
     return sum(

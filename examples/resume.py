@@ -1,10 +1,10 @@
-"""Train, be stopped at any moment, and go on as if nothing had happened.
+"""Train, stop at any moment, and resume with identical results.
 
     phalanx run -n 2 examples/resume.py run     # press Ctrl-C, send SIGTERM, or kill it
-    phalanx run -n 2 examples/resume.py run     # goes on where it was
+    phalanx run -n 2 examples/resume.py run     # resumes
 
-The weights at the end are those of a run that was never stopped, bit for bit: the checkpoint has
-the optimizer's state, the position in the data, and every rank's random numbers too.
+The final weights are bitwise equal to those of an uninterrupted run: the checkpoint also has the
+state of the optimizer, the position in the data, and the random number generators of all ranks.
 """
 
 import argparse
@@ -24,7 +24,7 @@ BATCH = 32  # images per rank and step
 
 
 def main(path: str, *, epochs: int, every: int) -> None:
-    """Train from the newest checkpoint on, if there is one, and print a hash of the weights."""
+    """Train from the newest checkpoint, if any, and print a hash of the weights."""
     group = new_group()
     torch.set_num_threads(1)
     torch.manual_seed(group.rank())  # ranks drop out different units; the weights are rank 0's
@@ -59,14 +59,14 @@ def main(path: str, *, epochs: int, every: int) -> None:
 
 
 class Batches:
-    """The images of one rank, batch after batch and epoch after epoch; it knows where it is."""
+    """The batches of one rank over all epochs, with a position that can be saved."""
 
     def __init__(self, count: int, group: ProcessGroup, *, epochs: int) -> None:
         self.count, self.rank, self.ranks = count, group.rank(), group.size()
         self.epochs, self.step = epochs, 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield the batches that are left, of an order that depends on the epoch alone."""
+        """Yield the remaining batches, in an order that depends only on the epoch."""
         share = self.count // self.ranks
         per_epoch = -(-share // BATCH)
         while self.step < self.epochs * per_epoch:
@@ -76,11 +76,11 @@ class Batches:
             yield order[self.rank * share :][:share].split(BATCH)[place]
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many batches were taken."""
+        """Return the number of batches taken."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on after as many batches."""
+        """Continue after that many batches."""
         self.step = state["step"]
 
 

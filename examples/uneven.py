@@ -1,10 +1,10 @@
-"""Train on several ranks that have different amounts of data, and use all of it.
+"""Train on ranks with different amounts of data, and use all of it.
 
     phalanx run -n 3 examples/uneven.py
 
-Rank 0 has the fewest handwritten digits and the last rank has most. A rank whose data are over
-leaves the group, and the others train on without it; nothing is dropped and nothing repeated. In
-the end everybody has the same weights, and says how the work was divided.
+Rank 0 has the fewest handwritten digits and the last rank the most. A rank that runs out of data
+leaves the group, and the others continue without it; no sample is dropped or repeated. At the end
+all ranks have the same weights and print how the work was divided.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TEST_IMAGES = 360
 
 
 def main(epochs: int) -> None:
-    """Train on this rank's own data, and test on its share of the test images."""
+    """Train on this rank's data and test on its shard of the test images."""
     group = new_group()
     torch.set_num_threads(1)  # the network is too small to gain from more
     torch.manual_seed(0)
@@ -55,14 +55,14 @@ def main(epochs: int) -> None:
 
 
 def share(rows: Tensor, group: ProcessGroup) -> Tensor:
-    """Give rank r a share of r + 1 parts: the first has least, the last most."""
+    """Give rank r a share of r + 1 parts."""
     parts = group.size() * (group.size() + 1) // 2
     ends = [len(rows) * (rank + 1) * (rank + 2) // 2 // parts for rank in range(group.size())]
     return rows.tensor_split(ends[:-1])[group.rank()]
 
 
 def train(model: DDP, loader: DataLoader[tuple[Tensor, ...]], *, epochs: int) -> JoinReport | None:
-    """Train as if there were one rank; returns how the last epoch went."""
+    """Train as on one rank and return the report of the last epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loop = phalanx.uneven(loader, model, optimizers=[optimizer])
     for _ in range(epochs):

@@ -268,7 +268,6 @@ class Examination:
 
     @property
     def ok(self) -> bool:
-        """Whether no finding is a fault."""
         return all(finding.ok for finding in self.findings)
 
 
@@ -300,7 +299,6 @@ def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
 
 
 def render(examination: Examination) -> str:
-    """Return the report as text."""
     width = max(len(finding.label) for finding in examination.findings)
     lines = [_finding_line(finding, width) for finding in examination.findings]
     if examination.measurements:
@@ -320,7 +318,6 @@ def render(examination: Examination) -> str:
 
 
 def render_json(examination: Examination) -> str:
-    """Return the report as JSON."""
     return json.dumps({"ok": examination.ok, **asdict(examination)}, indent=2)
 
 

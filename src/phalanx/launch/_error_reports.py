@@ -301,7 +301,6 @@ class ErrorReportFilter:
 
     @property
     def is_holding(self) -> bool:
-        """Whether lines are held back."""
         return bool(self._held)
 
     @property

@@ -212,7 +212,6 @@ class LineSplitter:
 
     @property
     def is_progress(self) -> bool:
-        """Whether the unfinished line is being overwritten, as by a progress bar."""
         return b"\r" in self._rest
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -261,7 +260,6 @@ class OutputPump:
         self._selector.register(pipe, selectors.EVENT_READ, stream)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def write_message(self, text: str) -> None:

@@ -77,7 +77,6 @@ class ChildProcess:
         return self.process.returncode is not None
 
     def send(self, number: int) -> None:
-        """Signal the process itself, unless it has exited."""
         if not self.has_exited:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
@@ -233,7 +232,6 @@ class AttemptProcesses:
         return [rank for child, rank in self._ranks.items() if child in self._running]
 
     def start(self, *, attempt: int) -> None:
-        """Start the store and all ranks."""
         try:
             port = self._start_store()
             for rank in range(self._job.ranks):
@@ -247,7 +245,6 @@ class AttemptProcesses:
         return child in self._running
 
     def rank_of(self, child: ChildProcess) -> int | None:
-        """Return a child's rank, or None for the store."""
         return self._ranks.get(child)
 
     def release(self, child: ChildProcess) -> None:
@@ -269,12 +266,10 @@ class AttemptProcesses:
         return not self._running and not self.orphans()
 
     def send(self, number: int) -> None:
-        """Signal the running ranks."""
         for child in self._ranks:
             child.send(number)
 
     def send_to_orphans(self, number: int) -> None:
-        """Signal the processes that exited ranks left behind."""
         for child in self.orphans():
             child.send_to_group(number)
 
@@ -397,7 +392,6 @@ class _Attempt:
         self._is_killing = False
 
     def run(self) -> Outcome:
-        """Start the ranks, wait for them, and leave no process behind."""
         try:
             self._processes.start(attempt=self._number)
             self._pump.start()

@@ -89,12 +89,10 @@ class ScratchFile:
         self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - closed by close()
 
     def fileno(self) -> int:
-        """Return the descriptor."""
         return self._file.fileno()
 
     @property
     def size(self) -> int:
-        """The number of bytes written."""
         return os.fstat(self.fileno()).st_size
 
     def tail(self, limit: int) -> str:
@@ -104,11 +102,9 @@ class ScratchFile:
         return f"({skipped} bytes omitted) ...{text}" if skipped else text
 
     def clear(self) -> None:
-        """Truncate the file."""
         self._file.truncate(0)
 
     def close(self) -> None:
-        """Close and thereby delete the file."""
         self._file.close()
 
 
@@ -126,7 +122,6 @@ class RankProcess:
         self.theirs = theirs
 
     def clear(self) -> None:
-        """Clear its output and stack dumps."""
         self.output.clear()
         self.stacks.clear()
 
@@ -148,7 +143,6 @@ class RankProcess:
 
     @property
     def stopped(self) -> bool:
-        """Whether a signal has stopped the process."""
         try:
             with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
                 return file.read().rpartition(")")[2].split()[0] == "T"
@@ -157,11 +151,9 @@ class RankProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited."""
         return self.status is not None
 
     def close(self) -> None:
-        """Disconnect; an idle process exits."""
         self.connection.close()
         self.output.close()
         self.stacks.close()
@@ -189,7 +181,6 @@ class TemplateProcess:
             )
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the template has sent a message."""
         return self._control.fileno()
 
     def fork(self) -> RankProcess:
@@ -213,7 +204,6 @@ class TemplateProcess:
         return int(message["forked"])
 
     def send_signal(self, rank: RankProcess, signum: int) -> None:
-        """Signal a rank, unless it has exited."""
         self._send({"do": "signal", "rank": rank.pid, "signal": int(signum)})
 
     def end(self, rank: RankProcess) -> None:
@@ -256,7 +246,6 @@ class TemplateProcess:
         return RanksFailed(f"the template process of the pool died{details}")
 
     def close(self) -> None:
-        """Stop the template, which kills the ranks."""
         self._control.close()
         try:
             self._process.wait(self._timing.reap_timeout)
@@ -416,7 +405,6 @@ class PoolProcesses:
         return reports, outputs
 
     def close(self) -> None:
-        """Stop all processes."""
         self._template.close()
         for process in self._processes.values():
             process.close()
@@ -519,7 +507,6 @@ class RankPool:
             self._processes = None
 
     def close(self) -> None:
-        """Stop the processes."""
         with self._lock:
             self._closed = True
             self._stop_processes()

@@ -135,7 +135,6 @@ class RunDeadline:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the start."""
         return time.monotonic() - self._start
 
     @property

@@ -213,6 +213,5 @@ def unpack_report(packed: bytes) -> RankResult:
 
 
 def unpack_task(packed: bytes) -> Task:
-    """Unpickle a task."""
     task: Task = pickle.loads(packed)  # noqa: S301 - see the module's docstring
     return task

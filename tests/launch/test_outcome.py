@@ -1,4 +1,7 @@
+import signal
 from dataclasses import replace
+
+import pytest
 
 from phalanx.launch import Outcome, RankExit
 from phalanx.launch._outcome import describe
@@ -65,6 +68,17 @@ def test_no_words_no_quote():
     assert followers(RankExit(rank=0, code=3, at=1.25)) == [
         "rank 0 failed 0.25 s later: exit code 3"
     ]
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [(signal.SIGSEGV, "PYTHONFAULTHANDLER"), (signal.SIGABRT, "C++ code"), (signal.SIGUSR1, "")],
+)
+def test_a_signal_has_a_hint_and_an_exit_code(number, hint):
+    outcome = Outcome(exits=[RankExit(rank=0, code=-number, at=1.0)])
+    assert outcome.exit_code == 128 + number
+    assert describe(outcome).startswith(f"rank 0 failed first: {number.name}")
+    assert hint in describe(outcome)
 
 
 def test_the_shell_sees_the_first_failure():

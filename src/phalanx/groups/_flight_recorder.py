@@ -4,7 +4,7 @@ A call is recorded on the calling thread before the engine sees it, so recording
 minimum: it builds no strings and keeps no frame alive. Text is produced when somebody reads.
 The module also finds the line of user code that made a call, or that a rank is executing.
 
-`FlightRecorder.begin` counts stack frames: it must be called from `_issue`, called from the
+`FlightRecorder.begin` counts stack frames: it must be called from `Issuer.issue`, called from the
 collective.
 """
 
@@ -35,22 +35,22 @@ _STDLIB_PREFIXES = (
     "<frozen ",
 )
 known_files: dict[str, bool] = {}
-"""Of the files that calls came from: whether they are phalanx's or torch's."""
+"""Files from which calls came, and whether they belong to phalanx or torch."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """One call of a group, as its flight recorder tells it."""
+    """One call in a group's flight recorder."""
 
     sequence: int
-    """Its number among the collectives, or among the sends and receives, of this rank."""
+    """Its number among this rank's collectives, or among its sends and receives."""
     operation: str
-    """What was called: ``allreduce``."""
+    """The name of the method: ``allreduce``."""
     shape: tuple[int, ...]
     dtype: str
     """Of the first tensor; empty for a call without tensors."""
     tensors: int
-    """How many tensors it was given."""
+    """How many tensors were passed."""
     started: float
     """Seconds since the epoch."""
     ended: float | None
@@ -63,7 +63,7 @@ class Record:
 
 
 class Call:
-    """One call while it is under way; the recorder keeps it, its `Work` ends it."""
+    """One call in flight; the recorder keeps it, its `Work` sets `ended`."""
 
     __slots__ = (
         "code",
@@ -87,13 +87,13 @@ class Call:
     ended: float | None
     code: CodeType
     instruction: int
-    """Where in `code` the call was made; finding the line of it takes longer, and can wait."""
+    """Where in `code` the call was made; the line is computed when somebody reads it."""
     transfer: bool
-    """A send or receive: numbered apart, for ranks need not make the same ones."""
+    """A send or receive: numbered separately, since ranks need not make the same ones."""
 
     @property
     def what(self) -> str:
-        """Tell the operation and its tensors: ``allreduce float32[10]``."""
+        """The operation and its tensors: ``allreduce float32[10]``."""
         if self.dtype is None:
             return self.operation
         more = f" and {self.tensors - 1} more" if self.tensors > 1 else ""
@@ -101,25 +101,25 @@ class Call:
 
     @property
     def site(self) -> str:
-        """Tell the line of the user's code that made the call."""
+        """The line of the user's code that made the call."""
         return _format_site(self.code, self.instruction)
 
     @property
     def age(self) -> float:
-        """Tell the seconds since the call was made."""
+        """Seconds since the call was made."""
         return time.monotonic() - self.started
 
 
 class FlightRecorder:
-    """Numbers calls and keeps the last of them."""
+    """Numbers calls and keeps the last ones."""
 
-    # So that native code, which records too (`_fast_path`), finds the number where it is.
+    # Native code records calls, too (`_fast_path`), and accesses these slots directly.
     __slots__ = ("_epoch", "_transfers", "calls", "collectives", "starting")
 
     collectives: int
-    """How many collectives have begun."""
+    """How many collectives have started."""
     starting: Call | None
-    """A call that has its number, and of which it is not known yet whether the engine has it."""
+    """A call that has a number, but may not have reached the engine."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self.calls: deque[Call] = deque(maxlen=capacity)
@@ -131,9 +131,9 @@ class FlightRecorder:
     def begin(
         self, operation: str, tensors: Sequence[torch.Tensor], *, transfer: bool = False
     ) -> Call:
-        """Record that an operation is about to start, until which it is `starting`.
+        """Record an operation that is about to start, as `starting` until the caller resets it.
 
-        The three innermost frames must be ours: this one, `_issue`, and the collective's own.
+        The three innermost frames must be this one, `Issuer.issue`, and the collective's.
         """
         call = Call()
         call.transfer = transfer
@@ -173,7 +173,7 @@ class FlightRecorder:
 
     @property
     def last(self) -> Call | None:
-        """Tell the newest call."""
+        """The newest call."""
         try:
             return self.calls[-1]
         except IndexError:
@@ -197,16 +197,16 @@ class FlightRecorder:
 
 
 def user_site() -> str:
-    """Tell the line of the user's code that is calling."""
+    """Return the line of the user's code that is calling."""
     frame = user_frame(sys._getframe(1))
     return _format_site(frame.f_code, frame.f_lasti)
 
 
 def describe_frame(frame: FrameType | None) -> str | None:
-    """Tell where in the user's code a running thread is: ``train.py:44 in load``.
+    """Return where in the user's code a running thread is: ``train.py:44 in load``.
 
-    If that code waits inside a library, tell the library's line too, and for which worker process
-    if it is a data loader that waits.
+    If that code waits inside a library, the library's line is added; for a data loader, also the
+    worker process that it waits for.
     """
     frames: list[FrameType] = []
     while frame is not None:
@@ -228,10 +228,10 @@ def _describe(frame: FrameType) -> str:
 
 
 def _awaited_worker(frames: Sequence[FrameType]) -> str | None:
-    """Tell the process that a `torch.utils.data.DataLoader` waits for a batch of, and its state."""
+    """Return the process from which a `DataLoader` awaits a batch, and its state."""
     for frame in frames:
         if frame.f_code.co_filename == _DATALOADER_FILE and frame.f_code.co_name == "_get_data":
-            # Fields of a class of torch that are not public: without them, there is less to tell.
+            # These attributes are private to torch; without them the description is shorter.
             with suppress(AttributeError, IndexError, KeyError, TypeError):
                 loader = frame.f_locals["self"]
                 if not loader._in_order:
@@ -243,7 +243,7 @@ def _awaited_worker(frames: Sequence[FrameType]) -> str | None:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Find the innermost frame that is the user's, or else the outermost of all."""
+    """Return the innermost frame of user code, or else the outermost of all."""
     while _is_internal(frame.f_code.co_filename):
         if frame.f_back is None:
             break
@@ -252,7 +252,6 @@ def user_frame(frame: FrameType) -> FrameType:
 
 
 def _is_internal(filename: str) -> bool:
-    """Tell whether a file belongs to phalanx or torch rather than to the user."""
     known = known_files.get(filename)
     if known is None:
         known = known_files[filename] = filename.startswith(_INTERNAL_PREFIXES)
@@ -260,7 +259,6 @@ def _is_internal(filename: str) -> bool:
 
 
 def _is_library(filename: str) -> bool:
-    """Tell whether a file belongs to Python or to an installed package rather than to the user."""
     parts = Path(filename).parts
     return filename.startswith(_STDLIB_PREFIXES) or not {
         "site-packages",
@@ -269,7 +267,7 @@ def _is_library(filename: str) -> bool:
 
 
 def _format_site(code: CodeType, instruction: int) -> str:
-    """Tell a line by what tells files apart: the last two parts of the path."""
+    """Return file and line; the last two parts of the path identify a file well enough."""
     return (
         f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{_line_number(code, instruction)}"
     )

@@ -235,7 +235,7 @@ class Issuer:
                 )
                 work.peer = peer
                 if finish is not None:
-                    work.set_finish(finish)
+                    work.finish = finish
                 if self._consistency_check is not None and not transfer:
                     self._consistency_check.check(call, seconds, terms, uneven=uneven)
                     del self._started_works[:]  # the exchange of the check has ended
@@ -249,10 +249,10 @@ class Issuer:
                 self.detector.in_flight[call] = work
             self.recorder.starting = None
             del self._started_works[:]
-        if transfer:
-            work.wrap(self._wrap_transfer)
-        else:
+        if not transfer:
             self.detector.prune_in_flight()
+        elif self._wrap_transfer is not None:
+            work.raw = self._wrap_transfer(work.raw, seconds)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
         return work

@@ -661,7 +661,7 @@ class ProcessGroup(dist.ProcessGroup):
         work = self._issue(
             name, inputs, self._engine.allgather, args, outputs=outputs, timeout=opts.timeout
         )
-        work.mark_gathered()
+        work.is_gathered = True
         return work
 
     def all_gather_single(

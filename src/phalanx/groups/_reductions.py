@@ -1,15 +1,12 @@
 """Reductions that an engine does not support natively.
 
 `adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has,
-with
-functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an
-engine
-that only moves dense ones: ranks exchange their entry counts first, then the entries padded to the
-longest.
+with functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an
+engine that only moves dense ones: ranks exchange their entry counts first, then the entries padded
+to the longest.
 
-Sums are added up in rank order, as in the `local` backend, so that all engines give the same
-bits. A finishing function may be interrupted and called again; it must not apply the same step
-twice.
+Sums are added in rank order, as in the `local` backend, so that all engines give the same bits.
+A finishing function may be interrupted and called again; it must not apply the same step twice.
 """
 
 from __future__ import annotations
@@ -34,12 +31,12 @@ AVG = ReduceOp.AVG
 PREMUL_SUM = ReduceOp.PREMUL_SUM
 _LINEAR = frozenset({SUM, AVG, PREMUL_SUM})
 _BOOL_OPS = {SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
-"""What adding and multiplying mean for bool; engines that see bytes would store a 2."""
+"""Sum and product of bool; engines that see bytes would store a 2."""
 
 
 @dataclass
 class AdaptedReduction:
-    """A reduction in the engine's own terms."""
+    """A reduction that the engine supports."""
 
     op: Any
     inputs: list[Tensor]
@@ -48,7 +45,7 @@ class AdaptedReduction:
     finish: Callable[[], None] | None = None
 
     def starting(self, method: Callable[..., RawWork]) -> Callable[..., RawWork]:
-        """Wrap an engine's method so that the inputs are prepared when the call really starts."""
+        """Wrap an engine's method so that it prepares the inputs when the call starts."""
         prepare = self.prepare
         if prepare is None:
             return method
@@ -61,7 +58,7 @@ class AdaptedReduction:
 
 
 def plain_op(op: Any) -> Any:
-    """Strip a `ReduceOp` to the enumeration inside, which can be compared and hashed."""
+    """Return the enumeration in a `ReduceOp`, which can be compared and hashed."""
     return getattr(op, "op", op)
 
 
@@ -74,7 +71,7 @@ def adapt_reduction(
     outputs: list[Tensor],
     size: int,
 ) -> AdaptedReduction:
-    """Turn a reduction into one that the engine has; `inputs` may be the `outputs` themselves."""
+    """Rewrite a reduction as one that the engine supports; `inputs` may be `outputs`."""
     call = _detached(op, inputs, outputs)
     kind, dtype = plain_op(op), inputs[0].dtype
     if dtype is torch.bool:
@@ -95,28 +92,28 @@ def _averages(traits: Traits, operation: str, dtype: torch.dtype) -> bool:
 
 
 def is_sum(op: Any) -> bool:
-    """Tell whether an operation is a plain sum; asked for every call, so the quick way first."""
+    """Whether an operation is a plain sum; the identity test is the fast one."""
     return op is SUM or bool(op == SUM)
 
 
 def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> AdaptedReduction:
-    """Hide from an engine that is itself made of tensor operations that some require gradients."""
+    """Detach tensors, for engines that are made of tensor operations."""
     plain = [tensor.detach() for tensor in outputs]
     same = inputs is outputs
     return AdaptedReduction(op, plain if same else [tensor.detach() for tensor in inputs], plain)
 
 
 def averaging(tensors: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """Make what divides sums by how many were added, once; integers lose their fraction."""
-    mine = [tensor.detach() for tensor in tensors]
-    rounding = "trunc" if not (mine[0].is_floating_point() or mine[0].is_complex()) else None
+    """Return a function that divides sums by `count`, once; integers are truncated."""
+    sums = [tensor.detach() for tensor in tensors]
+    rounding = "trunc" if not (sums[0].is_floating_point() or sums[0].is_complex()) else None
     divide = methodcaller("div_", count, rounding_mode=rounding)
     done: list[Tensor] = []
 
     def finish() -> None:
-        # An interrupt may come at any time, and whoever waits again comes here again. To divide and
-        # to take note of it is one step, for it is all done by `extend`.
-        done.extend(map(divide, mine[len(done) :]))
+        # An interrupted wait comes here again. `extend` divides and records it in one step, between
+        # which no signal is handled.
+        done.extend(map(divide, sums[len(done) :]))
 
     return finish
 
@@ -128,11 +125,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _view_complex(call: AdaptedReduction, operation: str, kind: Any, dtype: torch.dtype) -> None:
-    """See complex numbers as pairs where that gives the same answer; refuse other types."""
+    """View complex numbers as pairs where that gives the same result; reject other dtypes."""
     if not (dtype.is_complex and kind in _LINEAR):
         raise InvalidArgument(
-            f"this backend cannot {operation} ({op_name(kind)}) {dtype_name(dtype)}: "
-            "convert the tensor to a type that it knows, such as float32 or int64"
+            f"{operation}: this backend does not support {op_name(kind)} of {dtype_name(dtype)}; "
+            "convert the tensor to a supported dtype, such as float32 or int64"
         )
     same = call.inputs is call.outputs
     call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
@@ -143,17 +140,17 @@ def _premultiply(call: AdaptedReduction, factor: float | Tensor) -> None:
     call.op = SUM
     if call.inputs is not call.outputs:
         call.inputs = [tensor.clone() for tensor in call.inputs]
-    mine = call.inputs
+    inputs = call.inputs
 
     def multiply() -> None:
-        for tensor in mine:
+        for tensor in inputs:
             tensor.mul_(factor)
 
     call.prepare = multiply
 
 
 class SparseSum:
-    """One sparse tensor of each rank on its way to their sum."""
+    """An allreduce of one sparse tensor per rank, as allgathers of counts and entries."""
 
     def __init__(self, engine: Engine, tensor: Tensor, *, rank: int, size: int) -> None:
         self._engine = engine
@@ -162,23 +159,23 @@ class SparseSum:
         self._size = size
 
     def start(self, wait_for: Callable[[RawWork], None]) -> RawWork:
-        """Tell the others how many entries there are, hear it from them, and send the entries."""
-        mine = self._tensor.detach().coalesce()
-        self._counts = self._exchange_counts(mine, wait_for)
+        """Exchange the numbers of entries and wait for them, then start to gather the entries."""
+        own = self._tensor.detach().coalesce()
+        self._counts = self._exchange_counts(own, wait_for)
         longest = max(self._counts)
-        self._indices = self._rows(longest, mine.indices().t())
-        self._values = self._rows(longest, mine.values())
+        self._indices = self._rows(longest, own.indices().t())
+        self._values = self._rows(longest, own.values())
         return JointWork([self._gather(rows) for rows in (self._indices, self._values)])
 
     def finish(self) -> None:
-        """Add up what came and make it this rank's tensor."""
+        """Sum the gathered entries into this rank's tensor."""
         shape = self._tensor.shape
         parts = [
             torch.sparse_coo_tensor(
                 self._indices[rank, :count].t(),
                 self._values[rank, :count],
                 shape,
-                check_invariants=False,  # it was such a tensor, of the same shape
+                check_invariants=False,  # the entries of a valid tensor of this shape
             )
             for rank, count in enumerate(self._counts)
             if count
@@ -188,16 +185,18 @@ class SparseSum:
             if parts:
                 self._tensor.add_(functools.reduce(torch.add, parts).coalesce())
 
-    def _exchange_counts(self, mine: Tensor, wait_for: Callable[[RawWork], None]) -> list[int]:
-        said = torch.tensor([mine._nnz(), mine.sparse_dim(), *mine.shape], dtype=torch.int64)
-        heard = torch.zeros(self._size, len(said), dtype=torch.int64)
-        heard[:, 1:] = said[1:]  # those who have left say nothing, and bring nothing
-        heard[self._rank] = said
-        wait_for(self._gather(heard))
-        if not torch.equal(heard[:, 1:], said[1:].expand(self._size, -1)):
-            shapes = sorted({str(row[2:].tolist()) for row in heard})
-            raise InvalidArgument(f"ranks add up sparse tensors of different shapes: {shapes}")
-        return [int(count) for count in heard[:, 0]]
+    def _exchange_counts(self, own: Tensor, wait_for: Callable[[RawWork], None]) -> list[int]:
+        header = torch.tensor([own._nnz(), own.sparse_dim(), *own.shape], dtype=torch.int64)
+        headers = torch.zeros(self._size, len(header), dtype=torch.int64)
+        headers[:, 1:] = header[1:]  # ranks that have left contribute no entries
+        headers[self._rank] = header
+        wait_for(self._gather(headers))
+        if not torch.equal(headers[:, 1:], header[1:].expand(self._size, -1)):
+            shapes = sorted({str(row[2:].tolist()) for row in headers})
+            raise InvalidArgument(
+                f"allreduce: ranks passed sparse tensors of different shapes: {shapes}"
+            )
+        return [int(count) for count in headers[:, 0]]
 
     def _rows(self, longest: int, own: Tensor) -> Tensor:
         rows = own.new_zeros((self._size, longest, *own.shape[1:]))
@@ -205,8 +204,7 @@ class SparseSum:
         return rows
 
     def _gather(self, rows: Tensor) -> RawWork:
-        """Fill every rank's row with what that rank has there."""
-        flat = rows.view(-1)
-        mine = rows[self._rank].reshape(-1).clone()
-        work: RawWork = self._engine._allgather_base(flat, mine, AllgatherOptions())
+        """Gather every rank's row."""
+        own = rows[self._rank].reshape(-1).clone()
+        work: RawWork = self._engine._allgather_base(rows.view(-1), own, AllgatherOptions())
         return work

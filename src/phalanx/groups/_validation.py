@@ -1,7 +1,7 @@
 """Validation of arguments on the calling rank, before anything is sent.
 
-A mistake that only one rank makes must not leave the others waiting, so whatever can be seen
-locally is rejected here with `InvalidArgument` or `InvalidType` and a hint.
+A mistake that only one rank makes must not leave the others waiting, so everything that can be
+checked locally is rejected here with `InvalidArgument` or `InvalidType`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
 
 def single(operation: str, value: object) -> list[Tensor]:
-    """Accept one tensor, by itself or in a list of one."""
+    """Accept one tensor, or a list of one."""
     if isinstance(value, Tensor):
         return [value]
     tensors = flat_list(operation, value)
     if len(tensors) != 1:
         raise InvalidArgument(
-            f"{operation} takes one tensor, not a list of {len(tensors)}: call it once for each, "
-            f"or use {operation}_coalesced where there is one"
+            f"{operation} takes one tensor, got a list of {len(tensors)}; call it once for each, "
+            f"or use {operation}_coalesced where it exists"
         )
     return tensors
 
@@ -37,7 +37,7 @@ def flat_list(operation: str, value: object) -> list[Tensor]:
     """Accept a list of tensors."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value):
         return list(value)
-    raise InvalidType(f"{operation} takes tensors, not {_kind(value)}")
+    raise InvalidType(f"{operation} takes tensors, got {_kind(value)}")
 
 
 def nested_list(operation: str, value: object) -> list[Tensor]:
@@ -48,59 +48,61 @@ def nested_list(operation: str, value: object) -> list[Tensor]:
 
 
 def on_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Refuse a tensor on a device that the group does not serve."""
-    if tensor.is_cpu and "cpu" in devices:  # the quick way to the frequent answer
+    """Reject a tensor on a device that the group does not serve."""
+    if tensor.is_cpu and "cpu" in devices:  # the common case, and faster than `device`
         return
     if tensor.device.type not in devices:
         raise InvalidArgument(
             f"{operation} got a tensor on {tensor.device}, but this {backend} group serves "
-            f"{' and '.join(sorted(devices))}: move the tensor, or make a group for that device"
+            f"{' and '.join(sorted(devices))}; move the tensor, or make a group for that device"
         )
 
 
 def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Refuse a tensor that the group's engine cannot touch."""
+    """Reject a tensor that the engine cannot access."""
     on_device(operation, tensor, devices, backend)
     if tensor.layout is not torch.strided:
-        raise InvalidArgument(f"{operation} takes dense tensors: pass tensor.to_dense()")
+        raise InvalidArgument(f"{operation} takes dense tensors; pass tensor.to_dense()")
     if not tensor.is_contiguous():
         raise InvalidArgument(
             f"{operation} got {describe(tensor.dtype, tensor.shape)} that is not contiguous "
-            f"(strides {list(tensor.stride())}): pass tensor.contiguous() and copy the result back"
+            f"(strides {list(tensor.stride())}); pass tensor.contiguous() and copy the result back"
         )
     if tensor.is_neg() or tensor.is_conj():
         raise InvalidArgument(
-            f"{operation} got {describe(tensor.dtype, tensor.shape)} whose sign is a flag, not in "
-            "memory, and engines do not see it: pass tensor.resolve_neg().resolve_conj()"
+            f"{operation} got {describe(tensor.dtype, tensor.shape)} with a lazy negation or "
+            "conjugation, which engines cannot see; pass tensor.resolve_neg().resolve_conj()"
         )
 
 
 def reduction(operation: str, op: object, dtype: torch.dtype) -> None:
-    """Refuse a reduce operation that the element type does not have."""
+    """Reject an operation that the dtype does not support."""
     whole = not (dtype.is_floating_point or dtype.is_complex)
     name = op_name(op)
     if op in _BITWISE and not whole:
         raise InvalidArgument(
-            f"{operation} cannot {name} {dtype_name(dtype)}: "
+            f"{operation} cannot {name} {dtype_name(dtype)}; "
             "bitwise operations need an integer or bool tensor"
         )
     if op in _ORDERED and dtype.is_complex:
-        raise InvalidArgument(f"{operation} cannot {name} complex numbers: they have no order")
+        raise InvalidArgument(f"{operation} cannot {name} complex numbers; they have no order")
     if op == ReduceOp.AVG and dtype is torch.bool:
-        raise InvalidArgument(f"{operation} cannot average bool: convert to a number first")
+        raise InvalidArgument(
+            f"{operation} cannot average bool; convert the tensor to a number type"
+        )
 
 
 def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
-    """Refuse a factor whose product with the tensor the tensor cannot hold."""
+    """Reject a factor whose product with the tensor has another dtype."""
     if not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
         raise InvalidArgument(
-            f"{operation}: PREMUL_SUM by {value} does not fit {dtype_name(tensor.dtype)}: "
-            "convert the tensor to floating point first"
+            f"{operation}: PREMUL_SUM by {value} does not fit {dtype_name(tensor.dtype)}; "
+            "convert the tensor to floating point"
         )
 
 
 def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
-    """Refuse a rank that is not of this group."""
+    """Reject a rank that is not in the group."""
     if not isinstance(value, int) or not 0 <= value < size:
         raise InvalidArgument(
             f"{operation}: {word} {value!r} is not a rank of this group; "
@@ -112,17 +114,17 @@ def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
 def same_length(
     operation: str, tensors: Sequence[object], size: int, *, word: str, each: str = "rank"
 ) -> None:
-    """Refuse a list that has not one tensor for each of `size` things."""
+    """Reject a list that does not have `size` items."""
     if len(tensors) != size:
         raise InvalidArgument(
-            f"{operation} needs one {word} tensor per {each}: {size}, not {len(tensors)}"
+            f"{operation} needs one {word} tensor per {each}: expected {size}, got {len(tensors)}"
         )
 
 
 def one_for_each_rank(
     operation: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, word: str
 ) -> None:
-    """Refuse a list that has not one tensor like that one for every rank."""
+    """Reject a list that does not have one tensor like `like` for every rank."""
     same_length(operation, tensors, size, word=word)
     same_dtype(operation, [*tensors, like])
     for tensor in tensors:
@@ -130,15 +132,15 @@ def one_for_each_rank(
 
 
 def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Refuse tensors of several element types in one call."""
+    """Reject tensors of several dtypes in one call."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
-        raise InvalidArgument(f"{operation} takes tensors of one dtype, not {names}")
+        raise InvalidArgument(f"{operation} takes tensors of one dtype, got {names}")
 
 
 def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
-    """Refuse a tensor of the wrong number of elements."""
+    """Reject a tensor with the wrong number of elements."""
     if tensor.numel() != expected:
         raise InvalidArgument(
             f"{operation}: the {word} tensor has {tensor.numel()} elements, needs {expected}"
@@ -146,15 +148,17 @@ def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
 
 
 def splits(operation: str, tensor: Tensor, sizes: list[int], size: int, *, word: str) -> list[int]:
-    """Check the split sizes of one side of an all-to-all; even ones are filled in."""
+    """Check the split sizes of one side of an all-to-all; return even ones if none are given."""
     if not tensor.dim():
-        raise InvalidArgument(f"{operation} splits tensors by rows; the {word} tensor has none")
+        raise InvalidArgument(
+            f"{operation} splits tensors by rows; the {word} tensor is a scalar and has no rows"
+        )
     rows = tensor.size(0)
     if not sizes:
         if rows % size:
             raise InvalidArgument(
                 f"{operation}: {rows} rows of {word} do not divide among {size} ranks; "
-                f"give {word}_split_sizes"
+                f"pass {word}_split_sizes"
             )
         return [rows // size] * size
     if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
@@ -166,11 +170,11 @@ def splits(operation: str, tensor: Tensor, sizes: list[int], size: int, *, word:
 
 
 def seconds(timeout: object) -> float:
-    """Accept a timeout and tell its seconds."""
+    """Return the seconds of a valid timeout."""
     if not isinstance(timeout, timedelta):
-        raise InvalidType(f"timeout is a datetime.timedelta, not {_kind(timeout)}")
+        raise InvalidType(f"timeout must be a datetime.timedelta, got {_kind(timeout)}")
     if timeout <= timedelta(0):
-        raise InvalidArgument(f"timeout must be positive, not {timeout}")
+        raise InvalidArgument(f"timeout must be positive, got {timeout}")
     return timeout.total_seconds()
 
 

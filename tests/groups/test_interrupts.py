@@ -263,7 +263,7 @@ def test_a_rank_that_is_interrupted_while_it_works_for_all_tells_them(threads):
 
     first, second = threads.run(body, 2)
     assert first == second
-    assert set(first) == {"", "rank 0 was interrupted while it carried out the call"}
+    assert set(first) == {"", "rank 0 was interrupted during the call"}
 
 
 # -- what is done when a call has ended ----------------------------------------------------

@@ -380,7 +380,8 @@ def test_a_port_in_use_is_named():
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(RendezvousError, match=f"port {port} .* in use"):
+        quick = override_timing(port_release_timeout=0.1)
+        with quick, pytest.raises(RendezvousError, match=f"port {port} .* in use"):
             groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
 

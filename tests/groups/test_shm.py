@@ -174,8 +174,15 @@ def lose_a_rank(ctx, operation):
     assert tensor.tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("operation", ["allreduce", "broadcast", "allgather", "barrier"])
-@pytest.mark.parametrize("point", ["before", "issued"])
+@pytest.mark.parametrize(
+    ("operation", "point"),
+    [
+        ("allreduce", "before"),
+        ("broadcast", "issued"),
+        ("allgather", "before"),
+        ("barrier", "issued"),
+    ],
+)
 def test_a_killed_rank_is_lost_and_the_others_go_on(ranks, operation, point):
     strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=random.randint(1, 20))
     ranks.run(lose_a_rank, 4, args=(operation,), faults=[strike], timeout=20)

@@ -87,7 +87,7 @@ def fork_and_end(ctx, how):
     assert tensor.tolist() == [2.0] * 3
     # Who waits long enough rings, and looks whether anybody has left.
     if ctx.rank == 0:
-        group.get_group_store().wait(["board/alarm"])
+        group.get_group_store().wait(["status/report_requests"])
         group.barrier().wait()
         ctx.store.wait(["passed"])
     else:
@@ -302,8 +302,9 @@ def disagree(ctx, which, shared):
         group.barrier()
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
-@pytest.mark.parametrize("which", DISAGREEMENTS)
+@pytest.mark.parametrize(
+    ("which", "shared"), [(which, i % 2 == 0) for i, which in enumerate(DISAGREEMENTS)]
+)
 def test_ranks_that_disagree_on_a_large_call_are_named(ranks, which, shared):
     ranks.run(disagree, 3, args=(which, shared))
 

@@ -14,6 +14,7 @@ forked keeps its stores, since the child holds the socket.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -384,9 +385,12 @@ def _connect_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
 def _host_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
     try:
         return _tcp_store(address, port, True, timeout)
-    except RendezvousError:
+    except RendezvousError as error:
         if not _wait_for_free_port(port):
-            raise
+            raise RendezvousError(
+                f"port {port} on {address} is in use by another program. Choose another "
+                "MASTER_PORT, or start with `phalanx run`, which finds a free port"
+            ) from error
     return _tcp_store(address, port, True, timeout)
 
 
@@ -402,17 +406,23 @@ def _tcp_store(address: str, port: int, hosts: bool, timeout: timedelta) -> Stor
             multi_tenant=True,
         )
     except dist.DistNetworkError as error:
-        raise _open_error(error, address, port) from error
+        raise RendezvousError(
+            f"cannot open the store at {address}:{port}: {first_line(error)}"
+        ) from error
 
 
 def _wait_for_free_port(port: int) -> bool:
-    """Wait for a port that another process may be about to release."""
+    """Wait for a port that another process may be about to release; False if it does not."""
     until = time.monotonic() + default_timing().port_release_timeout
     while time.monotonic() < until:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
+            try:
                 probe.bind(("", port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    return True  # opening the store raises the error
+            else:
                 return True
         time.sleep(0.02)
     return False
@@ -437,16 +447,6 @@ def wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.25)
-
-
-def _open_error(error: Exception, host: str, port: int) -> RendezvousError:
-    text = str(error)
-    if "EADDRINUSE" in text:
-        return RendezvousError(
-            f"port {port} on {host} is in use by another program. Choose another MASTER_PORT, or "
-            "start with `phalanx run`, which finds a free port"
-        )
-    return RendezvousError(f"cannot open the store at {host}:{port}: {first_line(error)}")
 
 
 def _file_store(url: str, path: str, size: int) -> Store:

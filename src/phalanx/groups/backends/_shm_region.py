@@ -361,9 +361,11 @@ class Slab:
         return offset
 
     def _take(self, length: int) -> int:
-        for i, (offset, room) in enumerate(self._free):
-            if room >= length:
-                self._free[i : i + 1] = [(offset + length, room - length)] if room > length else []
+        for i, (offset, available) in enumerate(self._free):
+            if available >= length:
+                self._free[i : i + 1] = (
+                    [(offset + length, available - length)] if available > length else []
+                )
                 return offset
         raise InvalidState(
             f"no room for {length} bytes in this rank's {self._size} bytes of shared memory. Free "
@@ -390,11 +392,11 @@ class Slab:
         while self._returned:
             insort(self._free, self._returned.popleft())
         merged: list[tuple[int, int]] = []
-        for start, room in self._free:
+        for start, available in self._free:
             if merged and sum(merged[-1]) == start:
-                merged[-1] = (merged[-1][0], merged[-1][1] + room)
+                merged[-1] = (merged[-1][0], merged[-1][1] + available)
             else:
-                merged.append((start, room))
+                merged.append((start, available))
         self._free = merged
 
     def _collect_shared(self) -> None:

@@ -323,7 +323,7 @@ class LocalEngine:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
 
     def wake(self) -> None:
-        """End every call under way, on all ranks."""
+        """Stop every call in flight, on all ranks."""
         self._hub.abort()
 
     def members(self) -> list[int]:

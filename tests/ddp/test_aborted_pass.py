@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from phalanx.errors import RankMismatch
-from phalanx.testing import over_groups
 
 from .whole import (
     TINY,
@@ -18,6 +17,7 @@ from .whole import (
     compare,
     everywhere,
     mlp,
+    over_cases,
     several,
     share,
     squares,
@@ -109,7 +109,7 @@ def warmed_up(group, **options):
     return ddp, whole
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4))
+@over_cases("local-2", "shm-4", reuse=False)
 def test_what_a_failed_pass_has_launched_is_waited_for_before_the_next(group):
     ddp, whole = warmed_up(group)
     rows = share(batch(3, group.size()), group)

@@ -10,9 +10,8 @@ from torch.distributed import HashStore
 
 from phalanx.ddp import DDP
 from phalanx.groups import new_group
-from phalanx.testing import over_groups
 
-from .whole import TINY, batch, everywhere, launched, mlp, share, squares, train
+from .whole import TINY, batch, everywhere, launched, mlp, over_cases, share, squares, train
 
 MIB = 1 << 20
 
@@ -112,7 +111,7 @@ class Optional(nn.Module):
         return self.always(rows) + (self.sometimes(rows) if both else 0)
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("skips", [(), (1,), (0, 1, 2, 3)], ids=["used", "somewhere", "nowhere"])
 def test_a_step_is_one_collective_per_bucket_and_nothing_else(group, skips):
     calls = []

@@ -8,9 +8,8 @@ from torch.futures import Future
 import phalanx
 from phalanx.ddp import DDP, _BufferCommHookLocation
 from phalanx.errors import GroupError, HookError
-from phalanx.testing import over_groups
 
-from .whole import ROWS, batch, compare, everywhere, mlp, seeded, share, squares
+from .whole import ROWS, batch, compare, everywhere, mlp, over_cases, seeded, share, squares
 
 BEFORE, AFTER = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
 both_times = pytest.mark.parametrize("location", [BEFORE, AFTER], ids=["before", "after"])
@@ -190,7 +189,7 @@ WRONG = {
 }
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=2)
+@over_cases("local-2", "shm-4", timeout=2, reuse=False)
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda hook: hook.__name__)
 def test_a_hook_that_fails_on_one_rank_is_named_on_all(group, wrong):
     ddp = make(group)

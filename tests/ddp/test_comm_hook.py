@@ -35,10 +35,12 @@ from phalanx.testing import over_groups
 
 from .whole import (
     TINY,
+    alone,
     assert_close,
     assert_same_gradients,
     batch,
     mlp,
+    over_cases,
     several,
     share,
     squares,
@@ -141,7 +143,7 @@ TORCH_HOOKS = {
 }
 
 
-@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+@over_cases("shm-4", "gloo-2")
 @pytest.mark.parametrize("name", TORCH_HOOKS)
 def test_hooks_of_torch_run_unchanged(group, name):
     hook, rtol = TORCH_HOOKS[name]
@@ -156,7 +158,7 @@ def test_hooks_of_torch_run_unchanged(group, name):
         whole.zero_grad()
 
 
-@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+@over_cases("shm-4", "gloo-2")
 def test_torch_power_sgd_runs_unchanged(group):
     """It makes calls when futures end; several buckets must not get into each other's way."""
     state = powerSGD_hook.PowerSGDState(
@@ -177,7 +179,7 @@ def test_torch_power_sgd_runs_unchanged(group):
     ddp.assert_in_sync()
 
 
-@over_groups(backends=("shm", "gloo"), sizes=(2, 4), reuse=True)
+@over_cases("shm-4", "gloo-2")
 def test_torch_post_local_sgd_runs_unchanged(group):
     state = post_localSGD_hook.PostLocalSGDState(group, subgroup=group, start_localSGD_iter=2)
     ddp, whole = hooked(mlp, group, post_localSGD_hook.post_localSGD_hook, state)
@@ -245,7 +247,7 @@ def to_int(state, bucket) -> int:
     """Return something else."""
 
 
-@several
+@alone
 @pytest.mark.parametrize(
     ("hook", "error"),
     [
@@ -293,7 +295,7 @@ FAULTS = {
 }
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30)
+@over_cases("local-2", "shm-4", "gloo-2", timeout=30, reuse=False)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
     be_at_fault(group, fault, FAULTS[fault], deadline=10.0)

@@ -13,7 +13,19 @@ from phalanx.ddp import DDP, DistributedDataParallel
 from phalanx.mesh import init_device_mesh
 from phalanx.testing import over_groups
 
-from .whole import TINY, alone, batch, everywhere, mlp, operations, seeded, share, squares, train
+from .whole import (
+    TINY,
+    alone,
+    batch,
+    everywhere,
+    mlp,
+    operations,
+    over_cases,
+    seeded,
+    share,
+    squares,
+    train,
+)
 
 
 def test_it_has_upstreams_parameters_in_upstreams_order():
@@ -108,7 +120,7 @@ def train_on(mesh, group):
     assert ddp.device_mesh is mesh
 
 
-@over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "local-4")
 def test_a_mesh_of_ours(group):
     with groups.process_group(group):
         train_on(init_device_mesh("cpu", (group.size(),), mesh_dim_names=("dp",)), group)

@@ -12,9 +12,8 @@ from phalanx.errors import InvalidType, UnevenInputs
 from phalanx.join import Join
 from phalanx.testing import over_groups
 
-from .whole import ROWS, TINY, assert_close, batch, mlp, seeded, share
+from .whole import ROWS, TINY, assert_close, batch, mlp, on_every_backend, seeded, share
 
-anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30, reuse=True)
 LENGTHS = {2: ([4, 2], [0, 2]), 4: ([2, 4, 0, 2], [4, 0, 0, 0])}
 PASSES = 2  # of which the first is local, where gradients are accumulated
 
@@ -95,7 +94,7 @@ WAYS = [
 ]
 
 
-@anywhere
+@on_every_backend
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_run_out_of_data(group, way):
     for lengths in LENGTHS[group.size()]:
@@ -142,7 +141,7 @@ class group_as_default:  # noqa: N801 - it reads like a function
         dist.distributed_c10d._update_default_pg(None)
 
 
-@anywhere
+@on_every_backend
 def test_beside_an_optimizer_whose_work_is_divided(group):
     for lengths in LENGTHS[group.size()]:
         ddp = DDP(make(), process_group=group)
@@ -152,7 +151,7 @@ def test_beside_an_optimizer_whose_work_is_divided(group):
         compare(ddp, "plain", lengths)
 
 
-@anywhere
+@on_every_backend
 def test_buffers_are_those_of_who_has_data(group):
     """Rank 0 has none, and its statistics stand still."""
     norm = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4))
@@ -166,7 +165,7 @@ def test_buffers_are_those_of_who_has_data(group):
     assert all(torch.equal(mean, means[0]) for mean in means)
 
 
-@anywhere
+@on_every_backend
 def test_low_precision(group):
     ddp = DDP(seeded(mlp), process_group=group, mixed_precision=MixedPrecision(torch.bfloat16))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -178,7 +177,7 @@ def test_low_precision(group):
     ddp.assert_in_sync()
 
 
-@anywhere
+@on_every_backend
 def test_uneven_inputs_may_be_an_error(group):
     ddp = DDP(seeded(mlp), process_group=group)
     with pytest.raises(UnevenInputs, match="exhausted"), ddp.join(throw_on_early_termination=True):

@@ -23,6 +23,7 @@ from .whole import (
     everywhere,
     mlp,
     on_pairs,
+    over_cases,
     several,
     share,
     squares,
@@ -56,7 +57,7 @@ def plan(shares, step, size):
     return counts, torch.randn(sum(counts), 5, generator=generator)
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("shares", SHARES)
 def test_ranks_hold_different_amounts(group, shares):
     ddp, whole = wrapped(mlp, group, bucket_cap_mb=TINY)
@@ -208,7 +209,7 @@ def test_weights_are_set_in_some_steps_only(group):
         compare(ddp, whole)
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+@over_cases("local-2", "shm-4", "gloo-2", timeout=20, reuse=False)
 def test_a_weight_on_one_rank_only(group):
     ddp, _ = wrapped(mlp, group)
     ddp.weight = 3 if group.rank() == 1 else None

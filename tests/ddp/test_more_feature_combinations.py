@@ -9,7 +9,7 @@ from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook, bf16_compress_hook
 from phalanx.testing import over_groups
 
-from .whole import TINY, assert_close, batch, seeded, share
+from .whole import TINY, assert_close, batch, over_cases, seeded, share
 
 
 class Counting(nn.Module):
@@ -89,7 +89,7 @@ def check(feature, group, names):
             assert_close(mine, theirs, name, rtol=1e-6 if name != "bf16" else 1e-2)
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+@over_cases("local-2", "shm-4", timeout=20)
 @pytest.mark.parametrize("feature", ["delay", "buffers"])
 def test_features_change_no_gradient_whatever_else_is_set(group, feature):
     check(feature, group, [*SETTINGS, *HOOKS])

@@ -15,13 +15,14 @@ from .whole import (
     compare,
     everywhere,
     mlp,
+    over_cases,
     share,
     squares,
     wrapped,
 )
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @both_ways
 def test_the_first_pass_after_it_reduces_the_sum(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps, bucket_cap_mb=TINY)
@@ -141,7 +142,7 @@ def disagree(ddp, rows, rank):
         squares(ddp, rows).backward()
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+@over_cases("local-2", "shm-4", timeout=20, reuse=False)
 @pytest.mark.parametrize("warm", [0, 2])
 def test_ranks_that_disagree_are_told_at_once(group, warm):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)

@@ -7,7 +7,7 @@ from torch.futures import Future
 from phalanx.ddp import DDP
 from phalanx.errors import InvalidState
 
-from .test_checkpointing import Layers
+from .test_activation_checkpointing import Layers
 from .test_in_backward import KINDS
 from .whole import TINY, batch, mlp, seeded, several, share, squares
 

@@ -7,10 +7,18 @@ from phalanx.ddp import DDP, StepStats
 from phalanx.errors import RankMismatch
 from phalanx.testing import over_groups
 
-from .test_kinds import Mixed
-from .whole import TINY, batch, everywhere, mlp, share, squares, wrapped
-
-several = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20, reuse=True)
+from .test_parameter_kinds import Mixed
+from .whole import (
+    TINY,
+    batch,
+    everywhere,
+    mlp,
+    on_every_backend,
+    over_cases,
+    share,
+    squares,
+    wrapped,
+)
 
 
 def spoil(module, rank):
@@ -26,7 +34,7 @@ def test_ranks_agree(group):
     DDP(Mixed(), process_group=group).assert_in_sync()
 
 
-@several
+@on_every_backend
 def test_the_first_parameter_that_differs_is_named(group):
     ddp, _ = wrapped(mlp, group)
     spoil(ddp.module, group.rank())
@@ -38,7 +46,7 @@ def test_the_first_parameter_that_differs_is_named(group):
         ddp.assert_in_sync()
 
 
-@several
+@on_every_backend
 @pytest.mark.parametrize("local", [0, 1], ids=["plain", "accumulating"])
 def test_values_are_compared_every_few_steps(group, local):
     ddp, _ = wrapped(mlp, group, check_sync_every=2)
@@ -73,7 +81,7 @@ def test_comparing_costs_no_collective_while_ranks_agree(group):
 # -- stats ---------------------------------------------------------------------------------
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 def test_what_steps_cost(group):
     ddp, _ = wrapped(mlp, group, bucket_cap_mb=TINY)
     assert ddp.stats() == []

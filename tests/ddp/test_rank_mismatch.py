@@ -19,6 +19,7 @@ from .whole import (
     everywhere,
     mlp,
     operations,
+    over_cases,
     several,
     share,
     squares,
@@ -66,7 +67,7 @@ def test_ranks_have_different_modules(group, other):
     assert "rank 1" in str(caught.value)
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+@over_cases("local-2", "shm-4", timeout=20, reuse=False)
 def test_a_parameter_is_unfrozen_on_one_rank_only(group):
     ddp, _ = wrapped(frozen, group)
     rows = share(batch(0, group.size()), group)
@@ -107,7 +108,7 @@ def test_parameters_are_verified_once_when_one_is_unfrozen(group):
         compare(ddp, whole)
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=20)
+@over_cases("local-2", "shm-4", "gloo-2", timeout=20, reuse=False)
 def test_a_rank_never_calls_backward(group):
     ddp, _ = wrapped(mlp, group)
     rows = share(batch(0, group.size()), group)
@@ -141,7 +142,7 @@ def test_a_rank_ends_instead_of_calling_backward(group):
         squares(ddp, rows).backward()
 
 
-@over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20)
+@over_cases("local-2", "shm-4", timeout=20, reuse=False)
 def test_a_rank_leaves_and_the_mean_is_over_the_rest(group):
     ddp, whole = wrapped(mlp, group)
     rows = batch(0, group.size())

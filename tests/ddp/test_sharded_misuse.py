@@ -56,7 +56,7 @@ def test_bad_groups(group):
     module = nn.Linear(3, 2)
     with pytest.raises(errors.InvalidArgument, match="this rank is not in the group"):
         ShardedOptimizer(module.parameters(), SGD, process_group=dist.GroupMember.NON_GROUP_MEMBER)
-    with pytest.raises(errors.InvalidType, match="not str"):
+    with pytest.raises(errors.InvalidType, match="got str"):
         ShardedOptimizer(module.parameters(), SGD, process_group="world")
     with pytest.raises(errors.InvalidArgument, match="no group"):
         ShardedOptimizer(module.parameters(), SGD)

@@ -294,7 +294,9 @@ def test_several_forwards_before_a_backward(group):
 @on_pairs
 def test_torchs_is_refused_with_what_to_do(group):
     torchs = nn.SyncBatchNorm.convert_sync_batchnorm(Norms(), process_group=group)
-    with pytest.raises(ValueError, match=r"'1' is one: use ours, .*\.convert_sync_batchnorm\(mod"):
+    with pytest.raises(
+        ValueError, match=r"'1' is torch's SyncBatchNorm.*Use ours: .*\.convert_sync_batchnorm\(mod"
+    ):
         DDP(torchs, process_group=group)
     DDP(SyncBatchNorm.convert_sync_batchnorm(torchs), process_group=group)
 

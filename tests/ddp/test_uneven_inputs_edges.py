@@ -17,9 +17,8 @@ from phalanx.errors import UnevenInputs
 from phalanx.groups import process_group
 from phalanx.testing import over_groups
 
-from .whole import TINY
+from .whole import TINY, on_every_backend
 
-anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=30, reuse=True)
 ROW = torch.ones(1, 2, dtype=torch.float64)
 
 
@@ -49,7 +48,7 @@ def expected(counting, size):
 
 
 @pytest.mark.parametrize("counting", ["all", "active", "sum"])
-@anywhere
+@on_every_backend
 def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
     ddp = DDP(line(), process_group=group, reduce="sum" if counting == "sum" else "mean")
     options = {"divide_by_initial_world_size": counting != "active"}
@@ -58,7 +57,7 @@ def test_gradients_that_are_reduced_are_not_reduced_again(group, counting):
     assert first(ddp) == expected(counting, group.size())[1]  # on ranks that have left, too
 
 
-@anywhere
+@on_every_backend
 def test_what_only_the_last_rank_has_is_dropped(group):
     ddp = DDP(line(), process_group=group)
     with ddp.no_sync():
@@ -69,7 +68,7 @@ def test_what_only_the_last_rank_has_is_dropped(group):
 
 
 @pytest.mark.parametrize("hook", [None, allreduce_hook], ids=["leaves", "shadows"])
-@anywhere
+@on_every_backend
 def test_halves_by_weight_after_a_rank_was_away(group, hook):
     ddp = DDP(line(torch.float16), process_group=group)
     if hook is not None:
@@ -83,7 +82,7 @@ def test_halves_by_weight_after_a_rank_was_away(group, hook):
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-@anywhere
+@on_every_backend
 def test_layers_that_come_into_use(group, when):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)).double()
     net[0].requires_grad_(False)
@@ -108,7 +107,7 @@ def normed():
     return nn.Sequential(*parts).double()
 
 
-@anywhere
+@on_every_backend
 def test_modules_that_met_while_a_rank_was_away(group):
     """Who has met others launches nothing early, on all ranks: layers make calls in backward."""
     one, other = (DDP(normed(), process_group=group, bucket_cap_mb=TINY) for _ in range(2))
@@ -120,7 +119,7 @@ def test_modules_that_met_while_a_rank_was_away(group):
     assert one.reducer.has_shared_backward
 
 
-@anywhere
+@on_every_backend
 def test_optimizers_of_any_shape(group):
     ddp, alone = DDP(line(), process_group=group), line()
     given = torch.optim.Adam([{"params": []}, {"params": list(ddp.parameters())}], lr=0.1)
@@ -147,7 +146,7 @@ def test_an_optimizer_that_falls_behind_is_warned_of(group):
         train()
 
 
-@anywhere
+@on_every_backend
 def test_copies_are_in_no_join(group):
     ddp = DDP(line(), process_group=group)
     with process_group(group):
@@ -158,7 +157,7 @@ def test_copies_are_in_no_join(group):
             ddp(ROW).sum().backward()
 
 
-@anywhere
+@on_every_backend
 def test_blocks_leave_nothing_behind(group):
     ddp = DDP(line(), process_group=group)
     joins = [ddp.join() for _ in range(2)]
@@ -179,7 +178,7 @@ def test_blocks_leave_nothing_behind(group):
     assert ddp.reducer.scaling.divide_by_initial_world_size is None
 
 
-@anywhere
+@on_every_backend
 def test_an_error_at_the_end_of_a_loop_that_was_left_is_not_lost(group):
     """Python drops what a generator raises when it is closed by ``break``."""
     ddp = DDP(line(), process_group=group)

@@ -14,12 +14,37 @@ from torch import nn
 from phalanx.ddp import DDP
 from phalanx.testing import over_groups
 
-everywhere = over_groups(backends=("local", "shm"), sizes=(1, 2, 4), reuse=True)
+
+def over_cases(*cases, **options):
+    """Parametrize a test body over some pairs of backend and size, such as ``"shm-2"``.
+
+    Backend and size are independent, so pairs cover as much as their product.
+    """
+    backends, sizes = zip(*(case.split("-") for case in cases), strict=True)
+    options = {"reuse": True, "timeout": 30, **options}
+    product = over_groups(
+        backends=tuple(dict.fromkeys(backends)),
+        sizes=tuple(dict.fromkeys(map(int, sizes))),
+        **options,
+    )
+
+    def decorate(body):
+        test = product(body)
+        (mark,) = test.pytestmark[-1:]
+        mark.args[1][:] = [over for over in mark.args[1] if str(over) in cases]
+        return test
+
+    return decorate
+
+
+everywhere = over_cases("local-1", "shm-2", "local-4")
 """Most bodies: threads and processes, alone, as a pair, and more than this."""
-several = over_groups(backends=("local", "shm"), sizes=(2, 4), timeout=20, reuse=True)
+several = over_cases("local-2", "shm-4", timeout=20)
 """Bodies in which ranks differ, and leave the group as they found it."""
-on_pairs = over_groups(backends=("local", "shm"), sizes=(2,), reuse=True)
-"""Bodies with nothing to say of more ranks."""
+on_pairs = over_cases("local-2", "shm-2")
+"""Bodies for which more ranks make no difference."""
+on_every_backend = over_cases("local-4", "shm-2", "shm-4", "gloo-2", timeout=60)
+"""Bodies whose calls differ between backends: ranks that leave, ranks that are shadowed."""
 alone = over_groups(backends=("local",), sizes=(1,))
 """Bodies that never come to a group."""
 both_ways = pytest.mark.parametrize("keeps", [True, False], ids=["views", "own"])

@@ -1,7 +1,8 @@
-"""Data-parallel training: every rank has a copy of the module and its share of the data.
+"""Data-parallel training: every rank has a replica of the module and its share of the data.
 
-The names and meanings of ``torch.nn.parallel.DistributedDataParallel``. The layers, from the top:
-``module`` wraps, ``reducer`` drives one backward pass after the other, ``buckets`` own storage.
+Names and semantics are those of ``torch.nn.parallel.DistributedDataParallel``. A gradient passes
+through `_data_parallel`, `_autograd_hooks`, `_reducer` and `_backward_pass`, `_buckets`,
+`_communicator` and the process group.
 """
 
 from ._buffer_sync import _BufferCommHook as _BufferCommHook

@@ -75,9 +75,9 @@ def assert_same_pass(
     """
     group = getattr(comm.group, "label", "")
     if not header.same_number() and not _others_have_left(header, comm, number):
-        told = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(header.numbers()))
+        text = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(header.numbers()))
         raise RankMismatch(
-            f"ranks reduced the gradients of different backward passes ({told}). The gradients are "
+            f"ranks reduced the gradients of different backward passes ({text}). The gradients are "
             "invalid. Call backward and no_sync() the same number of times on every rank",
             group=group,
             operation="backward",

@@ -1,4 +1,4 @@
-"""The header of a backward pass: what ranks tell each other behind the last bucket's gradients.
+"""The header of a backward pass: what ranks exchange behind the last bucket's gradients.
 
 It has one row of numbers per rank, written by that rank only, and two counts per parameter, to
 which every rank adds. The reduction of the bucket delivers rows and counts, so the header needs

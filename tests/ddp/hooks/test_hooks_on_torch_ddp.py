@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from phalanx.ddp import hooks
 from phalanx.testing import over_groups
 
-from ..test_beside_torch import world
+from ..test_torch_groups import world
 from ..whole import TINY, batch, both, compare, mlp, seeded, wrapped
 from .buckets import assert_near, bucket_of, everywhere, flat_gradients, gradients, mean_of, run
 

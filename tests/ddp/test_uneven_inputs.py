@@ -9,11 +9,9 @@ from torch import nn
 
 import phalanx
 from phalanx.ddp import DDP, SyncBatchNorm
-from phalanx.testing import over_groups
 
-from .whole import ROWS, TINY, assert_close, batch, seeded
+from .whole import ROWS, TINY, assert_close, batch, on_every_backend, seeded
 
-anywhere = over_groups(backends=("local", "shm", "gloo"), sizes=(2, 4), timeout=60, reuse=True)
 any_data = settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.differing_executors]
 )
@@ -113,7 +111,7 @@ class Whole:
 
 @any_data
 @given(plan=plans())
-@anywhere
+@on_every_backend
 def test_training_equals_one_process(group, plan):
     epochs, counting = plan
     plan = [lengths[: group.size()] for lengths in epochs], counting
@@ -148,7 +146,7 @@ class WholeBatch(Whole):
 
 @any_data
 @given(plan=plans().filter(lambda plan: plan[1] != "weighted"))
-@anywhere
+@on_every_backend
 def test_layers_normalise_what_is_there(group, plan):
     """Statistics of all ranks' rows are those of the ranks that have data."""
     epochs, counting = plan

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - torch's own name for it
 
 from phalanx.ddp import DDP
-from phalanx.testing import over_groups
 
 from .models import Waves
 from .whole import (
@@ -21,6 +20,7 @@ from .whole import (
     compare,
     everywhere,
     mlp,
+    over_cases,
     share,
     squares,
     train,
@@ -48,7 +48,7 @@ class Mixed(nn.Module):
         return total * self.double_ + wave * self.scalar + self.empty.sum()
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 def test_types_are_mixed(group):
     ddp, whole = wrapped(Mixed, group)
     for step in range(3):
@@ -139,7 +139,7 @@ def ids(step, group):
     return torch.randint(9, (ROWS * group.size(), 3), generator=generator)
 
 
-@over_groups(backends=("local", "shm", "gloo"), sizes=(1, 2, 4), reuse=True)
+@over_cases("local-1", "shm-2", "gloo-2", "local-4")
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag], ids=lambda kind: kind.__name__)
 def test_gradients_are_sparse(group, kind):
     keeps = kind is nn.Embedding

@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from phalanx.ddp import DDP
 
 from .models import Images, Waves, Words, encoder
-from .test_checkpointing import Layers
+from .test_activation_checkpointing import Layers
 from .test_graphs import CHOICES, Choice
-from .test_kinds import Mixed, Tied
 from .test_outputs import SHAPES, Outputs
+from .test_parameter_kinds import Mixed, Tied
 from .whole import TINY, assert_close, batch, inner, mlp, seeded, several, share, squares
 
 UNUSED = {"find_unused_parameters": True}

@@ -131,19 +131,19 @@ def test_one_step_sends_one_fragment(group):
 def test_settings_that_make_no_sense_are_refused(group):
     parameters = model()
     for options, told in (
-        ({"every": 0}, "sync_every is a whole number, 1 or more, not 0"),
-        ({"every": 4, "delay": 4}, "4 is not less than 4"),
-        ({"every": 4, "alpha": 1.0}, "alpha is 0 or more and less than 1, not 1.0"),
-        ({"every": 4, "fragments": 0}, "fragments is a whole number, 1 or more"),
-        ({"every": 9, "fragments": 5}, "there are 1 to 4 fragments"),
-        ({"every": 2, "fragments": 3}, "there are 1 to 2 fragments"),
-        ({"every": 2, "fragments": [parameters[:3]]}, "every parameter .* in one fragment"),
-        ({"every": 2, "fragments": [parameters, parameters]}, "every parameter"),
+        ({"every": 0}, "sync_every must be an integer of at least 1, got 0"),
+        ({"every": 4, "delay": 4}, "less than sync_every .4., got 4"),
+        ({"every": 4, "alpha": 1.0}, "alpha must be in .*, got 1.0"),
+        ({"every": 4, "fragments": 0}, "fragments must be an integer of at least 1"),
+        ({"every": 9, "fragments": 5}, "fragments must be 1 to 4"),
+        ({"every": 2, "fragments": 3}, "fragments must be 1 to 2"),
+        ({"every": 2, "fragments": [parameters[:3]]}, "each trainable parameter .* once"),
+        ({"every": 2, "fragments": [parameters, parameters]}, "each trainable parameter"),
     ):
         with pytest.raises(ValueError, match=told):
             wrapped(parameters, group, **options)
     with pytest.raises(InvalidState, match="before DiLoCo wraps it"):
         wrapped(parameters, group, 2).add_param_group({"params": model()})
     saved = wrapped(parameters, group, 2).state_dict()
-    with pytest.raises(ValueError, match="has 1 fragments, and here are 2"):
+    with pytest.raises(ValueError, match="has 1 fragments, expected 2"):
         wrapped(parameters, group, 2, fragments=2).load_state_dict(saved)

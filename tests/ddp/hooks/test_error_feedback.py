@@ -140,7 +140,7 @@ def test_a_state_dict_is_plain_data_and_a_copy(name, threads):
 
 def test_the_state_of_another_hook_is_refused():
     saved = TopKState().state_dict()
-    with pytest.raises(InvalidArgument, match=r"PowerSGDState has \['error_dict', .* loaded has"):
+    with pytest.raises(InvalidArgument, match=r"PowerSGDState must have \['error_dict', .* got"):
         PowerSGDState(None).load_state_dict(saved)
 
 
@@ -149,5 +149,7 @@ def test_a_hook_without_its_state_says_which_it_needs(name):
     hook, make = STATEFUL[name]
     needed = type(make()).__name__
     for wrong in (None, 3, object()):
-        with pytest.raises(TypeError, match=f"the state of {hook.__name__} is a {needed}, not"):
+        with pytest.raises(
+            TypeError, match=f"the state of {hook.__name__} must be a {needed}, got"
+        ):
             hook(wrong, bucket_of(torch.ones(2)))

@@ -124,7 +124,7 @@ def test_the_optimizer_saves_how_many_steps_there_were(group):
     plain = optimizer.optim.state_dict()
     # Threads would meddle with each other's filters of warnings.
     if group.rank() == 0:
-        with pytest.warns(UserWarning, match="begins at 0"):
+        with pytest.warns(UserWarning, match="starts at step 0"):
             other.load_state_dict(plain)
         assert other.averager.step == 0
 
@@ -133,26 +133,26 @@ def test_the_optimizer_saves_how_many_steps_there_were(group):
 def test_levels_that_make_no_sense_are_refused(group):
     size = group.size()
     for levels, told in (
-        ({}, "has no period"),
-        ({0: 1, 4: size}, "a period of period_group_size_dict is a whole number, 1 or more"),
-        ({2: 3, 4: size}, f"{size} ranks cannot be divided into groups of 3"),
-        ({4: 1, 2: size}, "rise together"),
-        ({2: 1}, f"the last group of period_group_size_dict has all {size} ranks, not 1"),
+        ({}, "at least one period"),
+        ({0: 1, 4: size}, "a period of period_group_size_dict must be an integer of at least 1"),
+        ({2: 3, 4: size}, f"{size} ranks do not divide into groups of 3"),
+        ({4: 1, 2: size}, "must ascend"),
+        ({2: 1}, f"must be the world size .{size}., got 1"),
     ):
         with pytest.raises(ValueError, match=told):
             HierarchicalModelAverager(levels, process_group=group)
     for options, told in (
-        ({"period": 0}, "period is a whole number, 1 or more, not 0"),
-        ({"period": 2, "warmup_steps": -1}, "warmup_steps is a whole number, 0 or more"),
+        ({"period": 0}, "period must be an integer of at least 1, got 0"),
+        ({"period": 2, "warmup_steps": -1}, "warmup_steps must be an integer of at least 0"),
     ):
         with pytest.raises(ValueError, match=told):
             PeriodicModelAverager(**options, process_group=group)
-    with pytest.raises(TypeError, match="can be averaged, not str"):
+    with pytest.raises(TypeError, match="got str"):
         PeriodicModelAverager(2, process_group=group).average_parameters(["weight"])
-    with pytest.raises(TypeError, match="optim is an Optimizer, not list"):
+    with pytest.raises(TypeError, match="optim must be an Optimizer, got list"):
         PostLocalSGDOptimizer([], PeriodicModelAverager(2, process_group=group))
     optimizer = torch.optim.SGD(parameters_of(0), lr=1)
-    with pytest.raises(TypeError, match="averager is a ModelAverager, not int"):
+    with pytest.raises(TypeError, match="averager must be a ModelAverager, got int"):
         PostLocalSGDOptimizer(optimizer, 4)
 
 
@@ -168,10 +168,10 @@ def test_a_period_of_one_is_warned_of(threads):
 
 
 def test_groups_are_needed():
-    with pytest.raises(InvalidState, match="there is no group"):
+    with pytest.raises(InvalidState, match="the hook has no group"):
         PeriodicModelAverager(2)
-    with pytest.raises(TypeError, match="not 2"):
+    with pytest.raises(TypeError, match="got 2"):
         PostLocalSGDState(None, 2, 4)
     state = PostLocalSGDState(None, None, 0)
-    with pytest.raises(InvalidArgument, match="has no subgroup, and torch makes none here"):
+    with pytest.raises(InvalidArgument, match="has no subgroup, and torch cannot make one"):
         post_localSGD_hook(state, bucket_of(torch.ones(2)))

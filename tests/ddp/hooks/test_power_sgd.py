@@ -192,11 +192,14 @@ def test_columns_become_orthonormal(epsilon, dtype):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"matrix_approximation_rank": -1}, "matrix_approximation_rank is .* 1 or more, not -1"),
-        ({"matrix_approximation_rank": 1.5}, "whole number, 1 or more, not 1.5"),
-        ({"start_powerSGD_iter": 1}, "start_powerSGD_iter is a whole number, 2 or more"),
-        ({"min_compression_rate": -1}, "min_compression_rate is a number, 0 or more"),
-        ({"orthogonalization_epsilon": math.nan}, "orthogonalization_epsilon is"),
+        (
+            {"matrix_approximation_rank": -1},
+            "matrix_approximation_rank must be .* at least 1, got -1",
+        ),
+        ({"matrix_approximation_rank": 1.5}, "integer of at least 1, got 1.5"),
+        ({"start_powerSGD_iter": 1}, "start_powerSGD_iter must be an integer of at least 2"),
+        ({"min_compression_rate": -1}, "min_compression_rate must be at least 0"),
+        ({"orthogonalization_epsilon": math.nan}, "orthogonalization_epsilon must be"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(options, told):
@@ -205,7 +208,7 @@ def test_settings_that_make_no_sense_are_refused(options, told):
 
 
 def test_bad_input_is_refused():
-    with pytest.raises(TypeError, match="process_group is a ProcessGroup or None, not 0"):
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got 0"):
         PowerSGDState(0)
     for each in (hook, batched_powerSGD_hook):
         with pytest.raises(ValueError, match=f"^{each.__name__} compresses .* complex64"):

@@ -72,5 +72,7 @@ def test_a_name_registers_its_hook(kind, threads):
 
 
 def test_a_name_is_not_a_string():
-    with pytest.raises(TypeError, match="comm_hook_type is a DDPCommHookType, not 'POWER_SGD'"):
+    with pytest.raises(
+        TypeError, match="comm_hook_type must be a DDPCommHookType, got 'POWER_SGD'"
+    ):
         register_ddp_comm_hook("POWER_SGD", Registering())

@@ -13,7 +13,7 @@ from phalanx.ddp.hooks import (
     randomk_hook,
     topk_hook,
 )
-from phalanx.ddp.hooks._base import draw
+from phalanx.ddp.hooks._sparsification import sample_without_replacement
 from phalanx.ddp.hooks._sparsification import topk_indices as find_largest
 
 from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
@@ -111,7 +111,7 @@ def test_halves_may_be_selected(group):
 )
 def test_places_are_drawn_without_repetition(among, share, seed):
     count = int(share * among)
-    drawn = draw(count, among, torch.Generator().manual_seed(seed)).tolist()
+    drawn = sample_without_replacement(count, among, torch.Generator().manual_seed(seed)).tolist()
     assert len(set(drawn)) == len(drawn) == count
     assert set(drawn) <= set(range(among))
 
@@ -120,7 +120,7 @@ def test_places_are_drawn_without_repetition(among, share, seed):
 @pytest.mark.parametrize(("count", "among"), [(2, 200), (15, 20), (100, 1500), (1400, 1500)])
 def test_every_place_is_as_likely_as_any_other(count, among):
     generator, rounds = torch.Generator().manual_seed(0), 3000
-    drawn = torch.cat([draw(count, among, generator) for _ in range(rounds)])
+    drawn = torch.cat([sample_without_replacement(count, among, generator) for _ in range(rounds)])
     expected = rounds * count / among
     assert (torch.bincount(drawn, minlength=among) - expected).abs().max() < 5 * expected**0.5
 
@@ -154,15 +154,15 @@ def test_the_largest_of_many_are_found_whatever_a_sample_tells(kind, count):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [0, -3, 0.0, 1.0, 1.5, True, "3", float("nan"), None])
 def test_k_out_of_range_is_refused(kind, k):
-    with pytest.raises(ValueError, match="k is a number of elements, 1 or more, or a share"):
+    with pytest.raises(ValueError, match="k must be an integer of at least 1 or a fraction"):
         kind(k=k)
 
 
 @pytest.mark.parametrize(("kind", "hook"), KINDS.items())
 def test_bad_input_is_refused(kind, hook):
-    with pytest.raises(TypeError, match="process_group is a ProcessGroup or None, not 1"):
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got 1"):
         kind(1)
-    with pytest.raises(ValueError, match="start_iter is a whole number, 0 or more, not -1"):
+    with pytest.raises(ValueError, match="start_iter must be an integer of at least 0, got -1"):
         kind(start_iter=-1)
     with pytest.raises(ValueError, match=f"{hook.__name__} compresses .* complex64"):
         hook(kind(), bucket_of(torch.zeros(2, dtype=torch.complex64)))

@@ -1,4 +1,4 @@
-"""Communication hooks: other ways than a plain mean for gradients to reach the other ranks.
+"""Communication hooks: alternatives to averaging gradients with a plain allreduce.
 
 ::
 
@@ -6,9 +6,9 @@
     model.register_comm_hook(state, powerSGD_hook)
 
 A hook is called with its state and a bucket of gradients, and returns a future of their mean. The
-names, parameters and meanings are those of ``torch.distributed.algorithms.ddp_comm_hooks`` and
-``model_averaging``; hooks from here run on torch's DDP, and torch's on ours. For the plain ones the
-state is a process group, and None means the module's.
+API is that of ``torch.distributed.algorithms.ddp_comm_hooks`` and
+``model_averaging``; our hooks run on torch's DDP, and torch's on ours. The state of stateless hooks
+is a process group, or None for the module's.
 """
 
 from ._default_hooks import (

@@ -13,40 +13,40 @@ from torch.futures import Future
 from ...errors import InvalidArgument, InvalidType
 from . import _power_sgd as power_sgd
 from . import _quantization as quantization
-from ._base import Hook, HookWrapper, average, completed, dense_buffer, group_of, hook_name, then
+from ._base import Hook, HookWrapper, average, completed, dense_buffer, hook_group, hook_name, then
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
-    """Average the gradients, all bits of them."""
-    return average(group_of(process_group, bucket), bucket.buffer())
+    """Average the gradients without compression."""
+    return average(hook_group(process_group, bucket), bucket.buffer())
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
-    """Leave every rank its own gradients: for local SGD, and to see what communication costs."""
+    """Keep each rank's own gradients, for local SGD or to measure communication."""
     return completed(bucket.buffer())
 
 
 def fp16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> Future[Tensor]:
-    """Average the gradients as float16: eleven bits, and nothing above 65504."""
+    """Average the gradients as float16 (11 significant bits, at most 65504)."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
 def bf16_compress_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket
 ) -> Future[Tensor]:
-    """Average the gradients as bfloat16: eight bits, and the range of float32."""
+    """Average the gradients as bfloat16 (8 significant bits, the range of float32)."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
-    """Have a hook see the gradients as float16; what comes of it is of the type they had."""
+    """Run a hook on gradients cast to float16, and cast its result back."""
     return _compress_wrapper(hook, torch.float16)
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
-    """Have a hook see the gradients as bfloat16; what comes of it is of the type they had."""
+    """Run a hook on gradients cast to bfloat16, and cast its result back."""
     return _compress_wrapper(hook, torch.bfloat16)
 
 
@@ -57,7 +57,7 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype) -> Hook:
 
         def decompress(ended: Future[Tensor]) -> Tensor:
             result = ended.wait()
-            bucket.set_buffer(full)  # whoever wrapped this looks at the gradients again
+            bucket.set_buffer(full)  # outer wrappers read it again
             return full.copy_(result)
 
         return then(hook(state, bucket), decompress, full.device)
@@ -71,12 +71,11 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype) -> Hook:
 def chain(*parts: HookWrapper | Hook) -> Hook:
     """Put wrappers around a hook: ``chain(a, b, hook)`` is ``a(b(hook))``.
 
-    The last one communicates, and there can be but one who does: its result is the mean, of which
-    another would take the mean again. Gradients pass through the wrappers from left to right, the
-    result from right to left. The state is the last one's; a wrapper that has one keeps it itself.
+    Only the last part communicates. Gradients pass through the wrappers from left to right, the
+    result from right to left. The state is that of the last part; wrappers hold their own.
     """
     if not parts:
-        raise InvalidArgument("a chain ends with a hook, and this one has no part at all")
+        raise InvalidArgument("chain needs at least one hook")
     for part in parts:
         _check_callable(part, part)
     *wrappers, last = parts
@@ -91,8 +90,8 @@ def _wrapped(wrapper: HookWrapper, hook: Hook) -> Hook:
         made = wrapper(hook)
     except TypeError as error:
         raise InvalidType(
-            f"{hook_name(wrapper)} does not wrap a hook: what stands before the last part of a "
-            f"chain takes a hook and returns one ({error})"
+            f"{hook_name(wrapper)} is not a hook wrapper: all parts of a chain but the last take a "
+            f"hook and return one ({error})"
         ) from error
     _check_callable(made, wrapper)
     return made
@@ -100,8 +99,8 @@ def _wrapped(wrapper: HookWrapper, hook: Hook) -> Hook:
 
 def _check_callable(made: object, part: object) -> None:
     if not callable(made):
-        told = f"{made!r} is none" if made is part else f"{hook_name(part)} returned {made!r}"
-        raise InvalidType(f"a chain is made of hooks, and {told}")
+        source = "" if made is part else f" from {hook_name(part)}"
+        raise InvalidType(f"parts of a chain must be callable, got {made!r}{source}")
 
 
 def _register(hook: Hook, model: Any, state: Any) -> None:
@@ -109,13 +108,13 @@ def _register(hook: Hook, model: Any, state: Any) -> None:
 
 
 def _register_power_sgd(hook: Hook, rank: int, model: Any, state: Any) -> None:
-    """Register with a state of its own; what comes as state is the group."""
-    made = power_sgd.PowerSGDState(state, matrix_approximation_rank=rank)
-    model.register_comm_hook(made, hook)
+    # `state` is the group.
+    hook_state = power_sgd.PowerSGDState(state, matrix_approximation_rank=rank)
+    model.register_comm_hook(hook_state, hook)
 
 
 class DDPCommHookType(enum.Enum):
-    """The hooks that need no more than a group; a value is called with ``model=, state=group``."""
+    """Hooks that need only a group; a value is called with ``model=, state=group``."""
 
     ALLREDUCE = enum.member(partial(_register, allreduce_hook))
     FP16_COMPRESS = enum.member(partial(_register, fp16_compress_hook))
@@ -138,5 +137,5 @@ class DDPCommHookType(enum.Enum):
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:
     """Register a hook with a module; `state` is the group, or None for the module's."""
     if not isinstance(comm_hook_type, DDPCommHookType):
-        raise InvalidType(f"comm_hook_type is a DDPCommHookType, not {comm_hook_type!r}")
+        raise InvalidType(f"comm_hook_type must be a DDPCommHookType, got {comm_hook_type!r}")
     comm_hook_type.value(model=model, state=state)

@@ -1,4 +1,4 @@
-"""DiLoCo: ranks train apart, and an outer optimizer synchronizes them (arXiv:2311.08105).
+"""DiLoCo: ranks train independently; an outer optimizer synchronizes them (arXiv:2311.08105).
 
 Every H steps each rank sends how far it has moved. The mean of that is a gradient for the outer
 optimizer, SGD with Nesterov momentum. *Streaming* (arXiv:2501.18512) splits the model into
@@ -19,36 +19,36 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from ...errors import InvalidArgument, InvalidState
-from ._base import check_count, group_of
+from ._base import check_count, hook_group
 from ._model_averaging import CoalescedAverage, WrappingOptimizer, trainable_parameters
 
 MakeOuter = Callable[[list[Tensor]], Optimizer]
 
 
 class Fragment:
-    """Parameters, and what they were when all ranks last agreed on them."""
+    """Parameters that are synchronized together."""
 
     def __init__(self, parameters: Sequence[Tensor], make_outer: MakeOuter) -> None:
         self.parameters = list(parameters)
         self.anchors: list[Tensor] = [Parameter(each.detach().clone()) for each in parameters]
-        """What all ranks have; the outer optimizer moves it."""
+        """The values of the last synchronization, equal on all ranks; the outer optimizer's."""
         self.outer = make_outer(self.anchors)
         self.due: int | None = None
-        """The step at which what is under way takes effect."""
+        """The step at which the average in flight takes effect."""
         self._in_flight: CoalescedAverage | None = None
         self._deltas: list[Tensor] = []
 
     @torch.no_grad()
     def start(self, group: dist.ProcessGroup, due: int) -> None:
-        """Send how far this rank has come; what it does until `due` is not in it."""
-        # The other way round, as a gradient is: the outer optimizer goes against it.
+        """Start to average how far the ranks have moved; the result is used at step `due`."""
+        # Negated, as a gradient: the outer optimizer steps against it.
         pairs = zip(self.anchors, self.parameters, strict=True)
         deltas = [anchor - parameter for anchor, parameter in pairs]
         self._in_flight, self.due = CoalescedAverage(deltas, group), due
 
     @torch.no_grad()
     def finish(self, alpha: float) -> None:
-        """Move the anchors by the mean of the ranks, and the parameters towards them."""
+        """Step the anchors with the mean of all ranks, and move the parameters towards them."""
         for anchor, delta in zip(self.anchors, self._arrived(), strict=True):
             anchor.grad = delta
         self.outer.step()
@@ -60,23 +60,21 @@ class Fragment:
             torch._foreach_copy_(self.parameters, self.anchors)
 
     def _arrived(self) -> list[Tensor]:
-        """Wait for the means that are under way."""
         if self._in_flight is not None:
             self._deltas, self._in_flight = self._in_flight.finish(), None
         return self._deltas
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the anchors, the outer optimizer's state, and what is under way."""
+        """Return a copy of the anchors, the outer optimizer's state, and the average in flight."""
         return {
             "anchors": [anchor.detach().clone() for anchor in self.anchors],
-            "outer": copy.deepcopy(self.outer.state_dict()),  # torch's refers to what changes
+            "outer": copy.deepcopy(self.outer.state_dict()),  # torch returns references
             "due": self.due,
             "deltas": [delta.clone() for delta in self._arrived()],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was saved."""
         torch._foreach_copy_(self.anchors, state_dict["anchors"])
         self.outer.load_state_dict(state_dict["outer"])
         self.due, self._in_flight = state_dict["due"], None
@@ -84,10 +82,10 @@ class Fragment:
 
 
 class DiLoCo(WrappingOptimizer):
-    """Takes steps of this rank's own, and synchronises the model every `sync_every` of them.
+    """Steps locally, and synchronizes the model every `sync_every` steps.
 
-    Ranks begin with the same parameters, which wrapping a module in DDP sees to; register
-    `noop_hook` there, or a hook that averages within a small group only.
+    Ranks must start with the same parameters, as they do if DDP wraps the module. Register
+    `noop_hook` there, or a hook that averages within a small group.
     """
 
     def __init__(
@@ -101,33 +99,30 @@ class DiLoCo(WrappingOptimizer):
         delay: int = 0,
         alpha: float = 0.0,
     ) -> None:
-        """Wrap the optimizer that takes a rank's own steps.
+        """Wrap the optimizer of the local steps.
 
-        `outer` makes the outer optimizer of a list of parameters. `fragments` are lists of
-        parameters that together are all, or a number of them. `delay` is after how many steps what
-        was sent takes effect, and `alpha` how much of its own value a parameter keeps then.
+        `outer` makes the outer optimizer from a list of parameters. `fragments` is a number of
+        fragments, or lists that together contain all parameters. An average takes effect `delay`
+        steps after it started; a parameter then keeps the fraction `alpha` of its own value.
         """
         super().__init__(optim)
-        self.process_group = group_of(process_group)
+        self.process_group = hook_group(process_group)
         self.sync_every = check_count("sync_every", sync_every, least=1)
         self.delay = check_count("delay", delay)
         if delay >= sync_every:
-            raise InvalidArgument(
-                f"what is sent takes effect before the next is: delay is less than sync_every, "
-                f"and {delay} is not less than {sync_every}"
-            )
+            raise InvalidArgument(f"delay must be less than sync_every ({sync_every}), got {delay}")
         if not 0 <= alpha < 1:
-            raise InvalidArgument(f"alpha is 0 or more and less than 1, not {alpha!r}")
+            raise InvalidArgument(f"alpha must be in [0, 1), got {alpha!r}")
         self.alpha = alpha
         self.steps = 0
-        """How many steps there have been."""
+        """The number of steps so far."""
         parts = _split_into_fragments(
             trainable_parameters(self.param_groups), fragments, most=sync_every
         )
         self.fragments = [Fragment(part, outer or _nesterov) for part in parts]
 
     def after_step(self) -> None:
-        """Send the fragment whose turn it is, and use what has arrived."""
+        """Start and finish averages of the fragments whose turn it is."""
         self.steps += 1
         count = len(self.fragments)
         for i, fragment in enumerate(self.fragments):
@@ -137,12 +132,12 @@ class DiLoCo(WrappingOptimizer):
                 fragment.finish(self.alpha)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the fragments have been made."""
+        """Raise: the fragments are fixed."""
         del param_group
         raise InvalidState("add parameters to the optimizer before DiLoCo wraps it")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next steps depend on, what is under way included."""
+        """Return everything that the next steps depend on, averages in flight included."""
         return {
             "optim": self.optim.state_dict(),
             "steps": self.steps,
@@ -150,11 +145,11 @@ class DiLoCo(WrappingOptimizer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was saved, with the parameters that were saved with it."""
+        """Restore what `state_dict` returned; the parameters must be restored separately."""
         saved = state_dict["fragments"]
         if len(saved) != len(self.fragments):
             raise InvalidArgument(
-                f"what is loaded has {len(saved)} fragments, and here are {len(self.fragments)}"
+                f"state_dict has {len(saved)} fragments, expected {len(self.fragments)}"
             )
         self.optim.load_state_dict(state_dict["optim"])
         self.steps = state_dict["steps"]
@@ -163,7 +158,7 @@ class DiLoCo(WrappingOptimizer):
 
 
 def _nesterov(parameters: list[Tensor]) -> Optimizer:
-    """Make the outer optimizer that the paper found best."""
+    # The best one of the paper.
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
@@ -172,18 +167,18 @@ def _split_into_fragments(
 ) -> list[Sequence[Tensor]]:
     if isinstance(fragments, int):
         count = check_count("fragments", fragments, least=1)
-        # Each has layers from all over the model, which the paper found better than a stretch.
+        # Each has layers from all over the model, which the paper found better than a range.
         parts: list[Sequence[Tensor]] = [parameters[i::count] for i in range(count)]
     else:
         parts = list(fragments)
     if not parts or not all(parts) or len(parts) > most:
         raise InvalidArgument(
-            f"there are 1 to {min(most, len(parameters))} fragments, as each has a parameter and "
-            f"a step of sync_every to itself; not {len(parts)}"
+            f"fragments must be 1 to {min(most, len(parameters))}, each with a parameter and its "
+            f"own step of sync_every, got {len(parts)}"
         )
     given = sorted(id(parameter) for part in parts for parameter in part)
     if given != sorted(map(id, parameters)):
         raise InvalidArgument(
-            "every parameter that the optimizer trains is in one fragment, and no other is"
+            "fragments must contain each trainable parameter of the optimizer once, and no other"
         )
     return parts

@@ -1,4 +1,4 @@
-"""Model averaging: ranks train apart, and their models are averaged every so many steps.
+"""Model averaging: ranks train independently, and their models are averaged periodically.
 
 Averagers decide when and in which group. Post-local SGD (Lin et al. 2018, arXiv:1808.07217)
 averages gradients over all ranks at first and over a subgroup afterwards.
@@ -29,31 +29,31 @@ from ._base import (
     check_group,
     check_state,
     completed,
-    group_of,
+    hook_group,
     new_subgroup,
     start_average,
 )
 
 
 class CoalescedAverage:
-    """Tensors on their way to their means over the ranks, all of one dtype and device at once."""
+    """An average of tensors over the ranks in flight, one call per dtype and device."""
 
     def __init__(self, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
-        """What was given; it holds the means when all is finished."""
-        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        """They hold the means after `finish`."""
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for tensor in self.tensors:
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        self._parts = list(alike.values())
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._parts = list(by_kind.values())
         self._flats = [torch.cat([each.reshape(-1) for each in parts]) for parts in self._parts]
         self._calls = [start_average(group, flat) for flat in self._flats]
 
     def finish(self) -> list[Tensor]:
-        """Wait for the means and put them in place, once; returns the tensors."""
+        """Wait for the means, copy them into the tensors, and return those; call it once."""
         for parts, flat, call in zip(self._parts, self._flats, self._calls, strict=True):
             call.wait()
             means = torch.split(flat, [each.numel() for each in parts])
-            # Into the memory that they have, which may be shared, or shown in views.
+            # Into the existing memory, which may be shared or have views.
             shaped = [mean.view(each.shape) for mean, each in zip(means, parts, strict=True)]
             torch._foreach_copy_(parts, shaped)
         return self.tensors
@@ -63,23 +63,22 @@ ParametersOrGroups = Iterable[Tensor] | Iterable[dict[str, Any]]
 
 
 class ModelAverager(ABC):
-    """What averagers have in common: a group, and the number of steps."""
+    """Base class of averagers: a group, and the number of steps."""
 
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, warmup_steps: int = 0
     ) -> None:
-        self.process_group = group_of(process_group)
-        """Where models are averaged; torch's default group unless another was given."""
+        self.process_group = hook_group(process_group)
         self.warmup_steps = check_count("warmup_steps", warmup_steps)
         self.step = 0
-        """How many steps there have been."""
+        """The number of steps so far."""
 
     @abstractmethod
     def group_for_step(self) -> dist.ProcessGroup | None:
-        """Tell in which group models are averaged in this step, if they are."""
+        """Return the group in which to average in this step, or None."""
 
     def average_parameters(self, params: ParametersOrGroups) -> None:
-        """Average parameters, or those of an optimizer's groups, if it is time; once a step."""
+        """Average parameters, or those of param groups, if it is time; call it once a step."""
         group = self.group_for_step() if self.step >= self.warmup_steps else None
         if group is not None:
             CoalescedAverage(trainable_parameters(params), group).finish()
@@ -87,7 +86,7 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages models every `period` steps, from the end of the warm-up on."""
+    """Averages models every `period` steps after the warm-up."""
 
     def __init__(
         self,
@@ -101,15 +100,15 @@ class PeriodicModelAverager(ModelAverager):
             _warn_period_of_one()
 
     def group_for_step(self) -> dist.ProcessGroup | None:
-        """Tell in which group models are averaged in this step, if they are."""
+        """Return the group in which to average in this step, or None."""
         return None if (self.step - self.warmup_steps) % self.period else self.process_group
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages models in small groups often and in large ones seldom (arXiv:2010.12998).
+    """Averages models in small groups often and in large ones rarely (arXiv:2010.12998).
 
-    ``{2: 4, 8: 16}`` averages fours of neighbouring ranks every 2 steps, and all 16 every 8. The
-    last group is the whole one.
+    ``{2: 4, 8: 16}`` averages groups of 4 neighbouring ranks every 2 steps, and all 16 every 8. The
+    last entry must have all ranks.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class HierarchicalModelAverager(ModelAverager):
         }
 
     def group_for_step(self) -> dist.ProcessGroup | None:
-        """Tell in which group models are averaged in this step: the largest whose turn it is."""
+        """Return the largest group whose turn it is, or None."""
         for period in reversed(self.period_process_group_dict):
             if self.step % period == 0:
                 return self.period_process_group_dict[period]
@@ -136,10 +135,10 @@ class HierarchicalModelAverager(ModelAverager):
 
 
 def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
-    """List the parameters that training changes.
+    """Return the parameters that require a gradient.
 
-    Torch leaves out those without a gradient. Whether there is one may differ between ranks, and
-    after ``zero_grad`` there is none; then nothing would be averaged, and nobody told.
+    torch leaves out those without one. Whether there is one may differ between ranks, and after
+    ``zero_grad`` there is none, so nothing would be averaged.
     """
     found: list[Tensor] = []
     for each in params:
@@ -149,81 +148,78 @@ def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
             found.extend(each["params"])
         else:
             raise InvalidType(
-                f"parameters, or groups of them, can be averaged, not {type(each).__name__}"
+                f"params must be parameters or param groups, got {type(each).__name__}"
             )
     return [each for each in found if each.requires_grad]
 
 
 def _check_levels(levels: Mapping[int, int], whole: int) -> None:
     if not levels:
-        raise InvalidArgument("period_group_size_dict has no period: what should be averaged when?")
+        raise InvalidArgument("period_group_size_dict must have at least one period")
     sizes = list(levels.values())
     for period, size in levels.items():
         check_count("a period of period_group_size_dict", period, least=1)
         check_count("a group size of period_group_size_dict", size, least=1)
         if whole % size:
-            raise InvalidArgument(f"{whole} ranks cannot be divided into groups of {size}")
+            raise InvalidArgument(f"{whole} ranks do not divide into groups of {size}")
     if list(levels) != sorted(levels) or sizes != sorted(sizes):
         raise InvalidArgument(
-            f"periods and group sizes of period_group_size_dict rise together, not {dict(levels)}"
+            f"periods and group sizes of period_group_size_dict must ascend, got {dict(levels)}"
         )
     if sizes[-1] != whole:
         raise InvalidArgument(
-            f"the last group of period_group_size_dict has all {whole} ranks, not {sizes[-1]}"
+            f"the last group size must be the world size ({whole}), got {sizes[-1]}"
         )
 
 
 def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
-    """Make the group of the `size` neighbouring ranks that this one belongs to."""
     if size == group.size():
         return group
     if isinstance(group, ProcessGroup):
         first = group.rank() // size * size
         mine = group.split_group(range(first, first + size))
-        assert mine is not None, "a rank is among its neighbours"
+        assert mine is not None
         return mine
     return new_subgroup(group_size=size, group=group)
 
 
 def _warn_period_of_one() -> None:
     warnings.warn(
-        "a period of 1 averages the model in every step, which costs as much as averaging the "
-        "gradients: plain data parallel training does that during backward",
+        "a period of 1 averages the model in every step, which costs as much as plain data "
+        "parallel training and does not overlap with backward",
         stacklevel=3,
     )
 
 
-class WrappingOptimizer(Optimizer):
-    """Passes on what an optimizer is asked; schedulers and scalers take it for one.
+class WrappingOptimizer(Optimizer, ABC):
+    """Wraps an optimizer; schedulers and scalers accept it as one.
 
-    A `GradScaler` leaves out a step in which it has found what is not finite. Where gradients are a
-    rank's own, that may be so on one rank alone, and the others would wait for it after theirs. So
-    it is asked to call every step, as it does with optimizers that scale themselves: it says what
-    it has found by two attributes, which are there during the call.
+    A `GradScaler` skips a step whose gradients are not finite. With local gradients that may happen
+    on one rank only, and the others would wait for its average. So the scaler is asked to call
+    every step, as for optimizers that unscale themselves. During the call it sets two attributes.
     """
 
     _step_supports_amp_scaling = True
     found_inf: Tensor
-    """Not zero if there are gradients that are not finite."""
+    """Not zero if any gradient is not finite."""
     grad_scale: Tensor | None
-    """What gradients have yet to be divided by."""
+    """By which gradients are yet to be divided."""
 
     def __init__(self, optim: Optimizer) -> None:
-        # Not Optimizer's own: parameters and state are those of the optimizer inside.
+        # Not Optimizer.__init__: parameters and state are those of the wrapped optimizer.
         if not isinstance(optim, Optimizer):
-            raise InvalidType(f"optim is an Optimizer, not {type(optim).__name__}")
+            raise InvalidType(f"optim must be an Optimizer, got {type(optim).__name__}")
         self.optim = optim
-        """The optimizer inside."""
         self.defaults = optim.defaults
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameters of the optimizer inside."""
+        """The parameters of the wrapped optimizer."""
         return self.optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of the optimizer inside."""
+        """The state of the wrapped optimizer."""
         return self.optim.state
 
     def __repr__(self) -> str:
@@ -233,7 +229,7 @@ class WrappingOptimizer(Optimizer):
         return vars(self)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step of the optimizer inside, and do what is to be done after it, always."""
+        """Step the wrapped optimizer, then call `after_step`, even if the step was skipped."""
         given = () if closure is None else (closure,)
         if not hasattr(self, "found_inf"):
             loss = self.optim.step(*given)
@@ -243,13 +239,12 @@ class WrappingOptimizer(Optimizer):
             loss = self._scaled_step(*given)
             self.after_step()
         except BaseException:
-            # The scaler takes them away after the call, unless that raises.
+            # The scaler deletes them after the call, unless that raises.
             del self.found_inf, self.grad_scale
             raise
         return loss
 
     def _scaled_step(self, *given: Callable[[], float]) -> float | None:
-        """Take the step for a scaler, or leave it out."""
         if getattr(self.optim, "_step_supports_amp_scaling", False):
             inside: Any = self.optim
             inside.found_inf, inside.grad_scale = self.found_inf, self.grad_scale
@@ -263,22 +258,21 @@ class WrappingOptimizer(Optimizer):
             _unscale(self.param_groups, self.grad_scale)
         return self.optim.step(*given)
 
+    @abstractmethod
     def after_step(self) -> None:
-        """Do what is to be done after a step."""
-        raise NotImplementedError
+        """Run after every step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters to the optimizer inside."""
+        """Add parameters to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
 
 @torch.no_grad()
 def _unscale(groups: Iterable[dict[str, Any]], scale: Tensor) -> None:
-    """Divide gradients by a scale."""
     inverse = scale.double().reciprocal().float()
     for parameter in (each for group in groups for each in group["params"]):
         if parameter.grad is not None:
@@ -286,12 +280,12 @@ def _unscale(groups: Iterable[dict[str, Any]], scale: Tensor) -> None:
 
 
 class PostLocalSGDOptimizer(WrappingOptimizer):
-    """Takes local steps, and lets an averager average the models after each."""
+    """Steps locally, and calls an averager after each step."""
 
     def __init__(self, optim: Optimizer, averager: ModelAverager) -> None:
         super().__init__(optim)
         if not callable(getattr(averager, "average_parameters", None)):
-            raise InvalidType(f"averager is a ModelAverager, not {type(averager).__name__}")
+            raise InvalidType(f"averager must be a ModelAverager, got {type(averager).__name__}")
         self.averager = averager
 
     def after_step(self) -> None:
@@ -299,25 +293,24 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         self.averager.average_parameters(self.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer inside, and the averager's number of steps."""
+        """Return the state of the wrapped optimizer, and the averager's number of steps."""
         return {**self.optim.state_dict(), "step": self.averager.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was saved; the state of a plain optimizer will do."""
+        """Restore what `state_dict` returned here or on a plain optimizer."""
         self.optim.load_state_dict(
             {name: value for name, value in state_dict.items() if name != "step"}
         )
         if "step" not in state_dict:
             warnings.warn(
-                "what is loaded does not say how many steps the averager has counted: it begins "
-                "at 0, with its warm-up",
+                "state_dict has no 'step': the averager starts at step 0, with its warm-up",
                 stacklevel=2,
             )
         self.averager.step = state_dict.get("step", 0)
 
 
 class PostLocalSGDState(HookState):
-    """Which groups average the gradients, and from which step on; the names are torch's."""
+    """The groups that average gradients, and when to switch; the names are torch's."""
 
     def __init__(
         self,
@@ -326,9 +319,9 @@ class PostLocalSGDState(HookState):
         start_localSGD_iter: int,  # noqa: N803
         post_local_gradient_allreduce: bool = True,
     ) -> None:
-        """Set it up; a subgroup of None is made by torch, one for each machine with accelerators.
+        """Without `subgroup`, torch makes one for each machine with accelerators.
 
-        Without `post_local_gradient_allreduce` every rank is on its own after the first steps.
+        Without `post_local_gradient_allreduce`, gradients are not averaged after the first steps.
         """
         super().__init__(process_group)
         self.subgroup = check_group(subgroup)
@@ -336,7 +329,7 @@ class PostLocalSGDState(HookState):
         self.post_local_gradient_allreduce = post_local_gradient_allreduce
 
     def local_group(self) -> dist.ProcessGroup:
-        """Return the group that gradients are averaged in after the first steps."""
+        """Return the group that averages gradients after the first steps."""
         if self.subgroup is None:
             self.subgroup = _per_machine_group()
         return self.subgroup
@@ -353,7 +346,7 @@ def post_localSGD_hook(  # noqa: N802
     is_global = state.iter < state.start_localSGD_iter
     state.maybe_increase_iter(bucket)
     if is_global:
-        return average(group_of(state.process_group, bucket), bucket.buffer())
+        return average(hook_group(state.process_group, bucket), bucket.buffer())
     if not state.post_local_gradient_allreduce:
         return completed(bucket.buffer())
     return average(state.local_group(), bucket.buffer())
@@ -364,6 +357,6 @@ def _per_machine_group() -> dist.ProcessGroup:
         return new_subgroup()
     except (RuntimeError, ValueError) as error:
         raise InvalidArgument(
-            f"PostLocalSGDState has no subgroup, and torch makes none here: pass one, such as "
-            f"group.split_group(ranks) returns ({error})"
+            f"PostLocalSGDState has no subgroup, and torch cannot make one: {error}. "
+            "Hint: pass group.split_group(ranks)."
         ) from error

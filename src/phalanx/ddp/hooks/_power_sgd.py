@@ -33,7 +33,7 @@ from ._base import (
     check_count,
     check_state,
     dense_buffer,
-    group_of,
+    hook_group,
     is_finite,
     keep_residuals,
     known_parts,
@@ -49,59 +49,51 @@ MatrixShape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Factors:
-    """Matrices, or one factor of each, one after the other in one flat tensor."""
+    """Matrices, or one factor of each, consecutive in one flat tensor."""
 
     flat: Tensor
     parts: list[Tensor]
 
     @classmethod
     def of(cls, flat: Tensor, shapes: Sequence[MatrixShape]) -> Self:
-        """Divide a flat tensor; it is what is sent, and its parts are what is reckoned with."""
         return cls(flat, split_matrices(flat, shapes))
 
     @classmethod
     def empty(cls, like: Tensor, shapes: Sequence[MatrixShape]) -> Self:
-        """Make room for factors."""
         return cls.of(like.new_empty(sum(rows * columns for rows, columns in shapes)), shapes)
 
     @property
     def shapes(self) -> list[MatrixShape]:
-        """The shapes of the parts."""
         return [(len(part), part.shape[1]) for part in self.parts]
 
     def orthogonalize(self, epsilon: float) -> None:
-        """Make the columns of each factor orthonormal."""
         for part in self.parts:
             orthogonalize(part, epsilon)
 
 
 def split_matrices(flat: Tensor, shapes: Sequence[MatrixShape]) -> list[Tensor]:
-    """Show a flat tensor as matrices, one after the other."""
     ends = list(accumulate(rows * columns for rows, columns in shapes))
     parts = torch.tensor_split(flat, ends[:-1]) if shapes else ()
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-# On a CPU, BLAS takes 3 to 15 times as long for the same products of a thin matrix that lies row by
-# row, as factors do.
+# On a CPU, BLAS takes 3 to 15 times as long for these products if the thin matrix is row-major, as
+# factors are.
 
 
 def multiply(matrix: Tensor, thin: Tensor, *, out: Tensor) -> None:
-    """Multiply a matrix by a thin one."""
     torch.mm(matrix, thin.T.contiguous().T, out=out)
 
 
 def multiply_transposed(matrix: Tensor, thin: Tensor, *, out: Tensor) -> None:
-    """Multiply the transpose of a matrix by a thin one."""
     out.copy_((thin.T.contiguous() @ matrix).T)
 
 
 def orthogonalize(matrix: Tensor, epsilon: float) -> None:
     """Make the columns of a matrix orthonormal, in place.
 
-    Without an epsilon that is exact, and columns that are zero, or depend on others, do no harm.
-    With one it is the Gram-Schmidt process with the epsilon added to every norm: such columns
-    become nearly zero then.
+    Without an epsilon the result is exact, also for dependent columns. With one, this is the
+    Gram-Schmidt process with epsilon added to every norm, and dependent columns become nearly 0.
     """
     if epsilon:
         for i, column in enumerate(matrix.unbind(1)):
@@ -109,25 +101,25 @@ def orthogonalize(matrix: Tensor, epsilon: float) -> None:
             rest = matrix[:, i + 1 :]
             rest.addr_(column, column @ rest, alpha=-1)
     else:
-        # LAPACK has no halves.
+        # LAPACK has no 16-bit types.
         full = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
         matrix.copy_(torch.linalg.qr(full).Q)
 
 
 KeyFactors = Callable[[Factors], dict[MemoryKey, Tensor]]
-"""Shows factors under what they are remembered by."""
+"""Returns factors by their keys in the memory."""
 
 
 class PowerSGDState(HookState):
-    """What PowerSGD is told and what it remembers; the names are torch's."""
+    """Settings and memory of PowerSGD; the names are torch's."""
 
-    counts = ("iter", "total_numel_before_compression", "total_numel_after_compression")
+    counter_fields = ("iter", "total_numel_before_compression", "total_numel_after_compression")
     memory_fields = ("error_dict", "q_memory_dict")
 
     error_dict: HookMemory
-    """What was held back, by the names of parameters, or by bucket where they have none."""
+    """Residuals, by parameter name, or by bucket without names."""
     q_memory_dict: HookMemory
-    """The second factors of the last step, with which the next begins, by the same."""
+    """The second factors of the last step, from which the next one starts, by the same keys."""
 
     def __init__(
         self,
@@ -142,19 +134,19 @@ class PowerSGDState(HookState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
     ) -> None:
-        """Set it up; the last two are taken for torch's sake and change nothing."""
+        """The last two arguments are accepted for compatibility and have no effect."""
         super().__init__(process_group)
         del compression_stats_logging_frequency, batch_tensors_with_same_shape
         check_count("matrix_approximation_rank", matrix_approximation_rank, least=1)
         remembers = use_error_feedback or warm_start
-        # Torch's modules plan buckets anew after the first step: what was remembered is lost there.
+        # torch's DDP rebuilds its buckets after the first step, which loses the memory.
         check_count("start_powerSGD_iter", start_powerSGD_iter, least=2 if remembers else 0)
         for name, value in (
             ("min_compression_rate", min_compression_rate),
             ("orthogonalization_epsilon", orthogonalization_epsilon),
         ):
             if not value >= 0:
-                raise InvalidArgument(f"{name} is a number, 0 or more, not {value!r}")
+                raise InvalidArgument(f"{name} must be at least 0, got {value!r}")
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -166,16 +158,15 @@ class PowerSGDState(HookState):
         self.total_numel_after_compression = 0
 
     def compression_stats(self) -> tuple[float, int, int]:
-        """Tell the rate of compression so far, and the numbers of elements before and after."""
+        """Return the compression rate so far, and the numbers of elements before and after."""
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after else 0, before, after
 
     def factor_rank(self, shape: MatrixShape) -> int:
-        """Tell how many columns the factors of a matrix have."""
         return min(*shape, self.matrix_approximation_rank)
 
     def should_compress(self, shape: MatrixShape) -> bool:
-        """Tell whether a matrix is so much larger than its factors that they are sent instead."""
+        """Whether the factors of a matrix are smaller by `min_compression_rate`."""
         factors = sum(shape) * self.factor_rank(shape)
         return factors * self.min_compression_rate < math.prod(shape)
 
@@ -183,16 +174,16 @@ class PowerSGDState(HookState):
 def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
-    """Average the gradients as matrices of low rank, layer by layer; small ones as they are."""
+    """Average each layer's gradient as a low-rank matrix; small ones uncompressed."""
     check_state(state, PowerSGDState, "powerSGD_hook")
     buffer = dense_buffer(bucket, "powerSGD_hook")
-    group = group_of(state.process_group, bucket)
+    group = hook_group(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
         return _uncompressed(state, bucket, group)
     gradients = bucket.gradients()
-    worth_it = [each.dim() > 1 and state.should_compress(_matrix_shape(each)) for each in gradients]
-    large = list(compress(gradients, worth_it))
-    small = [each for each, is_large in zip(gradients, worth_it, strict=True) if not is_large]
+    is_large = [each.dim() > 1 and state.should_compress(_matrix_shape(each)) for each in gradients]
+    large = list(compress(gradients, is_large))
+    small = [each for each, large_ in zip(gradients, is_large, strict=True) if not large_]
     if not large:
         _count(state, bucket, len(buffer))
         return average(group, buffer)
@@ -200,7 +191,7 @@ def powerSGD_hook(  # noqa: N802
     calls = [start_average(group, rest)] if len(rest) else []
     matrices = Factors.of(_concatenate(large, like=buffer), [_matrix_shape(each) for each in large])
     names = names_of(bucket)
-    chosen = None if names is None else list(compress(names, worth_it))
+    chosen = None if names is None else list(compress(names, is_large))
     keyed = partial(_by_name, chosen, bucket.index())
     p, q, sending = _approximate(state, group, matrices, keyed(matrices), keyed)
     _count(state, bucket, len(rest) + len(p.flat) + len(q.flat))
@@ -218,17 +209,17 @@ def powerSGD_hook(  # noqa: N802
 def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
-    """Average the whole bucket as one square matrix of low rank: quicker, and less exact."""
+    """Average the whole bucket as one square low-rank matrix: faster and less exact."""
     check_state(state, PowerSGDState, "batched_powerSGD_hook")
     buffer = dense_buffer(bucket, "batched_powerSGD_hook")
-    group = group_of(state.process_group, bucket)
+    group = hook_group(state.process_group, bucket)
     if state.iter < state.start_powerSGD_iter:
         return _uncompressed(state, bucket, group)
     side = math.ceil(math.sqrt(len(buffer)))
     square = Factors.of(buffer.new_zeros(side * side), [(side, side)])
     filled = square.flat[: len(buffer)]
     filled.copy_(buffer)
-    held = parts_by_name(bucket, filled)  # what is behind them is nobody's, and begins at zero
+    held = parts_by_name(bucket, filled)  # without the padding
     keyed = partial(_by_name, None, bucket_key(bucket))
     p, q, sending = _approximate(state, group, square, held, keyed)
     _count(state, bucket, len(p.flat) + len(q.flat))
@@ -253,12 +244,10 @@ def _approximate(
     held: Mapping[MemoryKey, Tensor],
     keyed: KeyFactors,
 ) -> tuple[Factors, Factors, AnyWork]:
-    """Find the factors of the ranks' mean; the first ones are there, the second on their way.
+    """Compute the factors P and Q of the ranks' mean; the call that averages Q is in flight.
 
-    `held` shows the matrices under what their errors are held by, and `keyed` does that to factors.
-
-    Waits for the first ones, as the second depend on them, and a call that was made later, from
-    wherever the first one ended, could meet another call of its peers.
+    `held` has the matrices by the keys of their residuals; `keyed` returns factors by key. Waits
+    for P here: a call made later, from a callback, could be matched with another call of a peer.
     """
     if state.use_error_feedback:
         add_residuals(state.error_dict, held)
@@ -278,12 +267,12 @@ def _approximate(
             part.addmm_(left, right.T, alpha=-1)
         keep_residuals(state.error_dict, matrices.flat, held)
     if state.warm_start:
-        state.q_memory_dict |= keyed(q)  # which holds the mean before the next step begins
+        state.q_memory_dict |= keyed(q)  # a view: it holds the mean when the call completes
     return p, q, start_average(group, q.flat)
 
 
 def _initialize_q(state: PowerSGDState, q: Factors, keyed: KeyFactors) -> None:
-    """Begin with the second factors of the last step, or random ones, alike on all ranks."""
+    """Start from Q of the last step, or from random values that are equal on all ranks."""
     wanted = keyed(q)
     known = known_parts(state.q_memory_dict, wanted) if state.warm_start else {}
     for key, part in wanted.items():
@@ -301,17 +290,14 @@ def _random(state: PowerSGDState, key: MemoryKey, like: Tensor) -> Tensor:
 def _by_name(
     names: Sequence[str] | None, whole: MemoryKey, factors: Factors
 ) -> dict[MemoryKey, Tensor]:
-    """Show factors under the names of their matrices, or all together where there are none."""
     return {whole: factors.flat} if names is None else dict(zip(names, factors.parts, strict=True))
 
 
 def _matrix_shape(gradient: Tensor) -> MatrixShape:
-    """Tell the shape of a gradient as a matrix: an output channel or neuron to a row."""
     return len(gradient), math.prod(gradient.shape[1:])
 
 
 def _concatenate(tensors: Sequence[Tensor], *, like: Tensor) -> Tensor:
-    """Copy tensors into one flat one; gradients need not be contiguous."""
     return torch.cat([like.new_empty(0), *(each.reshape(-1) for each in tensors)])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from ._base import check_count, completed, dense_buffer, gather, group_of, when_done
+from ._base import check_count, completed, dense_buffer, hook_group, start_gather, when_done
 
 LEVELS = 255
 
@@ -27,7 +27,7 @@ def quantization_pertensor_hook(
 def quantization_perchannel_hook(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[Tensor]:
-    """Average the gradients as bytes, with a scale for every `bucket_size` of them."""
+    """Average the gradients as bytes, with one scale per `bucket_size` elements."""
     buffer = dense_buffer(bucket, "quantization_perchannel_hook")
     check_count("bucket_size", bucket_size, least=1)
     return _quantized(process_group, bucket, buffer, row=min(bucket_size, buffer.numel()))
@@ -36,18 +36,18 @@ def quantization_perchannel_hook(
 def _quantized(
     process_group: dist.ProcessGroup | None, bucket: GradBucket, buffer: Tensor, *, row: int
 ) -> Future[Tensor]:
-    group = group_of(process_group, bucket)
+    group = hook_group(process_group, bucket)
     count = buffer.numel()
     if not count:
-        return completed(buffer)  # there is no smallest of no elements
+        return completed(buffer)  # no elements have no minimum
     channels = -(-count // row)
     values = buffer.new_zeros(channels, row, dtype=torch.float32)
     values.view(-1)[:count] = buffer
-    call, received = gather(group, _encode(values))
+    call, received = start_gather(group, _encode(values))
 
     def decode() -> Tensor:
         total, theirs = values.zero_(), torch.empty_like(values)
-        for message in received:  # in the order of ranks, so that all have the same bits
+        for message in received:  # in rank order, so that all ranks get the same bits
             total += _decode(message, out=theirs)
         return buffer.copy_(total.div_(len(received)).view(-1)[:count])
 
@@ -55,16 +55,14 @@ def _quantized(
 
 
 def _encode(values: Tensor) -> Tensor:
-    """Make one message of rows: their scales, their zeros and their elements.
-
-    Reckons in the place of the rows: fresh memory costs more than all the arithmetic.
-    """
+    """Return scales, zeros and elements of the rows as one message; overwrites `values`."""
     low = values.amin(1).clamp_(max=0)
     scale = (values.amax(1).clamp_(min=0) - low) / LEVELS
     scale = torch.where(scale == 0, 1, scale)  # a row of zeros
     zero = torch.round(-low / scale)
+    # In place, since allocating costs more than the arithmetic.
     levels = values.div_(scale[:, None]).round_().add_(zero[:, None]).clamp_(0, LEVELS)
-    # The scale tells what was not finite; a byte cannot.
+    # Only the scale can represent a value that is not finite.
     for each in (zero, levels):
         each.nan_to_num_(0, 0, 0)
     channels = len(values)
@@ -76,9 +74,8 @@ def _encode(values: Tensor) -> Tensor:
 
 
 def _decode(message: Tensor, *, out: Tensor) -> Tensor:
-    """Read rows out of a message."""
     channels = len(out)
-    # A copy, for the scales may not lie where numbers of four bytes can be read.
+    # A copy, since the scales may not be aligned to four bytes.
     scale = message[: 4 * channels].clone().view(torch.float32)
     zero = message[4 * channels : 5 * channels].float()
     levels = out.copy_(message[5 * channels :].view(out.shape))

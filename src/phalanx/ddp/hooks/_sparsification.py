@@ -1,7 +1,7 @@
 """Hooks that send some elements of each bucket and keep the rest as residual.
 
 Top-k: each rank sends its largest elements (Aji and Heafield 2017, arXiv:1704.05021). Random-k:
-all ranks send the same elements, drawn anew in every step (Stich et al. 2018,
+all ranks send the same elements, drawn in every step (Stich et al. 2018,
 arXiv:1809.07599).
 """
 
@@ -23,24 +23,23 @@ from ._base import (
     check_count,
     check_state,
     dense_buffer,
-    draw,
-    gather,
-    group_of,
+    hook_group,
     keep_residuals,
     parts_by_name,
     shared_generator,
     start_average,
+    start_gather,
     when_done,
 )
 
 
 class SparsificationState(HookState):
-    """What hooks that send some elements have in common."""
+    """State of hooks that send some elements."""
 
     memory_fields = ("error_dict",)
 
     error_dict: HookMemory
-    """What was held back, by the names of parameters, or by bucket where they have none."""
+    """Residuals, by parameter name, or by bucket without names."""
 
     def __init__(
         self,
@@ -50,11 +49,10 @@ class SparsificationState(HookState):
         start_iter: int = 2,
         use_error_feedback: bool = True,
     ) -> None:
-        """Set it up.
+        """Send `k` elements of each bucket, or that fraction of them if it is a float.
 
-        Of each bucket are sent `k` elements if that is a whole number, or that share of them if it
-        is a fraction. The first `start_iter` steps send everything: torch's modules plan their
-        buckets anew after the first one, and what was held back of old ones would be lost there.
+        The first `start_iter` steps send everything: torch's DDP rebuilds its buckets after the
+        first one, which would lose the residuals.
         """
         super().__init__(process_group)
         self.k = _check_k(k)
@@ -62,7 +60,6 @@ class SparsificationState(HookState):
         self.use_error_feedback = use_error_feedback
 
     def selected_count(self, buffer: Tensor) -> int:
-        """Tell how many elements of a buffer are sent: one at least, if there is one."""
         wanted = self.k if isinstance(self.k, int) else max(1, round(self.k * buffer.numel()))
         return min(wanted, buffer.numel())
 
@@ -73,72 +70,93 @@ def _check_k(k: Any) -> int | float:
     if isinstance(k, float) and 0 < k < 1:
         return k
     raise InvalidArgument(
-        f"k is a number of elements, 1 or more, or a share of them between 0.0 and 1.0, not {k!r}"
+        f"k must be an integer of at least 1 or a fraction between 0.0 and 1.0, got {k!r}"
     )
 
 
 _SAMPLE_MIN_SIZE = 1 << 16
-"""From how many on a sample is worth its while."""
-_SAMPLE_STRIDE = 251
-"""One in so many is in the sample; a prime, for rows of matrices are often multiples of others."""
+_SAMPLE_STRIDE = 251  # a prime, since row lengths of matrices are often multiples of others
 
 
 def topk_indices(values: Tensor, count: int) -> Tensor:
-    """Find the places of the `count` elements that are farthest from zero; NaN is farther.
+    """Return the indices of the `count` elements of largest magnitude; NaN is the largest.
 
-    A sample tells how large they are at least, more or less. It is enough to search among those
-    that are as large, unless they are too few.
+    A sample estimates their minimum. Only elements above it are sorted, unless they are too few.
     """
     magnitudes = values.abs()
     if values.device.type == "cpu" and len(values) >= max(4 * count, _SAMPLE_MIN_SIZE):
         expected = count / _SAMPLE_STRIDE
         more = int(expected + 4 * math.sqrt(expected)) + 1
         least = torch.topk(magnitudes[::_SAMPLE_STRIDE], more).values[-1]
-        places = (magnitudes < least).logical_not_().nonzero().view(-1)
-        if len(places) >= count:
-            return places[torch.topk(magnitudes[places], count, sorted=False).indices]
+        indices = (magnitudes < least).logical_not_().nonzero().view(-1)
+        if len(indices) >= count:
+            return indices[torch.topk(magnitudes[indices], count, sorted=False).indices]
     return torch.topk(magnitudes, count, sorted=False).indices
 
 
 class TopKState(SparsificationState):
-    """What top-k is told and what it remembers."""
+    """Settings and residuals of top-k."""
 
 
 def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
-    """Average the largest elements of each rank's gradients, and hold the others back.
+    """Average the largest elements of each rank's gradients; keep the others as residual.
 
-    Ranks choose different elements, so each sends which they are, and all of it to everybody: what
-    a rank receives grows with their number.
+    Ranks choose different elements, so each sends values and indices to all. What a rank receives
+    grows with the world size.
     """
     check_state(state, TopKState, "topk_hook")
     buffer = dense_buffer(bucket, "topk_hook")
-    group = group_of(state.process_group, bucket)
-    compresses = state.iter >= state.start_iter
+    group = hook_group(state.process_group, bucket)
+    is_compressed = state.iter >= state.start_iter
     state.maybe_increase_iter(bucket)
-    if not compresses:
+    if not is_compressed:
         return average(group, buffer)
     if state.use_error_feedback:
         add_residuals(state.error_dict, parts_by_name(bucket, buffer))
-    places = topk_indices(buffer, state.selected_count(buffer))
-    sent = buffer[places]
+    indices = topk_indices(buffer, state.selected_count(buffer))
+    sent = buffer[indices]
     if state.use_error_feedback:
-        rest = buffer.index_fill(0, places, 0)
+        rest = buffer.index_fill(0, indices, 0)
         keep_residuals(state.error_dict, rest, parts_by_name(bucket, rest))
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
-    getting_values, values = gather(group, sent)
-    getting_places, everyones_places = gather(group, places.to(narrow))
+    value_call, values = start_gather(group, sent)
+    index_call, all_indices = start_gather(group, indices.to(narrow))
 
     def add_up() -> Tensor:
         buffer.zero_()
-        for their_places, their_values in zip(everyones_places, values, strict=True):
-            buffer.index_add_(0, their_places, their_values)
+        for rank_indices, rank_values in zip(all_indices, values, strict=True):
+            buffer.index_add_(0, rank_indices, rank_values)
         return buffer.div_(len(values))
 
-    return when_done([getting_values, getting_places], add_up, buffer.device)
+    return when_done([value_call, index_call], add_up, buffer.device)
+
+
+_SHUFFLE_MAX = 1000  # above this, a pass over all numbers costs less than a shuffle
+
+
+def sample_without_replacement(count: int, among: int, generator: torch.Generator) -> Tensor:
+    """Draw different integers below `among`, all choices with equal probability."""
+    if 20 * count < among:
+        # Few of many: drawing some twice costs less than shuffling all.
+        drawn = torch.randint(among, (count + count // 2 + 16,), generator=generator)
+        different: Tensor = torch.unique(drawn)
+        if len(different) >= count:
+            return different[torch.randperm(len(different), generator=generator)[:count]]
+    elif among > _SHUFFLE_MAX:
+        # Take each with a probability that yields slightly too many, then drop the surplus.
+        probability = count / among
+        wanted = count + 6 * math.sqrt(count * (1 - probability)) + 1
+        taken = torch.rand(among, generator=generator) < wanted / among
+        indices = taken.nonzero().view(-1)
+        if len(indices) >= count:
+            surplus = len(indices) - count
+            indices[sample_without_replacement(surplus, len(indices), generator)] = -1
+            return indices[indices >= 0]
+    return torch.randperm(among, generator=generator)[:count]
 
 
 class RandomKState(SparsificationState):
-    """What random-k is told and what it remembers."""
+    """Settings and residuals of random-k."""
 
     def __init__(
         self,
@@ -149,7 +167,7 @@ class RandomKState(SparsificationState):
         use_error_feedback: bool = True,
         random_seed: int = 0,
     ) -> None:
-        """Set it up; ranks have the same seed, and so draw the same elements."""
+        """All ranks must have the same seed, so that they draw the same elements."""
         super().__init__(
             process_group, k, start_iter=start_iter, use_error_feedback=use_error_feedback
         )
@@ -157,13 +175,13 @@ class RandomKState(SparsificationState):
 
 
 def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
-    """Average elements that all ranks draw alike, and hold the others back.
+    """Average randomly drawn elements, the same on all ranks; keep the others as residual.
 
-    Without error feedback what is sent is scaled up, so that it is right in the long run.
+    Without error feedback the elements are scaled up, so that their expectation is right.
     """
     check_state(state, RandomKState, "randomk_hook")
     buffer = dense_buffer(bucket, "randomk_hook")
-    group = group_of(state.process_group, bucket)
+    group = hook_group(state.process_group, bucket)
     step = state.iter
     state.maybe_increase_iter(bucket)
     if step < state.start_iter:
@@ -172,17 +190,17 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
     if state.use_error_feedback:
         add_residuals(state.error_dict, parts_by_name(bucket, buffer))
     generator = shared_generator(state.random_seed, step, bucket.index())
-    places = draw(count, buffer.numel(), generator).to(buffer.device)
-    sent = buffer[places]
+    indices = sample_without_replacement(count, buffer.numel(), generator).to(buffer.device)
+    sent = buffer[indices]
     if state.use_error_feedback:
-        rest = buffer.index_fill(0, places, 0)
+        rest = buffer.index_fill(0, indices, 0)
         keep_residuals(state.error_dict, rest, parts_by_name(bucket, rest))
     else:
         sent.mul_(buffer.numel() / max(count, 1))
 
     def place() -> Tensor:
         buffer.zero_()
-        buffer[places] = sent
+        buffer[indices] = sent
         return buffer
 
     return when_done([start_average(group, sent)], place, buffer.device)

@@ -24,14 +24,14 @@ from ..errors import InvalidArgument, InvalidState, InvalidType
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The types to compute, reduce and keep buffers in; None for the module's own."""
+    """The dtypes to compute, reduce and keep buffers in; None for the module's own."""
 
     param_dtype: torch.dtype | None = None
     """Of parameters and inputs, in forward and backward."""
     reduce_dtype: torch.dtype | None = None
     """Of gradients while they are reduced; by default `param_dtype`."""
     buffer_dtype: torch.dtype | None = None
-    """Of buffers, for good."""
+    """Of buffers, permanently."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -43,12 +43,12 @@ class MixedPrecision:
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """Tell the type in which gradients are reduced."""
+        """The dtype in which gradients are reduced."""
         return self.reduce_dtype or self.param_dtype
 
 
 def as_mixed_precision(given: Any) -> MixedPrecision:
-    """Take our setting, or torch's class for it."""
+    """Accept our class or torch's."""
     if isinstance(given, MixedPrecision):
         return given
     try:
@@ -59,7 +59,6 @@ def as_mixed_precision(given: Any) -> MixedPrecision:
 
 
 def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter]]) -> None:
-    """Refuse a setting under which full values would be lost."""
     wanted = config.param_dtype
     if wanted is None:
         return
@@ -78,7 +77,7 @@ def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter
 
 
 class PrecisionPolicy:
-    """A module whose layers may find smaller copies in the place of their parameters."""
+    """Swaps low-precision copies for the parameters of a module."""
 
     def __init__(
         self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
@@ -95,17 +94,16 @@ class PrecisionPolicy:
         self._copies: dict[Parameter, Tensor] = {}
         self._holders = 0
         self._task: int | None = None
-        """The run of autograd that holds the copies."""
+        """The graph task that holds the copies."""
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
-        """Tell the type in which gradients are reduced, if it is not their own."""
+        """The dtype in which gradients are reduced, if it is not their own."""
         return self._config.gradient_dtype
 
     # -- forward -----------------------------------------------------------------------------
 
     def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
-        """Run a module in the smaller type."""
         copies = self._hold()
         try:
             output = module(*self._cast(inputs), **self._cast(kwargs))
@@ -120,7 +118,6 @@ class PrecisionPolicy:
         return output
 
     def _cast(self, value: Any) -> Any:
-        """Turn the floating-point tensors in some inputs into the smaller type."""
         wanted = self._config.param_dtype
 
         def smaller(item: Any) -> Any:
@@ -132,24 +129,23 @@ class PrecisionPolicy:
     # -- backward ----------------------------------------------------------------------------
 
     def use_copies_in_backward(self) -> None:
-        """Have the copies there until the run of autograd that is under way has ended."""
+        """Keep the copies in place until the current graph task ends."""
         task = torch._C._current_graph_task_id()
         if self._places and self._task != task:
             with torch.enable_grad():
                 self._hold()
             self._task = task
-            # Autograd keeps what it is to call until it is done, or has failed.
+            # Autograd keeps the callback until the task ends or fails; either way it is released.
             Variable._execution_engine.queue_callback(_ReleaseCopies(self))
 
     def end_backward(self) -> None:
-        """Let go of what a run of autograd has held."""
         self._task = None
         self._release()
 
     # -- the copies --------------------------------------------------------------------------
 
     def _hold(self) -> list[tuple[Tensor, str]]:
-        """Put copies in the parameters' places, unless they are there; list those that were."""
+        """Swap in the copies; return them, unless they were already in place."""
         self._holders += 1
         if self._holders > 1:
             return []
@@ -170,7 +166,7 @@ class PrecisionPolicy:
 
     @contextmanager
     def without_copies(self) -> Generator[None, None, None]:
-        """Show the parameters themselves in the body, whoever holds copies."""
+        """Restore the parameters in the body, even if copies are held."""
         self._put({})
         try:
             yield
@@ -183,13 +179,13 @@ class PrecisionPolicy:
         self._refresh_rnn_weights()
 
     def _refresh_rnn_weights(self) -> None:
-        """Renew the lists that recurrent layers keep of their parameters."""
+        # Recurrent layers keep lists of their parameters.
         for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
 
 
 class _SparseCast(torch.autograd.Function):
-    """A cast that takes a sparse gradient back, which torch's does not."""
+    """A cast that supports sparse gradients, unlike torch's."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -202,7 +198,7 @@ class _SparseCast(torch.autograd.Function):
 
 
 class _ReleaseCopies:
-    """Lets go of copies once, when it is called or when nobody can call it any more."""
+    """Releases the copies once, when called or when collected."""
 
     def __init__(self, precision: PrecisionPolicy) -> None:
         self._precision: PrecisionPolicy | None = precision
@@ -217,7 +213,7 @@ class _ReleaseCopies:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, *, ignored: Collection[str]) -> None:
-    """Turn the floating-point buffers of a module into another type, for good."""
+    """Convert the floating-point buffers of a module permanently."""
     for name, buffer in module.named_buffers():
         if name not in ignored and buffer.is_floating_point():
             buffer.data = buffer.to(dtype)

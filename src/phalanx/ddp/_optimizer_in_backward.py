@@ -22,11 +22,11 @@ from torch.optim import LBFGS, Optimizer
 from ..errors import InvalidArgument, InvalidState, InvalidType
 
 OPTIMIZERS_ATTRIBUTE = "_in_backward_optimizers"
-"""Where torch's ``_apply_optimizer_in_backward`` leaves the optimizers of a parameter."""
+"""Where torch's ``_apply_optimizer_in_backward`` stores the optimizers of a parameter."""
 
 
 class OptimizersInBackward:
-    """The optimizers of some parameters."""
+    """The optimizers that step parameters at the end of backward."""
 
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self._named = list(named)
@@ -42,14 +42,14 @@ class OptimizersInBackward:
             for _, p in named
             for optimizer in getattr(p, OPTIMIZERS_ATTRIBUTE, ())
         ]
-        """Optimizers of one parameter, which may have several, with its identity."""
+        """Optimizers of single parameters, with the id of the parameter."""
         if self._single:
             _remove_torch_hooks([p for _, p in named])
 
     def fuse(
         self, kind: type[Optimizer], parameters: Iterable[Tensor] | None, *args: Any, **kwargs: Any
     ) -> Optimizer:
-        """Make an optimizer of these parameters, or of all."""
+        """Make one optimizer for these parameters, or for all."""
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise InvalidType(f"an optimizer is a class of torch.optim, not {kind!r}")
         if self._fused is not None:
@@ -77,15 +77,14 @@ class OptimizersInBackward:
             )
 
     def all(self) -> list[Optimizer]:
-        """List the optimizers."""
         single = [optimizer for _, optimizer in self._single]
         return single if self._fused is None else [*single, self._fused]
 
     def step(self, *, besides: Collection[int] = ()) -> None:
-        """Apply the gradients, and clear those that were applied.
+        """Step and clear all gradients.
 
-        `besides`: parameters that were stepped by themselves. They have no gradient any more, but
-        an optimizer that steps nothing would still call its hooks.
+        `besides` are ids of parameters that were stepped already. They have no gradient, but their
+        optimizers would still call step hooks.
         """
         optimizers = [each for parameter, each in self._single if parameter not in besides]
         if self._fused is not None:
@@ -93,7 +92,7 @@ class OptimizersInBackward:
         _step_and_clear(optimizers)
 
     def step_parameters(self, parameters: Sequence[Tensor]) -> None:
-        """Apply the gradients of some parameters and clear them, where others' do not matter."""
+        """Step and clear some parameters, where the optimizer steps each independently."""
         chosen = set(map(id, parameters))
         _step_and_clear([each for parameter, each in self._single if parameter in chosen])
         if self._fused is not None and _is_separable(self._fused):
@@ -101,11 +100,11 @@ class OptimizersInBackward:
                 _step_and_clear([self._fused])
 
     def check_first(self) -> None:
-        """Raise if an optimizer was applied after we looked: by two parameters, in every step."""
+        """Raise if an optimizer was applied after wrapping; checks two parameters, every step."""
         self._check_known(self._ends)
 
     def check(self) -> None:
-        """Raise if an optimizer was applied to any parameter after we looked."""
+        """Raise if an optimizer was applied to any parameter after wrapping."""
         self._check_known(self._named)
 
     def _check_known(self, named: Sequence[tuple[str, Parameter]]) -> None:
@@ -128,9 +127,9 @@ def _step_and_clear(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _is_separable(optimizer: Optimizer) -> bool:
-    """Tell whether steps of some parameters each are the same as one step of all.
+    """Whether stepping parameters in parts equals one step of all.
 
-    Hooks may look at all gradients, and so may an optimizer that we do not know.
+    Hooks, and optimizers that are not torch's, may read all gradients.
     """
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     is_known = type(optimizer).__module__.startswith("torch.optim.")
@@ -139,7 +138,7 @@ def _is_separable(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _restricted_to(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[None]:
-    """Have an optimizer know some of its parameters only."""
+    """Hide all other parameters from an optimizer."""
     every = [group["params"] for group in optimizer.param_groups]
     for group, members in zip(optimizer.param_groups, every, strict=True):
         group["params"] = [p for p in members if id(p) in parameters]
@@ -151,7 +150,7 @@ def _restricted_to(optimizer: Optimizer, parameters: Collection[int]) -> Iterato
 
 
 def _remove_torch_hooks(parameters: Sequence[Parameter]) -> None:
-    """Keep torch from stepping when a gradient comes: it is only this rank's then."""
+    """Remove torch's hooks, which would step with gradients that are not reduced yet."""
     module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
     handles = module.param_to_optim_hook_handle_map
     for parameter in parameters:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -31,7 +32,7 @@ from ._parameter_consistency import verify_parameters
 
 
 def assign_owners(parameters: Sequence[Tensor], loads: list[int]) -> list[int]:
-    """Tell the owner of each; parameters that overlap in memory have one and the same."""
+    """Return the owner of each parameter; parameters that overlap in memory share one."""
     units = _overlapping(parameters)
     sizes = [sum(parameters[place].nbytes for place in unit) for unit in units]
     owners = [0] * len(parameters)
@@ -42,10 +43,10 @@ def assign_owners(parameters: Sequence[Tensor], loads: list[int]) -> list[int]:
 
 
 def balance_by_size(sizes: Sequence[int], loads: list[int]) -> list[int]:
-    """Tell the owner of each; `loads` is what ranks have already, and is brought up to date.
+    """Return the owner of each; updates `loads`, the bytes that each rank owns.
 
-    The largest goes first, to whoever has least: at worst a third more than the best that could be
-    done (Graham, 1969). Among equals the earlier one and the lower rank come first.
+    The largest goes first, to the rank with the least: at most a third above the optimum (Graham
+    1969). Ties go to the earlier parameter and the lower rank.
     """
     owners = [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -55,9 +56,9 @@ def balance_by_size(sizes: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def _overlapping(parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Bring places together whose memory overlaps; in the order of the first of each.
+    """Group indices of parameters whose memory overlaps, in order of the first of each group.
 
-    Addresses decide only that. Whatever else depended on them would differ between ranks.
+    Nothing else may depend on addresses, which differ between ranks.
     """
     spans = sorted((p.data_ptr(), place) for place, p in enumerate(parameters) if p.numel())
     units: list[list[int]] = [[place] for place, p in enumerate(parameters) if not p.numel()]
@@ -71,38 +72,37 @@ def _overlapping(parameters: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Tell how many bytes there are from a tensor's first element to the end of its last."""
+    """Return the number of bytes from a tensor's first element to the end of its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((count - 1) * stride for count, stride in steps)) * tensor.itemsize
 
 
-ALIGNMENT_BYTES = 64
-"""Bytes: where a parameter begins, for the sake of vector instructions."""
+ALIGNMENT_BYTES = 64  # of parameters, for vector instructions
 
 
-class ParameterExchange:
-    """Some parameters, and who steps each of them."""
+class ParameterExchange(ABC):
+    """Brings stepped parameters from their owners to all ranks."""
 
     def __init__(self, parameters: Sequence[Tensor], owners: Sequence[int]) -> None:
         self.parameters = list(parameters)
         self.owners = list(owners)
 
+    @abstractmethod
     def is_stale(self) -> bool:
-        """Tell whether parameters are not any more what they were when this was made."""
-        raise NotImplementedError
+        """Whether parameters have changed memory or dtype since this was made."""
 
-    def meet(self) -> None:
-        """Wait until parameters may be written to."""
+    def wait_writable(self) -> None:  # noqa: B027 - nothing to wait for by default
+        """Wait until owners may write to parameters."""
 
+    @abstractmethod
     def publish(self) -> None:
-        """Wait until all ranks have what the owners have written."""
-        raise NotImplementedError
+        """Wait until all ranks have the values that owners wrote."""
 
 
 def make_exchanges(
     parameters: Sequence[Tensor], owners: Sequence[int], channel: Communicator, *, share: bool
 ) -> list[ParameterExchange]:
-    """Choose for each parameter how it travels, and give all ranks the values of rank 0."""
+    """Choose an exchange for each parameter, and give all ranks the values of rank 0."""
     pairs = [pair for pair in zip(parameters, owners, strict=True) if pair[0].numel()]
     if channel.size == 1 or not pairs:
         return []
@@ -125,7 +125,7 @@ def make_exchanges(
 def _agree_on_movable(
     pairs: list[tuple[Tensor, int]], channel: Communicator, *, share: bool
 ) -> set[int]:
-    """Choose what is moved: what can be on all ranks; they must agree on the owners anyway."""
+    """Return the parameters that every rank can move; raise if ranks differ on the owners."""
     movable = _movable([p for p, _ in pairs]) if share else set()
     codes = [2 * owner + (id(p) in movable) for p, owner in pairs]
     card = torch.tensor(codes, dtype=torch.int64, device=channel.device)
@@ -144,7 +144,7 @@ def _agree_on_movable(
 
 
 def _movable(parameters: list[Tensor]) -> set[int]:
-    """Choose parameters whose memory nobody else has: to move one would part it from the other."""
+    """Return the parameters that share no memory, since moving one would separate it."""
     storages = Counter(p.untyped_storage().data_ptr() for p in parameters)
     return {
         id(p)
@@ -161,9 +161,9 @@ def _unzip(pairs: list[tuple[Tensor, int]]) -> tuple[list[Tensor], list[int]]:
 
 
 class SharedMemoryExchange(ParameterExchange):
-    """Parameters of which there is one copy for all ranks, each in its owner's shared memory.
+    """Keeps one copy of each parameter for all ranks, in its owner's shared memory.
 
-    When this goes away, with its optimizer, each rank has its own copy again.
+    When it is collected, each rank gets its own copy back.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class SharedMemoryExchange(ParameterExchange):
         ]
 
     def _allocate(self, size: int) -> list[Tensor]:
-        """Make room for each parameter, in a storage of its own, so that one is saved as one."""
+        """Allocate a separate storage per parameter, so that saving one saves no other."""
         views: dict[int, Tensor] = {}
         for owner in range(size):
             mine = [p for p, o in zip(self.parameters, self.owners, strict=True) if o == owner]
@@ -207,21 +207,20 @@ class SharedMemoryExchange(ParameterExchange):
     def is_stale(self) -> bool:
         return [p.data_ptr() for p in self.parameters] != self._addresses
 
-    def meet(self) -> None:
-        # Another rank may not be done with backward, nor with looking at the last weights.
+    def wait_writable(self) -> None:
+        # Another rank may still be in backward, or reading the last weights.
         self._group.barrier().wait()
 
     def publish(self) -> None:
         self._group.barrier().wait()
-        # They have changed behind autograd's back: it must not run backward through old graphs.
+        # Autograd did not see the change and must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
 
 
 def _restore_private_copies(shared: list[tuple[weakref.ref[Tensor], Tensor]]) -> None:
-    """Give this rank its own copy of what another optimizer would step on every rank.
+    """Give this rank its own copies, of parameters that are still in shared memory.
 
-    A parameter may have moved on since. That the old memory is kept until here, and so is not where
-    it has moved to, makes its address tell.
+    The memory is alive until here, so an equal address means the same memory.
     """
     for reference, memory in shared:
         parameter = reference()
@@ -230,7 +229,7 @@ def _restore_private_copies(shared: list[tuple[weakref.ref[Tensor], Tensor]]) ->
 
 
 class BroadcastExchange(ParameterExchange):
-    """Parameters of which every rank has its own copy: owners send theirs to all."""
+    """Broadcasts parameters from their owners; every rank has its own copy."""
 
     def __init__(
         self, parameters: Sequence[Tensor], owners: Sequence[int], channel: Communicator
@@ -265,7 +264,7 @@ class BroadcastExchange(ParameterExchange):
 
 
 class _FlatBuffer:
-    """What one owner sends of one type: a flat tensor."""
+    """The parameters of one owner and dtype as a flat tensor."""
 
     def __init__(self, parameters: list[Tensor], owner: int, channel: Communicator) -> None:
         self.owner = owner
@@ -284,7 +283,7 @@ class _FlatBuffer:
 
 ParamGroup = dict[str, Any]
 LOCAL_KEYS = ("params", "param_names")
-"""What a rank's own optimizer has of its own; all else in a group is options."""
+"""Keys of a param group that are not options."""
 
 
 class ShardedOptimizer(Optimizer, Joinable):
@@ -416,7 +415,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._exchange_again()
         self._copy_options(self, self._own)
         for exchange in self._exchanges:
-            exchange.meet()
+            exchange.wait_writable()
         self._step_own()
         for exchange in self._exchanges:
             exchange.publish()

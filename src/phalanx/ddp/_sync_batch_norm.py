@@ -1,4 +1,4 @@
-"""Batch normalization with the statistics of all ranks, on CPUs too, where torch has none.
+"""Batch normalization with the statistics of all ranks, on any device; torch has it on GPUs only.
 
 Forward makes one collective and backward another. In forward every rank sends its count, mean
 and variance per channel, and all ranks combine them with Chan's formula, in rank order. This is
@@ -26,12 +26,12 @@ from ._communicator import Communicator
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
-    """Batch normalisation over the rows of all ranks, on any device; otherwise torch's class.
+    """Batch normalization over the rows of all ranks, on any device; otherwise torch's class.
 
     The group is `process_group`, else that of the `DDP` around it, else this thread's current
-    group, else torch's default; without any, and in evaluation, nothing is sent. On an accelerator
-    torch's own code runs wherever it would use the same group. A copy has the same group, and what
-    is pickled has none.
+    group, else torch's default; without any, and in evaluation, it does not communicate. On an
+    accelerator torch's own code runs if it would use the same group. A copy keeps the group, a
+    pickle does not.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Tell the group that it was given, if it was."""
+        """The group passed to the constructor, or None."""
         return self._own.group
 
     @process_group.setter
@@ -72,15 +72,15 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._own = GroupRef(group)
 
     def lend(self, group: dist.ProcessGroup) -> None:
-        """Tell the group of the wrapper, for where this layer was given none."""
+        """Set the group of the wrapper, used if this layer was given none."""
         self._wrapper_group = GroupRef(group)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
-        """Put layers of this class in the places of a module's batch norms, of any number of dims.
+        """Replace all batch norms of a module by layers of this class.
 
-        They have the same parameters and buffers. If the module is a batch norm itself, the new
-        layer is returned, and the module otherwise.
+        They have the same parameters and buffers. Returns the new layer if the module is a batch
+        norm itself, else the module.
         """
         return _convert(cls, module, process_group, {})
 
@@ -96,7 +96,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             norm.affine,
             norm.track_running_stats,
             getattr(norm, "process_group", None) if process_group is None else process_group,
-            device="meta",  # what it would make is not kept
+            device="meta",  # its parameters are replaced below
             bias=norm.bias is not None,
         )
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
@@ -109,7 +109,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     # -- forward ---------------------------------------------------------------------------
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch named it
-        """Normalise by the statistics of all ranks when training, else by the running ones."""
+        """Normalize by the statistics of all ranks in training, else by the running ones."""
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
@@ -131,7 +131,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             self._track(whole)
             kind = _accumulation_dtype(input.dtype)
             mean, var = whole.mean.to(kind), whole.var.to(kind)
-        output: Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, mean, var, whole.count, self.eps, group
         )
         return output
@@ -143,11 +143,10 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self.process_group or dist.group.WORLD
 
     def _track(self, whole: BatchStatistics) -> None:
-        """Move the running statistics, if there are any, towards those of a batch."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)
-        if not whole.count:  # there is nothing to learn from no rows
+        if not whole.count:
             return
         share = self.momentum
         if share is None:
@@ -159,7 +158,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class GroupRef:
-    """A group that goes with the copies of a layer, and not with what is pickled of it."""
+    """A group that is kept by copies of a layer and dropped by pickles."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -174,7 +173,7 @@ class GroupRef:
 def _convert(
     cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """Convert a module and its parts, each once: a part in two places remains one part."""
+    """Convert a module and its children, each once, so that shared ones stay shared."""
     if module not in done:
         done[module] = cls.of(module, group) if isinstance(module, _BatchNorm) else module
         for name, part in module._modules.items():
@@ -188,21 +187,20 @@ def _convert(
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What is known of some values, channel by channel."""
+    """Statistics of some values per channel."""
 
     count: int
     mean: Tensor
     var: Tensor
-    """About the mean of these values, divided by their number."""
+    """Biased."""
 
 
 def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Tell the type that values are added up in."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _local_statistics(values: Tensor) -> Tensor:
-    """Tell the count, means and variances of a rank's own values, in a row."""
+    """Return count, means and variances of this rank's values in one row."""
     channels = values.size(1)
     if not values.numel():
         return torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
@@ -211,25 +209,24 @@ def _local_statistics(values: Tensor) -> Tensor:
 
 
 def _moments(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Tell the means and variances of channels, at least in single precision."""
+    """Return means and variances per channel, in float32 or wider."""
     wide = _accumulation_dtype(values.dtype)
     if values.dtype == wide:
         return torch.batch_norm_update_stats(values, None, None, 0.0)
-    # Given running statistics, it tells those of the batch in their type. A momentum of 0 leaves
-    # them as they are, and nobody looks at them anyway.
+    # The result has the dtype of the running statistics, so pass unused ones.
     running = torch.zeros(2, values.size(1), dtype=wide, device=values.device)
     return torch.batch_norm_update_stats(values, running[0], running[1], 0.0)
 
 
 def _gather(row: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collect the rows of all ranks; that of a rank which has left says that it has no values."""
+    """Gather the rows of all ranks; the row of a rank that has left is zero."""
     rows = row.new_zeros(group.size(), row.numel())
     group._allgather_base(rows.view(-1), row, c10d.AllgatherOptions()).wait()
     return rows
 
 
 def _combine(rows: Tensor) -> BatchStatistics:
-    """Merge the statistics of parts to those of the whole, as Chan, Golub and LeVeque (1983)."""
+    """Combine the statistics of all ranks (Chan, Golub and LeVeque 1983)."""
     counts = rows[:, :1]
     means, variances = rows[:, 1:].chunk(2, dim=1)
     total = counts.sum()
@@ -238,8 +235,8 @@ def _combine(rows: Tensor) -> BatchStatistics:
     return BatchStatistics(int(total), mean, var)
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalises by statistics to which all ranks have contributed, and so does their gradient."""
+class _Normalize(torch.autograd.Function):
+    """Normalizes by the statistics of all ranks, and propagates gradients through them."""
 
     @staticmethod
     def forward(
@@ -272,7 +269,7 @@ class _Normalise(torch.autograd.Function):
         of_bias = sums.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
             return None, of_weight, of_bias, None, None, None, None, None
-        # Every value has moved the statistics, and these all values of all ranks.
+        # Every value affects the statistics, and through them all values of all ranks.
         both = torch.stack((sums, dots))
         Communicator(ctx.group, both.device).sum(both).wait()
         both /= ctx.count
@@ -287,8 +284,8 @@ class _Normalise(torch.autograd.Function):
 def _grads_for_fixed_statistics(
     gradient: Tensor, values: Tensor, scale: Tensor, mean: Tensor, var: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Tell the gradients of this rank's values, the weight and the bias for given statistics."""
-    if not values.numel():  # torch divides by that
+    """Return the gradients of values, weight and bias with the statistics held constant."""
+    if not values.numel():  # torch would divide by zero
         return torch.zeros_like(values), torch.zeros_like(scale), torch.zeros_like(scale)
     of_values, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         gradient, values, scale, mean, var, None, None, False, eps, [True, True, True]
@@ -297,5 +294,5 @@ def _grads_for_fixed_statistics(
 
 
 def _per_channel(channel: Tensor, like: Tensor) -> Tensor:
-    """View one number per channel so that it meets the values of its channel."""
+    # Broadcastable to `like`.
     return channel.view(-1, *(1 for _ in range(like.dim() - 2)))

@@ -1,4 +1,4 @@
-"""Barriers: the names of upstream, arguments, and groups."""
+"""Barriers: upstream's names, arguments, and process groups."""
 
 import inspect
 import threading
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 from torch.distributed.checkpoint._experimental import barriers as upstream
 
-from phalanx import checkpoint
-from phalanx.checkpoint import (
+from phalanx.checkpoint import barriers
+from phalanx.checkpoint.barriers import (
     BARRIER_REGISTRY,
     Barrier,
     BarrierConfig,
@@ -33,16 +33,13 @@ from phalanx.errors import (
 from phalanx.groups import process_group
 from ports import free_port
 
-from .barrier_tools import (
-    LONG,
-    tcp,
-)
+from .barrier_tools import LONG, tcp
 
 
 @pytest.mark.parametrize("name", ["Barrier", "BarrierConfig", "TCPStoreBarrier", "DistBarrier"])
 def test_constructors_take_what_upstreams_take(name):
     theirs = inspect.signature(getattr(upstream, name)).parameters
-    ours = inspect.signature(getattr(checkpoint, name)).parameters
+    ours = inspect.signature(getattr(barriers, name)).parameters
     shared = list(ours.values())[: len(theirs)]
     assert [(p.name, p.kind, p.default) for p in shared] == [
         (p.name, p.kind, p.default) for p in theirs.values()
@@ -57,10 +54,10 @@ def test_every_name_of_upstream_is_here():
         for name, value in vars(upstream).items()
         if getattr(value, "__module__", "") == upstream.__name__ or name == "BARRIER_REGISTRY"
     }
-    assert public <= set(checkpoint.__all__)
+    assert public <= set(barriers.__all__)
     assert upstream.BARRIER_REGISTRY.keys() <= BARRIER_REGISTRY.keys()
     for name in ("register_barrier", "create_barrier_from_config"):
-        theirs, ours = getattr(upstream, name), getattr(checkpoint, name)
+        theirs, ours = getattr(upstream, name), getattr(barriers, name)
         assert (
             inspect.signature(theirs).parameters.keys() == inspect.signature(ours).parameters.keys()
         )
@@ -71,7 +68,7 @@ def test_a_configuration_makes_no_barrier_by_default():
     assert create_barrier_from_config(BarrierConfig()) is None
 
 
-def test_a_type_that_nobody_registered_is_refused_with_those_that_are():
+def test_an_unknown_type_is_refused_with_the_registered_ones():
     with pytest.raises(ValueError, match="unknown barrier_type 'tcpstore'.*'tcp_store'"):
         create_barrier_from_config(BarrierConfig("tcpstore"))
 
@@ -85,7 +82,7 @@ def registry():
     BARRIER_REGISTRY.update(known)
 
 
-def test_a_barrier_of_ones_own_is_a_class_and_a_decorator(registry):
+def test_a_custom_barrier_is_a_class_and_a_decorator(registry):
     @register_barrier
     class Counting(Barrier):
         barrier_type = "counting"
@@ -102,7 +99,7 @@ def test_a_barrier_of_ones_own_is_a_class_and_a_decorator(registry):
     assert barrier.uses == 4
 
 
-def test_a_class_without_a_type_or_with_anothers_is_refused():
+def test_a_class_without_a_type_or_with_a_taken_one_is_refused():
     class Nameless(Barrier):
         pass
 
@@ -138,17 +135,17 @@ def test_bad_arguments_are_refused_by_name(port, changes, kind, told):
         tcp(0, 2, "bad", port, **changes)
 
 
-def test_a_deadline_beyond_what_torch_can_count_is_none_that_has_passed(port, together):
+def test_a_timeout_beyond_the_range_of_torch_is_long(port, together):
     both = together(2, lambda rank: tcp(rank, 2, "patient", port, timeout_secs=1e300))
     assert together(2, lambda rank: both[rank].exchange(f"{rank}")) == [["0", "1"]] * 2
 
 
-def test_a_host_that_never_comes_is_named_in_time():
-    with pytest.raises(TimeoutError, match="no store at 127.0.0.1"):
+def test_a_missing_host_is_named_in_time():
+    with pytest.raises(TimeoutError, match="no store answered at 127.0.0.1"):
         tcp(1, 2, "alone", free_port(), timeout_barrier_init_secs=0.05)
 
 
-def test_a_port_of_another_program_is_explained(server):
+def test_a_port_in_use_by_another_program_is_named(server):
     with pytest.raises(RendezvousError, match=f"port {server.port} on 127.0.0.1 is in use"):
         tcp(0, 1, "taken", server.port)
 
@@ -170,13 +167,13 @@ def use_a_group(ctx, backend):
     assert group.failure() is None
 
 
-def test_a_group_is_a_barrier(threads):
+def test_a_group_barrier_passes_and_exchanges(threads):
     threads.run(use_a_group, 3, args=("local",))
 
 
-def fail_and_meet_again(ctx, backend):
+def fail_and_recover(ctx, backend):
     group = ctx.group(backend)
-    barrier = GroupBarrier(group, timeout_secs=0.5)
+    barrier = GroupBarrier(group, timeout_secs=0.4)
     barrier.execute_barrier()
     if ctx.rank == 1:
         ctx.store.wait(["failed/0", "failed/2"])
@@ -204,8 +201,8 @@ def fail_and_meet_again(ctx, backend):
     group.barrier().wait()
 
 
-def test_a_groups_barrier_is_used_again_after_a_failure(threads):
-    threads.run(fail_and_meet_again, 3, args=("local",))
+def test_a_group_barrier_recovers_after_a_failure(threads):
+    threads.run(fail_and_recover, 3, args=("local",))
 
 
 def test_a_barrier_without_a_group_says_what_to_do():
@@ -218,7 +215,7 @@ def test_a_barrier_without_a_group_says_what_to_do():
     assert isinstance(error.value, AssertionError)
 
 
-def test_threads_that_ask_at_once_share_the_default_groups_barrier():
+def test_concurrent_dist_barriers_share_one_member():
     store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -229,8 +226,8 @@ def test_threads_that_ask_at_once_share_the_default_groups_barrier():
             return DistBarrier(timeout_secs=LONG)
 
         with ThreadPoolExecutor(4) as pool:
-            barriers = list(pool.map(make, range(4)))
-        for barrier in barriers:
+            made = list(pool.map(make, range(4)))
+        for barrier in made:
             assert barrier.exchange("here") == ["here"]
     finally:
         dist.destroy_process_group()
@@ -264,7 +261,7 @@ def interrupt():
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, InvalidType])
-def test_whoever_raises_out_of_a_groups_barrier_is_not_waited_for(threads, error):
+def test_a_rank_that_raises_in_a_group_barrier_is_not_waited_for(threads, error):
     threads.run(raise_in_a_use, 2, args=(error,))
 
 
@@ -276,7 +273,7 @@ def mix_calls(ctx):
     assert barrier.exchange(str(ctx.rank)) == ["0", "1"]
 
 
-def test_ranks_that_call_different_things_of_a_group_are_not_missing(threads):
+def test_ranks_that_mix_calls_on_a_group_are_not_missing(threads):
     threads.run(mix_calls, 2)
 
 
@@ -302,5 +299,5 @@ def full_disk():
     raise OSError("no space left on device")
 
 
-def test_a_use_has_passed_though_no_group_can_be_formed_after_it(threads):
+def test_a_use_passes_even_if_no_group_can_be_formed_after_it(threads):
     threads.run(form_on_some, 2)

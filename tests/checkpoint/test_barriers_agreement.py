@@ -1,6 +1,6 @@
-"""The law of barriers: the n-th call has the same outcome on every rank.
+"""The guarantee of barriers: the n-th call has the same outcome on every rank.
 
-Ranks are threads here, at stores that are real; `test_barriers_deaths` has what needs processes.
+Ranks are threads on real stores; `test_barriers_deaths` has what needs processes.
 """
 
 import threading
@@ -25,7 +25,7 @@ from .barrier_tools import (
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_nobody_goes_on_before_all_have_come(port, together, size):
+def test_no_rank_passes_before_all_have_arrived(port, together, size):
     came = []
 
     def body(rank):
@@ -69,7 +69,7 @@ def test_a_thousand_uses_leave_no_more_keys_than_ten(server, together):
     assert len(keys(server, places[0])) <= few
 
 
-def test_a_barrier_in_a_part_of_a_store_keeps_to_it(server, together):
+def test_a_barrier_in_a_prefix_store_keeps_to_the_prefix(server, together):
     """As the default group's store is."""
     store = PrefixStore("part", server)
     both = together(2, lambda rank: StoreBarrierMember(store.clone, "x", rank=rank, size=2))
@@ -77,7 +77,7 @@ def test_a_barrier_in_a_part_of_a_store_keeps_to_it(server, together):
     assert all(key.startswith("part/") for key in server.list_keys() if "barrier:1:x:" in key)
 
 
-# -- the law ---------------------------------------------------------------------------------
+# -- the guarantee ---------------------------------------------------------------------------------
 
 USES = st.lists(
     st.one_of(

@@ -1,4 +1,4 @@
-"""Barriers whose ranks, or hosts, die or stop: everybody else is told, in time."""
+"""Barriers whose ranks or hosts die or stop: all other ranks raise in time."""
 
 import atexit
 import os
@@ -60,7 +60,7 @@ def host_dies(ctx, port):
     return time.monotonic() - began
 
 
-def test_whoever_waits_learns_at_once_that_the_host_is_dead(ranks):
+def test_the_death_of_the_host_is_raised_at_once(ranks):
     _, *times = ranks.run(host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
 
@@ -161,12 +161,12 @@ def group_host_dies(ctx, port):
 
 
 @pytest.mark.skipif(native.engine is None, reason=native.why_missing)
-def test_the_death_of_a_groups_host_is_told_at_once(ranks):
+def test_the_death_of_a_groups_host_is_raised_at_once(ranks):
     _, *times = ranks.run(group_host_dies, 3, args=(free_port(),), expect_dead=[0])
     assert max(times) < SOON
 
 
-def test_a_process_that_is_forked_off_disturbs_nobody():
+def test_a_forked_process_does_not_disturb_its_parent():
     """It ends as programs do, while its parent waits, and cannot use what it inherits."""
     port = free_port()
     both = [TCPStoreBarrier(r, 2, "fork", 20, True, port, "127.0.0.1", LONG) for r in range(2)]
@@ -197,7 +197,7 @@ barrier.execute_barrier()
 """
 
 
-def test_a_host_whose_program_ends_has_let_everybody_go():
+def test_a_host_that_exits_has_released_all_ranks():
     """It comes last, so that it has to say so, and ends at once."""
     port = free_port()
     command = [sys.executable, "-c", HOST, str(port)]
@@ -217,7 +217,7 @@ def test_a_host_whose_program_ends_has_let_everybody_go():
     assert host.returncode == 0
 
 
-def test_a_host_says_its_last_words_once_however_many_barriers_it_has_made():
+def test_a_host_registers_one_exit_hook_for_all_barriers():
     port, before = free_port(), atexit._ncallbacks()
     for number in range(3):  # each is gone when the next is made
         TCPStoreBarrier(0, 1, f"{number}", 20, True, port, "127.0.0.1", LONG).execute_barrier()
@@ -266,7 +266,7 @@ def stop_the_host(ctx):
     ctx.store.wait(["stopped"])
 
 
-def test_a_host_that_is_stopped_holds_nobody_beyond_the_deadline(ranks):
+def test_a_stopped_host_does_not_void_the_deadline(ranks):
     assert ranks.run(host_stops, 3, args=(free_port(),)) == [["0", "1", "2"]] * 3
 
 
@@ -302,7 +302,7 @@ def rank_dies_in_a_group(ctx):
 
 
 @pytest.mark.skipif(native.engine is None, reason=native.why_missing)
-def test_a_death_in_a_group_is_told_at_once(ranks):
+def test_a_death_in_a_group_is_raised_at_once(ranks):
     *told, _ = ranks.run(rank_dies_in_a_group, 3, expect_dead=[2])
     assert [progress for progress, _ in told] == [{2: 1}] * 2
     assert max(took for _, took in told) < SOON

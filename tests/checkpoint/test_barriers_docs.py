@@ -1,11 +1,11 @@
-"""The programs of the page on barriers run."""
+"""The programs in docs/checkpoint_barriers.md run."""
 
 import os
 import re
 import tempfile
 from pathlib import Path
 
-from phalanx import checkpoint
+from phalanx.checkpoint import barriers
 from ports import free_port
 
 PAGE = Path(__file__).parents[2] / "docs/checkpoint_barriers.md"
@@ -22,17 +22,17 @@ def run_as_a_rank(ctx, source, folder):
         "MASTER_PORT": "0",
     }
     tempfile.tempdir = folder
-    known = dict(checkpoint.BARRIER_REGISTRY)
+    known = dict(barriers.BARRIER_REGISTRY)
     try:
-        exec(source, {"__name__": "program"})  # noqa: S102 - our own document
-        assert "folder" in checkpoint.BARRIER_REGISTRY
+        exec(source, {"__name__": "program"})  # noqa: S102 - our own page
+        assert "folder" in barriers.BARRIER_REGISTRY
     finally:
         tempfile.tempdir = None
-        checkpoint.BARRIER_REGISTRY.clear()
-        checkpoint.BARRIER_REGISTRY.update(known)
+        barriers.BARRIER_REGISTRY.clear()
+        barriers.BARRIER_REGISTRY.update(known)
 
 
-def test_the_barrier_of_ones_own_runs_and_is_short(ranks, tmp_path):
+def test_the_custom_barrier_runs_and_is_short(ranks, tmp_path):
     _, source = programs()
     assert len(source.splitlines()) <= 30
     ranks.run(run_as_a_rank, 2, args=(source, str(tmp_path)))
@@ -42,4 +42,4 @@ def test_the_barrier_of_ones_own_runs_and_is_short(ranks, tmp_path):
 def test_the_configuration_makes_a_barrier():
     source, _ = programs()
     assert "29411" in source
-    exec(source.replace("29411", str(free_port())), {})  # noqa: S102 - our own document
+    exec(source.replace("29411", str(free_port())), {})  # noqa: S102 - our own page

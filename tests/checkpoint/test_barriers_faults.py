@@ -1,4 +1,4 @@
-"""Barriers that fail: who is missing, who is told, and how all meet again."""
+"""Barriers that fail: which ranks are missing, which are notified, and how all recover."""
 
 import threading
 import time
@@ -19,7 +19,7 @@ from .barrier_tools import (
 )
 
 
-def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
+def test_a_timeout_names_the_missing_ranks_and_their_progress(server, together):
     places = members(server, 4, together)
     together(4, lambda rank: [places[rank].wait(None, LONG) for _ in range(4)])
     together(3, lambda rank: caught(places[rank].wait, None, SHORT))  # without 3
@@ -37,7 +37,7 @@ def test_a_timeout_names_who_is_missing_and_how_far_each_got(server, together):
     assert isinstance(errors[0], TimeoutError)
 
 
-def test_a_rank_that_never_came_is_told_apart(server):
+def test_a_rank_that_never_arrived_is_reported_as_such(server):
     place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3)
     error = caught(place.wait, None, SHORT)
     assert str(error).splitlines() == [
@@ -47,7 +47,7 @@ def test_a_rank_that_never_came_is_told_apart(server):
     ]
 
 
-def test_a_late_rank_is_not_let_through_and_all_meet_again(server, together):
+def test_a_late_rank_does_not_pass_and_all_recover(server, together):
     places = members(server, 3, together)
     early = together(2, lambda rank: caught(places[rank].wait, "1", SHORT))
     assert {error.missing for error in early} == {(2,)}
@@ -58,7 +58,7 @@ def test_a_late_rank_is_not_let_through_and_all_meet_again(server, together):
     assert together(3, lambda rank: places[rank].wait("2", LONG)) == [["2"] * 3] * 3
 
 
-def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together):
+def test_ranks_with_longer_timeouts_are_woken_when_another_times_out(server, together):
     places = members(server, 3, together, FAST)
     began = time.monotonic()
     patience = [0.3, LONG, LONG]
@@ -69,7 +69,7 @@ def test_those_who_wait_longer_are_woken_when_another_gives_up(server, together)
     together(3, lambda rank: places[rank].wait(None, LONG))
 
 
-def test_ranks_that_call_different_things_all_learn_it(server, together):
+def test_mixed_calls_fail_on_all_ranks(server, together):
     places = members(server, 2, together, FAST)
     together(2, lambda rank: places[rank].wait(None, LONG))
     texts = [None, "a"]
@@ -78,7 +78,7 @@ def test_ranks_that_call_different_things_all_learn_it(server, together):
     together(2, lambda rank: places[rank].wait(None, LONG))
 
 
-def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, together):
+def test_a_recreated_barrier_joins_at_the_current_use(server, together):
     places = members(server, 2, together)
     together(2, lambda rank: places[rank].wait(None, LONG))
     for _ in range(3):
@@ -91,7 +91,7 @@ def test_a_rank_that_makes_its_barrier_anew_begins_where_the_others_are(server, 
         places[1].wait(None, LONG)
 
 
-def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(server, together):
+def test_a_barrier_recreated_during_a_use_is_not_counted_twice(server, together):
     places = members(server, 3, together, FAST)
     pool = ThreadPoolExecutor(1)
     waiting = pool.submit(places[1].wait, None, LONG)
@@ -108,7 +108,7 @@ def test_a_rank_that_comes_anew_in_the_middle_of_a_use_is_not_counted_twice(serv
     together(3, lambda rank: both[rank].wait(None, LONG))
 
 
-def test_a_last_rank_that_dies_before_it_says_so_holds_up_nobody(server, together):
+def test_a_last_rank_that_dies_before_releasing_others_blocks_none(server, together):
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
     places = members(server, 3, together)
     places[2]._store.set(places[2]._progress_key, '1 "c"')

@@ -1,4 +1,4 @@
-"""Barriers that are made anew, interrupted, or called wrongly: all meet again."""
+"""Barriers that are recreated, interrupted, or called with bad arguments: all recover."""
 
 import signal
 import threading
@@ -15,7 +15,7 @@ from phalanx.errors import BarrierTimeout, InvalidArgument, InvalidState, Invali
 from .barrier_tools import FAST, LONG, SHORT, caught, keys, members, server_value, tcp
 
 
-def has_come(server, member, use):
+def wait_for_arrival(server, member, use):
     """Wait until a rank has arrived at a use."""
     while not server_value(server, member, f"progress/{member.rank}").startswith(b"%d" % use):
         time.sleep(0.001)
@@ -29,7 +29,7 @@ def again(server, member):
     )
 
 
-def test_all_make_their_barriers_anew_while_the_first_wait_already(server, together):
+def test_all_recreate_their_barriers_while_others_wait(server, together):
     """As a program does that has made its checkpointer twice: none of the uses is lost."""
     places = members(server, 3, together, FAST)
     together(3, lambda rank: places[rank].wait(None, LONG))
@@ -39,17 +39,17 @@ def test_all_make_their_barriers_anew_while_the_first_wait_already(server, toget
             for rank in range(3):
                 places[rank] = again(server, places[rank])
                 waiting.append(pool.submit(places[rank].wait, text, LONG))
-                has_come(server, places[rank], 2 if text == "a" else 3)
+                wait_for_arrival(server, places[rank], 2 if text == "a" else 3)
             assert [each.result() for each in waiting] == [[text] * 3] * 3
     assert len(keys(server, places[0])) <= 3 * 3 + 6
 
 
-def test_one_who_waits_for_a_rank_that_comes_anew_keeps_its_deadline(server, together):
+def test_waiting_for_a_recreated_barrier_keeps_the_deadline(server, together):
     places = members(server, 2, together, FAST)
     together(2, lambda rank: places[rank].wait(None, LONG))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(caught, places[0].wait, None, 0.5)
-        has_come(server, places[0], 2)
+        wait_for_arrival(server, places[0], 2)
         fresh = again(server, places[1])
         assert waiting.result().progress == {1: 1}
     assert caught(fresh.wait, None, LONG).use == 2
@@ -85,7 +85,7 @@ class Interrupted:
 
 @pytest.mark.parametrize("moment", range(4))
 @pytest.mark.parametrize("text", [None, "x"])  # the moments are different calls
-def test_who_was_interrupted_meets_the_others_again(server, together, moment, text):
+def test_an_interrupted_rank_recovers(server, together, moment, text):
     """Whether its use has passed without it, or has failed, the next one is on time."""
     places = members(server, 2, together)
     place = places[0]
@@ -106,7 +106,7 @@ def test_who_was_interrupted_meets_the_others_again(server, together, moment, te
 
 @pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("text", [None, "x"])
-def test_a_signal_is_heard_while_the_barrier_waits(server, together, text):
+def test_a_signal_is_handled_while_the_barrier_waits(server, together, text):
     places = members(server, 2, together)
     began = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -124,7 +124,7 @@ def press_keys(server, member):
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def test_a_call_that_cannot_be_made_is_a_use_that_fails(port, together):
+def test_a_call_with_a_bad_argument_is_a_failed_use(port, together):
     barriers = together(2, lambda rank: tcp(rank, 2, "wrong", port, timeout_secs=0.1))
     with pytest.raises(InvalidType, match="exchange takes a str, got NoneType"):
         barriers[0].exchange(None)
@@ -139,7 +139,7 @@ def test_a_call_that_cannot_be_made_is_a_use_that_fails(port, together):
     ["", "\0\n", "\ud800 of a file's name", "é" * 1_500_000],
     ids=["nothing", "controls", "no-text", "much"],
 )
-def test_anything_can_be_said(server, together, text):
+def test_any_text_can_be_exchanged(server, together, text):
     """Some of it is longer than what a store takes, and is not kept for longer than is needed."""
     places = members(server, 2, together)
     for use in range(3):
@@ -151,7 +151,7 @@ def test_anything_can_be_said(server, together, text):
     assert not [key for key in keys(server, places[0]) if "text/" in key]
 
 
-def test_much_from_many_can_be_said(server, together):
+def test_long_texts_of_many_ranks_can_be_exchanged(server, together):
     """What each says is short enough for the store, and all of it together is not."""
     places = members(server, 16, together)
     said = [chr(ord("a") + rank) * 600_000 for rank in range(16)]
@@ -171,7 +171,7 @@ def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
     assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
-def test_ranks_that_disagree_on_how_many_they_are_learn_it(server):
+def test_ranks_that_disagree_on_the_world_size_raise(server):
     one = StoreBarrierMember(server.clone, "how many", rank=0, size=2)
     with pytest.raises(
         InvalidArgument, match="world size of barrier .*: rank 1 says 3, the first rank said 2"
@@ -179,7 +179,7 @@ def test_ranks_that_disagree_on_how_many_they_are_learn_it(server):
         StoreBarrierMember(server.clone, one.prefix, rank=1, size=3)
 
 
-def test_in_another_store_counting_begins_anew(server, together):
+def test_counting_starts_over_in_another_store(server, together):
     """Of how far the ranks had come in the one before, nothing is told any more."""
     stores = [server]
 
@@ -208,25 +208,25 @@ def test_a_second_thread_has_a_deadline_of_its_own(server, together):
     place, _ = members(server, 2, together)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(caught, place.wait, None, 0.4)
-        has_come(server, place, 1)
+        wait_for_arrival(server, place, 1)
         error = caught(place.wait, None, SHORT)
         assert isinstance(error, TimeoutError)
         assert "another thread of this process" in str(error)
         assert waiting.result().use == 1
 
 
-def test_whoever_wakes_others_again_and_again_leaves_no_keys(server, together):
+def test_waking_others_repeatedly_leaves_no_keys(server, together):
     """It is never the first to come, as who would sweep is."""
     places = members(server, 3, together, FAST)
     with ThreadPoolExecutor(1) as pool:
         for use in range(1, 6):
             waiting = pool.submit(caught, places[0].wait, None, LONG)
-            has_come(server, places[0], use)
+            wait_for_arrival(server, places[0], use)
             assert caught(places[1].wait, None, 0.2).use == waiting.result().use == use
     assert len([key for key in keys(server, places[0]) if "use/" in key]) <= 2
 
 
-def test_a_barrier_that_was_replaced_says_so_however_often_it_is_called(server):
+def test_a_replaced_barrier_raises_on_every_call(server):
     old = StoreBarrierMember(server.clone, "replaced", rank=0, size=1)
     again(server, old).wait(None, LONG)
     for _ in range(2):

@@ -18,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint._experimental import barriers as upstream
 
 from benchmarks.entry import Absent, Aim, Competitor, Competitors, SelfTimed, entry
-from phalanx.checkpoint import Barrier, GroupBarrier, TCPStoreBarrier
+from phalanx.checkpoint.barriers import Barrier, GroupBarrier, TCPStoreBarrier
 from phalanx.testing import RankContext
 
 PROCESSES = "2 processes"

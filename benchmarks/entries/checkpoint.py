@@ -33,7 +33,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from benchmarks.entry import Aim, Competitors, SelfTimed, entry
 from benchmarks.stats import Compare
-from phalanx.checkpoint import RankInfo, Replicated, make_async_checkpointer
+from phalanx.checkpoint import Replicated, make_async_checkpointer
+from phalanx.checkpoint.components import RankInfo
 from phalanx.testing import RankContext
 
 TENSORS, TENSOR = 64, 4 << 20  # of float32: 1 GiB

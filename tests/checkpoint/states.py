@@ -7,12 +7,11 @@ from collections import OrderedDict
 
 import torch
 
-from phalanx.checkpoint import (
-    CheckpointManager,
+from phalanx.checkpoint import CheckpointManager, PerRank
+from phalanx.checkpoint.components import (
     CheckpointReader,
     CheckpointWriter,
     CheckpointWriterConfig,
-    PerRank,
     RankInfo,
 )
 

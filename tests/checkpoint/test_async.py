@@ -10,22 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.checkpoint import (
-    CheckpointStager,
-    CheckpointStagerConfig,
-    DefaultStager,
-    PerRank,
-    Replicated,
-    SaveProgress,
-    register_codec,
-    wrap_future,
-)
+from phalanx.checkpoint import PerRank, Replicated, register_codec
 from phalanx.checkpoint._progress import (
     ProgressMeter,
     count_written,
     enter_phase,
     expect_bytes,
     metered,
+)
+from phalanx.checkpoint.components import (
+    CheckpointStager,
+    CheckpointStagerConfig,
+    DefaultStager,
+    SaveProgress,
+    wrap_future,
 )
 from phalanx.errors import InvalidArgument, InvalidState, SaveFailed, SaveTimeout, UnsupportedState
 
@@ -152,7 +150,7 @@ def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
         futures = [made.save(str(tmp_path / str(i)), {"w": torch.full((9,), i)}) for i in range(2)]
         assert [staging.result(60) for staging, _ in futures] == [None, None]  # a buffer each
         process.config.pending_timeout_secs = 0.01
-        with pytest.raises(SaveTimeout, match=r"waited 0.01 s for the one to .*/0: SaveProgress"):
+        with pytest.raises(SaveTimeout, match=r"waited 0.01 s for the save to .*/0: SaveProgress"):
             made.save(str(tmp_path / "2"), {"w": torch.ones(3)})
         process.config.pending_timeout_secs = 60
         threading.Timer(0.05, os.kill, (process.process.pid, signal.SIGCONT)).start()

@@ -17,15 +17,13 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    BarrierConfig,
     CheckpointerConfig,
-    CheckpointProcessConfig,
-    CheckpointWriterConfig,
     PerRank,
-    RankInfo,
     Replicated,
     make_async_checkpointer,
 )
+from phalanx.checkpoint.barriers import BarrierConfig
+from phalanx.checkpoint.components import CheckpointProcessConfig, CheckpointWriterConfig, RankInfo
 from phalanx.errors import CheckpointError
 from phalanx.testing import Died
 from ports import free_port
@@ -128,7 +126,8 @@ def test_an_interpreter_that_ends_loses_no_save_silently(tmp_path):
 
 UNGUARDED = """
 import sys, torch
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, make_async_checkpointer
+from phalanx.checkpoint import make_async_checkpointer
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig
 
 def make_writer(rank_info):
     return CheckpointWriter(CheckpointWriterConfig(), rank_info)

@@ -11,8 +11,9 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from phalanx.checkpoint import CheckpointStagerConfig, DefaultStager, RankInfo, Replicated
+from phalanx.checkpoint import Replicated
 from phalanx.checkpoint._staging_buffer import StagingBuffer
+from phalanx.checkpoint.components import CheckpointStagerConfig, DefaultStager, RankInfo
 from phalanx.errors import InvalidState, SaveFailed
 
 from .states import same

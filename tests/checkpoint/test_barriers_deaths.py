@@ -15,17 +15,11 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import native
-from phalanx.checkpoint import (
-    CheckpointWriter,
-    CheckpointWriterConfig,
-    DistBarrier,
-    GroupBarrier,
-    RankInfo,
-    TCPStoreBarrier,
-    _store_connection,
-)
+from phalanx.checkpoint import _store_connection
 from phalanx.checkpoint._coordination import numbered_save
 from phalanx.checkpoint._store_barrier import BarrierTimings
+from phalanx.checkpoint.barriers import DistBarrier, GroupBarrier, TCPStoreBarrier
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import BarrierError, BarrierTimeout, InvalidState, SaveFailed
 from phalanx.groups import new_group
 from phalanx.testing import Fault, kill
@@ -190,7 +184,7 @@ def test_a_forked_process_does_not_disturb_its_parent():
 
 HOST = """
 import sys
-from phalanx.checkpoint import TCPStoreBarrier
+from phalanx.checkpoint.barriers import TCPStoreBarrier
 barrier = TCPStoreBarrier(0, 2, "last", 20, True, int(sys.argv[1]), "127.0.0.1", 20)
 sys.stdin.readline()  # the other waits
 barrier.execute_barrier()

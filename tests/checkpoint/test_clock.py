@@ -55,10 +55,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from phalanx.checkpoint import (
-    CheckpointReader, CheckpointWriter, CheckpointWriterConfig, CheckpointManager, GroupBarrier,
+from phalanx.checkpoint import CheckpointManager
+from phalanx.checkpoint.barriers import GroupBarrier, TCPStoreBarrier
+from phalanx.checkpoint.components import (
+    CheckpointReader,
+    CheckpointWriter,
+    CheckpointWriterConfig,
     RankInfo,
-    TCPStoreBarrier,
 )
 from phalanx.errors import BarrierTimeout, SaveTimeout
 from phalanx.testing import ThreadRanks

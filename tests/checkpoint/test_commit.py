@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from phalanx import _faultpoints
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint._storage import data_file_name, files_to_remove, storage_at
 from phalanx.checkpoint._verify import verify
+from phalanx.checkpoint.components import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriterHook,
+)
 from phalanx.errors import CheckpointNotFound, SaveFailed
 
 from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
@@ -262,7 +267,7 @@ def test_folders_that_another_rank_has_made_are_flushed_too(tmp_path, monkeypatc
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", note)
-    storage_at(str(path)).board().put("note.1", "hello")
+    storage_at(str(path)).message_store().put("note.1", "hello")
     saved(path, [{"a": 1}])
     assert {str(tmp_path), str(tmp_path / "one")} <= set(flushed)
     flushed.clear()

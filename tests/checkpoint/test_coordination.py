@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.checkpoint._coordination import StorageCoordinator
 from phalanx.checkpoint._local_storage import LocalStorage
 from phalanx.checkpoint._storage import MESSAGE_PREFIX
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import CheckpointNotFound, SaveFailed, SaveTimeout
 
 from .states import ThreadBarrier, ThreadExchange, load, saved, together
@@ -31,8 +31,8 @@ def test_a_rank_that_never_comes_is_named(tmp_path, meet):
         assert isinstance(error, SaveFailed)
         assert isinstance(errors[0], SaveTimeout)
     if meet is None:
-        assert "rank 2 did not come within 0.5 s" in str(errors[0])
-        assert "rank 2 did not come within 0.5 s" in str(errors[1])
+        assert "rank 2 did not arrive within 0.5 s" in str(errors[0])
+        assert "rank 2 did not arrive within 0.5 s" in str(errors[1])
     with pytest.raises(CheckpointNotFound):
         load(tmp_path / "c")
     saved(tmp_path / "c", [{"a": 1}] * 3, meet=None)
@@ -43,33 +43,35 @@ def test_a_rank_that_leaves_in_the_middle_is_named(tmp_path):
     """Here rank 1 takes part in the first meeting, and is then heard of no more."""
 
     def write(rank):
-        board = LocalStorage(str(tmp_path / "c")).board()
-        company = StorageCoordinator(RankInfo(rank, 2), board, timeout=0.5, barrier=None)
-        assert company.together("starting", lambda: rank) == [0, 1]
+        messages = LocalStorage(str(tmp_path / "c")).message_store()
+        coordinator = StorageCoordinator(RankInfo(rank, 2), messages, timeout=0.5, barrier=None)
+        assert coordinator.run_on_all_ranks("starting", lambda: rank) == [0, 1]
         if rank == 0:
-            company.together("working", lambda: None)
+            coordinator.run_on_all_ranks("working", lambda: None)
 
     errors = together(2, write)
     assert errors[1] is None
     assert isinstance(errors[0], SaveTimeout)
-    assert "while working: rank 1 (it was at 1 of 2 meetings) did not come" in str(errors[0])
+    assert "while working: rank 1 (at exchange 1 of 2) did not arrive" in str(errors[0])
 
 
 def test_two_processes_that_say_they_are_one_rank(tmp_path):
     hellos = threading.Barrier(2)
 
     def write(thread):
-        board = LocalStorage(str(tmp_path / "c")).board()
-        company = StorageCoordinator(RankInfo(min(thread, 1), 2), board, timeout=5, barrier=None)
+        messages = LocalStorage(str(tmp_path / "c")).message_store()
+        coordinator = StorageCoordinator(
+            RankInfo(min(thread, 1), 2), messages, timeout=5, barrier=None
+        )
         if thread == 0:
             while (
-                sum(name.startswith(MESSAGE_PREFIX) for name in board.names()) < 2
+                sum(name.startswith(MESSAGE_PREFIX) for name in messages.names()) < 2
             ):  # let both speak first
                 time.sleep(0.001)
         else:
             hellos.wait()
-        company.exchange("")
+        coordinator.exchange("")
 
     errors = together(3, write)
     for error in errors:
-        assert "two processes say that they are rank 1" in str(error)
+        assert "two processes claim to be rank 1" in str(error)

@@ -9,8 +9,13 @@ import subprocess
 import pytest
 import torch
 
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._local_storage import FileMessageStore
+from phalanx.checkpoint.components import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriterHook,
+)
 from phalanx.errors import SaveFailed
 
 from .states import ThreadExchange, load, same, save, saved, together
@@ -107,7 +112,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
 
     for error in together(2, write):
         assert "on rank 1 while writing" in str(error)
-        assert "do ranks share the file system?" in str(error)
+        assert "do all ranks share the file system?" in str(error)
 
 
 def load_with_few_files(ctx, path, names):

@@ -15,12 +15,8 @@ import time
 import pytest
 import torch
 
-from phalanx.checkpoint import (
-    CheckpointWriter,
-    CheckpointWriterConfig,
-    RankInfo,
-    make_sync_checkpointer,
-)
+from phalanx.checkpoint import make_sync_checkpointer
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import SaveFailed
 from phalanx.testing import Fault, kill
 

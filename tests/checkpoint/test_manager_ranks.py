@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 from phalanx.checkpoint import (
-    BarrierConfig,
-    Checkpointer,
     CheckpointerConfig,
     CheckpointManager,
     PerRank,
@@ -19,6 +17,8 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
 )
 from phalanx.checkpoint._step_directory import LocalStepDirectory
+from phalanx.checkpoint.barriers import BarrierConfig
+from phalanx.checkpoint.components import Checkpointer
 from phalanx.errors import (
     CheckpointDirectoryInUse,
     CheckpointError,
@@ -99,11 +99,11 @@ def refused(ctx, path):
 
 def test_a_refusal_reaches_all_ranks(threads, tmp_path):
     shelf = LocalStepDirectory(str(tmp_path))
-    shelf.take("the other job")
+    shelf.lock("the other job")
     for kind, message in threads.run(refused, 3, args=(str(tmp_path),)):
         assert kind is CheckpointDirectoryInUse
         assert "is being saved to by the other job" in message
-    shelf.release()
+    shelf.unlock()
 
 
 def disagree(ctx, path):
@@ -119,7 +119,7 @@ def disagree(ctx, path):
 
 def test_ranks_that_do_not_do_the_same_are_told_what_each_of_them_does(threads, tmp_path):
     for different, mixed, steps, latest in threads.run(disagree, 2, args=(tmp_path,)):
-        words = "ranks would save different steps: rank 0: 8, rank 1: 9"
+        words = "ranks save different steps: rank 0: 8, rank 1: 9"
         assert different == (SaveFailed, words)
         assert "rank 0" in mixed[1]
         assert "asking for the latest step, rank 1" in mixed[1]
@@ -158,7 +158,7 @@ def test_a_newest_one_that_is_damaged_is_not_passed_over_in_silence(threads, tmp
     damage(folder.path(2))
     for notes, latest in threads.run(load_what_is_damaged, 2, args=(tmp_path,)):
         assert notes == [
-            "to go on from the one before it: load(1, ...), then rewind(1), which removes step 2"
+            "to continue from the one before it: load(1, ...), then rewind(1), which removes step 2"
         ]
         assert latest == 1
 
@@ -167,7 +167,7 @@ def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog, tmp_path):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     CheckpointManager(tmp_path).latest()
-    assert "rank 1 of 2 takes itself for the only one" in caplog.text
+    assert "rank 1 of 2 has no process group" in caplog.text
 
 
 class InBackground(Checkpointer):

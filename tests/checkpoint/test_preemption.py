@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from phalanx.checkpoint import STOPPED, PreemptionGuard, _preemption
+from phalanx.checkpoint import PreemptionGuard
 from phalanx.errors import InvalidArgument, InvalidState
 
 STEPS = 12
@@ -67,8 +67,8 @@ def leave_the_default_group(ctx):
 
 def test_ranks_leave_with_the_code_and_the_first_one_says_why(ranks):
     assert ranks.run(leave_the_default_group, 2) == [
-        (STOPPED, "stopped on request after saving step 3 (SIGTERM)\n"),
-        (STOPPED, ""),
+        (PreemptionGuard.EXIT_CODE, "stopped on request after saving step 3 (SIGTERM)\n"),
+        (PreemptionGuard.EXIT_CODE, ""),
     ]
 
 
@@ -80,16 +80,10 @@ def test_one_process_needs_no_group():
         assert stop.requested()
 
 
-@pytest.fixture
-def no_echo(monkeypatch):
-    """Take every signal for a new one, however soon it comes."""
-    monkeypatch.setattr(_preemption, "_SIGNAL_ECHO", 0.0)
-
-
-@pytest.mark.usefixtures("no_echo", "foreground")
+@pytest.mark.usefixtures("foreground")
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
 def test_a_second_interrupt_interrupts(first):
-    with PreemptionGuard() as stop:
+    with PreemptionGuard(repeat_window=0.0) as stop:
         if first is not None:
             signal.raise_signal(first)
         signal.raise_signal(signal.SIGINT)
@@ -107,12 +101,11 @@ def test_an_interrupt_that_comes_twice_at_once_is_one():
         assert stop.requested()
 
 
-@pytest.mark.usefixtures("no_echo")
 def test_a_second_interrupt_is_for_the_handler_that_was_there():
     heard = []
     before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
     try:
-        with PreemptionGuard():
+        with PreemptionGuard(repeat_window=0.0):
             signal.raise_signal(signal.SIGINT)
             assert not heard
             signal.raise_signal(signal.SIGINT)
@@ -134,17 +127,16 @@ def in_child(body):
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.usefixtures("no_echo")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_child_that_was_forked_off_ends_as_ever():
-    with PreemptionGuard() as stop:
+    with PreemptionGuard(repeat_window=0.0) as stop:
         assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == signal.SIGTERM
         assert in_child(lambda: signal.raise_signal(signal.SIGINT)) == 0, "its parent decides"
         assert not stop.requested()
 
     def interrupt():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        with PreemptionGuard():
+        with PreemptionGuard(repeat_window=0.0):
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGINT)
 
@@ -154,7 +146,7 @@ def test_a_child_that_was_forked_off_ends_as_ever():
 @pytest.mark.parametrize("number", [signal.SIGKILL, 4096])
 def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(InvalidArgument, match="cannot be heard"):
+    with pytest.raises(InvalidArgument, match="cannot be handled"):
         PreemptionGuard(signals=[signal.SIGTERM, number]).__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
     with PreemptionGuard(signals=[signal.SIGTERM, signal.SIGTERM]):
@@ -164,7 +156,7 @@ def test_what_cannot_be_heard_is_refused_and_nothing_is_changed(number):
 
 def test_nobody_enters_twice():
     before = signal.getsignal(signal.SIGTERM)
-    with PreemptionGuard() as stop, pytest.raises(InvalidState, match="entered already"), stop:
+    with PreemptionGuard() as stop, pytest.raises(InvalidState, match="already active"), stop:
         pass
     assert signal.getsignal(signal.SIGTERM) is before
     with stop:
@@ -180,14 +172,14 @@ def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
     monkeypatch.setattr("sys.stderr", Closed())
     with pytest.raises(SystemExit) as end:
         PreemptionGuard().leave(3)
-    assert end.value.code == STOPPED
+    assert end.value.code == PreemptionGuard.EXIT_CODE
 
 
 def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     PreemptionGuard()
-    assert "rank 0 of 2 takes itself for the only one" in caplog.text
+    assert "rank 0 of 2 has no process group" in caplog.text
 
 
 def test_other_signals_can_be_meant():
@@ -212,7 +204,7 @@ def test_a_program_may_ask_for_itself(capsys):
         assert stop.requested()
         with pytest.raises(SystemExit) as end:
             stop.leave()
-    assert end.value.code == STOPPED == 75
+    assert end.value.code == PreemptionGuard.EXIT_CODE == 75
     assert capsys.readouterr().err == "stopped on request\n"
 
 
@@ -230,5 +222,5 @@ def test_only_the_main_thread_hears_signals():
     thread.start()
     thread.join()
     assert "main thread" in str(errors[0])
-    with pytest.raises(InvalidArgument, match="every is 0"):
+    with pytest.raises(InvalidArgument, match="every must be at least 1"):
         PreemptionGuard(every=0)

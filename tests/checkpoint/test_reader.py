@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from phalanx.checkpoint import (
-    CheckpointReader,
-    CheckpointWriter,
     PerRank,
-    RankInfo,
     Replicated,
     RNGState,
     make_sync_checkpointer,
     register_codec,
 )
 from phalanx.checkpoint._manifest import MANIFEST
+from phalanx.checkpoint.components import CheckpointReader, CheckpointWriter, RankInfo
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
 from .states import load, mixed, same, saved, trained
@@ -73,13 +71,13 @@ def test_strict_raises_for_what_is_missing(path):
     [
         (
             {"bias": torch.zeros(8)},
-            r"model\.bias is float32\[7\] in the checkpoint, and float32\[8\]",
+            r"model\.bias is float32\[7\] in the checkpoint, expected float32\[8\]",
         ),
-        ({"bias": torch.zeros(7, dtype=torch.float64)}, r"model\.bias .* and float64\[7\] here"),
-        ({"bias": 3}, r"model\.bias is float32\[7\] in the checkpoint, and int here"),
-        ({"bias": {}}, r"model\.bias .* and dict here"),
-        ([1], r"model is a dict in the checkpoint, and list here"),
-        (torch.zeros(1), r"model is a dict in the checkpoint, and float32\[1\] here"),
+        ({"bias": torch.zeros(7, dtype=torch.float64)}, r"model\.bias .* expected float64\[7\]"),
+        ({"bias": 3}, r"model\.bias is float32\[7\] in the checkpoint, expected int"),
+        ({"bias": {}}, r"model\.bias .* expected dict"),
+        ([1], r"model is a dict in the checkpoint, expected list"),
+        (torch.zeros(1), r"model is a dict in the checkpoint, expected float32\[1\]"),
     ],
 )
 def test_what_does_not_fit_is_named_and_nothing_is_touched(path, wrong, message):
@@ -96,7 +94,7 @@ class Subclass(torch.Tensor):
     pass
 
 
-def given_back():
+def freed():
     tensor = torch.zeros(64, 33)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -109,7 +107,7 @@ def given_back():
         (lambda: torch.zeros(33).expand(64, 33), "an expanded tensor"),
         (lambda: torch.zeros(64, 33).to_sparse(), "of layout torch.sparse_coo"),
         (lambda: torch.zeros(64, 33).as_subclass(Subclass), "Subclass"),
-        (given_back, "memory was given back"),
+        (freed, "storage was freed"),
     ],
 )
 def test_a_tensor_that_cannot_take_it_is_named_and_nothing_is_touched(path, make, why):
@@ -280,20 +278,20 @@ def test_state_of_another_rank_is_loaded_by_its_number(path):
     loaded, missing = load(path, 7, 8)
     assert missing == ["own", "position"]
     assert set(loaded) == {"model", "optimizer", "step"}
-    with pytest.raises(MissingKeys, match=r"position differs .* for ranks 0, 1 only; .*rank=…"):
+    with pytest.raises(MissingKeys, match=r"position differs .* for ranks 0, 1 only.*rank="):
         load(path, 7, 8, {"position": None})
 
 
 @pytest.mark.parametrize("rank", [-1, "1", 1.0])
 def test_a_rank_that_is_none_is_refused(path, rank):
-    with pytest.raises(ValueError, match="not the number of a rank"):
+    with pytest.raises(ValueError, match="rank must be a non-negative integer"):
         CheckpointReader(RankInfo(0, 2)).read(path, rank=rank)
 
 
 def test_nothing_but_state_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
-    with pytest.raises(MissingKeys, match="for ranks 0, 1 and nothing else"):
+    with pytest.raises(MissingKeys, match="only state of ranks 0, 1"):
         load(tmp_path / "c", 2, 4)
 
 
@@ -308,7 +306,7 @@ def test_map_location_means_what_it_does_to_torch(path, map_location):
 def test_other_arguments_are_those_of_torch_load_or_refused(path):
     reader = CheckpointReader(RankInfo(0, 2))
     reader.read(path, weights_only=True)
-    with pytest.raises(ValueError, match="takes no rnak"):
+    with pytest.raises(ValueError, match="unknown arguments: rnak"):
         reader.read(path, rnak=1)
 
 

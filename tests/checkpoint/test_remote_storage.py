@@ -7,10 +7,15 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo, WriterHook
 from phalanx.checkpoint._local_storage import LocalStorage
 from phalanx.checkpoint._reader import OpenCheckpoint
 from phalanx.checkpoint._storage import storage_at
+from phalanx.checkpoint.components import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    WriterHook,
+)
 from phalanx.errors import CheckpointNotFound, SaveFailed
 from phalanx.testing import Fault, kill
 
@@ -162,7 +167,7 @@ def test_a_store_that_fails_while_cleaning_up_does_not_hide_the_cause(tmp_path, 
 
 
 def test_notes_bear_that_others_remove_the_folder(tmp_path):
-    board = storage_at(f"shelf://{tmp_path}/c").board()
+    board = storage_at(f"shelf://{tmp_path}/c").message_store()
 
     def come_and_go(rank):
         for _ in range(100):
@@ -173,7 +178,7 @@ def test_notes_bear_that_others_remove_the_folder(tmp_path):
 
 
 def test_half_a_note_is_none(tmp_path):
-    board = storage_at(f"shelf://{tmp_path}/c").board()
+    board = storage_at(f"shelf://{tmp_path}/c").message_store()
     board.put("note.1", "the whole story")
     (file,) = (tmp_path / "c" / ".saving").iterdir()
     data = file.read_bytes()

@@ -1,4 +1,4 @@
-"""What ranks hold alike: how it is divided, and how ranks find out."""
+"""Replicated state: how ranks find and divide it."""
 
 import json
 import re
@@ -9,16 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.checkpoint import PerRank, RankInfo, Replicated, register_codec
+from phalanx.checkpoint import PerRank, Replicated, register_codec
 from phalanx.checkpoint._replication import (
     TensorRange,
     divide_among_ranks,
     find_differences,
-    own_shards,
+    replicated_shards,
     sampled_digest,
     tensor_digest,
 )
-from phalanx.checkpoint._state_tree import ReplicatedShard, parse_state
+from phalanx.checkpoint._state_tree import ReplicatedShard, parse_state, rebuild_state
+from phalanx.checkpoint.components import RankInfo
 from phalanx.errors import StateMismatch
 
 from .states import ThreadExchange, load, mixed, plain, same, saved, together
@@ -103,7 +104,7 @@ def test_ranks_find_exactly_what_differs():
         ("rng", "torch"): (0, 1, 2),
     }
     assert [list(each.items()) for each in found] == [list(found[0].items())] * 3
-    assert said < 3 * 1500, "the layers of a model that is alike are not told"
+    assert said < 3 * 1500, "ranks do not exchange the layers of a replicated model"
 
 
 def test_what_is_marked_per_rank_is_not_looked_at():
@@ -120,13 +121,16 @@ def test_what_is_marked_per_rank_is_not_looked_at():
 @pytest.mark.parametrize(
     ("states", "message"),
     [
-        ([{"m": Replicated({"w": torch.tensor(r // 2)})} for r in range(3)], r"m\.w .* on rank 2"),
-        ([{"m": Replicated([0] * r)} for r in (1, 2)], r"m is marked as alike, but differs"),
+        ([{"m": Replicated({"w": torch.tensor(r // 2)})} for r in range(3)], r"m\.w .* and rank 2"),
+        ([{"m": Replicated([0] * r)} for r in (1, 2)], r"m is marked Replicated but differs"),
         ([{"m": Replicated({"w": 1})}, {"m": {"w": 1}}], "on some ranks only"),
-        ([{"m": Replicated(1)}, {}], "m is marked as alike, but differs from rank 0 on rank 1"),
+        (
+            [{"m": Replicated(1)}, {}],
+            "m is marked Replicated but differs between rank 0 and rank 1",
+        ),
     ],
 )
-def test_what_is_said_to_be_alike_and_is_not_is_named_on_every_rank(states, message):
+def test_replicated_state_that_differs_is_named_on_every_rank(states, message):
     found, _ = compare(states)
     for error in found:
         assert isinstance(error, StateMismatch)
@@ -150,6 +154,13 @@ def test_digests_do_not_depend_on_strides():
     tensor = torch.randn(300, 300)
     assert tensor_digest(tensor.t()) == tensor_digest(tensor.t().contiguous())
     assert sampled_digest(tensor.t()) == sampled_digest(tensor.t().contiguous())
+
+
+def own_shards(state, rank_info):
+    """The state with only the bytes of replicated tensors that a rank writes."""
+    tree = parse_state(state)
+    shards = replicated_shards(tree, rank_info)
+    return rebuild_state(tree, lambda leaf: shards.get(leaf.name, leaf.data), marked=True)
 
 
 def staged(state, rank, size):

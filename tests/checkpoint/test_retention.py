@@ -96,7 +96,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
 
 def test_what_is_being_read_stays_until_it_is_not(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
-    hold = LocalStepDirectory(str(tmp_path)).hold(1)
+    hold = LocalStepDirectory(str(tmp_path)).lock_for_reading(1)
     folder.save(2, state_of(2))
     assert folder.steps() == [1, 2]
     hold.close()

@@ -2,8 +2,7 @@
 
 import pytest
 
-from phalanx.checkpoint import CheckpointWriter, CheckpointWriterConfig, RankInfo
-from phalanx.checkpoint._coordination import numbered_save
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import SaveFailed
 
 from .states import ThreadExchange, load, mixed, plain, same, together
@@ -20,15 +19,16 @@ def test_who_is_behind_gives_up_and_catches_up(tmp_path, meet):
         writer = CheckpointWriter(CheckpointWriterConfig(10), RankInfo(rank, 2), seat)
         for step in (2, 3) if rank == 0 else (3,):
             try:
-                with numbered_save(step):
-                    writer.write(path, mixed(rank, step))
+                writer.write(path, mixed(rank, step), save_number=step)
             except SaveFailed as error:
                 gave_up.append(f"rank {rank}, step {step}: {error}")
 
     gave_up = []
     assert together(2, save) == [None, None]
     (told,) = gave_up
-    assert told.startswith("rank 0, step 2: save number 2 was given up while getting ready: rank 1")
+    assert told.startswith(
+        "rank 0, step 2: save number 2 was abandoned while getting ready: rank 1"
+    )
     for rank in range(2):
         assert same(plain(mixed(rank, 3)), load(path, rank, 2)[0])
 
@@ -40,7 +40,7 @@ def test_writers_count_their_saves(tmp_path):
         writer = CheckpointWriter(CheckpointWriterConfig(10), RankInfo(rank, 2), barrier.at(rank))
         writer._writes = rank  # rank 1 has had a save more
         if rank == 0:
-            with pytest.raises(SaveFailed, match="save number 1 was given up"):
+            with pytest.raises(SaveFailed, match="save number 1 was abandoned"):
                 writer.write(str(tmp_path / "c"), {"step": 1})
         writer.write(str(tmp_path / "c"), {"step": 2})
 
@@ -61,13 +61,13 @@ def test_ranks_that_do_not_agree_on_their_number(tmp_path):
 
     for error in save([2, 3]):
         assert isinstance(error, SaveFailed)
-        assert "not agree on how many they are: rank 0 says 2, rank 1 says 3" in str(error)
+        assert "ranks disagree on the world size: rank 0: 2, rank 1: 3" in str(error)
     for error in save([3, 3]):
         assert isinstance(error, SaveFailed)
-        assert "the barrier is of 2 ranks, and the save of 3" in str(error)
+        assert "the barrier has 2 ranks, the save has 3" in str(error)
 
 
 def test_a_rank_is_one_of_those_there_are():
     for rank, size in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(ValueError, match="ranks are counted from 0"):
+        with pytest.raises(ValueError, match="rank must be in"):
             RankInfo(rank, size)

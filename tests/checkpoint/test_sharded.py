@@ -4,8 +4,13 @@ import copy
 
 import torch
 
-from phalanx.checkpoint import CheckpointReader, CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.checkpoint._barriers import GroupBarrier
+from phalanx.checkpoint.components import (
+    CheckpointReader,
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+)
 from phalanx.ddp import ShardedOptimizer
 from phalanx.testing import over_groups
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import _experimental as upstream
 
 from phalanx import checkpoint
+from phalanx.checkpoint import barriers, components
 
 MODULES = [
     importlib.import_module(f"{upstream.__name__}.{each.name}")
@@ -37,6 +38,11 @@ def public(module):
     }
 
 
+OURS = {
+    name: getattr(module, name)
+    for module in (checkpoint, barriers, components)
+    for name in module.__all__
+}
 THEIRS = {
     name: value
     for module in MODULES
@@ -48,9 +54,8 @@ THEIRS = {
 def test_every_name_is_here():
     assert len(THEIRS) >= 22, "or upstream was not understood"
     promised = {*THEIRS, *upstream.__all__, "BARRIER_REGISTRY", "STATE_DICT"}
-    assert promised <= set(checkpoint.__all__)
-    assert set(dir(checkpoint)) >= promised
-    assert checkpoint.STATE_DICT == upstream.STATE_DICT
+    assert promised <= {*OURS}
+    assert components.STATE_DICT == upstream.STATE_DICT
 
 
 def calls():
@@ -72,7 +77,7 @@ def find(root, dotted):
 @pytest.mark.parametrize("name", [*calls()])
 def test_it_is_called_the_same_way(name):
     theirs = inspect.signature(find(THEIRS, name)).parameters
-    ours = inspect.signature(find(checkpoint, name)).parameters
+    ours = inspect.signature(find(OURS, name)).parameters
     positional = [each for each in theirs.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
     assert list(ours)[: len(positional)] == [each.name for each in positional], "in this order"
     for each in theirs.values():
@@ -104,7 +109,7 @@ def same_default(ours, theirs):
 
 @pytest.mark.parametrize("name", [name for name in THEIRS if name.endswith(("Config", "Info"))])
 def test_fields_and_what_they_are_by_default(name):
-    theirs, ours = THEIRS[name], getattr(checkpoint, name)
+    theirs, ours = THEIRS[name], OURS[name]
     fields = [each.name for each in dataclasses.fields(theirs)]
     assert [each.name for each in dataclasses.fields(ours)][: len(fields)] == fields
     needed = {"global_rank": 1, "global_world_size": 2} if name == "RankInfo" else {}
@@ -116,13 +121,13 @@ def test_fields_and_what_they_are_by_default(name):
 
 @pytest.mark.parametrize("name", [name for name, each in THEIRS.items() if inspect.isclass(each)])
 def test_what_is_abstract_there_is_so_here(name):
-    theirs, ours = THEIRS[name], getattr(checkpoint, name)
+    theirs, ours = THEIRS[name], OURS[name]
     assert getattr(ours, "__abstractmethods__", set()) <= getattr(
         theirs, "__abstractmethods__", set()
     )
     for base in theirs.__mro__[1:]:
         if base.__name__ in THEIRS:
-            assert issubclass(ours, getattr(checkpoint, base.__name__))
+            assert issubclass(ours, OURS[base.__name__])
 
 
 def test_errors_are_of_the_same_kinds(tmp_path):
@@ -135,6 +140,6 @@ def test_errors_are_of_the_same_kinds(tmp_path):
         checkpointer.load(path, {"other": torch.zeros(3)}, strict=True)
     with pytest.raises(RuntimeError, match="weight"):
         checkpointer.load(path, {"weight": torch.zeros(4)})
-    config = checkpoint.BarrierConfig(barrier_type="no_such_thing")
+    config = barriers.BarrierConfig(barrier_type="no_such_thing")
     with pytest.raises(ValueError, match="no_such_thing"):
-        checkpoint.create_barrier_from_config(config)
+        barriers.create_barrier_from_config(config)

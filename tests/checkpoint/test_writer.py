@@ -10,17 +10,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.checkpoint import (
     CheckpointerConfig,
-    CheckpointWriter,
-    CheckpointWriterConfig,
     PerRank,
-    RankInfo,
     Replicated,
-    SyncCheckpointer,
-    WriterHook,
     make_sync_checkpointer,
 )
 from phalanx.checkpoint._checkpointer import default_rank_info
 from phalanx.checkpoint._local_storage import LocalStorage
+from phalanx.checkpoint.components import (
+    CheckpointWriter,
+    CheckpointWriterConfig,
+    RankInfo,
+    SyncCheckpointer,
+    WriterHook,
+)
 from phalanx.errors import CheckpointDirectoryInUse, SaveFailed, UnsupportedState
 
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
@@ -39,7 +41,7 @@ def test_ranks_save_however_they_meet(tmp_path, size, meet):
     assert len(os.listdir(tmp_path / "run" / "c")) == size + 1
 
 
-def test_what_is_alike_is_written_once_and_by_all(tmp_path):
+def test_replicated_state_is_written_once_and_by_all_ranks(tmp_path):
     model = {f"layer {i}": torch.randn(300_000) for i in range(8)}
     for path, state in (("marked", {"m": Replicated(model)}), ("found", {"m": model})):
         saved(tmp_path / path, [state] * 4)
@@ -115,18 +117,18 @@ def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
     for error in errors:
         assert isinstance(error, SaveFailed)
         assert "on rank 1 while getting ready: UnsupportedState: o[0].foo is a set" in str(error)
-        assert str(error).endswith("(and rank 3 failed too)")
+        assert str(error).endswith("(rank 3 failed too)")
     assert isinstance(errors[1].__cause__, UnsupportedState)
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_not_alike_is_named_on_every_rank(tmp_path):
+def test_replicated_state_that_differs_is_named_on_every_rank(tmp_path):
     errors = save(
         tmp_path / "c", [{"m": Replicated({"w": torch.tensor(rank)})} for rank in range(2)]
     )
     for error in errors:
         assert isinstance(error, SaveFailed)
-        assert "m.w is marked as alike, but differs from rank 0 on rank 1" in str(error)
+        assert "m.w is marked Replicated but differs between rank 0 and rank 1" in str(error)
     assert os.listdir(tmp_path) == []
 
 

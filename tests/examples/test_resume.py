@@ -12,7 +12,7 @@ import time
 import pytest
 from example_scripts import ROOT, load
 
-from phalanx.checkpoint import STOPPED, CheckpointManager
+from phalanx.checkpoint import CheckpointManager, PreemptionGuard
 from phalanx.testing import RankFailures
 
 pytestmark = pytest.mark.slow
@@ -50,8 +50,8 @@ def test_stopped_and_killed_it_ends_with_the_weights_of_a_run_that_never_was(tmp
         return ranks.run(run_main, 2, args=(path,), kwargs=signals, timeout=60)
 
     assert run(path, signals=[(50, signal.SIGTERM)]) == [
-        f"stopped on request after saving step 50 (SIGTERM)\nexit code {STOPPED}\n",
-        f"exit code {STOPPED}\n",
+        "stopped on request after saving step 50 (SIGTERM)\nexit code 75\n",
+        "exit code 75\n",
     ]
     assert CheckpointManager(path).steps() == [40, 50]
 
@@ -79,6 +79,6 @@ def test_the_launcher_lets_it_save_and_tells(tmp_path):
             *_, last = process.stderr.read().splitlines()
         finally:
             process.kill()  # its guard ends the rank
-    assert process.returncode == STOPPED
+    assert process.returncode == PreemptionGuard.EXIT_CODE
     said = re.fullmatch(r"phalanx: stopped on request after saving step (\d+) \(SIGTERM\)", last)
     assert CheckpointManager(path).steps()[-1] == int(said[1])

@@ -86,7 +86,7 @@ def test_ls_goes_on_past_what_is_stranger_still(run):
     change_state(run / "step-00000030", lambda _: {"$per_rank": {"one": 1}})
     lines = call("ls", "run").splitlines()
     assert ["damaged" in line for line in lines[1:5]] == [False, True, True, False]
-    assert "has no rank 'one'" in json.loads(call("ls", "--json", "run"))[2]["damaged"]
+    assert "has an invalid rank 'one'" in json.loads(call("ls", "--json", "run"))[2]["damaged"]
 
 
 def change_state(checkpoint, change):
@@ -169,7 +169,7 @@ def test_verify(run):
     problems = json.loads(call("verify", "--json", "run/step-00000020", code=1))
     assert any("header" in each for each in problems["run/step-00000020"])
     os.truncate(file, 100)
-    assert "bytes and should have" in call("verify", "run/step-00000020", code=1)
+    assert "bytes, expected" in call("verify", "run/step-00000020", code=1)
     damage(run / "step-00000020" / "manifest.json")
     assert "manifest.json" in call("verify", "run/step-00000020", code=1)
 
@@ -258,11 +258,11 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
         (["ls", "."], ["contains no checkpoint"]),
         (["show", "file.txt"], ["contains no checkpoint"]),
         (["verify", "empty"], ["contains no checkpoint"]),
-        (["ls", ""], ["this one is empty"]),
+        (["ls", ""], ["got an empty one"]),
         (["prune", "empty"], ["contains no checkpoint"]),
         (["prune", "nowhere"], ["nowhere does not exist"]),
         (["prune", "run/step-00000010"], ["is a checkpoint; prune needs"]),
-        (["prune", "run", "--keep-last", "0"], ["at least the last one is kept"]),
+        (["prune", "run", "--keep-last", "0"], ["keep_last must be at least 1"]),
         (["diff", "run/step-00000010"], ["give a second path"]),
         (["show"], ["PATH"]),
     ],

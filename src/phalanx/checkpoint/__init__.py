@@ -1,28 +1,27 @@
-"""Checkpoints that are all or nothing: durable, verified, and of any number of ranks.
+"""Durable, verified, all-or-nothing checkpoints, of any number of ranks.
 
 ::
 
-    folder = CheckpointManager("run", keep_last=3, keep_every=1000)
-    folder.save(1000, {"model": model, "optimizer": optimizer})
-    folder.load(state={"model": model, "optimizer": optimizer})
+    checkpoints = CheckpointManager("run", keep_last=3, keep_every=1000)
+    checkpoints.save(1000, {"model": model, "optimizer": optimizer})
+    checkpoints.load(state={"model": model, "optimizer": optimizer})
 
-The names are those of `torch.distributed.checkpoint._experimental`, and a few more. The parts, from
-the top::
+`phalanx.checkpoint.components` has the parts of a checkpointer, `phalanx.checkpoint.barriers` the
+barriers; both under the names of `torch.distributed.checkpoint._experimental`.
 
-    _folder, _stopping          what a training loop uses; _retention: what is kept
-    _builder, _config           make checkpointers
-    _checkpointer               save and load
-    _async_checkpointer         save while training goes on: _staging copies, and
-    _checkpoint_process         another process writes; _progress: how far it is
-    _checkpoint_writer, _reader with all ranks; _fitting: into a state that is there
-    _verify, _upkeep            read all of it again; remove what dead saves have left
-    _commit                     the protocol; _meeting, _notes, _board: how ranks hear of each other
-    barriers                    how they wait for each other (_barrier_*)
-    _alike, _digests            what ranks hold alike, and who writes which bytes of it
-    _storage, _files, _remote   where it goes; _locks: whose turn it is; _shelf: where many go
-    _manifest, _tensors         what is in the files
-    _structure, _encoding       a state as a tree, and the tree as JSON
-    _document, _contents        a manifest, and what it lists, as far as torch is not needed
+The modules, from the top::
+
+    _manager, _preemption       what a training loop uses; _retention, _step_directory
+    _checkpointer               save and load, synchronously or in the background
+    _checkpoint_process         the process that writes in the background: _writer_process,
+                                _staging, _staging_buffer; _progress
+    _writer                     writes with all ranks: _commit is the protocol, _coordination
+                                how ranks exchange results, _replication who writes which bytes
+    _reader                     reads into new or existing state; _verify
+    _barriers                   _store_barrier, _store_connection
+    _storage                    the interface to _local_storage and _remote_storage
+    _manifest, _tensor_file     what is in the files
+    _state_tree                 a state as a tree, and as JSON: _state_encoding
 """
 
 import sys
@@ -30,20 +29,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._public import *  # noqa: F403
+    from ._checkpointer import CheckpointerConfig, make_async_checkpointer, make_sync_checkpointer
+    from ._manager import CheckpointManager
+    from ._preemption import PreemptionGuard
+    from ._rng import RNGState
+    from ._state_tree import PerRank, Replicated, register_codec
+
+__all__ = [
+    "CheckpointManager",
+    "CheckpointerConfig",
+    "PerRank",
+    "PreemptionGuard",
+    "RNGState",
+    "Replicated",
+    "make_async_checkpointer",
+    "make_sync_checkpointer",
+    "register_codec",
+]
+
+_MODULES = {
+    "CheckpointManager": "_manager",
+    "CheckpointerConfig": "_checkpointer",
+    "PerRank": "_state_tree",
+    "PreemptionGuard": "_preemption",
+    "RNGState": "_rng",
+    "Replicated": "_state_tree",
+    "make_async_checkpointer": "_checkpointer",
+    "make_sync_checkpointer": "_checkpointer",
+    "register_codec": "_state_tree",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the command line lists and verifies checkpoints, and has no need of torch.
-    if not name.startswith("_") or name == "__all__":
-        public = import_module(f"{__name__}._public")
-        if hasattr(public, name):
-            return getattr(public, name)
+    # On first use: the command line lists and verifies checkpoints without torch.
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    # What is imported to make this package is no part of it; a module of it is, once it is loaded.
-    public = import_module(f"{__name__}._public").__all__
     loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
-    return sorted({*public, *loaded})
+    return sorted({*__all__, *loaded})

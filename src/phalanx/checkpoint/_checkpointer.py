@@ -39,15 +39,15 @@ from ._writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 
 @dataclass
 class CheckpointerConfig:
-    """Say how the parts of a checkpointer shall behave."""
+    """Options of a checkpointer."""
 
     writer_config: CheckpointWriterConfig = field(default_factory=CheckpointWriterConfig)
     barrier_config: BarrierConfig = field(default_factory=BarrierConfig)
-    """Without a type, ranks meet by notes in the folder that they save to."""
+    """Without a barrier type, ranks exchange messages in the directory that they save to."""
     staging_config: CheckpointStagerConfig = field(default_factory=CheckpointStagerConfig)
     """How an asynchronous checkpointer copies states."""
     process_config: CheckpointProcessConfig = field(default_factory=CheckpointProcessConfig)
-    """How it deals with the process that writes them."""
+    """How an asynchronous checkpointer runs its writer process."""
 
 
 class Checkpointer(ABC):
@@ -57,7 +57,7 @@ class Checkpointer(ABC):
     def save(
         self, path: str, state_dict: STATE_DICT, **kwargs: Any
     ) -> tuple[Future[None], Future[None]] | None:
-        """Save a state; an asynchronous one returns futures of the copy and of the write."""
+        """Save a state; an asynchronous checkpointer returns futures of the copy and the write."""
 
     @abstractmethod
     def load(
@@ -69,35 +69,14 @@ class Checkpointer(ABC):
         strict: bool = False,
         **kwargs: Any,
     ) -> STATE_DICT:
-        """Load a state, or what a given one asks for; strict, it must all be there."""
+        """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the checkpointer holds."""
+        """Release the resources of the checkpointer."""
 
 
-class ReadingCheckpointer(Checkpointer):
-    """Loads by a reader, while the caller waits; how it saves is left open."""
-
-    _reader: CheckpointReader
-
-    def load(
-        self,
-        path: str,
-        state_dict: STATE_DICT | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
-    ) -> STATE_DICT:
-        """Load a state, or what a given one asks for; strict, it must all be there."""
-        loaded, _ = self._reader.read(
-            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
-        )
-        return loaded
-
-
-class SyncCheckpointer(ReadingCheckpointer):
+class SyncCheckpointer(Checkpointer):
     """Save and load while the caller waits."""
 
     def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
@@ -105,49 +84,66 @@ class SyncCheckpointer(ReadingCheckpointer):
         self._reader = reader
 
     def save(self, path: str, state_dict: STATE_DICT, **kwargs: Any) -> None:
-        """Save a state, and return when it is durable; further arguments go to the writer."""
+        """Save a state, and return when it is durable. Other arguments go to the writer."""
         self._writer.write(path, state_dict, **kwargs)
+
+    def load(
+        self,
+        path: str,
+        state_dict: STATE_DICT | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> STATE_DICT:
+        """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
+        loaded, _ = self._reader.read(
+            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
+        )
+        return loaded
 
     def close(self) -> None:
         """Close the writer."""
         self._writer.close()
 
 
-logger = logging.getLogger(__name__)
-
-_WARN_AFTER = 1.0  # seconds that a save waits for an older one before it says so
+_log = logging.getLogger(__name__)
 
 
-class AsyncCheckpointer(ReadingCheckpointer):
-    """Copy a state, and have a process write the copy while training goes on."""
+class AsyncCheckpointer(Checkpointer):
+    """Copy a state, and let another process write the copy while training continues."""
 
     def __init__(
         self,
         checkpoint_stager: CheckpointStager,
         checkpoint_process: CheckpointProcess,
         reader: CheckpointReader,
+        *,
+        warn_after_secs: float = 1.0,
     ) -> None:
+        self._reader = reader
         self._checkpoint_stager = checkpoint_stager
         self._checkpoint_process = checkpoint_process
-        self._reader = reader
+        self._warn_after = warn_after_secs
+        """How long a save waits for an older one before it logs a warning."""
         self._writes: deque[WriteFuture] = deque()
-        """Saves that are under way, or that failed without anybody knowing."""
+        """Saves that are pending, or failed without anyone observing it."""
         self._last: WriteFuture | None = None
         self._is_closed = False
-        self._saving = threading.RLock()  # one at a time, whichever thread it is on
+        self._saving = threading.RLock()
 
     def save(
         self, path: str, state_dict: STATE_DICT, **kwargs: Any
     ) -> tuple[Future[None], WriteFuture]:
-        """Copy a state and have it written; returns the futures of the copy and of the write.
+        """Copy a state and write it in the background; return futures of the copy and the write.
 
-        Once the first is done, tensors may be changed. If too many saves are under way, this waits
-        for the oldest. If an earlier one has failed and nobody has asked its future, this raises
-        its error; what this call was to save is written nevertheless, for other ranks may not have
-        heard of the failure yet. Further arguments go to the stager and to the writer.
+        Tensors may be changed once the first future is done. If too many saves are pending, this
+        waits for the oldest. If an earlier save failed and nobody observed its future, this raises
+        its error; the state is saved nevertheless, since other ranks may not know of the failure
+        yet. Other arguments go to the stager and to the writer.
         """
         if self._is_closed:
-            raise InvalidState("the checkpointer was closed")
+            raise InvalidState("the checkpointer is closed")
         with self._saving:
             return self._save(path, state_dict, kwargs)
 
@@ -167,88 +163,94 @@ class AsyncCheckpointer(ReadingCheckpointer):
         self._last = write
         self._writes.append(write)
         if failed:
-            wait([staging])  # who gets no future must be free to change tensors
+            wait([staging])  # the caller gets no future, and may change tensors at once
         write.began, write.stall_seconds = began, time.perf_counter() - began
-        _raise_first(failed, f"the state of this call is being saved to {path} nevertheless")
+        _raise_first(failed, f"the state of this call is still being saved to {path}")
         return staging, write
 
-    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
-        """Make room in the background for states like this one, or of so many bytes.
+    def load(
+        self,
+        path: str,
+        state_dict: STATE_DICT | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> STATE_DICT:
+        """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
+        loaded, _ = self._reader.read(
+            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
+        )
+        return loaded
 
-        The first save is then as fast as those that follow. Bytes are those of this rank's part.
-        The future that is returned need not be waited for.
+    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
+        """Allocate staging memory in the background, for states like this one or of a size.
+
+        The first save is then as fast as later ones. A size is in bytes of this rank's part. There
+        is no need to wait for the future that is returned.
         """
         prepare = getattr(self._checkpoint_stager, "prepare", wrap_future)
-        room: Future[None] = prepare(state_dict)
-        return room
+        prepared: Future[None] = prepare(state_dict)
+        return prepared
 
     def progress(self) -> SaveProgress | None:
-        """Tell how far this rank is with the save that is under way, if one is."""
+        """Return this rank's progress with the current save, or None."""
         return self._checkpoint_process.progress()
 
     @property
     def last_report(self) -> SaveReport | None:
-        """What the last save took, once it has succeeded."""
+        """The cost of the last save, once it succeeded."""
         return None if self._last is None else self._last.report
 
     @property
-    def under_way(self) -> list[WriteFuture]:
-        """The writes that are, oldest first: also that of a `save` which raised an older error."""
+    def pending(self) -> list[WriteFuture]:
+        """The pending writes, oldest first, including that of a `save` that raised."""
         return [write for write in self._writes if not write.done()]
 
     def _wait_for_slot(self, path: str) -> None:
-        """Wait while too many saves are under way."""
         config = self._checkpoint_process.config
-        under_way = self.under_way
-        excess = under_way[: max(0, len(under_way) - config.max_pending_writes + 1)]
-        if not excess or not wait(excess, timeout=_WARN_AFTER).not_done:
+        pending = self.pending
+        excess = pending[: max(0, len(pending) - config.max_pending_writes + 1)]
+        if not excess or not wait(excess, timeout=self._warn_after).not_done:
             return
-        logger.warning(
-            "the save to %s waits, for %d earlier ones are under way: %s",
-            path,
-            len(under_way),
-            self.progress(),
+        _log.warning(
+            "the save to %s waits for %d pending saves: %s", path, len(pending), self.progress()
         )
         if wait(excess, timeout=config.pending_timeout_secs).not_done:
             raise SaveTimeout(
-                f"the save to {path} has waited {config.pending_timeout_secs} s for the one to "
+                f"the save to {path} waited {config.pending_timeout_secs} s for the save to "
                 f"{excess[0].path}: {self.progress()}"
             )
 
     def _failures(self) -> list[BaseException]:
-        """Return what has gone wrong since somebody was told."""
-        under_way: deque[WriteFuture] = deque()
-        failed = []
-        for write in self._writes:
-            if not write.done():
-                under_way.append(write)
-            elif not write.was_asked and (error := write.failure()) is not None:
-                failed.append(error)
-        self._writes = under_way
-        return failed
+        """Return and forget the errors that nobody has observed."""
+        finished = [write for write in self._writes if write.done()]
+        self._writes = deque(self.pending)
+        errors = [write.failure() for write in finished if not write.was_observed]
+        return [error for error in errors if error is not None]
 
     def close(self) -> None:
-        """Wait for the writes under way, end the process, and free memory.
+        """Wait for pending writes, end the process, and free memory.
 
-        Raises the error of a save that has failed without anybody having been told.
+        Raises the error of a failed save that nobody has observed.
         """
-        self._is_closed = True  # whoever was interrupted here may close once more
+        self._is_closed = True  # an interrupted close may be repeated
         self._checkpoint_process.close()
         self._checkpoint_stager.close()
-        _raise_first(self._failures(), "the checkpointer is closed now")
+        _raise_first(self._failures(), "the checkpointer is closed")
 
 
 def _raise_first(errors: list[BaseException], note: str) -> None:
     if not errors:
         return
     for other in errors[1:]:
-        errors[0].add_note(f"and a later save failed, too: {other}")
+        errors[0].add_note(f"a later save failed too: {other}")
     errors[0].add_note(note)
     raise errors[0]
 
 
 def default_subprocess_init_fn(*_: Any) -> None:
-    """Do nothing when the checkpoint process starts."""
+    """Do nothing when the writer process starts."""
 
 
 def default_writer_init_fn(
@@ -256,7 +258,7 @@ def default_writer_init_fn(
     writer_config: CheckpointWriterConfig | None = None,
     barrier_config: BarrierConfig | None = None,
 ) -> CheckpointWriter:
-    """Make the writer of the checkpoint process."""
+    """Create the writer of the writer process."""
     config = CheckpointWriterConfig() if writer_config is None else writer_config
     barrier = create_barrier_from_config(barrier_config or BarrierConfig())
     return CheckpointWriter(config, rank_info, barrier)
@@ -267,10 +269,10 @@ def make_sync_checkpointer(
     rank_info: RankInfo | None = None,
     commit_hook: WriterHook | None = None,
 ) -> SyncCheckpointer:
-    """Make a checkpointer that saves while the caller waits.
+    """Create a checkpointer that saves while the caller waits.
 
-    Without a `rank_info`, this is the rank that it is in the barrier's group; else in the thread's
-    current group; else in torch's default group; else as the launcher says; else the only one.
+    Without a `rank_info`, the rank is that in the barrier's group, else in the current group, else
+    in torch's default group, else that of the launcher's environment, else 0 of 1.
     """
     config = CheckpointerConfig() if config is None else config
     if rank_info is None:
@@ -292,19 +294,19 @@ def make_async_checkpointer(
     checkpoint_writer_init_fn: Callable[..., CheckpointWriter] = default_writer_init_fn,
     checkpoint_writer_init_args: dict[str, Any] | None = None,
 ) -> AsyncCheckpointer:
-    """Make a checkpointer whose saves are written by a process beside the caller's.
+    """Create a checkpointer whose saves are written by another process.
 
-    The functions are called in that process: one for whatever is to be set up there, the other to
-    make the writer, with ``rank_info`` and the given arguments. They must be functions of a module.
-    By default the writer and its barrier are as `config` says.
+    Both functions are called in that process: one to set it up, the other to create the writer,
+    with ``rank_info`` and the given arguments. They must be picklable. By default the writer and
+    its barrier follow `config`.
     """
     config = CheckpointerConfig() if config is None else config
     rank_info = default_rank_info() if rank_info is None else rank_info
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is default_writer_init_fn:
         _check_barrier(config.barrier_config)
-        said = {"writer_config": config.writer_config, "barrier_config": config.barrier_config}
-        arguments = {**said, **arguments}
+        arguments.setdefault("writer_config", config.writer_config)
+        arguments.setdefault("barrier_config", config.barrier_config)
     process = CheckpointProcess(
         rank_info,
         config.process_config,
@@ -320,14 +322,12 @@ def make_async_checkpointer(
 def _check_barrier(config: BarrierConfig) -> None:
     if config.barrier_type in ("dist_barrier", "group"):
         raise InvalidArgument(
-            f"a {config.barrier_type!r} needs a group, and the process that writes checkpoints "
-            "belongs to none: take 'tcp_store', or no barrier at all, and ranks meet by notes in "
-            "the folder that they save to"
+            f"barrier {config.barrier_type!r} needs a process group, and the writer process has "
+            "none. Use 'tcp_store', or no barrier"
         )
 
 
 def _barrier_group(config: BarrierConfig) -> dist.ProcessGroup | None:
-    """Return the group that a configured barrier is on, if it is on one that it names."""
     if config.barrier_type == "dist_barrier" and dist.is_initialized():
         return dist.group.WORLD
     if config.barrier_type == "group":
@@ -337,12 +337,12 @@ def _barrier_group(config: BarrierConfig) -> dist.ProcessGroup | None:
 
 
 def default_rank_info(group: dist.ProcessGroup | None = None) -> RankInfo:
-    """Return this process's place: in a group, by default the default group, or as launched."""
+    """Return this process's rank in a group or the default group, else as launched."""
     group = default_group() if group is None else group
     if group is not None:
         return RankInfo(group.rank(), group.size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # Else every rank of a job without a default group would take itself for the only one.
+        # Without this, each rank of a job without a default group would act as the only one.
         launched = read_rank_env()
         return RankInfo(launched.rank, launched.world_size)
     return RankInfo(0, 1)

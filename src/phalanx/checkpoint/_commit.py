@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -35,178 +35,184 @@ from ._replication import (
     tensor_sizes,
 )
 from ._state_encoding import StateManifest, encode
-from ._state_tree import Branch, Node, ReplicatedShard, TensorLeaf, leaves, parse_state
-from ._storage import Storage, data_file_name, fault_point, files_to_remove
-from ._tensor_file import TensorShard, WrittenFile, WrittenRange, dtype_name, write_tensor_file
+from ._state_tree import (
+    Node,
+    ReplicatedShard,
+    TensorLeaf,
+    find_node,
+    leaves,
+    parse_state,
+    walk,
+)
+from ._storage import Storage, data_file_name, fault_point, files_to_remove, storage_at
+from ._tensor_file import TensorShard, WrittenRange, dtype_name, write_tensor_file
 from ._types import STATE_DICT
 
 
 def commit_checkpoint(
-    open_storage: Callable[[], Storage],
+    path: str,
     state_dict: STATE_DICT,
     *,
-    company: Coordinator,
+    coordinator: Coordinator,
     before_commit: Callable[[], None],
 ) -> Callable[[], None] | None:
-    """Save a state with all ranks of a company; each calls `before_commit` when it has written.
+    """Save a state with all ranks. Each calls `before_commit` when it has written its shards.
 
-    Returns what this rank has to do when there is time: to remove its share of the old files.
+    Returns a function that removes this rank's share of the replaced files, or None.
     """
-    with closing(_Save(open_storage, company)) as save:
-        save.begin(state_dict)
+    with closing(_Save(path, coordinator)) as save:
+        save.prepare(state_dict)
         save.compare()
         reports = save.write(before_commit)
         return save.commit(reports)
 
 
+def lock_owner(ranks: int) -> str:
+    """Describe this job, for the errors of others that find the path locked."""
+    return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"
+
+
 class _Save:
-    """One save, seen from one rank."""
+    """One save on one rank."""
 
     _storage: Storage
+    _tree: Node
 
-    def __init__(self, open_storage: Callable[[], Storage], company: Coordinator) -> None:
-        self._open_storage = open_storage
-        self._company = company
-        self._is_rank_zero = company.rank == 0
+    def __init__(self, path: str, coordinator: Coordinator) -> None:
+        self._path = path
+        self._coordinator = coordinator
+        self._is_rank_zero = coordinator.rank == 0
         self._id: str | None = None
-        self._tree: Node
-        self._apart: dict[StatePath, tuple[int, ...]] = {}
-        """Where ranks differ, and who of them has something there."""
+        self._per_rank: dict[StatePath, tuple[int, ...]] = {}
+        """Where the ranks' states differ, and which ranks have something there."""
 
-    def begin(self, state_dict: STATE_DICT) -> None:
-        """Take the place, and find out whether the state can be stored."""
+    def prepare(self, state_dict: STATE_DICT) -> None:
 
-        def get_ready() -> str | None:
+        def prepare() -> str | None:
             fault_point("begin")
-            # On all ranks, before anything may fail on one: a state_dict may be a collective.
+            # Before anything can fail on one rank: a state_dict may call collectives.
             self._tree = parse_state(state_dict)
-            self._storage = self._open_storage()
+            self._storage = storage_at(self._path, self._coordinator.meter)
             if self._is_rank_zero:
-                self._id = self._storage.begin(lock_owner(self._company.size))
+                self._id = self._storage.begin(lock_owner(self._coordinator.size))
             return self._id
 
-        self._id = self._company.together("getting ready", get_ready)[0]
+        self._id = self._coordinator.run_on_all_ranks("getting ready", prepare)[0]
 
     def compare(self) -> None:
-        """Find out where ranks differ."""
-        if self._company.size == 1:
-            self._apart = dict.fromkeys(per_rank_paths(self._tree), (0,))
+        if self._coordinator.size == 1:
+            self._per_rank = dict.fromkeys(per_rank_paths(self._tree), (0,))
             return
+        exchange = partial(self._coordinator.run_on_all_ranks, "comparing state")
         try:
-            self._apart = find_differences(
-                self._tree, partial(self._company.together, "comparing state")
-            )
-        except StateMismatch as error:  # all ranks come to the same conclusion
+            self._per_rank = find_differences(self._tree, exchange)
+        except StateMismatch as error:  # raised on all ranks
             raise SaveFailed(f"the save failed: {error}") from error
 
     def write(self, before_commit: Callable[[], None]) -> list[Any]:
-        """Write this rank's part, and return what all ranks have written."""
 
-        def write_part() -> Any:
-            report = self._write_part()
+        def write() -> Any:
+            report = self._write_shards()
             fault_point("written")
             before_commit()
             return report
 
-        return self._company.together("writing", write_part)
+        return self._coordinator.run_on_all_ranks("writing", write)
 
-    def _write_part(self) -> Any:
-        alike = _by_name(_replicated_leaves(self._tree, (), self._apart))
-        mine = ranges_of_rank(alike.values(), self._company.size, self._company.rank)
-        own = [_find(self._tree, path) for path in self._apart]
+    def _write_shards(self) -> dict[str, Any]:
+        rank, size = self._coordinator.rank, self._coordinator.size
+        replicated = _by_name(
+            node
+            for path, node in walk(self._tree, descend=lambda path, _: path not in self._per_rank)
+            if isinstance(node, TensorLeaf) and path not in self._per_rank
+        )
+        ranges = ranges_of_rank(replicated.values(), size, rank)
+        own = [find_node(self._tree, path) for path in self._per_rank]
         own_tensors = _by_name(leaf for node in own if node is not None for leaf in leaves(node))
-        shares = [_replicated_shard(alike[part.name], part) for part in mine]
-        shares += [_per_rank_shard(leaf, self._company.rank) for leaf in own_tensors.values()]
-        if not shares:
-            return {"own": [_encode_per_rank(node, "", {}) for node in own]}
-        name = data_file_name(str(self._id), self._company.rank)
+        shards = [_replicated_shard(replicated[each.name], each) for each in ranges]
+        shards += [_per_rank_shard(leaf, rank) for leaf in own_tensors.values()]
+        if not shards:
+            return {"per_rank": [_encode_per_rank(node, "", {}) for node in own]}
+        name = data_file_name(str(self._id), rank)
         with self._storage.create(str(self._id), name) as sink:
-            written = write_tensor_file(sink, shares)
-        own_places = dict(zip(own_tensors, written.places[len(mine) :], strict=True))
+            written = write_tensor_file(sink, shards, self._coordinator.meter)
+        header = HeaderEntry(written.header_length, written.header_checksum)
+        own_ranges = dict(zip(own_tensors, written.ranges[len(ranges) :], strict=True))
         return {
-            "file": msgspec.to_builtins(_file_entry(written)),
-            "alike": [
-                (part.name, part.start, _piece_entry(name, place))
-                for part, place in zip(mine, written.places, strict=False)
+            "file": msgspec.to_builtins(FileEntry(written.length, header)),
+            "replicated": [
+                (each.name, each.start, _piece_entry(name, at))
+                for each, at in zip(ranges, written.ranges, strict=False)
             ],
-            "own": [_encode_per_rank(node, name, own_places) for node in own],
+            "per_rank": [_encode_per_rank(node, name, own_ranges) for node in own],
         }
 
     def commit(self, reports: list[Any]) -> Callable[[], None] | None:
-        """Let rank 0 make the checkpoint visible, and find out what this rank may remove then."""
 
         def publish() -> list[str]:
             if not self._is_rank_zero:
                 return []
-            manifest = _merge_manifest(self._tree, self._apart, str(self._id), reports)
+            manifest = _merge_manifest(self._tree, self._per_rank, str(self._id), reports)
             replaced = self._storage.commit(str(self._id), manifest.dump())
             fault_point("committed")
             return replaced
 
-        replaced = self._company.together("committing", publish)[0]
-        mine = files_to_remove(replaced, self._company.size, self._company.rank)
+        replaced = self._coordinator.run_on_all_ranks("committing", publish)[0]
+        mine = files_to_remove(replaced, self._coordinator.size, self._coordinator.rank)
         return partial(self._storage.discard, mine) if mine else None
 
     def close(self) -> None:
-        """Part from the others, and remove what was not committed."""
         try:
-            self._company.close()
+            self._coordinator.close()
         finally:
             if self._is_rank_zero and self._id is not None:
                 self._storage.end(self._id)
 
 
 def _merge_manifest(
-    tree: Node, apart: dict[StatePath, tuple[int, ...]], save: str, reports: list[Any]
+    tree: Node, per_rank: dict[StatePath, tuple[int, ...]], save: str, reports: list[Any]
 ) -> StateManifest:
-    """Make one manifest of what all ranks have written."""
     files: dict[str, FileEntry] = {}
     pieces: dict[str, list[tuple[int, Any]]] = {}
     for rank, report in enumerate(reports):
         if "file" in report:
             entry = msgspec.convert(report["file"], FileEntry)
             files[data_file_name(save, rank)] = entry
-        for name, start, piece in report.get("alike", ()):
+        for name, start, piece in report.get("replicated", ()):
             pieces.setdefault(name, []).append((start, piece))
     own = {
-        path: {rank: reports[rank]["own"][place] for rank in ranks}
-        for place, (path, ranks) in enumerate(apart.items())
+        path: {rank: reports[rank]["per_rank"][i] for rank in ranks}
+        for i, (path, ranks) in enumerate(per_rank.items())
     }
 
-    def place_of(leaf: TensorLeaf) -> Any:
+    def entry_of(leaf: TensorLeaf) -> Any:
         in_order = sorted(pieces[leaf.name], key=lambda each: each[0])
         return _tensor_entry(leaf, [piece for _, piece in in_order])
 
-    return StateManifest.make(save, len(reports), files, encode(tree, place_of, per_rank=own))
+    return StateManifest.make(save, len(reports), files, encode(tree, entry_of, per_rank=own))
 
 
-def _encode_per_rank(node: Node | None, file: str, places: dict[str, WrittenRange]) -> Any:
-    """Write down a part of the state that only this rank has."""
+def _encode_per_rank(node: Node | None, file: str, ranges: dict[str, WrittenRange]) -> Any:
     if node is None:
         return None
-    return encode(node, lambda leaf: _tensor_entry(leaf, [_piece_entry(file, places[leaf.name])]))
+    return encode(node, lambda leaf: _tensor_entry(leaf, [_piece_entry(file, ranges[leaf.name])]))
 
 
 def _tensor_entry(leaf: TensorLeaf, pieces: list[Any]) -> dict[str, Any]:
     device = {} if leaf.device == "cpu" else {"device": leaf.device}
-    about = {"dtype": dtype_name(leaf.dtype), "shape": [*leaf.shape], **device}
-    return {**about, "pieces": pieces}
+    return {"dtype": dtype_name(leaf.dtype), "shape": [*leaf.shape], **device, "pieces": pieces}
 
 
-def _piece_entry(file: str, place: WrittenRange) -> dict[str, Any]:
-    return {"file": file, "at": [place.begin, place.end], "xxh3_128": place.checksum}
-
-
-def _file_entry(written: WrittenFile) -> FileEntry:
-    return FileEntry(written.length, HeaderEntry(written.header_length, written.header_checksum))
+def _piece_entry(file: str, at: WrittenRange) -> dict[str, Any]:
+    return {"file": file, "at": [at.begin, at.end], "xxh3_128": at.checksum}
 
 
 def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:
     if isinstance(leaf.data, ReplicatedShard):
-        piece = leaf.data
-        assert (piece.start, piece.stop) == (part.start, part.stop), "staged for another division"
-        assert piece.data is not None
-        data = piece.data
+        staged = leaf.data
+        assert (staged.start, staged.stop) == (part.start, part.stop), "staged another division"
+        assert staged.data is not None
+        data = staged.data
     else:
         data = elements_in_range(leaf.data, part)
     return TensorShard(leaf.name, leaf.dtype, leaf.shape, part.start, part.stop, data)
@@ -214,33 +220,9 @@ def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:
 
 def _per_rank_shard(leaf: TensorLeaf, rank: int) -> TensorShard:
     (size,) = tensor_sizes([leaf]).values()
-    assert not isinstance(leaf.data, ReplicatedShard), "only what is alike is staged in part"
+    assert not isinstance(leaf.data, ReplicatedShard), "only replicated tensors are staged in part"
     return TensorShard(f"{leaf.name}~rank{rank}", leaf.dtype, leaf.shape, 0, size, leaf.data)
 
 
-def _by_name(tensors: Iterator[TensorLeaf]) -> dict[str, TensorLeaf]:
+def _by_name(tensors: Iterable[TensorLeaf]) -> dict[str, TensorLeaf]:
     return {leaf.name: leaf for leaf in tensors}
-
-
-def _replicated_leaves(
-    node: Node, path: StatePath, apart: dict[StatePath, tuple[int, ...]]
-) -> Iterator[TensorLeaf]:
-    """Yield the tensors that are alike."""
-    if path in apart:
-        return
-    if isinstance(node, TensorLeaf):
-        yield node
-    elif isinstance(node, Branch):
-        for key, child in node.children.items():
-            yield from _replicated_leaves(child, (*path, key), apart)
-
-
-def _find(node: Node | None, path: StatePath) -> Node | None:
-    for key in path:
-        node = node.children.get(key) if isinstance(node, Branch) else None
-    return node
-
-
-def lock_owner(ranks: int) -> str:
-    """Say who this job is, for those who find the place taken."""
-    return f"process {os.getpid()} on {socket.gethostname()} (a job of {ranks} ranks)"

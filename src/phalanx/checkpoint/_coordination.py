@@ -1,13 +1,13 @@
 """How the ranks of a save exchange results, and learn which of them failed.
 
-A `Coordinator` carries one text per rank to all ranks. `BarrierCoordinator` uses a barrier that has
-`exchange`; where there is none, `StorageCoordinator` exchanges small files in the directory that
-is saved to. `Coordinator.together` runs an action on every rank, and raises on all if it failed on
-one.
+A `Coordinator` carries one text per rank to all ranks. `BarrierCoordinator` uses a barrier that
+has `exchange`; without one, `StorageCoordinator` exchanges small files in the directory that is
+saved to. `Coordinator.run_on_all_ranks` runs an action on every rank, and raises on all ranks if
+it failed on one.
 
 Every text carries the number and the phase of the save. A rank that restarted may be at a later
-save than its peers: those that find themselves in an older save give it up, and the others
-start theirs again.
+save than its peers: ranks that find themselves in an older save abandon it, and the others start
+theirs again.
 """
 
 from __future__ import annotations
@@ -20,424 +20,392 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from .. import errors
 from ..env import read_rank_env
-from ..errors import CheckpointDirectoryInUse, CheckpointError, InvalidType, SaveFailed, SaveTimeout
+from ..errors import CheckpointError, InvalidType, SaveFailed, SaveTimeout
 from ..groups import ProcessGroup
 from ..groups._factory import default_group
-from . import _progress
+from ..groups._formatting import format_ranks
 from ._barriers import DistBarrier, GroupBarrier
+from ._progress import ProgressMeter
 from ._storage import MESSAGE_PREFIX, MessageStore
 from ._types import BarrierLike, RankInfo
 
 T = TypeVar("T")
 
 
-_save_number: ContextVar[int | None] = ContextVar("phalanx_checkpoint_turn", default=None)
-
-
-@contextmanager
-def numbered_save(number: int) -> Iterator[None]:
-    """Number the save that the block does, where the writer has not made all that came before."""
-    token = _save_number.set(number)
-    try:
-        yield
-    finally:
-        _save_number.reset(token)
-
-
-def current_save_number() -> int | None:
-    """Return the number that was given to the save under way."""
-    return _save_number.get()
-
-
 class PeersBehind(SaveFailed):
-    """Some ranks are at an older save: they give it up, and will come to this one."""
+    """Some ranks are at an older save. They abandon it, and arrive at this one later."""
+
+
+class _Position(NamedTuple):
+    save_number: int
+    phase: str
+    world_size: int
 
 
 class Coordinator(ABC):
-    """The ranks that save together."""
+    """The ranks of one save.
 
-    turn = 0
-    """The number of the save: the same on all ranks, and greater than those before."""
+    `save_number` is the same on all ranks, and greater than those of earlier saves.
+    """
 
-    def __init__(self, rank_info: RankInfo) -> None:
+    def __init__(
+        self, rank_info: RankInfo, *, save_number: int = 0, meter: ProgressMeter | None = None
+    ) -> None:
         self.rank = rank_info.global_rank
         self.size = rank_info.global_world_size
+        self.save_number = save_number
+        self.meter = ProgressMeter() if meter is None else meter
 
     @abstractmethod
     def exchange(self, text: str) -> list[str]:
         """Wait for all ranks, and return their texts by rank."""
 
     def close(self) -> None:
-        """Part from each other."""
+        """End the exchange."""
         return
 
-    def place(self, phase: str) -> list[Any]:
-        """Say where this rank is: in which save, in which part of it, and among how many."""
-        return [self.turn, phase, self.size]
+    def run_on_all_ranks(
+        self, phase: str, action: Callable[[], T], *, wrap_errors: bool = True
+    ) -> list[T]:
+        """Run an action on every rank and return the results by rank, or raise on every rank.
 
-    def together(self, phase: str, action: Callable[[], T]) -> list[T]:
-        """Do something on every rank and return what came of it, by rank.
-
-        What `action` returns must be something that JSON can say. If it has failed on any rank,
-        all raise `SaveFailed` with the cause.
+        Results must be JSON-serializable. With `wrap_errors`, as in a save, all ranks raise
+        `SaveFailed` with the first cause. Without, the rank that failed raises its own error, and
+        the others a `CheckpointError` of the same class.
         """
+        position = _Position(self.save_number, phase, self.size)
         error: BaseException | None = None
-        at = self.place(phase)
-        _progress.enter_phase(phase)
+        self.meter.enter(phase)
         try:
-            said = json.dumps({"at": at, "did": action()})
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, the others must hear of it
+            text = json.dumps({"at": position, "result": action()})
+        except BaseException as raised:  # noqa: BLE001 - the other ranks must learn of any error
             error = raised
-            said = json.dumps(
-                {"at": at, "failed": _describe_error(raised), "kind": _failure_kind(raised)}
-            )
-        _progress.enter_phase("waiting for ranks")
+            failure = {"failed": str(raised), "kind": type(raised).__name__}
+            text = json.dumps({"at": position, **failure})
+        self.meter.enter("waiting for ranks")
         try:
-            texts = self.exchange(said)
+            replies = [json.loads(each) for each in self.exchange(text)]
         except Exception as raised:
-            if error is None:
+            if error is None and wrap_errors:
                 kind = SaveTimeout if isinstance(raised, TimeoutError) else SaveFailed
-                raise kind(f"the save was given up while {phase}: {raised}") from raised
-            texts = []  # nobody has heard of it, but it did happen here
-        if error is not None and not isinstance(error, Exception):
-            raise error  # an interrupt stays one
-        told = [json.loads(text) for text in texts]
-        self._check_places([each["at"] for each in told], phase)
-        failures = {rank: each for rank, each in enumerate(told) if "failed" in each}
+                raise kind(f"the save was abandoned while {phase}: {raised}") from raised
+            if error is None:
+                raise
+            replies = []  # no other rank learned of it, but it did happen here
+        if error is not None and not (wrap_errors and isinstance(error, Exception)):
+            raise error
+        base = SaveFailed if wrap_errors else CheckpointError
+        self._check_positions([_Position(*each["at"]) for each in replies], phase, base)
+        failures = {rank: each for rank, each in enumerate(replies) if "failed" in each}
         if error is not None:
-            failures.setdefault(self.rank, json.loads(said))
+            failures.setdefault(self.rank, json.loads(text))
         if failures:
-            raise _first_failure(failures, phase) from error
-        if len(told) != self.size:
-            raise SaveFailed(f"the barrier is of {len(told)} ranks, and the save of {self.size}")
-        return [each["did"] for each in told]
+            raise _first_failure(failures, phase, base) from error
+        if len(replies) != self.size:
+            raise base(f"the barrier has {len(replies)} ranks, the save has {self.size}")
+        return [each["result"] for each in replies]
 
-    def _check_places(self, places: list[tuple[int, str, int]], phase: str) -> None:
-        """Raise if others are in another save, in another part of it, or of another number."""
-        if all(place == places[0] for place in places):
+    def _check_positions(
+        self, positions: list[_Position], phase: str, base: type[CheckpointError]
+    ) -> None:
+        """Raise if ranks are in different saves or phases, or disagree on the world size."""
+        if len({*positions}) <= 1:
             return
-        sizes = [size for _, _, size in places]
+        sizes = [each.world_size for each in positions]
         if len({*sizes}) > 1:
-            told = ", ".join(f"rank {rank} says {size}" for rank, size in enumerate(sizes))
-            raise SaveFailed(f"ranks do not agree on how many they are: {told}")
-        newest = max(turn for turn, _, _ in places)
-        ahead = [rank for rank, (turn, _, _) in enumerate(places) if turn == newest]
-        if len(ahead) == len(places):
-            told = ", ".join(
-                f"rank {rank} while {each}" for rank, (_, each, _) in enumerate(places)
-            )
-            raise SaveFailed(f"ranks have met at different points of a save: {told}")
+            raise base(f"ranks disagree on the world size: {format_by_rank(sizes)}")
+        newest = max(each.save_number for each in positions)
+        ahead = [rank for rank, each in enumerate(positions) if each.save_number == newest]
+        if base is not SaveFailed or len(ahead) == len(positions):
+            phases = format_by_rank(each.phase for each in positions)
+            raise base(f"ranks are in different calls or phases: {phases}")
         if self.rank in ahead:
-            raise PeersBehind(f"only {format_ranks(ahead)} came to save number {newest}")
+            raise PeersBehind(f"only {format_ranks(ahead)} arrived at save number {newest}")
         raise SaveFailed(
-            f"save number {self.turn} was given up while {phase}: {format_ranks(ahead)} had lost it, "
-            f"and came to number {newest}"
+            f"save number {self.save_number} was abandoned while {phase}: {format_ranks(ahead)} "
+            f"restarted, and is at save number {newest}"
         )
 
 
-def _first_failure(failures: dict[int, dict[str, str]], phase: str) -> SaveFailed:
-    """Make the one error for all that failed at a meeting; nobody knows which clock to believe."""
+def _first_failure(
+    failures: dict[int, dict[str, str]], phase: str, base: type[CheckpointError]
+) -> CheckpointError:
+    """Return the one error that all ranks raise: that of the lowest rank, clocks may differ."""
     first, *others = sorted(failures)
-    more = f" (and {format_ranks(others)} failed too)" if others else ""
-    kind = _FAILURE_KINDS.get(failures[first]["kind"], SaveFailed)
-    return kind(f"the save failed on rank {first} while {phase}: {failures[first]['failed']}{more}")
+    kind, message = failures[first]["kind"], failures[first]["failed"]
+    where = f"the save failed on rank {first}" if base is SaveFailed else f"rank {first} failed"
+    also = f" ({format_ranks(others)} failed too)" if others else ""
+    return error_class(kind, base)(f"{where} while {phase}: {kind}: {message}{also}")
 
 
-_FAILURE_KINDS: dict[str, type[SaveFailed]] = {
-    "in use": CheckpointDirectoryInUse,
-    "timeout": SaveTimeout,
-}
+def error_class(name: str, base: type[CheckpointError]) -> type[CheckpointError]:
+    """Return the error class of that name if it derives from `base`, else `base`."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, base) else base
 
 
-def _failure_kind(error: BaseException) -> str:
-    return next((name for name, kind in _FAILURE_KINDS.items() if isinstance(error, kind)), "")
-
-
-def _describe_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Name some ranks."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+def format_by_rank(values: Iterable[Any]) -> str:
+    """Write the values of all ranks: ``rank 0: 4, rank 1: 8``."""
+    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
 class SingleRankCoordinator(Coordinator):
-    """One rank."""
+    """The only rank."""
 
     def exchange(self, text: str) -> list[str]:
-        """Return what was said."""
         return [text]
 
 
 class BarrierCoordinator(Coordinator):
-    """Ranks whose barrier carries texts."""
-
-    def __init__(self, rank_info: RankInfo, barrier: Any) -> None:
-        super().__init__(rank_info)
-        self._barrier = barrier
-
-    def exchange(self, text: str) -> list[str]:
-        """Leave it to the barrier."""
-        texts: list[str] = self._barrier.exchange(text)
-        return texts
-
-
-def run_on_all_ranks(company: Coordinator, doing: str, action: Callable[[], T]) -> list[T]:
-    """Do something on every rank and return what came of it, by rank, or raise on every rank.
-
-    What `action` returns must be something that JSON can say. Unlike in a save, an error is raised
-    as it is where it happened; nothing has to be taken back elsewhere.
-    """
-    said: dict[str, Any] = {"at": company.place(doing)}  # as in a save, which others may be at
-    try:
-        said["did"] = action()
-    except BaseException as error:
-        said |= {"failed": str(error), "kind": type(error).__name__}
-        with suppress(Exception):  # whoever cannot be told will miss us soon
-            company.exchange(json.dumps(said))
-        raise
-    told = [json.loads(text) for text in company.exchange(json.dumps(said))]
-    if any(each["at"] != said["at"] for each in told):
-        places = format_by_rank(each["at"][1] for each in told)
-        raise CheckpointError(f"ranks have met in different calls: {places}")
-    for rank, each in enumerate(told):
-        if "failed" in each:
-            raise _error_class(each["kind"])(
-                f"rank {rank} failed while {doing}: {each['kind']}: {each['failed']}"
-            )
-    return [each["did"] for each in told]
-
-
-def format_by_rank(values: Iterable[Any]) -> str:
-    """List what each rank has said."""
-    return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-def _error_class(name: str) -> type[CheckpointError]:
-    """Return the error of a name, if it is one of checkpoints."""
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, CheckpointError):
-        return kind
-    return CheckpointError
-
-
-_MAX_POLL_INTERVAL = 0.05  # seconds between two looks
-_LEADER_GRACE = 1.0  # seconds for rank 0 to say that it has given up
-_CLOSE_TIMEOUT = 10.0  # seconds to read notes that are there
-
-
-class StorageCoordinator(Coordinator):
-    """Ranks that meet in a folder; a barrier that cannot carry texts is waited at as well."""
+    """Ranks that exchange texts by a barrier."""
 
     def __init__(
         self,
         rank_info: RankInfo,
-        board: MessageStore,
+        barrier: Any,
         *,
-        timeout: float,
-        barrier: BarrierLike | None,
+        save_number: int = 0,
+        meter: ProgressMeter | None = None,
     ) -> None:
-        super().__init__(rank_info)
-        self._board = board
-        self._timeout = timeout
+        super().__init__(rank_info, save_number=save_number, meter=meter)
         self._barrier = barrier
-        self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
-        self._nonce = secrets.token_hex(8)
-        self._session = ""
-        self._standing: int | None = None
-        """The lock by which others know that this rank lives."""
-        self._exchanges = 0
-        self._all_present = False
-        """Whether all ranks were there when they last met."""
 
     def exchange(self, text: str) -> list[str]:
-        """Leave a note, and read those of all."""
+        texts: list[str] = self._barrier.exchange(text)
+        return texts
+
+
+@dataclass(frozen=True)
+class CoordinationTiming:
+    """Time constants of a `StorageCoordinator`, in seconds."""
+
+    first_poll: float = 0.001
+    max_poll: float = 0.05
+    leader_grace: float = 1.0
+    """How much longer than rank 0 the others wait: it knows which ranks are missing."""
+    close_timeout: float = 10.0
+    """How long rank 0 waits for the others to have read the last messages."""
+
+
+class StorageCoordinator(Coordinator):
+    """Ranks that exchange message files.
+
+    Ranks other than 0 store a *hello*, rank 0 answers each with the id of the session. In it,
+    every exchange has a number, and each rank stores one message for it. A locked *here* message
+    shows that a rank is alive, *gone* that it failed, *bye* that it has read everything. If there
+    is a barrier that cannot carry texts, ranks wait at it too.
+    """
+
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        messages: MessageStore,
+        *,
+        timeout: float,
+        barrier: BarrierLike | None = None,
+        save_number: int = 0,
+        meter: ProgressMeter | None = None,
+        timing: CoordinationTiming | None = None,
+    ) -> None:
+        super().__init__(rank_info, save_number=save_number, meter=meter)
+        self._messages = messages
+        self._timeout = timeout
+        self._barrier = barrier
+        self._timing = CoordinationTiming() if timing is None else timing
+        self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
+        self._session = ""
+        self._presence: int | None = None
+        """The descriptor whose lock shows that this rank is alive."""
+        self._exchanges = 0
+        self._all_present = False
+        """Whether all ranks completed the last exchange."""
+
+    def exchange(self, text: str) -> list[str]:
+        """Store a message, and read those of all ranks."""
         self._all_present = False
         try:
             if not self._session:
-                self._session = self._form() if self.rank == 0 else self._enter()
-                self._standing = self._board.stand(self._note("here", self.rank))
+                self._session = self._form_session() if self.rank == 0 else self._join_session()
+                self._presence = self._messages.put_locked(self._name("here", self.rank))
             self._exchanges += 1
-            self._board.put(self._note(self._exchanges, self.rank), text)
+            self._messages.put(self._name(self._exchanges, self.rank), text)
             if self._barrier is not None:
                 self._barrier.execute_barrier()
-            texts = self._poll(self._collect, self._absence_error)
+            texts = self._poll(self._collect, self._missing_ranks_error)
         except BaseException as error:
             if self._session:
-                with suppress(OSError):  # the cause is what counts
-                    self._board.put(self._note("gone", self.rank), f"rank {self.rank}: {error}")
+                with suppress(OSError):  # must not hide the cause
+                    gone = f"rank {self.rank}: {error}"
+                    self._messages.put(self._name("gone", self.rank), gone)
             raise
         self._all_present = True
         return texts
 
-    def _note(self, meeting: int | str, rank: int) -> str:
-        return f"{MESSAGE_PREFIX}{self._session}.{meeting}.{rank}"
+    def _name(self, kind: int | str, rank: int) -> str:
+        return f"{MESSAGE_PREFIX}{self._session}.{kind}.{rank}"
 
-    def _form(self) -> str:
+    def _form_session(self) -> str:
         """Wait for the hello of every other rank, and answer it."""
-        session = secrets.token_hex(8)
         hellos: dict[int, set[str]] = defaultdict(set)
 
-        def all_are_here() -> bool | None:
-            for name in self._board.names():
+        def all_arrived() -> bool | None:
+            for name in self._messages.names():
                 if name.startswith(f"{self._hello_prefix}.hello."):
                     rank, nonce = name.split(".")[-2:]
                     hellos[int(rank)].add(nonce)
             return True if len(hellos) == self.size - 1 else None
 
-        def complain() -> SaveFailed:
+        def timed_out() -> SaveFailed:
             missing = [rank for rank in range(1, self.size) if rank not in hellos]
-            return SaveTimeout(f"{format_ranks(missing)} did not come within {self._timeout} s")
+            return SaveTimeout(f"{format_ranks(missing)} did not arrive within {self._timeout} s")
 
         try:
-            self._poll(all_are_here, complain)
-            double = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
-            if double:
+            self._poll(all_arrived, timed_out)
+            duplicates = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
+            if duplicates:
                 raise SaveFailed(
-                    f"two processes say that they are {format_ranks(double)}: two jobs?"
+                    f"two processes claim to be {format_ranks(duplicates)}; do two jobs save here?"
                 )
         except SaveFailed as error:
             self._answer(hellos, {"failed": str(error)})
             raise
+        session = secrets.token_hex(8)
         self._answer(hellos, {"session": session})
         return session
 
     def _answer(self, hellos: dict[int, set[str]], answer: dict[str, str]) -> None:
         for nonces in hellos.values():
             for nonce in nonces:
-                self._board.put(f"{self._hello_prefix}.answer.{nonce}", json.dumps(answer))
+                self._messages.put(f"{self._hello_prefix}.answer.{nonce}", json.dumps(answer))
 
-    def _enter(self) -> str:
-        """Say hello until rank 0 answers, for it may tidy up before it listens."""
-        hello = f"{self._hello_prefix}.hello.{self.rank}.{self._nonce}"
-        answer = f"{self._hello_prefix}.answer.{self._nonce}"
+    def _join_session(self) -> str:
+        """Repeat the hello until rank 0 answers, since rank 0 first removes old messages."""
+        nonce = secrets.token_hex(8)
+        hello = f"{self._hello_prefix}.hello.{self.rank}.{nonce}"
+        answer = f"{self._hello_prefix}.answer.{nonce}"
 
-        def listen() -> str | None:
-            names = self._board.names()
+        def read_answer() -> str | None:
+            names = self._messages.names()
             if answer in names:
-                return self._board.get(answer)
+                return self._messages.get(answer)
             if hello not in names:
-                self._board.put(hello, "")
+                self._messages.put(hello, "")
             return None
 
-        def complain() -> SaveFailed:
-            return SaveTimeout(f"rank 0 did not come within {self._timeout} s")
+        def timed_out() -> SaveFailed:
+            return SaveTimeout(f"rank 0 did not arrive within {self._timeout} s")
 
         try:
-            # Longer than rank 0 waits for the others: it knows who of them is missing.
-            patience = self._timeout + min(self._timeout / 2, _LEADER_GRACE)
-            said = json.loads(self._poll(listen, complain, timeout=patience))
+            timeout = self._timeout + min(self._timeout / 2, self._timing.leader_grace)
+            reply = json.loads(self._poll(read_answer, timed_out, timeout=timeout))
         finally:
-            self._board.remove(hello)
-            self._board.remove(answer)
-        if "failed" in said:
-            raise SaveFailed(said["failed"])
-        session: str = said["session"]
+            self._messages.remove(hello)
+            self._messages.remove(answer)
+        if "failed" in reply:
+            raise SaveFailed(reply["failed"])
+        session: str = reply["session"]
         return session
 
     def _collect(self) -> list[str] | None:
-        names = self._board.names()
+        names = self._messages.names()
         for rank in range(self.size):
-            if self._note("gone", rank) in names:
-                raise SaveFailed(self._board.get(self._note("gone", rank)) or f"rank {rank} left")
-        wanted = [self._note(self._exchanges, rank) for rank in range(self.size)]
+            if (gone := self._name("gone", rank)) in names:
+                raise SaveFailed(self._messages.get(gone) or f"rank {rank} left")
+        wanted = [self._name(self._exchanges, rank) for rank in range(self.size)]
         if not names.issuperset(wanted):
-            self._check_peers_alive([rank for rank, note in enumerate(wanted) if note not in names])
+            self._check_peers_alive([rank for rank, name in enumerate(wanted) if name not in names])
             return None
-        texts = [text for name in wanted if (text := self._board.get(name)) is not None]
+        texts = [text for name in wanted if (text := self._messages.get(name)) is not None]
         return texts if len(texts) == self.size else None
 
     def _check_peers_alive(self, missing: list[int]) -> None:
-        """Do not wait for the dead."""
         for rank in missing:
-            if self._board.is_abandoned(self._note("here", rank)):
-                last = self._note(self._exchanges, rank)
-                if self._board.get(last) is None:  # it may have come, and gone in peace
-                    raise SaveFailed(f"rank {rank} is dead")
+            is_dead = self._messages.is_abandoned(self._name("here", rank))
+            # It may have sent its message and left since the names were listed.
+            if is_dead and self._messages.get(self._name(self._exchanges, rank)) is None:
+                raise SaveFailed(f"rank {rank} died")
 
-    def _absence_error(self) -> SaveFailed:
-        names = self._board.names()
-        lines = []
+    def _missing_ranks_error(self) -> SaveFailed:
+        names = self._messages.names()
+        missing = []
         for rank in range(self.size):
-            met = [
-                meeting
-                for meeting in range(1, self._exchanges + 1)
-                if self._note(meeting, rank) in names
-            ]
-            if self._exchanges not in met:
-                lines.append(f"rank {rank} (it was at {len(met)} of {self._exchanges} meetings)")
-        return SaveTimeout(f"{', '.join(lines)} did not come within {self._timeout} s")
+            numbers = range(1, self._exchanges + 1)
+            seen = [each for each in numbers if self._name(each, rank) in names]
+            if self._exchanges not in seen:
+                missing.append(f"rank {rank} (at exchange {len(seen)} of {self._exchanges})")
+        return SaveTimeout(f"{', '.join(missing)} did not arrive within {self._timeout} s")
 
     def close(self) -> None:
-        """Part, and have rank 0 take away the notes when everybody has read them."""
+        """Leave the session. Rank 0 removes the messages when all ranks have read them."""
         try:
-            with suppress(OSError):  # the save has succeeded or failed by now
-                self._part()
+            with suppress(OSError):  # the save has already succeeded or failed
+                self._leave()
         finally:
-            if self._standing is not None:
-                os.close(self._standing)
-                self._standing = None
+            if self._presence is not None:
+                os.close(self._presence)
+                self._presence = None
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         if not self._session:
             return
         if self.rank != 0:
-            self._board.put(self._note("bye", self.rank), "")
-        elif self._all_present:  # else those who come late shall find them; the next save tidies up
-            byes = {self._note("bye", rank) for rank in range(1, self.size)}
+            self._messages.put(self._name("bye", self.rank), "")
+        elif (
+            self._all_present
+        ):  # else late ranks must find the messages; the next save removes them
+            byes = {self._name("bye", rank) for rank in range(1, self.size)}
             try:
                 self._poll(
-                    lambda: self._board.names().issuperset(byes) or None,
-                    lambda: SaveTimeout("nobody says goodbye"),
-                    timeout=min(self._timeout, _CLOSE_TIMEOUT),
+                    lambda: self._messages.names().issuperset(byes) or None,
+                    lambda: SaveTimeout("ranks did not leave"),
+                    timeout=min(self._timeout, self._timing.close_timeout),
                 )
             except SaveTimeout:
-                return  # they have what they need, or are dead
-            for name in self._board.names():
+                return  # the others have what they need, or are dead
+            for name in self._messages.names():
                 if name.startswith(f"{MESSAGE_PREFIX}{self._session}."):
-                    self._board.remove(name)
+                    self._messages.remove(name)
 
     def _poll(
         self,
         look: Callable[[], T | None],
-        complain: Callable[[], SaveFailed],
+        timed_out: Callable[[], SaveFailed],
         *,
         timeout: float | None = None,
     ) -> T:
-        """Look until there is something to see, ever less often."""
+        """Call `look` until it returns something, at growing intervals."""
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        pause = 0.001
+        pause = self._timing.first_poll
         while True:
             seen = look()
             if seen is not None:
                 return seen
             if time.monotonic() > deadline:
-                raise complain()
+                raise timed_out()
             time.sleep(pause)
-            pause = min(pause * 1.5, _MAX_POLL_INTERVAL)
+            pause = min(pause * 1.5, self._timing.max_poll)
 
 
 _adopted_job = ""
 
 
 def adopt_job_name(job: str) -> None:
-    """Let this process save as one of a job's: it writes for a rank that it is not itself."""
+    """Use the job name of the rank for which this process writes."""
     global _adopted_job  # noqa: PLW0603 - a process belongs to one job
     _adopted_job = job
 
 
 def job_name() -> str:
-    """Name the job, so that the ranks of two jobs at one folder do not answer each other."""
+    """Return a name for this job, so that two jobs at one path ignore each other's messages."""
     if _adopted_job:
         return _adopted_job
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
@@ -451,9 +419,9 @@ _log = logging.getLogger(__name__)
 def rank_and_barrier(
     group: dist.ProcessGroup | None, *, timeout_secs: float
 ) -> tuple[RankInfo, Any]:
-    """Return this rank's place in a group, and a barrier for all of its ranks, which call this.
+    """Return this process's rank in a group, and a barrier for it. All ranks call this.
 
-    Without a group it is the default one; a rank that is alone has no barrier.
+    Without a group, the default group is used. A single rank has no barrier.
     """
     group = default_group_or_warn() if group is None else group
     if group is None or group.size() == 1:
@@ -462,14 +430,13 @@ def rank_and_barrier(
 
 
 def default_group_or_warn() -> dist.ProcessGroup | None:
-    """Return the default group; warn if there is none, though other ranks were launched."""
+    """Return the default group; warn if there is none although several ranks were launched."""
     group = default_group()
     if group is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         launched = read_rank_env()
         if launched.world_size > 1:
             _log.warning(
-                "rank %d of %d takes itself for the only one, as it was given no group; pass "
-                "group=..., or the ranks will not agree",
+                "rank %d of %d has no process group and acts as the only rank; pass group=...",
                 launched.rank,
                 launched.world_size,
             )
@@ -482,6 +449,6 @@ def _barrier_for(group: dist.ProcessGroup, timeout: float) -> Any:
     if group is dist.group.WORLD:
         return DistBarrier(timeout_secs=timeout)
     raise InvalidType(
-        "group is one of phalanx.groups.new_group or torch's default group, not another "
-        f"{type(group).__name__} of torch"
+        "group must come from phalanx.groups.new_group or be torch's default group, got "
+        f"another {type(group).__name__} of torch"
     )

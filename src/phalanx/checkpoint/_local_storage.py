@@ -30,12 +30,14 @@ from pathlib import Path
 from weakref import WeakSet
 
 from ..errors import CheckpointDirectoryInUse, DamagedCheckpoint
-from . import _progress
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from ._progress import ProgressMeter
 from ._storage import (
     CHUNK_BYTES,
     DATA_FILE_NAME,
     MESSAGE_PREFIX,
+    RETRIES,
+    MessageStore,
     Snapshot,
     Source,
     Storage,
@@ -44,50 +46,30 @@ from ._storage import (
 )
 
 _LOCK_NAME = "lock"
-_ATTEMPTS = 100
-
-
 _LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-def lock_file(fd: int) -> bool:
-    """Lock a file of one's own, and tell whether the file system can do that."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _LOCKS_UNSUPPORTED:
-            raise
-        return False
-    return True
-
-
-def is_unlocked(fd: int) -> bool:
-    """Tell whether nobody holds the lock of a file; whoever asks next gets the same answer."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
+_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
+"""Errors of fsync in a directory in which we cannot have created anything either."""
+_SAVE_ID = re.compile("[0-9a-f]{16}")
 
 
 class DirectoryLock:
-    """A locked file in a folder of its own, which is made for it and goes with it."""
+    """A locked file in a directory that is created for it and removed with it."""
 
-    def __init__(self, folder: Path, fd: int) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, fd: int) -> None:
+        self._directory = directory
         self._fd = fd
 
     @classmethod
-    def take(cls, folder: Path, owner: str, *, purpose: str) -> DirectoryLock:
-        """Make the folder, take its lock, and write into it who `owner` is."""
-        for _ in range(_ATTEMPTS):
+    def take(cls, directory: Path, owner: str, *, purpose: str) -> DirectoryLock:
+        """Create the directory, take its lock, and write `owner` into it."""
+        for _ in range(RETRIES):
             with suppress(FileExistsError):
-                os.mkdir(folder)  # not by pathlib, which trips if it is removed at that instant
+                os.mkdir(directory)  # pathlib's mkdir raises if it is removed at that instant
             try:
-                fd = _open_lock(folder)
+                fd = _open_lock(directory)
             except FileNotFoundError:
-                continue  # the folder went with its holder just now
-            lock = cls(folder, fd)
+                continue  # the previous holder has just removed the directory
+            lock = cls(directory, fd)
             try:
                 lock._acquire(purpose)
                 if lock._is_current():
@@ -98,8 +80,8 @@ class DirectoryLock:
             except BaseException:
                 os.close(fd)
                 raise
-            os.close(fd)  # its holder has removed the file while we waited at it
-        raise CheckpointDirectoryInUse(f"{purpose} is being saved to by others again and again")
+            os.close(fd)  # the previous holder removed the file while we waited for the lock
+        raise CheckpointDirectoryInUse(f"{purpose} is being saved to by one job after another")
 
     def _acquire(self, purpose: str) -> None:
         try:
@@ -107,46 +89,47 @@ class DirectoryLock:
         except OSError as error:
             holder = os.pread(self._fd, 1000, 0).decode(errors="replace")
             if error.errno == errno.EWOULDBLOCK:
-                who = holder or "somebody who has not said who it is"
-                raise CheckpointDirectoryInUse(f"{purpose} is being saved to by {who}") from None
+                raise CheckpointDirectoryInUse(
+                    f"{purpose} is being saved to by {holder or 'an unknown process'}"
+                ) from None
             if error.errno in _LOCKS_UNSUPPORTED and not holder:
-                return  # a file system without locks, and nobody has been here
+                return  # a file system without locks, and no previous owner
             raise CheckpointDirectoryInUse(
-                f"{purpose} may be being saved to by {holder}; its file system has no locks to "
-                f"tell ({error.strerror}). If that job is gone, remove {self._folder}"
+                f"{purpose} may be being saved to by {holder}: its file system has no locks "
+                f"({error.strerror}). If that job is dead, remove {self._directory}"
             ) from None
 
     def _is_current(self) -> bool:
         try:
-            named = os.stat(self._folder / _LOCK_NAME)
+            named = os.stat(self._directory / _LOCK_NAME)
         except FileNotFoundError:
             return False
         return os.path.samestat(named, os.fstat(self._fd))
 
     def release(self) -> None:
-        """Remove the file and the folder, then let go; once only."""
+        """Remove the file and the directory, then unlock. Idempotent."""
         if self._fd < 0:
             return
         with suppress(OSError):
-            (self._folder / _LOCK_NAME).unlink()
-            self._folder.rmdir()  # stays while ranks still have notes in it
-        self.forget()
+            (self._directory / _LOCK_NAME).unlink()
+            self._directory.rmdir()  # fails while ranks still have messages in it
+        self.abandon()
 
-    def forget(self) -> None:
-        """Close the file, and leave the rest to whoever else has it open."""
+    def abandon(self) -> None:
+        """Close the descriptor without unlocking, if another process shares it."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
 
 
-def _open_lock(folder: Path) -> int:
-    """Open the lock of a folder, of which neither may be a link: who knows to whose file."""
+def _open_lock(directory: Path) -> int:
+    """Open the lock of a directory. Neither may be a symbolic link to someone else's file."""
     flags = os.O_NOFOLLOW | os.O_CLOEXEC
-    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+    inside = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | flags)
     try:
         return os.open(_LOCK_NAME, os.O_CREAT | os.O_RDWR | flags, 0o644, dir_fd=inside)
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(folder / _LOCK_NAME)) from None
+        raise OSError(error.errno, error.strerror, str(directory / _LOCK_NAME)) from None
     finally:
         os.close(inside)
 
@@ -154,62 +137,56 @@ def _open_lock(folder: Path) -> int:
 _held_locks: WeakSet[DirectoryLock] = WeakSet()
 
 
-def _forget_locks_in_child() -> None:
+def _abandon_locks_in_child() -> None:
     for lock in _held_locks:
-        lock.forget()
+        lock.abandon()
 
 
-# A forked child (a data loader's, say) would hold the lock when its parent is long dead, and would
-# remove its file at its own end.
-os.register_at_fork(after_in_child=_forget_locks_in_child)
+# A forked child (of a data loader, say) would keep the lock after its parent's death, and would
+# remove the lock file when it exits.
+os.register_at_fork(after_in_child=_abandon_locks_in_child)
 
 
-class FileMessageStore:
-    """Notes as small files."""
+class FileMessageStore(MessageStore):
+    """Messages as small files."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
-    def put(self, name: str, text: str) -> None:
-        """Leave a note under a name that appears at once."""
-        draft = self._folder / f".{name}.draft"
-        for _ in range(_ATTEMPTS):  # the folder may be removed right after it was made
-            with suppress(FileExistsError):
-                self._folder.mkdir(parents=True)
-            with suppress(FileNotFoundError):
-                draft.write_text(text)
-                os.rename(draft, self._folder / name)
-                return
-        raise FileNotFoundError(f"somebody removes {self._folder} again and again")
+    def _make_directory(self) -> None:
+        self._directory.mkdir(parents=True)
+
+    def _write(self, name: str, text: str) -> None:
+        draft = self._directory / f".{name}.draft"
+        draft.write_text(text)
+        os.rename(draft, self._directory / name)
 
     def names(self) -> set[str]:
-        """List the folder."""
         try:
-            return set(os.listdir(self._folder))
+            return set(os.listdir(self._directory))
         except FileNotFoundError:
             return set()
 
     def get(self, name: str) -> str | None:
-        """Read a note."""
         try:
-            return (self._folder / name).read_text()
+            return (self._directory / name).read_text()
         except FileNotFoundError:
             return None
 
     def remove(self, name: str) -> None:
-        """Remove a note."""
-        (self._folder / name).unlink(missing_ok=True)
+        """Remove a file, and the directory with the last one."""
+        (self._directory / name).unlink(missing_ok=True)
         with suppress(OSError):
-            self._folder.rmdir()  # the last one closes the door
+            self._directory.rmdir()
 
-    def stand(self, name: str) -> int | None:
-        """Leave a note, and hold a lock on it."""
+    def put_locked(self, name: str) -> int | None:
+        """Create a file that is locked when its name appears."""
         draft = f".{name}.draft"
         self.put(draft, "")
-        fd = os.open(self._folder / draft, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(self._directory / draft, os.O_RDWR | os.O_CLOEXEC)
         try:
-            is_locked = lock_file(fd)
-            os.rename(self._folder / draft, self._folder / name)  # the lock goes with it
+            is_locked = _try_lock(fd)
+            os.rename(self._directory / draft, self._directory / name)  # keeps the lock
         except BaseException:
             os.close(fd)
             raise
@@ -220,35 +197,51 @@ class FileMessageStore:
         return None
 
     def is_abandoned(self, name: str) -> bool:
-        """Try whether the lock is free; a note without one says so."""
+        """Whether the lock is free. A file without a lock has content."""
         try:
-            fd = os.open(self._folder / name, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
         try:
-            return not os.fstat(fd).st_size and is_unlocked(fd)
+            return not os.fstat(fd).st_size and _is_unlocked(fd)
         finally:
             os.close(fd)
 
 
-_SAVE_ID = re.compile("[0-9a-f]{16}")
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Why a folder may not be flushed in which we cannot have made anything either."""
+def _try_lock(fd: int) -> bool:
+    """Lock a file; False if the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _LOCKS_UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def _is_unlocked(fd: int) -> bool:
+    # With a shared lock, so that peers that look at the same time get the same answer.
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class LocalStorage(Storage):
-    """A folder on a file system that all ranks share."""
+    """A checkpoint in a directory of a file system that all ranks share."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, meter: ProgressMeter | None = None) -> None:
         self.path = path
         self._target = Path(os.path.realpath(path))
         self.workspace = self._target.parent / f".{self._target.name}.saving"
-        """Where saves to the path do their work."""
+        """The directory in which saves to the path prepare their files."""
+        self._meter = ProgressMeter() if meter is None else meter
         self._lock: DirectoryLock | None = None
         self._is_published = False
 
     def begin(self, owner: str) -> str:
-        """Lock the path, remove what dead jobs have left, and make a temporary folder."""
+        """Lock the path, remove what dead jobs left, and create a temporary directory."""
         make_durable_directories(self._target.parent)
         self._lock = DirectoryLock.take(self.workspace, owner, purpose=self.path)
         save = new_save_id()
@@ -261,8 +254,8 @@ class LocalStorage(Storage):
             raise
         return save
 
-    def tidy(self, owner: str) -> None:
-        """Remove what dead jobs have left; raises `CheckpointDirectoryInUse` if one is alive."""
+    def remove_stale_files(self, owner: str) -> None:
+        """Remove what dead jobs left; raises `CheckpointDirectoryInUse` if one is alive."""
         self._lock = DirectoryLock.take(self.workspace, owner, purpose=self.path)
         try:
             self._remove_leftovers()
@@ -270,150 +263,142 @@ class LocalStorage(Storage):
             self.end(None)
 
     def _remove_leftovers(self) -> None:
-        """Clean up after saves that were killed: whoever holds the lock knows that they are."""
         for entry in os.scandir(self.workspace):
             if _SAVE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path, ignore_errors=True)
             elif entry.name.lstrip(".").startswith(MESSAGE_PREFIX):
-                with suppress(OSError):  # it may just be about to be put up
-                    os.unlink(entry.path)  # whoever has left it just now will say it again
+                # A message of a live peer may be among them; the peer sends it again.
+                with suppress(OSError):
+                    os.unlink(entry.path)
         self._remove_strays()
 
     def _remove_strays(self) -> None:
-        """Remove files that no manifest names: a commit did not come, or nobody lived to do it."""
-        with suppress(OSError):  # the next save will try again
+        with suppress(OSError):  # the next save tries again
             strays = self._strays(self._named_files())
             if strays:
-                # The manifest may be newer than they are, and must not be lost when they are gone.
+                # The manifest may be newer than the strays, and must be durable before they go.
                 fsync_directory(self._target)
                 self.discard(strays)
 
     def _named_files(self) -> set[str] | None:
-        """Return the files that belong to the checkpoint, or None if it cannot be known."""
         try:
             with closing(LocalSnapshot(str(self._target))) as snapshot:
                 return set(Manifest.load(snapshot.manifest(), self.path).files)
         except FileNotFoundError:
             return set()
         except (OSError, DamagedCheckpoint):
-            return None  # somebody may want to rescue them
+            return None
 
     def _strays(self, named: set[str] | None) -> list[str]:
-        """List files of saves that are not among those named."""
         if named is None:
-            return []
+            return []  # files of a damaged checkpoint may be worth rescuing
         names = os.listdir(self._target)
         return [name for name in names if DATA_FILE_NAME.fullmatch(name) and name not in named]
 
     @contextmanager
-    def create(self, save: str, name: str) -> Iterator[_Sink]:
-        """Write a file in the temporary folder, and flush it and its folder."""
-        folder = self.workspace / save
-        if not folder.is_dir():
-            problem = "rank 0 has made this folder, but not here; do ranks share the file system?"
-            raise FileNotFoundError(errno.ENOENT, problem, str(folder))
-        sink = _Sink(folder / name)
+    def create(self, save: str, name: str) -> Iterator[_FileSink]:
+        """Write a file in the temporary directory, then fsync it and the directory."""
+        directory = self.workspace / save
+        if not directory.is_dir():
+            problem = (
+                "this rank does not see what rank 0 created; do all ranks share the file system?"
+            )
+            raise FileNotFoundError(errno.ENOENT, problem, str(directory))
+        sink = _FileSink(directory / name)
         try:
             yield sink
             fault_point("flush")
-            _progress.enter_phase("flushing")
+            self._meter.enter("flushing")
             sink.flush()
         except BaseException:
-            sink.remove()  # at once: on a full disk, there must be room to tell the others
+            sink.remove()  # at once: on a full disk, messages to other ranks need the space
             raise
         finally:
             sink.close()
-        fsync_directory(folder)
+        fsync_directory(directory)
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
-        """Write the manifest and put the folder, or else its files, where readers look."""
-        folder = self.workspace / save
+        """Write the manifest, then rename the directory, or its files, to the target."""
+        directory = self.workspace / save
         replaced: list[str] = []
         with self.create(save, MANIFEST) as sink:
             sink.write(memoryview(manifest))
-        _progress.enter_phase("committing")
+        self._meter.enter("committing")
         fault_point("publish")
         try:
-            os.rename(folder, self._target)
+            os.rename(directory, self._target)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            replaced = self._replace(folder)
+            replaced = self._replace(directory)
         self._is_published = True
         fault_point("published")
         fsync_directory(self.workspace)
         fsync_directory(self._target.parent)
         return replaced
 
-    def _replace(self, folder: Path) -> list[str]:
-        files = [name for name in os.listdir(folder) if DATA_FILE_NAME.fullmatch(name)]
+    def _replace(self, directory: Path) -> list[str]:
+        files = [name for name in os.listdir(directory) if DATA_FILE_NAME.fullmatch(name)]
         for name in files:
-            os.rename(folder / name, self._target / name)
+            os.rename(directory / name, self._target / name)
             fault_point("moved")
         # The manifest must not become durable before the files that it names.
         fsync_directory(self._target)
         fault_point("replace")
-        os.rename(folder / MANIFEST, self._target / MANIFEST)
+        os.rename(directory / MANIFEST, self._target / MANIFEST)
         fsync_directory(self._target)
         fault_point("replaced")
         return self._strays(set(files))
 
     def end(self, save: str | None) -> None:
-        """Remove the temporary folder, and unlock the path."""
+        """Remove the temporary directory, and unlock the path."""
         try:
             if save is not None:
                 shutil.rmtree(self.workspace / save, ignore_errors=True)
             if self._lock is not None and not self._is_published:
                 self._remove_strays()
-        finally:  # whatever happens: nobody could save here as long as this process lives
+        finally:  # else nobody could save here while this process lives
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None
 
     def discard(self, names: list[str]) -> None:
-        """Remove files from the folder."""
         for name in names:
-            with suppress(OSError):  # the next save will try again
+            with suppress(OSError):  # the next save tries again
                 fault_point("discard")
                 (self._target / name).unlink()
 
-    def board(self) -> FileMessageStore:
-        """Leave notes in the folder that saves work in."""
+    def message_store(self) -> FileMessageStore:
         return FileMessageStore(self.workspace)
 
     def snapshot(self) -> LocalSnapshot:
-        """Open the folder."""
         return LocalSnapshot(self.path)
 
 
-class _Sink:
-    """A new file; its name is told in errors."""
+class _FileSink:
+    """A new file; errors of writing it contain its name."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
 
     def write(self, data: memoryview) -> None:
-        """Append all of `data`."""
-        with self._naming():
+        with self._naming_file():
             while data:
                 data = data[os.write(self._fd, data) :]
 
     def flush(self) -> None:
-        """Wait until the disk has it."""
-        with self._naming():
+        with self._naming_file():
             os.fsync(self._fd)
 
     def remove(self) -> None:
-        """Give its space back."""
         self._path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _naming_file(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -421,36 +406,31 @@ class _Sink:
 
 
 class LocalSnapshot(Snapshot):
-    """A folder that is held open: nothing that happens to its name changes what is read."""
+    """An open directory; renames and removals do not affect what is read."""
 
-    stays = True
+    survives_removal = True
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def manifest(self) -> bytes:
-        """Read the manifest."""
-        source = self.open(MANIFEST)
-        try:
+        with closing(self.open(MANIFEST)) as source:
             if source.length > MAX_MANIFEST_BYTES:
                 raise OSError(errno.EFBIG, f"a manifest of {source.length} bytes", MANIFEST)
             data = bytearray(source.length)
             source.read_into(memoryview(data), 0)
-        finally:
-            source.close()
         return bytes(data)
 
     def open(self, name: str) -> _FileSource:
-        """Open a plain file of the folder; a link could lead anywhere, and a pipe would block."""
+        """Open a regular file: a link could lead anywhere, and a pipe would block."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         source = _FileSource(os.open(name, flags, dir_fd=self._fd))
-        if not source.is_plain:
+        if not source.is_regular:
             source.close()
-            raise OSError(errno.EINVAL, "not a plain file", name)
+            raise OSError(errno.EINVAL, "not a regular file", name)
         return source
 
     def close(self) -> None:
-        """Close the folder."""
         os.close(self._fd)
 
 
@@ -461,7 +441,7 @@ class _FileSource(Source):
         self._fd = fd
 
     @property
-    def is_plain(self) -> bool:
+    def is_regular(self) -> bool:
         return stat.S_ISREG(os.fstat(self._fd).st_mode)
 
     @property
@@ -470,7 +450,7 @@ class _FileSource(Source):
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         while memory:
-            # Not mapped: a file that somebody cuts short must raise, not kill the process.
+            # Not mapped: reading a file that was truncated must raise, not kill the process.
             count = os.preadv(self._fd, [memory], offset)
             if count == 0:
                 raise EOFError(f"the file ends at {offset}")
@@ -481,17 +461,17 @@ class _FileSource(Source):
 
 
 _durable_directories: set[tuple[int, int]] = set()
-"""Folders (device and number) whose names are known to be on disk, which costs a flush to know."""
+"""Directories (device and inode) whose names are known to be durable, to save an fsync."""
 
 
-def make_durable_directories(folder: Path) -> None:
-    """Make a folder and those above it, durably.
+def make_durable_directories(directory: Path) -> None:
+    """Create a directory and its parents durably.
 
-    Those that are there too: another rank may just have made them, to leave a note, or a save that
-    was killed before it came to flush them.
+    Existing ones are synced too: another rank may have just created them, or a save that was
+    killed before it synced them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    for each in (folder, *folder.parents[:-1]):
+    directory.mkdir(parents=True, exist_ok=True)
+    for each in (directory, *directory.parents[:-1]):
         status = os.stat(each)
         if (status.st_dev, status.st_ino) not in _durable_directories:
             try:
@@ -502,13 +482,13 @@ def make_durable_directories(folder: Path) -> None:
             _durable_directories.add((status.st_dev, status.st_ino))
 
 
-def fsync_directory(folder: Path) -> None:
-    """Wait until the disk knows the names in a folder."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def fsync_directory(directory: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system that cannot, and keeps no cache of names
+        if error.errno != errno.EINVAL:  # some file systems cannot, and need not
             raise
     finally:
         os.close(fd)

@@ -23,12 +23,12 @@ from ..errors import DamagedCheckpoint, UnsupportedState
 from ._storage import checksum
 
 StateKey: TypeAlias = str | int | float | bool | None
-"""A dict's key or a list's index; what JSON could not keep as a key is kept beside it."""
+"""A key of a dict or an index of a list."""
 StatePath: TypeAlias = tuple[StateKey, ...]
 
 
 def format_path(path: StatePath) -> str:
-    """Write a path the way that it is said: ``optimizer.param_groups[0].lr``."""
+    """Format a path for people: ``optimizer.param_groups[0].lr``."""
     text = ""
     for key in path:
         if isinstance(key, str):
@@ -39,7 +39,7 @@ def format_path(path: StatePath) -> str:
 
 
 def tensor_name(path: StatePath) -> str:
-    """Write a path so that different paths have different names: ``model/layer.weight``."""
+    """Return a unique name for a path: ``model/layer.weight``."""
     return "/".join(map(_escape_key, path))
 
 
@@ -47,7 +47,7 @@ def _escape_key(key: StateKey) -> str:
     if not isinstance(key, str):
         return json.dumps(key)
     plain = key.replace("~", "~0").replace("/", "~1")
-    # "0" is not 0, and the safetensors format keeps one name for itself.
+    # The key "0" differs from 0, and the safetensors format reserves one name.
     return json.dumps(plain) if _needs_quotes(plain) else plain
 
 
@@ -55,7 +55,7 @@ def _needs_quotes(key: str) -> bool:
     if not key or key.startswith('"') or key == "__metadata__":
         return True
     if key[0].isalpha() and key not in ("true", "false", "null", "NaN", "Infinity"):
-        return False  # as nearly all are
+        return False  # the common case
     try:
         json.loads(key)
     except (ValueError, RecursionError):
@@ -64,13 +64,13 @@ def _needs_quotes(key: str) -> bool:
 
 
 MANIFEST = "manifest.json"
-"""Its name. A folder is a checkpoint if and only if it has one."""
+"""A directory is a checkpoint if and only if it contains a file of this name."""
 VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
-"""Bytes; a manifest of a million tensors has a fifth of it."""
+"""A manifest of a million tensors has a fifth of this."""
 
 _FORMAT: Literal["phalanx checkpoint"] = "phalanx checkpoint"
-_SEAL = re.compile(rb'\{\n  "xxh3_128": "([0-9a-f]{32})",\n')
+_CHECKSUM_LINE = re.compile(rb'\{\n  "xxh3_128": "([0-9a-f]{32})",\n')
 _FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors$"
 
 Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -78,11 +78,11 @@ Natural = Annotated[int, Meta(ge=0, le=2**62)]
 
 
 class MalformedManifest(ValueError):
-    """Say what is wrong with a document; the reader adds the name of the file."""
+    """A manifest is invalid. The reader adds the name of the file."""
 
 
 class PieceEntry(Struct, forbid_unknown_fields=True):
-    """Some of a tensor's bytes: from where to where they are in a file."""
+    """Some of a tensor's bytes, as a range of a file."""
 
     file: str
     at: tuple[Natural, Natural]
@@ -90,7 +90,7 @@ class PieceEntry(Struct, forbid_unknown_fields=True):
 
 
 class TensorEntry(Struct, forbid_unknown_fields=True):
-    """A tensor; the pieces follow each other in it."""
+    """A tensor as a sequence of pieces."""
 
     dtype: str
     shape: list[Natural]
@@ -99,37 +99,36 @@ class TensorEntry(Struct, forbid_unknown_fields=True):
 
 
 class HeaderEntry(Struct, forbid_unknown_fields=True):
-    """The beginning of a file, before its first tensor."""
+    """The header of a file, before its first tensor."""
 
     bytes: Natural
     xxh3_128: Checksum
 
 
 class FileEntry(Struct, forbid_unknown_fields=True):
-    """A file of tensors."""
+    """A data file."""
 
     bytes: Natural
     header: HeaderEntry
 
 
 class Manifest(Struct, forbid_unknown_fields=True):
-    """All that is known of a checkpoint."""
+    """The content of a manifest."""
 
     format: Literal["phalanx checkpoint"]
     version: int
     save: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
-    """A random number of the save, which is part of the names of its files."""
+    """The random id of the save, which is part of the names of its files."""
     ranks: Annotated[int, Meta(ge=1, le=2**24)]
     files: dict[Annotated[str, Meta(pattern=_FILE_NAME)], FileEntry]
     state: Any
 
     @classmethod
     def make(cls, save: str, ranks: int, files: dict[str, FileEntry], state: Any) -> Self:
-        """Make a manifest of this version."""
         return cls(_FORMAT, VERSION, save, ranks, files, state)
 
     def dump(self) -> bytes:
-        """Write it down, readable, with its seal."""
+        """Return the file's content: indented JSON with a checksum in its first line."""
         fields = {name: msgspec.to_builtins(getattr(self, name)) for name in self.__struct_fields__}
         body = ",\n".join(
             f"  {json.dumps(name)}: {_pretty(each, 1)}" for name, each in fields.items()
@@ -138,32 +137,32 @@ class Manifest(Struct, forbid_unknown_fields=True):
         data = f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
         if len(data) > MAX_MANIFEST_BYTES:
             raise UnsupportedState(
-                f"the manifest would have {len(data)} bytes, and {MAX_MANIFEST_BYTES} are allowed: "
-                "keep numbers and text in tensors, where there are very many of them"
+                f"the manifest would have {len(data)} bytes, the limit is {MAX_MANIFEST_BYTES}. "
+                "Store large amounts of numbers or text in tensors"
             )
         return data
 
     @classmethod
     def load(cls, data: bytes, file: str) -> Self:
-        """Read one; what its seal or a field's type gives away raises `DamagedCheckpoint`."""
+        """Parse a file; raises `DamagedCheckpoint` if its checksum or a field is wrong."""
         try:
             document = msgspec.convert(_parse(data), cls, strict=True)
             document.check()
         except (MalformedManifest, msgspec.ValidationError) as error:
             raise_damaged(file, str(error))
         except RecursionError:
-            raise_damaged(file, "it is nested too deep")
+            raise_damaged(file, "it is nested too deeply")
         return document
 
     def check(self) -> None:
-        """Check more than the types of fields; raises `MalformedManifest`."""
+        """Validate beyond the types of fields; raises `MalformedManifest`."""
 
 
 def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) -> None:
-    """Let the tensors cover every file without gap or overlap, so that no byte is unchecked.
+    """Check that the tensors cover every file without gap or overlap, so every byte is verified.
 
-    Only tensors that are the same in all may share bytes. So nobody can make a small file fill the
-    memory, as many tensors of different shapes.
+    Only identical tensors may share bytes. Otherwise a small file could fill the memory, as many
+    tensors of different shapes.
     """
     ranges: dict[str, dict[tuple[int, int], TensorEntry]] = defaultdict(dict)
     for tensor in tensors:
@@ -172,7 +171,7 @@ def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) ->
             known = ranges[piece.file].setdefault(piece.at, tensor)
             if begin > end:
                 raise MalformedManifest(
-                    f"{piece.file} has bytes that run backwards, {begin} to {end}"
+                    f"{piece.file} has a range that runs backwards, {begin} to {end}"
                 )
             if begin < end and known is not tensor and known != tensor:
                 raise MalformedManifest(f"{piece.file} has different tensors at {begin} to {end}")
@@ -189,13 +188,11 @@ def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) ->
 
 
 def is_rank_key(text: str) -> bool:
-    """Tell whether a key of ``$per_rank`` is the number of a rank."""
     return text.isascii() and text.isdigit() and len(text) < 9
 
 
-def raise_damaged(file: str, complaint: str) -> NoReturn:
-    """Say what is wrong with which file."""
-    raise DamagedCheckpoint(f"{file} cannot be used: {complaint}") from None
+def raise_damaged(file: str, problem: str) -> NoReturn:
+    raise DamagedCheckpoint(f"{file} cannot be used: {problem}") from None
 
 
 class _Outline(Struct):
@@ -204,45 +201,43 @@ class _Outline(Struct):
 
 
 def read_file_entries(data: bytes, file: str) -> dict[str, FileEntry]:
-    """Read from a manifest which files there are, some twenty times faster than all of it.
+    """Return the files of a manifest, about twenty times faster than parsing all of it.
 
-    Its seal is checked, and so it is what was written; the state is skipped.
+    The checksum is verified; the state is skipped.
     """
     try:
-        _check_seal(data)
+        _check_checksum(data)
         outline = msgspec.json.decode(data, type=_Outline)
         _check_version(outline.version)
     except (MalformedManifest, msgspec.DecodeError) as error:
         raise_damaged(file, str(error))
     except RecursionError:
-        raise_damaged(file, "it is nested too deep")
+        raise_damaged(file, "it is nested too deeply")
     return outline.files
 
 
-def _check_seal(data: bytes) -> None:
-    seal = _SEAL.match(data)
-    if seal is None:
+def _check_checksum(data: bytes) -> None:
+    line = _CHECKSUM_LINE.match(data)
+    if line is None:
         raise MalformedManifest("it does not begin like a manifest")
-    if checksum(data[seal.end() :]) != seal[1].decode():
-        raise MalformedManifest("its checksum is wrong; it was damaged, or changed by hand")
+    if checksum(data[line.end() :]) != line[1].decode():
+        raise MalformedManifest("its checksum is wrong: it was damaged or edited")
 
 
 def _check_version(version: int) -> None:
     if version != VERSION:
-        raise MalformedManifest(
-            f"it is of version {version}, and this phalanx reads version {VERSION}"
-        )
+        raise MalformedManifest(f"it has version {version}, this phalanx reads version {VERSION}")
 
 
 def _parse(data: bytes) -> Any:
-    _check_seal(data)
+    _check_checksum(data)
     try:
         fields = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except MalformedManifest:
         raise
     except (ValueError, RecursionError) as error:
         raise MalformedManifest(f"it is not JSON: {error}") from None
-    if b"\\ud" in data.lower():  # half of a character, maybe, which nobody could print
+    if b"\\ud" in data.lower():  # may be a lone surrogate, which cannot be printed
         _check_text(fields)
     del fields["xxh3_128"]
     version = fields.get("version")
@@ -254,7 +249,7 @@ def _parse(data: bytes) -> Any:
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        raise MalformedManifest("it has an object with a key twice")
+        raise MalformedManifest("it has an object with a duplicate key")
     return fields
 
 
@@ -270,7 +265,7 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _pretty(value: Any, depth: int) -> str:
-    """Indent, but keep what belongs together on one line."""
+    """Indent JSON, but keep small values on one line."""
     if _is_flat(value):
         return json.dumps(value)
     pad = "  " * (depth + 1)
@@ -293,7 +288,7 @@ def _is_flat(value: Any) -> bool:
     return not any(isinstance(each, dict | list) for each in inner)
 
 
-_MAX_JSON_DEPTH = 400  # levels of JSON; a state of as many as can be saved has fewer
+_MAX_JSON_DEPTH = 400  # more than any state that can be saved
 
 
 @dataclass(frozen=True)
@@ -302,34 +297,33 @@ class ManifestEntry:
 
     name: str
     rank: int | None
-    """Whose it is; None if all ranks hold it alike."""
+    """The rank it belongs to; None if it is replicated."""
     tensor: TensorEntry | None
     value: Any = None
-    """What it is, as JSON has it, if it is no tensor."""
+    """The JSON value, if it is not a tensor."""
 
     @property
     def bytes(self) -> int:
-        """How many bytes it has in the files."""
         pieces = [] if self.tensor is None else self.tensor.pieces
         return sum(end - begin for begin, end in (piece.at for piece in pieces))
 
     @property
     def owner(self) -> str:
-        """Whose it is, in words."""
+        """The rank it belongs to, for people."""
         return "all" if self.rank is None else f"rank {self.rank}"
 
 
 def list_entries(document: Manifest) -> list[ManifestEntry]:
-    """List the values of a state in their order; raises `MalformedManifest` for what is none."""
+    """List the values of a state in order; raises `MalformedManifest` if it is invalid."""
     try:
         return list(_walk(document.state, ()))
     except RecursionError:
-        raise MalformedManifest("the state is nested too deep") from None
+        raise MalformedManifest("the state is nested too deeply") from None
 
 
 def _walk(json: Any, path: StatePath) -> Iterator[ManifestEntry]:
     if len(path) > _MAX_JSON_DEPTH:
-        raise MalformedManifest("the state is nested too deep")
+        raise MalformedManifest("the state is nested too deeply")
     tag = next(iter(json), None) if isinstance(json, dict) else None
     if isinstance(json, dict) and isinstance(tag, str) and tag.startswith("$"):
         yield from _walk_tagged(tag, json[tag], path)
@@ -352,7 +346,7 @@ def _walk_tagged(tag: str, body: Any, path: StatePath) -> Iterator[ManifestEntry
         case "$per_rank", dict():
             for rank, each in body.items():
                 if not is_rank_key(rank):
-                    raise MalformedManifest(f"{format_path(path)} has no rank {rank!r:.40}")
+                    raise MalformedManifest(f"{format_path(path)} has an invalid rank {rank!r:.40}")
                 yield from (replace(entry, rank=int(rank)) for entry in _walk(each, path))
         case "$tuple", list():
             yield from _walk(body, path)

@@ -25,14 +25,11 @@ from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
 from ._coordination import default_group_or_warn
 
-_REQUESTED_BY_PROGRAM = 1 << 16  # beyond all signals
-_SIGNAL_ECHO = 0.5
-"""Seconds within which the same signal is the same request: a terminal sends it to all processes,
-and their launcher once more."""
+_REQUESTED_BY_PROGRAM = 1 << 16  # greater than any signal
 
 
 class PreemptionGuard:
-    """Whether this run was asked to stop: by SIGTERM or SIGINT to any rank, or by the program.
+    """Stop all ranks after the same step on SIGTERM or SIGINT to any of them, or on `request`.
 
     ::
 
@@ -40,17 +37,20 @@ class PreemptionGuard:
             for step in range(first, last):
                 ...
                 if stop.requested():
-                    folder.save(step, state)
+                    checkpoints.save(step, state)
                     stop.leave(step)
 
-    All ranks of `group` call `requested` equally often. It is one collective of a few numbers, some
-    microseconds in shared memory; where that costs a round trip over a network, `every` so many
-    calls is enough. The ranks are those of `group`, or of the current group, or of torch's default
-    group, or this process alone.
+    All ranks of `group` call `requested` equally often. It is an allreduce of a few numbers, which
+    takes microseconds in shared memory; over a network, `every` limits it to every n-th call. The
+    default is the current group, else torch's default group, else this process alone.
 
-    Handlers of your own are set aside meanwhile. A second SIGINT is theirs, and interrupts as ever;
-    so is a SIGTERM to a process that was forked off this one.
+    Existing signal handlers are replaced meanwhile. A second SIGINT goes to them, unless it comes
+    within `repeat_window` seconds: a terminal signals all processes, and the launcher forwards the
+    signal. So does a SIGTERM to a forked child.
     """
+
+    EXIT_CODE = STOPPED
+    """Exit code of a rank that saved its work and stopped (EX_TEMPFAIL): start the run again."""
 
     def __init__(
         self,
@@ -58,21 +58,23 @@ class PreemptionGuard:
         *,
         every: int = 1,
         signals: Sequence[int] = (signal.SIGTERM, signal.SIGINT),
+        repeat_window: float = 0.5,
     ) -> None:
         if every < 1:
-            raise InvalidArgument(f"every is {every}: ask at every call, or every second one…")
+            raise InvalidArgument(f"every must be at least 1, got {every}")
         group = default_group_or_warn() if group is None else group
         self._group = None if group is None or group.size() == 1 else group
         self._is_rank_zero = group is None or group.rank() == 0
         self._every = every
         self._signals = tuple(dict.fromkeys(signals))
-        self._before: dict[int, Any] = {}
+        self._repeat_window = repeat_window
+        self._previous: dict[int, Any] = {}
         self._process = 0
         self._interrupted_at: float | None = None
-        self._heard = 0
-        """The signal that this rank was sent; 0 for none."""
-        self._decided = 0
-        """The same of all ranks, when all know it."""
+        self._signal = 0
+        """The signal that this rank received; 0 for none."""
+        self._decision = 0
+        """The signal that all ranks agreed on; 0 for none."""
         self._calls = 0
         if self._group is not None:
             self._causes = (*self._signals, _REQUESTED_BY_PROGRAM)
@@ -83,20 +85,20 @@ class PreemptionGuard:
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is not threading.main_thread():
             raise InvalidState(
-                "only the main thread hears signals: enter there, or pass signals=() and call "
-                "request"
+                "only the main thread can handle signals: enter there, or pass signals=() and call "
+                "request()"
             )
-        if self._before:
-            raise InvalidState("this PreemptionGuard was entered already, and not left")
+        if self._previous:
+            raise InvalidState("this PreemptionGuard is already active")
         self._process = os.getpid()
-        for each in self._signals:
+        for number in self._signals:
             try:
-                # What is ignored stays ignored: that is how nohup asks for it.
-                if signal.getsignal(each) is not signal.SIG_IGN:
-                    self._before[each] = signal.signal(each, self._hear)
+                # An ignored signal stays ignored, as under nohup.
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._on_signal)
             except (OSError, ValueError) as error:
                 self._restore()
-                raise InvalidArgument(f"{signal_name(each)} cannot be heard: {error}") from None
+                raise InvalidArgument(f"{signal_name(number)} cannot be handled: {error}") from None
         return self
 
     def __exit__(
@@ -108,49 +110,48 @@ class PreemptionGuard:
         self._restore()
 
     def _restore(self) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before.clear()  # not sooner: until then, a signal may still be for others
+        self._previous.clear()  # last: `_on_signal` may run until all handlers are restored
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._belongs_to_previous_handler(number):
-            before = self._before[number]
-            if callable(before):
-                before(number, frame)
+            previous = self._previous[number]
+            if callable(previous):
+                previous(number, frame)
             else:
-                signal.signal(number, before)
+                signal.signal(number, previous)
                 signal.raise_signal(number)
-        self._heard = self._heard or number
+        self._signal = self._signal or number
 
     def _belongs_to_previous_handler(self, number: int) -> bool:
-        """Tell whether a signal is for whoever heard them before this."""
         if number != signal.SIGINT:
-            # A child that was forked off does not know of steps; how else would it be ended?
+            # A forked child has no training loop that would end it.
             return os.getpid() != self._process
         now = time.monotonic()
         if self._interrupted_at is None:
             self._interrupted_at = now
             return False
-        return now >= self._interrupted_at + _SIGNAL_ECHO
+        return now >= self._interrupted_at + self._repeat_window
 
     def request(self) -> None:
-        """Ask for a stop from here: a time limit is near, say. One rank is enough."""
-        self._heard = self._heard or _REQUESTED_BY_PROGRAM
+        """Request a stop from the program, near a time limit for example. One rank is enough."""
+        self._signal = self._signal or _REQUESTED_BY_PROGRAM
 
     def requested(self) -> bool:
-        """Tell whether to stop after this step: the same on all ranks, which all ask."""
+        """Whether to stop after this step. All ranks call this, and get the same answer."""
         if self._group is None:
-            self._decided = self._heard
-        elif not self._decided:
+            self._decision = self._signal
+        elif not self._decision:
             self._calls += 1
             if self._calls % self._every == 0:
-                self._decided = self._agree(self._group)
-        return self._decided != 0
+                self._decision = self._agree(self._group)
+        return self._decision != 0
 
     def _agree(self, group: dist.ProcessGroup) -> int:
         votes = self._votes.zero_()
-        if self._heard:
-            votes[self._causes.index(self._heard)] = 1
+        if self._signal:
+            votes[self._causes.index(self._signal)] = 1
         if isinstance(group, ProcessGroup):
             group.allreduce(votes).wait()
         else:
@@ -159,20 +160,20 @@ class PreemptionGuard:
         return next((cause for cause, count in counted if count), 0)
 
     def leave(self, step: int | None = None) -> NoReturn:
-        """End this rank with the exit code `STOPPED`, and say which step was saved last."""
+        """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""
         if self._is_rank_zero:
             cause = (
                 ""
-                if self._decided in (0, _REQUESTED_BY_PROGRAM)
-                else f" ({signal_name(self._decided)})"
+                if self._decision in (0, _REQUESTED_BY_PROGRAM)
+                else f" ({signal_name(self._decision)})"
             )
             saved = "" if step is None else f" after saving step {step}"
-            with suppress(OSError):  # nobody may be left to read it
+            with suppress(OSError):  # stderr may be closed
                 print(f"{STOPPED_PREFIX}{saved}{cause}", file=sys.stderr, flush=True)
-        raise SystemExit(STOPPED)
+        raise SystemExit(self.EXIT_CODE)
 
 
 def _tensor_device(group: dist.ProcessGroup) -> torch.device:
-    """Return where a group's tensors have to be: in main memory if that is possible."""
+    """Return a device that the group supports, preferably the CPU."""
     devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
     return torch.device(devices[0].type) if devices else torch.device("cpu")

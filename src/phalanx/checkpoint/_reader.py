@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor
 
 from ..errors import (
@@ -28,7 +27,7 @@ from ..errors import (
     MissingKeys,
     StateMismatch,
 )
-from ._coordination import format_ranks
+from ..groups._formatting import format_ranks
 from ._manifest import MANIFEST, PieceEntry, StatePath, format_path
 from ._state_encoding import StateManifest
 from ._state_tree import (
@@ -40,10 +39,10 @@ from ._state_tree import (
     Scalar,
     TensorLeaf,
     codec_for,
-    find_absent,
     leaves,
     rebuild_state,
     unsupported_reason,
+    walk,
 )
 from ._storage import Snapshot, Source, Storage, storage_at
 from ._tensor_file import dtype_name, tensor_memory
@@ -52,11 +51,11 @@ from ._types import STATE_DICT, RankInfo
 T = TypeVar("T")
 
 _PROCESS_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What says something about this process, and nothing about the checkpoint."""
+"""Errors of this process, which say nothing about the checkpoint."""
 
 
 def _max_open_files() -> int:
-    """Return how many files to have open: there is one of each rank, and there may be thousands."""
+    """Return how many files to keep open: a checkpoint may have thousands, one per rank."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
@@ -66,30 +65,28 @@ def _files_of(tensors: Iterable[TensorLeaf]) -> set[str]:
 
 
 class _FileGone(FileNotFoundError):
-    """A file of the checkpoint is not there, or no longer."""
+    """A file of the checkpoint does not exist, or was removed by a save."""
 
 
 class OpenCheckpoint:
-    """A checkpoint that is being read: its manifest, and those of its files that are needed."""
+    """A checkpoint that is being read: its manifest and open files."""
 
     def __init__(self, path: str, snapshot: Snapshot) -> None:
         self.path = path
         self._manifest_file = f"{path}/{MANIFEST}"
         self._snapshot = snapshot
         self._sources: dict[str, Source] = {}
-        """Files that are open, those that were opened first in front."""
-        self._most = _max_open_files()
-        self._spare = bytearray()
+        """Open files, oldest first."""
+        self._max_open = _max_open_files()
         with self._reporting_damage(self._manifest_file):
             data = snapshot.manifest()
         self.manifest = StateManifest.load(data, self._manifest_file)
 
-    def stays(self, tensors: Iterable[TensorLeaf]) -> bool:
-        """Tell whether these can be read until all is closed, whatever others do to the files."""
-        return self._snapshot.stays and len(_files_of(tensors)) <= self._most
+    def survives_removal(self, tensors: Iterable[TensorLeaf]) -> bool:
+        """Whether these tensors stay readable even if a save removes their files."""
+        return self._snapshot.survives_removal and len(_files_of(tensors)) <= self._max_open
 
     def tree(self, rank: int | None) -> Node:
-        """Return the tree of the state, with what `rank` holds where ranks differ."""
         return self.manifest.tree(rank, self._manifest_file)
 
     def open_files(self, tensors: Iterable[TensorLeaf]) -> None:
@@ -98,9 +95,8 @@ class OpenCheckpoint:
             self._source(name)
 
     def _source(self, name: str) -> Source:
-        """Return a file that is open, for which another one may have to be closed."""
         if name not in self._sources:
-            if len(self._sources) >= self._most:
+            if len(self._sources) >= self._max_open:
                 self._sources.pop(next(iter(self._sources))).close()
             with self._reporting_damage(f"{self.path}/{name}"):
                 self._sources[name] = self._open(name)
@@ -114,24 +110,24 @@ class OpenCheckpoint:
             except OSError as error:
                 if error.errno != errno.EMFILE or not self._sources:
                     raise
-                self._most = len(self._sources)  # so many others does this process have open
+                self._max_open = len(self._sources)  # the process uses the other descriptors
                 self._sources.pop(next(iter(self._sources))).close()
 
     def _check_file(self, name: str) -> None:
         entry, source = self.manifest.files[name], self._sources[name]
         if source.length != entry.bytes:
-            raise EOFError(f"it has {source.length} bytes and should have {entry.bytes}")
-        if self._read(source, 0, entry.header.bytes, None) != entry.header.xxh3_128:
+            raise EOFError(f"it has {source.length} bytes, expected {entry.bytes}")
+        if source.checksum(0, entry.header.bytes) != entry.header.xxh3_128:
             raise EOFError("the checksum of its header is wrong")
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
-        """Return a new tensor in main memory, verified."""
+        """Return a new, verified CPU tensor."""
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
         self.read_into(leaf, tensor)
         return tensor
 
     def read_into(self, leaf: TensorLeaf, tensor: Tensor) -> None:
-        """Read into the memory of a tensor, and verify what was read."""
+        """Read into a CPU tensor, and verify what was read."""
         data = tensor_memory(tensor)
         for piece in leaf.data.pieces:
             size = piece.at[1] - piece.at[0]
@@ -139,7 +135,7 @@ class OpenCheckpoint:
             data = data[size:]
 
     def verify(self, leaf: TensorLeaf) -> None:
-        """Read a tensor, to nowhere, and verify it."""
+        """Read and verify a tensor without keeping it."""
         for piece in leaf.data.pieces:
             self._read_piece(piece, None)
 
@@ -147,27 +143,12 @@ class OpenCheckpoint:
         begin, end = piece.at
         source = self._source(piece.file)
         with self._reporting_damage(f"{self.path}/{piece.file}"):
-            if self._read(source, begin, end, data) != piece.xxh3_128:
+            if source.checksum(begin, end, into=data) != piece.xxh3_128:
                 raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
-
-    def _read(self, source: Source, begin: int, end: int, data: memoryview | None) -> str:
-        """Read some bytes of a file, to memory or to nowhere, and return their checksum."""
-        digest = xxhash.xxh3_128()
-        for position in range(begin, end, source.chunk):
-            size = min(source.chunk, end - position)
-            chunk = self._scratch(size) if data is None else data[position - begin :][:size]
-            source.read_into(chunk, position)
-            digest.update(chunk)
-        return digest.hexdigest()
-
-    def _scratch(self, size: int) -> memoryview:
-        if len(self._spare) < size:
-            self._spare = bytearray(size)
-        return memoryview(self._spare)[:size]
 
     @contextmanager
     def _reporting_damage(self, file: str) -> Iterator[None]:
-        """Say which file it is that is damaged; one that is gone may just have been replaced."""
+        """Raise `DamagedCheckpoint` with the file, or `_FileGone` if a save removed it."""
         try:
             yield
         except FileNotFoundError as error:
@@ -178,7 +159,6 @@ class OpenCheckpoint:
             raise DamagedCheckpoint(f"{file} cannot be used: {error}") from error
 
     def close(self) -> None:
-        """Close all files."""
         for source in self._sources.values():
             source.close()
         self._sources.clear()
@@ -186,10 +166,10 @@ class OpenCheckpoint:
 
 @contextmanager
 def open_checkpoint(storage: Storage, prepare: Callable[[OpenCheckpoint], T]) -> Iterator[T]:
-    """Give what `prepare` makes of the checkpoint that is at a place now, with its files open.
+    """Yield what `prepare` returns for the current checkpoint, while its files are open.
 
-    If a save replaces it in the meantime, so that a file is gone, it starts again with the new
-    one; hence `prepare` must not have changed anything of the caller's.
+    If a save replaces the checkpoint meanwhile, so that a file is gone, `prepare` is called again
+    with the new one; it must not have side effects.
     """
     tried: set[str] = set()
     while True:
@@ -223,13 +203,13 @@ def _opened(storage: Storage) -> Iterator[OpenCheckpoint]:
 
 
 FetchTensor = Callable[[TensorLeaf], Tensor]
-"""Return a tensor of the checkpoint on the device where it is wanted."""
+"""Return a tensor of the checkpoint on its target device."""
 _Apply = Callable[[], Any]
-"""Put a value in its place, and return it."""
+"""Apply a loaded value to the target, and return it."""
 
 
 class LoadPlan:
-    """What is to be loaded into a state, and what of it is missing."""
+    """What to load into a state, and which keys are missing."""
 
     def __init__(
         self, checkpoint: OpenCheckpoint, tree: Node, state: Any, fresh: FetchTensor
@@ -238,52 +218,50 @@ class LoadPlan:
         self._checkpoint = checkpoint
         self._fresh = fresh
         self._in_place: list[tuple[TensorLeaf, Tensor]] = []
-        self._held: dict[int, Tensor] = {}
-        """What could not be read later, by place in the list above."""
+        self._prefetched: dict[int, Tensor] = {}
+        """Tensors that may be unreadable later, by index in `_in_place`."""
         self._new: list[Node] = []
         self._built: list[Any] = []
-        """What was made of each of those."""
+        """The values of `_new`."""
         self._loads: list[_Apply] = []
-        """What objects do to take their state."""
-        self._give = self._fit(state, tree, ())
+        """Calls of ``load_state_dict``."""
+        self._root = self._fit(state, tree, ())
         self._prepare()
 
     def _prepare(self) -> None:
-        """Have all that is wanted verified; new values are made, tensors that exist wait."""
+        """Verify everything; build new values, and leave existing tensors for `apply`."""
         new = [leaf for node in self._new for leaf in leaves(node)]
         in_place = [leaf for leaf, _ in self._in_place]
         self._checkpoint.open_files([*new, *in_place])
         self._built = [rebuild_state(node, self._fresh) for node in self._new]
-        stays = self._checkpoint.stays([*new, *in_place])
-        for place, leaf in enumerate(in_place):
-            if stays:
+        is_readable_later = self._checkpoint.survives_removal([*new, *in_place])
+        for i, leaf in enumerate(in_place):
+            if is_readable_later:
                 self._checkpoint.verify(leaf)
             else:
-                self._held[place] = self._checkpoint.fetch(leaf)
+                self._prefetched[i] = self._checkpoint.fetch(leaf)
 
     def apply(self) -> Any:
-        """Change the state, and return it."""
         for load in self._loads:
             load()
-        for place, (leaf, tensor) in enumerate(self._in_place):
+        for i, (leaf, tensor) in enumerate(self._in_place):
             with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-                if place in self._held:
-                    tensor.copy_(self._held.pop(place))
+                if i in self._prefetched:
+                    tensor.copy_(self._prefetched.pop(i))
                 else:
                     self._load_in_place(leaf, tensor)
-        return self._give()
+        return self._root()
 
     def _load_in_place(self, leaf: TensorLeaf, tensor: Tensor) -> None:
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory is not what it shows
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # memory differs from values
         if tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
             self._checkpoint.read_into(leaf, tensor)
-            with suppress(RuntimeError):  # one that was made in inference mode has no version
+            with suppress(RuntimeError):  # inference tensors have no version
                 torch.autograd.graph.increment_version(tensor)
         else:
             tensor.copy_(self._checkpoint.fetch(leaf))
 
     def _fit(self, target: Any, node: Node, path: StatePath) -> _Apply:
-        """Compare what is wanted at one place with what there is."""
         if isinstance(node, Absent):
             raise _missing_keys(path, node)
         if isinstance(target, Replicated | PerRank):
@@ -296,8 +274,8 @@ class LoadPlan:
         if type(target) in (list, tuple):
             return self._fit_list(target, node, path)
         if callable(getattr(target, "load_state_dict", None)):
-            for place, absent in find_absent(node, path):
-                raise _missing_keys(place, absent)  # half of an object's state is none
+            for where, absent in _absent_nodes(node, path):
+                raise _missing_keys(where, absent)  # an object needs its whole state
             state = self._build(node)
             self._loads.append(lambda: target.load_state_dict(state()))
             return lambda: target
@@ -308,9 +286,9 @@ class LoadPlan:
         return self._build(node)
 
     def _fit_tensor(self, target: Tensor, node: Node, path: StatePath) -> _Apply:
-        complaint = unsupported_reason(target) or _complaint_about_strides(target)
-        if complaint:
-            raise StateMismatch(f"{format_path(path)} cannot be loaded in place: it is {complaint}")
+        reason = unsupported_reason(target) or _overlap_reason(target)
+        if reason:
+            raise StateMismatch(f"{format_path(path)} cannot be loaded in place: it is {reason}")
         shape = tuple(target.shape)
         if not isinstance(node, TensorLeaf) or (node.shape, node.dtype) != (shape, target.dtype):
             raise _mismatch(path, f"{dtype_name(target.dtype)}{[*shape]}", node)
@@ -320,54 +298,57 @@ class LoadPlan:
     def _fit_dict(self, target: dict[Any, Any], node: Node, path: StatePath) -> _Apply:
         if not isinstance(node, Branch) or node.kind != "dict":
             raise _mismatch(path, "dict", node)
-        gives: dict[Any, _Apply] = {}
+        items: dict[Any, _Apply] = {}
         for key, value in target.items():
             if key in node.children:
-                gives[key] = self._fit(value, node.children[key], (*path, key))
+                items[key] = self._fit(value, node.children[key], (*path, key))
             else:
                 self.missing.append(format_path((*path, key)))
 
-        def give() -> Any:
-            for key, each in gives.items():
-                target[key] = each()
+        def apply() -> Any:
+            for key, item in items.items():
+                target[key] = item()
             return target
 
-        return give
+        return apply
 
     def _fit_list(self, target: Any, node: Node, path: StatePath) -> _Apply:
         kind = type(target).__name__
         if not isinstance(node, Branch) or node.kind != kind:
             raise _mismatch(path, kind, node)
-        gives: list[_Apply] = []
-        for place in range(max(len(target), len(node.children))):
-            where = (*path, place)
-            if place not in node.children:
+        items: list[_Apply] = []
+        for i in range(max(len(target), len(node.children))):
+            where = (*path, i)
+            if i not in node.children:
                 self.missing.append(format_path(where))
-                gives.append(partial(target.__getitem__, place))
-            elif place < len(target):
-                gives.append(self._fit(target[place], node.children[place], where))
+                items.append(partial(target.__getitem__, i))
+            elif i < len(target):
+                items.append(self._fit(target[i], node.children[i], where))
             else:
-                gives.append(self._build(node.children[place]))
-        return lambda: type(target)(give() for give in gives)
+                items.append(self._build(node.children[i]))
+        return lambda: type(target)(item() for item in items)
 
     def _build(self, node: Node) -> _Apply:
-        """Take over what there is, whatever it is."""
-        place = len(self._new)
+        i = len(self._new)
         self._new.append(node)
-        return lambda: self._built[place]
+        return lambda: self._built[i]
 
 
-def _complaint_about_strides(tensor: Tensor) -> str:
+def _overlap_reason(tensor: Tensor) -> str:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     if any(length > 1 and stride == 0 for length, stride in sizes):
-        return "an expanded tensor, many elements of which are one; give a copy (contiguous)"
+        return "an expanded tensor, whose elements share memory; pass a copy (contiguous)"
     return ""
+
+
+def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Absent]]:
+    return ((where, each) for where, each in walk(node, path=path) if isinstance(each, Absent))
 
 
 def _missing_keys(path: StatePath, absent: Absent) -> MissingKeys:
     return MissingKeys(
-        f"{format_path(path)} differs from rank to rank, and the checkpoint has it for "
-        f"{format_ranks(absent.ranks)} only; say which one to load (rank=…), or leave it out"
+        f"{format_path(path)} differs between ranks, and the checkpoint has it for "
+        f"{format_ranks(absent.ranks)} only. Choose one with rank=, or leave the key out"
     )
 
 
@@ -379,15 +360,15 @@ def _mismatch(path: StatePath, wanted: str, node: Node) -> StateMismatch:
     else:
         assert isinstance(node, Scalar)
         found = f"{node.value!r:.40}"
-    return StateMismatch(f"{format_path(path)} is {found} in the checkpoint, and {wanted} here")
+    return StateMismatch(f"{format_path(path)} is {found} in the checkpoint, expected {wanted}")
 
 
 _IGNORED_ARGUMENTS = {"mmap", "weights_only"}
-"""What upstream hands to `torch.load`; here, only values are ever loaded."""
+"""Arguments that upstream passes to `torch.load`."""
 
 
 class CheckpointReader:
-    """Read states from storage, verified before anything of it is handed out."""
+    """Read and verify states from storage."""
 
     def __init__(self, rank_info: RankInfo) -> None:
         self._rank_info = rank_info
@@ -402,19 +383,18 @@ class CheckpointReader:
         strict: bool = False,
         **kwargs: Any,
     ) -> tuple[STATE_DICT, list[str]]:
-        """Return the state at `path`, and the keys that are missing; strict, raise if there are.
+        """Return the state at `path` and the missing keys; with `strict`, raise if there are any.
 
-        Given a state, load only what it has: tensors in place, objects through their
-        ``load_state_dict``, for None whatever there is. Nothing of it is touched unless all of
-        it was found to fit and verified. Where ranks differ, each gets its own of a checkpoint of
-        as many ranks, or what rank `rank` has saved.
+        Given a state, load only its keys: tensors in place, objects through ``load_state_dict``,
+        any value for None. The state is not changed before everything was matched and verified.
+        Where ranks differ, each rank gets what the same rank saved, or what `rank` saved.
         """
         unknown = set(kwargs) - _IGNORED_ARGUMENTS
         if unknown:
-            raise InvalidArgument(f"reading a checkpoint takes no {', '.join(sorted(unknown))}")
+            raise InvalidArgument(f"unknown arguments: {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:
-            raise InvalidArgument(f"rank={rank!r} is not the number of a rank")
+            raise InvalidArgument(f"rank must be a non-negative integer, got {rank!r}")
         locate = _DeviceMapper(map_location)
 
         def prepare(checkpoint: OpenCheckpoint) -> Callable[[], tuple[Any, list[str]]]:
@@ -422,11 +402,11 @@ class CheckpointReader:
             if state_dict is None:
                 state, missing = _read_all(checkpoint, tree, locate)
             else:
-                fitting = LoadPlan(checkpoint, tree, state_dict, locate.fresh(checkpoint))
-                missing = fitting.missing
+                plan = LoadPlan(checkpoint, tree, state_dict, locate.fresh(checkpoint))
+                missing = plan.missing
             if strict and missing:
                 raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
-            return lambda: (state if state_dict is None else fitting.apply(), missing)
+            return lambda: (state if state_dict is None else plan.apply(), missing)
 
         with open_checkpoint(storage_at(os.fsdecode(path)), prepare) as finish:
             return finish()
@@ -437,27 +417,26 @@ def _read_all(
 ) -> tuple[Any, list[str]]:
     if isinstance(tree, Absent):
         raise MissingKeys(
-            f"{checkpoint.path} has state of its own for {format_ranks(tree.ranks)} "
-            "and nothing else; say which one to load (rank=…)"
+            f"{checkpoint.path} has only state of {format_ranks(tree.ranks)}. Choose one with rank="
         )
     checkpoint.open_files(leaves(tree))
     state = rebuild_state(tree, locate.fresh(checkpoint))
-    return state, [format_path(path) for path, _ in find_absent(tree)]
+    return state, [format_path(path) for path, _ in _absent_nodes(tree)]
 
 
 class _DeviceMapper:
-    """Where new tensors go: what `map_location` says, as for `torch.load`, or as they were."""
+    """Where new tensors go: by `map_location` as in `torch.load`, else where they were."""
 
     def __init__(self, map_location: Any) -> None:
         self._map = map_location
 
     def fresh(self, checkpoint: OpenCheckpoint) -> Callable[[TensorLeaf], Tensor]:
-        """Return how to get a tensor of a checkpoint; those that were one memory are one again."""
+        """Return a function that fetches tensors; those that shared memory share it again."""
         known: dict[Any, Tensor] = {}
 
         def get(leaf: TensorLeaf) -> Tensor:
-            places = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
-            identity = (leaf.name if 0 in leaf.shape else places, leaf.dtype, leaf.shape)
+            ranges = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
+            identity = (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
             if identity not in known:
                 known[identity] = self._move(checkpoint.fetch(leaf), leaf.device)
             return known[identity]
@@ -472,6 +451,6 @@ class _DeviceMapper:
             return tensor.to(self._map.get(saved_on, self._map.get(f"{saved_on}:0", "cpu")))
         if self._map is not None:
             return tensor.to(self._map)
-        there = torch.accelerator.current_accelerator()
-        is_there = there is not None and there.type == saved_on
-        return tensor.to(saved_on) if is_there else tensor
+        accelerator = torch.accelerator.current_accelerator()
+        is_available = accelerator is not None and accelerator.type == saved_on
+        return tensor.to(saved_on) if is_available else tensor

@@ -15,61 +15,80 @@ from typing import IO, Any
 
 from ..errors import DamagedCheckpoint, InvalidArgument
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
-from ._storage import DATA_FILE_NAME, Snapshot, Source, Storage, fault_point, new_save_id
-
-_ATTEMPTS = 100
-_MESSAGE_END = (
-    b"\0"  # of a note: on what is no object store, some of it may be seen before the rest
+from ._storage import (
+    DATA_FILE_NAME,
+    MessageStore,
+    Snapshot,
+    Source,
+    Storage,
+    fault_point,
+    new_save_id,
 )
+
+_MESSAGE_END = b"\0"
+"""Ends a message: some file systems show part of a file before the rest is written."""
+
+
+def open_filesystem(path: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the directory in it."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise InvalidArgument(f"{path} needs fsspec: pip install 'phalanx[cloud]'") from error
+    fs, directory = fsspec.core.url_to_fs(path)
+    return fs, directory.rstrip("/")
+
+
+def list_names(fs: Any, directory: str) -> list[str]:
+    """List a directory, bypassing fsspec's cache."""
+    try:
+        found = fs.ls(directory, detail=False, refresh=True)
+    except FileNotFoundError:
+        return []
+    return [each.rstrip("/").rpartition("/")[2] for each in found]
 
 
 class RemoteStorage(Storage):
-    """A folder of a file system of fsspec."""
+    """A checkpoint in a directory of an fsspec file system."""
 
     def __init__(self, path: str) -> None:
-        try:
-            import fsspec
-        except ImportError as error:
-            raise InvalidArgument(f"{path} needs fsspec: pip install 'phalanx[cloud]'") from error
         self.path = path
-        self._fs, folder = fsspec.core.url_to_fs(path)
-        self._folder = folder.rstrip("/")
+        self._fs, self._directory = open_filesystem(path)
         self._is_published = False
 
-    def begin(self, owner: str) -> str:  # noqa: ARG002 - there is nowhere to lock
-        """Make the folder, where folders exist, and take old notes away."""
-        self._fs.makedirs(self._folder, exist_ok=True)
-        board = self.board()
-        for name in board.names():
-            board.remove(name)  # whoever has left it just now will say it again
+    def begin(self, owner: str) -> str:  # noqa: ARG002 - there are no locks
+        """Create the directory, where directories exist, and remove old messages."""
+        self._fs.makedirs(self._directory, exist_ok=True)
+        messages = self.message_store()
+        for name in messages.names():
+            messages.remove(name)  # a live peer sends its message again
         return new_save_id()
 
     @contextmanager
     def create(self, save: str, name: str) -> Iterator[_RemoteSink]:
-        """Write an object; it is there when the block ends, as durable as the store makes it."""
+        """Write an object. It appears when the block ends, as durable as the store makes it."""
         assert name == MANIFEST or save in name, "no two saves write the same object"
-        file = self._fs.open(f"{self._folder}/{name}", "wb")
+        file = self._fs.open(f"{self._directory}/{name}", "wb")
         try:
             yield _RemoteSink(file)
         except BaseException:
-            _discard(file)
+            _abort_upload(file)
             raise
         fault_point("flush")
         file.close()
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
-        """Put the manifest, and return the files of the one that it has replaced."""
+        """Upload the manifest, and return the files of the one that it replaced."""
         old = self._named_files()
         fault_point("publish")
-        self._fs.pipe_file(f"{self._folder}/{MANIFEST}", manifest)
+        self._fs.pipe_file(f"{self._directory}/{MANIFEST}", manifest)
         self._is_published = True
         fault_point("published")
         return [name for name in old or () if DATA_FILE_NAME.fullmatch(name) and save not in name]
 
     def _named_files(self) -> list[str] | None:
-        """Return the files that belong to the checkpoint, or None if it cannot be known."""
         try:
-            data = self._fs.cat_file(f"{self._folder}/{MANIFEST}")
+            data = self._fs.cat_file(f"{self._directory}/{MANIFEST}")
             return list(Manifest.load(data, self.path).files)
         except FileNotFoundError:
             return []
@@ -77,32 +96,28 @@ class RemoteStorage(Storage):
             return None
 
     def end(self, save: str | None) -> None:
-        """Remove the files of a save that did not happen."""
+        """Remove the files of a save that was not committed."""
         if save is None or self._is_published:
             return
-        with suppress(Exception):  # of any kind, as stores have their own
-            named = self._named_files()  # an upload may have arrived although it seemed to fail
-            found = self._fs.ls(self._folder, detail=False, refresh=True)
-            names = {each.rpartition("/")[2] for each in found if named is not None}
-            names -= set(named or ())
-            self.discard(
-                [name for name in names if DATA_FILE_NAME.fullmatch(name) and save in name]
-            )
+        with suppress(Exception):  # stores raise errors of any class
+            named = self._named_files()  # an upload may have succeeded although it raised
+            if named is not None:
+                names = {*list_names(self._fs, self._directory)} - {*named}
+                self.discard(
+                    [name for name in names if DATA_FILE_NAME.fullmatch(name) and save in name]
+                )
 
     def discard(self, names: list[str]) -> None:
-        """Remove objects."""
         for name in names:
             with suppress(Exception):
                 fault_point("discard")
-                self._fs.rm_file(f"{self._folder}/{name}")
+                self._fs.rm_file(f"{self._directory}/{name}")
 
-    def board(self) -> RemoteMessageStore:
-        """Leave notes in a folder below."""
-        return RemoteMessageStore(self._fs, f"{self._folder}/.saving")
+    def message_store(self) -> RemoteMessageStore:
+        return RemoteMessageStore(self._fs, f"{self._directory}/.saving")
 
     def snapshot(self) -> RemoteSnapshot:
-        """Look at the folder."""
-        return RemoteSnapshot(self._fs, self._folder)
+        return RemoteSnapshot(self._fs, self._directory)
 
 
 class _RemoteSink:
@@ -110,14 +125,13 @@ class _RemoteSink:
         self._file = file
 
     def write(self, data: memoryview) -> None:
-        """Append all of `data`."""
         while data:
             count = self._file.write(data)
             data = data[len(data) if count is None else count :]
 
 
-def _discard(file: Any) -> None:
-    """Close a file so that nothing appears, where the store can do that."""
+def _abort_upload(file: Any) -> None:
+    """Close a file so that nothing appears, if the store can do that."""
     with suppress(Exception):
         if hasattr(file, "discard"):
             file.discard()
@@ -125,83 +139,71 @@ def _discard(file: Any) -> None:
             file.close()
 
 
-class RemoteMessageStore:
-    """Notes as small objects."""
+class RemoteMessageStore(MessageStore):
+    """Messages as small objects."""
 
-    def __init__(self, fs: Any, folder: str) -> None:
+    def __init__(self, fs: Any, directory: str) -> None:
         self._fs = fs
-        self._folder = folder
+        self._directory = directory
 
-    def put(self, name: str, text: str) -> None:
-        """Put an object."""
-        for _ in range(_ATTEMPTS):  # where there are folders, others remove this one when empty
-            with suppress(FileExistsError):
-                self._fs.makedirs(self._folder, exist_ok=True)
-            with suppress(FileNotFoundError):
-                self._fs.pipe_file(f"{self._folder}/{name}", text.encode() + _MESSAGE_END)
-                return
-        raise FileNotFoundError(f"somebody removes {self._folder} again and again")
+    def _make_directory(self) -> None:
+        self._fs.makedirs(self._directory, exist_ok=True)
+
+    def _write(self, name: str, text: str) -> None:
+        self._fs.pipe_file(f"{self._directory}/{name}", text.encode() + _MESSAGE_END)
 
     def names(self) -> set[str]:
-        """List the folder, past any cache."""
-        try:
-            found = self._fs.ls(self._folder, detail=False, refresh=True)
-        except FileNotFoundError:
-            return set()
-        return {each.rpartition("/")[2] for each in found}
+        return {*list_names(self._fs, self._directory)}
 
     def get(self, name: str) -> str | None:
-        """Get an object, if all of it has arrived."""
         try:
-            data: bytes = self._fs.cat_file(f"{self._folder}/{name}")
+            data: bytes = self._fs.cat_file(f"{self._directory}/{name}")
         except FileNotFoundError:
             return None
         return data.removesuffix(_MESSAGE_END).decode() if data.endswith(_MESSAGE_END) else None
 
     def remove(self, name: str) -> None:
-        """Remove an object."""
+        """Remove an object, and the directory with the last one."""
         with suppress(FileNotFoundError):
-            self._fs.rm_file(f"{self._folder}/{name}")
+            self._fs.rm_file(f"{self._directory}/{name}")
         with suppress(OSError):
-            self._fs.rmdir(self._folder)
+            self._fs.rmdir(self._directory)
 
-    def stand(self, name: str) -> int | None:
-        """Leave a note; an object store cannot know whether anybody is alive."""
+    def put_locked(self, name: str) -> int | None:
+        """Store a message without a lock: object stores have none."""
         self.put(name, "")
         return None
 
-    def is_abandoned(self, name: str) -> bool:  # noqa: ARG002 - of no note
-        """Be certain of nothing."""
+    def is_abandoned(self, name: str) -> bool:  # noqa: ARG002
+        """Return False: without locks, nobody is certainly dead."""
         return False
 
 
 class RemoteSnapshot(Snapshot):
-    """A folder as it is now; a save that replaces it may remove its files at any time."""
+    """The current state of a directory; a save that replaces it may remove its files."""
 
-    stays = False
+    survives_removal = False
 
-    def __init__(self, fs: Any, folder: str) -> None:
+    def __init__(self, fs: Any, directory: str) -> None:
         self._fs = fs
-        self._folder = folder
+        self._directory = directory
 
     def manifest(self) -> bytes:
-        """Get the manifest."""
-        name = f"{self._folder}/{MANIFEST}"
+        name = f"{self._directory}/{MANIFEST}"
         if self._fs.info(name)["size"] > MAX_MANIFEST_BYTES:
             raise OSError(f"{name} is too large for a manifest")
         data: bytes = self._fs.cat_file(name)
         return data
 
     def open(self, name: str) -> _RemoteSource:
-        """Open an object."""
-        return _RemoteSource(self._fs, f"{self._folder}/{name}")
+        return _RemoteSource(self._fs, f"{self._directory}/{name}")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 class _RemoteSource(Source):
-    chunk = 16 << 20  # every one is a request
+    chunk = 16 << 20  # each chunk is a request
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs

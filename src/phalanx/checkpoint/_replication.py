@@ -24,51 +24,53 @@ import xxhash
 from torch import Tensor
 
 from ..errors import StateMismatch
-from ._coordination import format_ranks
+from ..groups._formatting import format_ranks
 from ._manifest import StateKey, StatePath, format_path, tensor_name
-from ._state_encoding import encode
+from ._state_encoding import encode_scalar
 from ._state_tree import (
     Branch,
     Node,
     ReplicatedShard,
+    Scalar,
     TensorLeaf,
+    find_node,
     leaves,
-    parse_state,
-    rebuild_state,
+    walk,
 )
 from ._storage import checksum
 from ._tensor_file import chunks, dtype_name, nbytes, tensor_memory
-from ._types import STATE_DICT, RankInfo
+from ._types import RankInfo
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
-"""Find out something that JSON can say, tell it to all ranks, and return what each has told."""
-_Facts = list[str]
+"""Run a function on all ranks and return its JSON-serializable results by rank."""
+_Summary = list[str]
+"""What ranks compare about a node: mark, kind, digest."""
 
 _SAMPLES = 16
-_SAMPLE_BYTES = 1024  # bytes
+_SAMPLE_BYTES = 1024
 
 
 def tensor_digest(tensor: Tensor) -> str:
-    """Return the digest of a tensor's type, shape and every byte."""
-    hashed = _start_digest(tensor)
+    """Return the digest of a tensor's dtype, shape and every byte."""
+    digest = _start_digest(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     for chunk in chunks(tensor_memory(plain)):
-        hashed.update(chunk)
-    return hashed.hexdigest()
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def sampled_digest(tensor: Tensor) -> str:
-    """Return the digest of a tensor's type, shape, and samples of its bytes."""
+    """Return the digest of a tensor's dtype, shape, and samples of its bytes."""
     size = nbytes(tensor.dtype, tensor.shape)
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return tensor_digest(tensor)
-    hashed = _start_digest(tensor)
+    digest = _start_digest(tensor)
     data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-    # In one view and one copy: this is in the way of the training loop.
+    # One view and one copy, since training waits for this.
     samples = data.as_strided((_SAMPLES, _SAMPLE_BYTES), (size // _SAMPLES, 1))
-    hashed.update(tensor_memory(samples.contiguous().cpu()))
-    hashed.update(tensor_memory(data[-_SAMPLE_BYTES:].cpu()))
-    return hashed.hexdigest()
+    digest.update(tensor_memory(samples.contiguous().cpu()))
+    digest.update(tensor_memory(data[-_SAMPLE_BYTES:].cpu()))
+    return digest.hexdigest()
 
 
 def _start_digest(tensor: Tensor) -> xxhash.xxh3_128:
@@ -78,129 +80,119 @@ def _start_digest(tensor: Tensor) -> xxhash.xxh3_128:
 def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[int, ...]]:
     """Return where the ranks' states differ, and which ranks have something there.
 
-    Every rank gets the same answer, in the same order. Raises `StateMismatch`, on every rank, if
-    they differ in what is marked as alike.
+    Every rank gets the same result, in the same order. All ranks raise `StateMismatch` if a part
+    that is marked `Replicated` differs.
     """
     comparison = _Comparison(tree)
-    comparison.judge((), exchange(comparison.begin))
-    while comparison.unclear:
-        paths, comparison.unclear = comparison.unclear, []
-        told = exchange(partial(comparison.facts_below, paths))
-        for place, path in enumerate(paths):
-            by_rank = [dict(each[place]) for each in told]
+    comparison.classify((), exchange(comparison.begin))
+    while comparison.unresolved:
+        paths, comparison.unresolved = comparison.unresolved, []
+        summaries = exchange(partial(comparison.summaries_below, paths))
+        for i, path in enumerate(paths):
+            by_rank = [dict(each[i]) for each in summaries]
             for key in dict.fromkeys(key for each in by_rank for key in each):
-                comparison.judge((*path, key), [each.get(key) for each in by_rank])
-    return dict(sorted(comparison.apart.items(), key=lambda item: tensor_name(item[0])))
+                comparison.classify((*path, key), [each.get(key) for each in by_rank])
+    return dict(sorted(comparison.per_rank.items(), key=lambda item: tensor_name(item[0])))
 
 
 def per_rank_paths(node: Node, path: StatePath = ()) -> Iterator[StatePath]:
-    """Yield where a state is marked as each rank's own."""
-    if node.mark == "per rank":
-        yield path
-    elif isinstance(node, Branch):
-        for key, child in node.children.items():
-            yield from per_rank_paths(child, (*path, key))
+    """Yield the paths that are marked `PerRank`."""
+    nodes = walk(node, descend=lambda _, each: each.mark != "per rank", path=path)
+    return (where for where, each in nodes if each.mark == "per rank")
 
 
 class _Comparison:
-    """What is known so far."""
+    """The state of a comparison between ranks."""
 
     def __init__(self, tree: Node) -> None:
         self._tree = tree
         self._digests: dict[StatePath, str] = {}
-        self.apart: dict[StatePath, tuple[int, ...]] = {}
-        self.unclear: list[StatePath] = []
-        """Branches that differ: the answer is further down."""
+        self.per_rank: dict[StatePath, tuple[int, ...]] = {}
+        """Paths that differ, and which ranks have something there."""
+        self.unresolved: list[StatePath] = []
+        """Branches that differ, to be compared child by child."""
 
-    def begin(self) -> _Facts:
-        """Digest the whole state, and say what there is to compare at its root."""
+    def begin(self) -> _Summary:
+        """Digest the whole state, and return the summary of its root."""
         _digest_tree(self._tree, (), self._digests)
-        return self.facts(())
+        return self._summary(self._tree, ())
 
-    def facts(self, path: StatePath) -> _Facts:
-        """Say what there is to compare at a place: mark, kind, digest."""
-        node = _find(self._tree, path)
+    def _summary(self, node: Node, path: StatePath) -> _Summary:
         kind = "leaf"
         if isinstance(node, Branch):
             length = "" if node.kind == "dict" else len(node.children)
             kind = f"branch {node.kind} {length}"
         return [node.mark, kind, self._digests[path]]
 
-    def facts_below(self, paths: list[StatePath]) -> list[list[tuple[StateKey, _Facts]]]:
-        """Say it of all children of each of some branches."""
+    def summaries_below(self, paths: list[StatePath]) -> list[list[tuple[StateKey, _Summary]]]:
+        branches = [(path, self._find(path)) for path in paths]
         return [
-            [(key, self.facts((*path, key))) for key in _children(_find(self._tree, path))]
-            for path in paths
+            [(key, self._summary(child, (*path, key))) for key, child in branch.children.items()]
+            for path, branch in branches
+            if isinstance(branch, Branch)
         ]
 
-    def judge(self, path: StatePath, told: Sequence[_Facts | None]) -> None:
-        """Decide about one place in the state by what each rank says of it."""
-        marks = {facts[0] for facts in told if facts is not None}
-        kinds = {None if facts is None else facts[1] for facts in told}
+    def classify(self, path: StatePath, summaries: Sequence[_Summary | None]) -> None:
+        """Decide about one path, given the summaries of all ranks."""
+        marks = {each[0] for each in summaries if each is not None}
+        kinds = {None if each is None else each[1] for each in summaries}
         is_branch = len(kinds) == 1 and str(*kinds).startswith("branch")
-        if all(facts == told[0] for facts in told):
-            below = per_rank_paths(_find(self._tree, path), path)
-            self.apart.update(dict.fromkeys(below, tuple(range(len(told)))))
-        elif is_branch and marks in ({""}, {"alike"}):
-            self.unclear.append(path)
-        elif "alike" in marks:
-            raise StateMismatch(_mismatch_message(path, told, marks))
+        if all(each == summaries[0] for each in summaries):
+            below = per_rank_paths(self._find(path), path)
+            self.per_rank.update(dict.fromkeys(below, tuple(range(len(summaries)))))
+        elif is_branch and marks in ({""}, {"replicated"}):
+            self.unresolved.append(path)
+        elif "replicated" in marks:
+            raise StateMismatch(_mismatch_message(path, summaries, marks))
         else:
-            present = (rank for rank, facts in enumerate(told) if facts is not None)
-            self.apart[path] = tuple(present)
+            present = (rank for rank, each in enumerate(summaries) if each is not None)
+            self.per_rank[path] = tuple(present)
+
+    def _find(self, path: StatePath) -> Node:
+        node = find_node(self._tree, path)
+        assert node is not None
+        return node
 
 
-def _mismatch_message(path: StatePath, told: Sequence[_Facts | None], marks: set[str]) -> str:
+def _mismatch_message(
+    path: StatePath, summaries: Sequence[_Summary | None], marks: set[str]
+) -> str:
     if len(marks) > 1:
-        return f"{format_path(path)} is marked as alike on some ranks only"
-    others = [rank for rank, facts in enumerate(told) if facts != told[0]]
+        return f"{format_path(path)} is marked Replicated on some ranks only"
+    others = [rank for rank, each in enumerate(summaries) if each != summaries[0]]
     return (
-        f"{format_path(path)} is marked as alike, but differs from rank 0 on {format_ranks(others)}"
+        f"{format_path(path)} is marked Replicated but differs between rank 0 and "
+        f"{format_ranks(others)}"
     )
 
 
-def _find(node: Node, path: StatePath) -> Node:
-    for key in path:
-        node = _children(node)[key]
-    return node
-
-
-def _children(node: Node) -> dict[StateKey, Node]:
-    assert isinstance(node, Branch)
-    return node.children
-
-
 def _digest_tree(node: Node, path: StatePath, digests: dict[StatePath, str]) -> str:
-    """Note the digests of a node and of all below it."""
     if node.mark == "per rank":
-        found = ""  # not looked at
+        digest = ""  # not compared
     elif isinstance(node, TensorLeaf):
-        found = f"{node.name} {_leaf_digest(node)}"
+        digest = f"{node.name} {_leaf_digest(node)}"
     elif isinstance(node, Branch):
         below = {
             tensor_name((key,)): _digest_tree(child, (*path, key), digests)
             for key, child in node.children.items()
         }
-        found = checksum(json.dumps([node.kind, sorted(below.items())]).encode())
+        digest = checksum(json.dumps([node.kind, sorted(below.items())]).encode())
     else:
-        found = checksum(json.dumps(encode(node, _no_tensor)).encode())
-    digests[path] = f"{node.mark} {found}"
+        assert isinstance(node, Scalar)
+        digest = checksum(json.dumps(encode_scalar(node.value)).encode())
+    digests[path] = f"{node.mark} {digest}"
     return digests[path]
 
 
 def _leaf_digest(leaf: TensorLeaf) -> str:
     if isinstance(leaf.data, ReplicatedShard):
         return leaf.data.fingerprint
-    return sampled_digest(leaf.data) if leaf.mark == "alike" else tensor_digest(leaf.data)
-
-
-def _no_tensor(leaf: TensorLeaf) -> Any:
-    raise AssertionError(f"{leaf.name} is not a scalar")
+    return sampled_digest(leaf.data) if leaf.mark == "replicated" else tensor_digest(leaf.data)
 
 
 MIN_SPLIT_BYTES = 1 << 20
-"""Bytes of a tensor that is never cut."""
-_SPLIT_ALIGNMENT = 4096  # bytes: cuts are at multiples of it, which are multiples of any element
+"""Tensors of at most this size are never divided."""
+_SPLIT_ALIGNMENT = 4096  # bytes; a multiple of every element size
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -219,10 +211,10 @@ def divide_among_ranks(
     grain: int = MIN_SPLIT_BYTES,
     cut: int = _SPLIT_ALIGNMENT,
 ) -> list[list[TensorRange]]:
-    """Divide tensors of these sizes in bytes over ranks: a list of parts for each rank.
+    """Divide tensors of these sizes in bytes among ranks; return a list of ranges for each rank.
 
-    Every byte has exactly one rank; an empty tensor has the first. The parts differ in size by
-    less than twice `grain`.
+    Every byte has exactly one rank; rank 0 has the empty tensors. The ranks' totals differ by less
+    than twice `grain`.
     """
     names = sorted(sizes)
     begins = [0, *accumulate(sizes[name] for name in names)]
@@ -243,25 +235,24 @@ def divide_among_ranks(
 
 
 def _align_border(border: int, begins: list[int], grain: int, cut: int) -> int:
-    """Move a border to where the tensor that it falls into may be cut."""
-    place = bisect_right(begins, border) - 1
-    if place == len(begins) - 1:
-        return border  # the end of the line
-    begin, end = begins[place], begins[place + 1]
+    i = bisect_right(begins, border) - 1
+    if i == len(begins) - 1:
+        return border  # the end of the last tensor
+    begin, end = begins[i], begins[i + 1]
     if end - begin <= grain:
         return begin if border - begin < end - border else end
     return begin + (border - begin) // cut * cut
 
 
-def ranges_of_rank(alike: Iterable[TensorLeaf], ranks: int, rank: int) -> list[TensorRange]:
-    """Return what one of the ranks writes of tensors that are alike.
+def ranges_of_rank(replicated: Iterable[TensorLeaf], ranks: int, rank: int) -> list[TensorRange]:
+    """Return the ranges of replicated tensors that a rank writes.
 
-    Those that are marked so are divided by themselves: their division must be known before it is
-    known what else is alike.
+    Tensors marked `Replicated` are divided separately: an asynchronous save needs their division
+    before ranks have compared the rest.
     """
     by_mark: dict[bool, list[TensorLeaf]] = {True: [], False: []}
-    for leaf in alike:
-        by_mark[leaf.mark == "alike"].append(leaf)
+    for leaf in replicated:
+        by_mark[leaf.mark == "replicated"].append(leaf)
     divided = (
         divide_among_ranks(tensor_sizes(tensors), ranks)[rank] for tensors in by_mark.values()
     )
@@ -269,43 +260,32 @@ def ranges_of_rank(alike: Iterable[TensorLeaf], ranks: int, rank: int) -> list[T
 
 
 def tensor_sizes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
-    """Return the sizes in bytes that `divide_among_ranks` divides."""
     return {leaf.name: nbytes(leaf.dtype, leaf.shape) for leaf in tensors}
 
 
 def elements_in_range(tensor: Tensor, part: TensorRange) -> Tensor:
-    """Return the elements of a tensor that a part has, without a copy where that is possible."""
+    """Return the elements in a range, as a view where possible."""
     if part.stop - part.start == nbytes(tensor.dtype, tensor.shape):
         return tensor.detach()
     size = tensor.dtype.itemsize
     return tensor.detach().reshape(-1)[part.start // size : part.stop // size]
 
 
-def own_shards(state_dict: STATE_DICT, rank_info: RankInfo) -> STATE_DICT:
-    """Return the state with only the bytes of what is marked `Replicated` that this rank writes.
-
-    Nothing is copied: what is left are views of the tensors, as `ReplicatedShard`. A writer takes
-    the
-    result for the state itself, so that an asynchronous save needs to stage no more than this.
-    """
-    tree = parse_state(state_dict)
-    pieces = replicated_shards(tree, rank_info)
-    state: STATE_DICT = rebuild_state(
-        tree, lambda leaf: pieces.get(leaf.name, leaf.data), marked=True
-    )
-    return state
-
-
 def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedShard]:
     """Return by name what this rank writes of the tensors that are marked `Replicated`."""
-    coded = {leaf.name for leaf in _leaves_in_codecs(tree)}  # a codec must be given whole tensors
-    alike = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "alike"}
-    share = ranges_of_rank(alike.values(), rank_info.global_world_size, rank_info.global_rank)
-    mine = {part.name: part for part in share}
+    in_codecs = {  # a codec must be given whole tensors
+        leaf.name
+        for _, node in walk(tree)
+        if isinstance(node, Branch) and node.kind.startswith("codec:")
+        for leaf in leaves(node)
+    }
+    replicated = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "replicated"}
+    ranges = ranges_of_rank(replicated.values(), rank_info.global_world_size, rank_info.global_rank)
+    mine = {part.name: part for part in ranges}
     return {
         name: _shard_of_leaf(leaf, mine.get(name))
-        for name, leaf in alike.items()
-        if name not in coded
+        for name, leaf in replicated.items()
+        if name not in in_codecs
     }
 
 
@@ -314,11 +294,7 @@ def _shard_of_leaf(leaf: TensorLeaf, part: TensorRange | None) -> ReplicatedShar
         return leaf.data
     start, stop = (part.start, part.stop) if part is not None else (0, 0)
     data = elements_in_range(leaf.data, part) if part is not None else None
-    mark = sampled_digest(leaf.data)
-    return ReplicatedShard(leaf.name, leaf.dtype, leaf.shape, leaf.device, start, stop, mark, data)
-
-
-def _leaves_in_codecs(node: Node) -> Iterator[TensorLeaf]:
-    if isinstance(node, Branch):
-        for child in node.children.values():
-            yield from leaves(child) if node.kind.startswith("codec:") else _leaves_in_codecs(child)
+    digest = sampled_digest(leaf.data)
+    return ReplicatedShard(
+        leaf.name, leaf.dtype, leaf.shape, leaf.device, start, stop, digest, data
+    )

@@ -6,96 +6,83 @@ rescuing. The newest one that counts is known to be good.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 
-from ..errors import CheckpointNotFound, InvalidArgument, InvalidType
+from ..errors import CheckpointNotFound, InvalidArgument
 from ._step_directory import StepDirectory
+from ._types import check_integer
 from ._verify import verify
 
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How much is kept: the last ones, and every one whose step is a multiple."""
+    """Keep the last checkpoints, and those whose step is a multiple of `every`."""
 
     last: int
     every: int | None = None
 
     def __post_init__(self) -> None:
-        if _check_integer("keep_last", self.last) < 1:
-            raise InvalidArgument(f"keep_last is {self.last}: at least the last one is kept")
-        if self.every is not None and _check_integer("keep_every", self.every) < 0:
-            raise InvalidArgument(f"keep_every is {self.every}; it cannot be negative")
-
-    def marks(self, step: int) -> bool:
-        """Tell whether a step is kept for its number."""
-        return bool(self.every and step % self.every == 0)
-
-
-def _check_integer(name: str, number: object) -> int:
-    try:
-        return operator.index(number)  # type: ignore[arg-type]
-    except TypeError:
-        raise InvalidType(f"{name} is a whole number, not {number!r}") from None
+        if check_integer("keep_last", self.last) < 1:
+            raise InvalidArgument(f"keep_last must be at least 1, got {self.last}")
+        if self.every is not None and check_integer("keep_every", self.every) < 0:
+            raise InvalidArgument(f"keep_every must not be negative, got {self.every}")
 
 
 @dataclass(frozen=True)
 class RetentionDecision:
-    """What becomes of a checkpoint."""
+    """What happens to a checkpoint."""
 
     step: int
     kept: str | None
-    """Why it is kept; None if it goes."""
+    """Why it is kept; None if it is removed."""
 
 
 def prune(
-    shelf: StepDirectory,
-    keep: RetentionPolicy,
+    directory: StepDirectory,
+    policy: RetentionPolicy,
     *,
     written: int | None = None,
     dry_run: bool = False,
 ) -> list[RetentionDecision]:
-    """Remove what need not be kept, and say what became of every checkpoint.
+    """Remove checkpoints that the policy does not keep, and return the decision on each.
 
-    What is damaged does not count as one of the last, and somebody may want to rescue it. The
-    newest one that counts is known to be good: it was `written` just now, or all of it is read.
+    The newest checkpoint that counts as good is either the one `written` just now, or all of its
+    data is read and verified.
     """
-    verdicts: list[RetentionDecision] = []
+    decisions: list[RetentionDecision] = []
     good = 0
-    for step in reversed(shelf.steps()):
-        if good == keep.last and keep.marks(step):
-            why: str | None = f"every {keep.every}"
-        elif _is_damaged(shelf, step, is_trusted=good > 0 or _is_at_or_after(step, written)):
+    for step in reversed(directory.steps()):
+        is_trusted = good > 0 or (written is not None and step >= written)
+        why: str | None
+        if good == policy.last and policy.every and step % policy.every == 0:
+            why = f"every {policy.every}"
+        elif _is_damaged(directory, step, is_trusted=is_trusted):
             why = "damaged"
-        elif good < keep.last:
+        elif good < policy.last:
             good += 1
-            why = "the last one" if keep.last == 1 else f"one of the last {keep.last}"
+            why = "the last one" if policy.last == 1 else f"one of the last {policy.last}"
         else:
-            why = _remove_unless_blocked(shelf, step, dry_run=dry_run)
-        verdicts.append(RetentionDecision(step, why))
-    return verdicts[::-1]
+            why = _remove_unless_blocked(directory, step, dry_run=dry_run)
+        decisions.append(RetentionDecision(step, why))
+    return decisions[::-1]
 
 
-def _is_at_or_after(step: int, written: int | None) -> bool:
-    return written is not None and step >= written
-
-
-def _is_damaged(shelf: StepDirectory, step: int, *, is_trusted: bool) -> bool:
-    """Tell whether a checkpoint cannot be whole; of one that is trusted, no data is read."""
-    if shelf.damage(step) is not None:
+def _is_damaged(directory: StepDirectory, step: int, *, is_trusted: bool) -> bool:
+    """Whether a checkpoint is damaged. The data of a trusted one is not read."""
+    if directory.damage(step) is not None:
         return True
     try:
-        return not is_trusted and bool(verify(shelf.place(step)))
+        return not is_trusted and bool(verify(directory.path_of(step)))
     except (CheckpointNotFound, OSError):
         return True
 
 
-def _remove_unless_blocked(shelf: StepDirectory, step: int, *, dry_run: bool) -> str | None:
-    """Remove a checkpoint, unless something is against it."""
+def _remove_unless_blocked(directory: StepDirectory, step: int, *, dry_run: bool) -> str | None:
+    """Remove a checkpoint; return why not, if it stays."""
     try:
-        obstacle = shelf.obstacle(step)
+        obstacle = directory.obstacle(step)
     except FileNotFoundError:
-        return None  # somebody else has removed it
+        return None  # another process has removed it
     if obstacle is not None or dry_run:
         return obstacle
-    return None if shelf.remove(step) else "it is being read"
+    return None if directory.remove(step) else "it is being read"

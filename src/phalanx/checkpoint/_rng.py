@@ -10,15 +10,15 @@ import torch
 
 
 class RNGState:
-    """All global random number generators: torch's, Python's, and numpy's if it is in use.
+    """The global random number generators of torch, Python, and numpy if it is imported.
 
-    Put one into the state that is saved and into the one that is loaded::
+    Put one into the state to save and into the state to load::
 
         state = {"model": model, "optimizer": optimizer, "rng": RNGState()}
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states, of tensors and numbers only."""
+        """Return the states as tensors and numbers."""
         version, words, gauss = random.getstate()
         state: dict[str, Any] = {
             "torch": torch.get_rng_state(),
@@ -33,7 +33,7 @@ class RNGState:
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators; what the state has of devices that are not here is left alone."""
+        """Set the generators. States of devices that do not exist here are ignored."""
         before = self.state_dict()
         try:
             self._set(state_dict)

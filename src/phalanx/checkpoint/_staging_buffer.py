@@ -294,7 +294,7 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
     from another device, whose name a plain tensor would lose.
     """
     if node.mark != within:
-        marked = Replicated if node.mark == "alike" else PerRank
+        marked = Replicated if node.mark == "replicated" else PerRank
         return marked(state_from_tree(node, node.mark))
     if isinstance(node, Scalar):
         return node.value

@@ -56,33 +56,35 @@ def encode(
     per_rank: Mapping[StatePath, Mapping[int, Json]] | None = None,
     path: StatePath = (),
 ) -> Json:
-    """Write a tree as JSON: `tensor` tells the place of each, `per_rank` has what ranks hold."""
+    """Return a tree as JSON. `tensor` encodes tensors; `per_rank` has the parts that differ."""
     return _Encoder(tensor, per_rank or {}).encode(node, path)
 
 
 class _Encoder:
     def __init__(
-        self, tensor: Callable[[TensorLeaf], Json], apart: Mapping[StatePath, Mapping[int, Json]]
+        self,
+        tensor: Callable[[TensorLeaf], Json],
+        per_rank: Mapping[StatePath, Mapping[int, Json]],
     ) -> None:
         self._tensor = tensor
-        self._apart = apart
-        self._apart_in: dict[StatePath, list[StatePath]] = defaultdict(list)
-        for path in apart:
-            self._apart_in[path[:-1]].append(path)
+        self._per_rank = per_rank
+        self._per_rank_below: dict[StatePath, list[StatePath]] = defaultdict(list)
+        for path in per_rank:
+            self._per_rank_below[path[:-1]].append(path)
 
     def encode(self, node: Node, path: StatePath) -> Json:
-        if path in self._apart:
-            return self._encode_apart(path)
+        if path in self._per_rank:
+            return self._encode_per_rank(path)
         if isinstance(node, TensorLeaf):
             return {"$tensor": self._tensor(node)}
         if isinstance(node, Scalar):
-            return _encode_scalar(node.value)
+            return encode_scalar(node.value)
         assert isinstance(node, Branch)
         items = {key: self.encode(child, (*path, key)) for key, child in node.children.items()}
         if node.kind == "dict":
-            for each in self._apart_in[path]:
+            for each in self._per_rank_below[path]:
                 if each[-1] not in items:  # a key that only other ranks have
-                    items[each[-1]] = self._encode_apart(each)
+                    items[each[-1]] = self._encode_per_rank(each)
             return _encode_dict(items)
         if node.kind == "list":
             return list(items.values())
@@ -90,8 +92,8 @@ class _Encoder:
             return {"$tuple": list(items.values())}
         return {"$codec": [node.kind.removeprefix("codec:"), items["value"]]}
 
-    def _encode_apart(self, path: StatePath) -> Json:
-        by_rank = sorted(self._apart[path].items())
+    def _encode_per_rank(self, path: StatePath) -> Json:
+        by_rank = sorted(self._per_rank[path].items())
         return {"$per_rank": {str(rank): each for rank, each in by_rank}}
 
 
@@ -101,7 +103,7 @@ def _encode_dict(items: dict[StateKey, Json]) -> Json:
     return {"$dict": [[key, value] for key, value in items.items()]}
 
 
-def _encode_scalar(value: Any) -> Json:
+def encode_scalar(value: Any) -> Json:
     match value:
         case torch.Size():
             return {"$size": list(value)}
@@ -119,9 +121,9 @@ def _encode_scalar(value: Any) -> Json:
 def decode(
     json: Json, *, tensor: Callable[[Json, StatePath], Node], rank: int | None, path: StatePath = ()
 ) -> Node:
-    """Read a tree from JSON, with what `rank` holds where ranks differ.
+    """Return the tree of a JSON value, with the parts of `rank` where ranks differ.
 
-    Raises `MalformedManifest` for what `encode` cannot have written.
+    Raises `MalformedManifest` for anything that `encode` does not write.
     """
     if len(path) > MAX_DEPTH:
         raise MalformedManifest(f"the state is nested deeper than {MAX_DEPTH} levels")
@@ -138,9 +140,9 @@ def decode(
     tag = next(iter(json), "")
     if not tag.startswith("$"):
         for key in json:
-            _require(not key.startswith("$"), path, f"has the key {key!r} beside others")
+            _require(not key.startswith("$"), path, f"has the key {key!r} among others")
         return Branch("dict", {key: inner(each, key) for key, each in json.items()})
-    _require(len(json) == 1, path, f"has keys beside {tag!r}")
+    _require(len(json) == 1, path, f"has other keys than {tag!r}")
     body = json[tag]
     if tag == "$tensor":
         return tensor(body, path)
@@ -154,7 +156,7 @@ def decode(
 
 
 def _absent_if_incomplete(branch: Branch) -> Node:
-    """Let a list be absent as a whole if one of its items is."""
+    """A list or tuple is absent as a whole if one of its items is."""
     if branch.kind == "dict":
         return branch
     return next((each for each in branch.children.values() if isinstance(each, Absent)), branch)
@@ -165,13 +167,13 @@ def _decode_branch(
 ) -> Branch:
     _require(isinstance(body, list), path, f"has no list under {tag!r}")
     if tag == "$tuple":
-        return Branch("tuple", {place: inner(each, place) for place, each in enumerate(body)})
+        return Branch("tuple", {i: inner(each, i) for i, each in enumerate(body)})
     if tag == "$dict":
         children: dict[StateKey, Node] = {}
         for pair in body:
             _require(isinstance(pair, list) and len(pair) == 2, path, "has no pairs under '$dict'")
             key, value = pair
-            _require(key is None or isinstance(key, str | int | float), path, "has a key of no use")
+            _require(key is None or isinstance(key, str | int | float), path, "has an invalid key")
             _require(key not in children, path, f"has the key {key!r} twice")
             children[key] = inner(value, key)
         return Branch("dict", children)
@@ -179,7 +181,7 @@ def _decode_branch(
     name, value = body
     if codec_named(name) is None:
         raise MalformedManifest(
-            f"{format_path(path)} was stored by the codec {name!r}, which is not registered here"
+            f"{format_path(path)} was stored by the codec {name!r}, which is not registered"
         )
     return Branch(f"codec:{name}", {"value": inner(value, "value")})
 
@@ -190,9 +192,9 @@ def _decode_per_rank(
     _require(isinstance(body, dict), path, "has no object under '$per_rank'")
     by_rank: dict[int, Json] = {}
     for text, value in body.items():
-        _require(is_rank_key(text), path, f"has no rank {text!r:.40}")
+        _require(is_rank_key(text), path, f"has an invalid rank {text!r:.40}")
         by_rank[int(text)] = value
-    # All of them are read, so that what is wrong with one is known on every rank.
+    # Decode all of them, so that every rank detects damage in any.
     nodes = {each: read(value) for each, value in by_rank.items()}
     return nodes.get(-1 if rank is None else rank, Absent(tuple(sorted(nodes))))
 
@@ -204,7 +206,9 @@ def _decode_scalar(tag: str, body: Json, path: StatePath) -> Any:
         try:
             return int(body)
         except ValueError:
-            raise MalformedManifest(f"{format_path(path)} is no integer: {body[:40]!r}") from None
+            raise MalformedManifest(
+                f"{format_path(path)} is not an integer: {body[:40]!r}"
+            ) from None
     if tag == "$size" and isinstance(body, list) and all(type(each) is int for each in body):
         _require(all(0 <= each < 2**63 for each in body), path, "is a size out of range")
         return torch.Size(body)
@@ -215,7 +219,7 @@ def _decode_scalar(tag: str, body: Json, path: StatePath) -> Any:
             return torch.device(body)
         except RuntimeError:
             pass
-    raise MalformedManifest(f"{format_path(path)} has {tag!r} with what it cannot be: {body!r:.60}")
+    raise MalformedManifest(f"{format_path(path)} has an invalid {tag!r}: {body!r:.60}")
 
 
 def _require(condition: bool, path: StatePath, complaint: str) -> None:
@@ -224,35 +228,33 @@ def _require(condition: bool, path: StatePath, complaint: str) -> None:
 
 
 class StateManifest(Manifest, forbid_unknown_fields=True):
-    """All that is known of a checkpoint, checked as far as it can be without its files."""
+    """A manifest whose state can be decoded, validated as far as possible without its files."""
 
     def check(self) -> None:
-        """Check what is said of every tensor, and that together they are the files."""
+        """Validate every tensor, and that the tensors cover the files exactly."""
         check_ranges(self.files, self.tensors())
 
     def tree(self, rank: int | None, file: str) -> Node:
-        """Return the tree of the state, with what `rank` holds where ranks differ."""
+        """Return the tree of the state, with the parts of `rank` where ranks differ."""
         try:
             tree = decode(self.state, tensor=self._leaf, rank=rank)
         except MalformedManifest as error:
             raise_damaged(file, str(error))
-        # A rank that was there and has saved nothing under a key has lost nothing.
+        # A rank that took part in the save and had no such key lacks nothing.
         return drop_absent(tree) if rank is not None and rank < self.ranks else tree
 
     def tensors(self) -> list[TensorEntry]:
-        """Return what is said of all tensors of all ranks."""
         found: list[TensorEntry] = []
 
-        def note(body: Any, path: StatePath) -> TensorLeaf:
+        def record(body: Any, path: StatePath) -> TensorLeaf:
             leaf = self._leaf(body, path)
             found.append(leaf.data)
             return leaf
 
-        decode(self.state, tensor=note, rank=None)
+        decode(self.state, tensor=record, rank=None)
         return found
 
     def _leaf(self, body: Any, path: StatePath) -> TensorLeaf:
-        """Check what is said of one tensor."""
         where = format_path(path)
         try:
             entry = msgspec.convert(body, TensorEntry, strict=True)
@@ -261,12 +263,12 @@ class StateManifest(Manifest, forbid_unknown_fields=True):
         dtype = dtype_from_name(entry.dtype)
         if dtype is None or is_quantized(dtype):
             raise MalformedManifest(
-                f"{where} has the type {entry.dtype!r:.40}, which no tensor here has"
+                f"{where} has the dtype {entry.dtype!r:.40}, which this torch does not store"
             )
         try:
             device = torch.device(entry.device).type
         except RuntimeError:
-            raise MalformedManifest(f"{where} has no device {entry.device!r:.40}") from None
+            raise MalformedManifest(f"{where} has an unknown device {entry.device!r:.40}") from None
         _check_shape(entry, dtype, where)
         if len({(piece.file, piece.at) for piece in entry.pieces}) < len(entry.pieces):
             raise MalformedManifest(f"{where} has the same piece twice")
@@ -279,21 +281,21 @@ class StateManifest(Manifest, forbid_unknown_fields=True):
         file = self.files.get(piece.file)
         if file is None:
             raise MalformedManifest(
-                f"{where} is in {piece.file!r:.80}, which is not among the files"
+                f"{where} is in {piece.file!r:.80}, which is not a file of the checkpoint"
             )
         if not file.header.bytes <= begin <= end <= file.bytes:
             raise MalformedManifest(
-                f"{where} is at {begin}..{end} of {piece.file}, outside of its data"
+                f"{where} is at {begin}..{end} of {piece.file}, outside its data"
             )
         if (end - begin) % dtype.itemsize:
-            raise MalformedManifest(f"{where} has a piece that ends inside of an element")
+            raise MalformedManifest(f"{where} has a piece that ends inside an element")
 
 
 def _check_shape(entry: TensorEntry, dtype: torch.dtype, where: str) -> None:
     total = sum(end - begin for begin, end in (piece.at for piece in entry.pieces))
-    # Lengths next to a zero count too: torch multiplies them for its strides.
+    # Zeros count as one: torch multiplies the other lengths for its strides.
     if nbytes(dtype, [max(length, 1) for length in entry.shape]) >= 2**62:
-        raise MalformedManifest(f"{where} has the shape {entry.shape}, which nobody can hold")
+        raise MalformedManifest(f"{where} has the shape {entry.shape}, which is too large")
     if len(entry.shape) > 64 or total != nbytes(dtype, entry.shape):
         raise MalformedManifest(
             f"{where} is {entry.dtype}{entry.shape}, but its pieces have {total} bytes"

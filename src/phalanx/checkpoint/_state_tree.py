@@ -26,10 +26,10 @@ from ._manifest import StateKey, StatePath, format_path, tensor_name
 
 @dataclass(frozen=True)
 class Replicated:
-    """Mark a part of the state that all ranks hold alike, such as a data-parallel model.
+    """Mark a part of the state that is identical on all ranks, such as a data-parallel model.
 
-    It is written once, each rank writing a share of it. That it really is alike is checked by
-    samples only; state that is not marked at all is compared byte by byte.
+    It is written once, each rank writing a share of it. Only samples of it are compared between
+    ranks; state without a mark is compared byte by byte.
     """
 
     value: Any
@@ -37,16 +37,16 @@ class Replicated:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Mark a part of the state that each rank has its own of; nobody compares it."""
+    """Mark a part of the state that is different on each rank. It is not compared."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class ReplicatedShard:
-    """Stand in for a tensor that is alike, with only the bytes that this rank is to write.
+    """A replicated tensor, reduced to the bytes that this rank writes.
 
-    `own_shards` makes them, so that an asynchronous save need not copy what others write.
+    An asynchronous save stages these, so that it need not copy what other ranks write.
     """
 
     name: str
@@ -54,11 +54,11 @@ class ReplicatedShard:
     shape: tuple[int, ...]
     device: str
     start: int
-    """The first byte of the tensor that is here."""
+    """The first byte of the tensor that is held."""
     stop: int
-    """The byte after the last one that is here."""
+    """The byte after the last one that is held."""
     fingerprint: str
-    """Of the whole tensor, to be compared among the ranks."""
+    """A sampled digest of the whole tensor, for comparison between ranks."""
     data: torch.Tensor | None
     """The bytes as a flat tensor of the same dtype; None if this rank writes none of it."""
 
@@ -68,7 +68,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Codec:
-    """How values of one class are stored, under a name that the manifest keeps."""
+    """How values of a class are stored, under a name that the manifest records."""
 
     name: str
     encode: Callable[[Any], Any]
@@ -82,65 +82,63 @@ _by_name: dict[str, Codec] = {}
 def register_codec(
     name: str, kind: type[T], *, encode: Callable[[T], Any], decode: Callable[[Any], T]
 ) -> None:
-    """Store values of exactly the class `kind` as what `encode` makes of them.
+    """Store values of exactly the class `kind` as what `encode` returns.
 
-    `encode` returns what a state may hold by itself: nested dicts, lists and tuples of JSON-like
-    values and tensors. `decode` gets the same back, and must bear what a stranger has written.
-    The name is what ties the two together, so it must not change as long as checkpoints exist.
+    `encode` returns nested dicts, lists and tuples of JSON-like values and tensors. `decode` gets
+    the same back, and must validate it, since a file may come from an attacker. Manifests contain
+    the name, so it must not change as long as checkpoints exist.
     """
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
-        raise InvalidArgument(f"{name!r} is not a name for a codec: letters, digits and ._- only")
+        raise InvalidArgument(f"a codec's name has only letters, digits and ._-, got {name!r}")
     known = _by_name.get(name)
     if known is not None and _by_class.get(kind) is not known:
-        raise InvalidArgument(f"there is a codec named {name!r} already, for another class")
+        raise InvalidArgument(f"a codec named {name!r} is already registered for another class")
     codec = Codec(name, encode, decode)
     _by_class[kind] = _by_name[name] = codec
 
 
 def codec_for(value: object) -> Codec | None:
-    """Return the codec that was registered for the class of `value`."""
     return _by_class.get(type(value))
 
 
 def codec_named(name: str) -> Codec | None:
-    """Return the codec of that name."""
     return _by_name.get(name)
 
 
 def _counter(counts: Any) -> Counter[Any]:
     if not isinstance(counts, dict):
-        raise DamagedCheckpoint(f"a Counter was stored as what it cannot be: {counts!r:.40}")
+        raise DamagedCheckpoint(f"a Counter was not stored as a dict: {counts!r:.40}")
     return Counter(counts)
 
 
-# A scheduler of torch's own has one: MultiStepLR.
+# The state of torch's MultiStepLR contains one.
 register_codec("collections.Counter", Counter, encode=dict, decode=_counter)
 
 
 MAX_DEPTH = 100
-"""How deep a state may be nested: a cycle is deeper, and so is an attack.
+"""Levels of nesting of a state. Rejects cycles and attacks.
 
-Its JSON may be three times as deep, and functions that call themselves must get to its end from
-whatever depth they were called at.
+Its JSON may be three times as deep, and recursive functions must reach its end from any depth of
+the caller's stack.
 """
 
-Mark: TypeAlias = Literal["", "alike", "per rank"]
-_MARKS: dict[type, Mark] = {Replicated: "alike", PerRank: "per rank"}
+Mark: TypeAlias = Literal["", "replicated", "per rank"]
+_MARKS: dict[type, Mark] = {Replicated: "replicated", PerRank: "per rank"}
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A dict, a list, a tuple, or what a codec has made of a value."""
+    """A dict, a list, a tuple, or the output of a codec."""
 
     kind: str
-    """``dict``, ``list``, ``tuple``, or ``codec:`` and its name."""
+    """``dict``, ``list``, ``tuple``, or ``codec:`` and the codec's name."""
     children: dict[StateKey, Node]
     mark: Mark = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value that the manifest holds itself."""
+    """A value that is stored in the manifest."""
 
     value: Any
     mark: Mark = ""
@@ -148,25 +146,25 @@ class Scalar:
 
 @dataclass(frozen=True, slots=True)
 class TensorLeaf:
-    """A tensor: here, staged in part, or on disk."""
+    """A tensor: in memory, partly staged, or on disk."""
 
     name: str
-    """The same for tensors that are one and the same memory."""
+    """The same for tensors that share memory."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     device: str
-    """The type of its device."""
+    """Its device type."""
     data: Any = field(compare=False)
-    """A `Tensor`, a `ReplicatedShard`, or what the manifest says of its place."""
+    """A `Tensor`, a `ReplicatedShard`, or the `TensorEntry` of the manifest."""
     mark: Mark = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """State of ranks that the checkpoint has not got for this one."""
+    """State that the checkpoint has for other ranks only."""
 
     ranks: tuple[int, ...]
-    """The ranks that have some."""
+    """The ranks that have it."""
     mark: Mark = ""
 
 
@@ -174,15 +172,14 @@ Node: TypeAlias = Branch | Scalar | TensorLeaf | Absent
 
 
 def parse_state(state: Any) -> Node:
-    """Make the tree of a state; what cannot be stored is refused by its path."""
-    node = _parse(state, (), "")
-    return _unify_aliases(node)
+    """Return the tree of a state; raises `UnsupportedState` with the path of a bad value."""
+    return _unify_aliases(_parse(state, (), ""))
 
 
 def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
     if len(path) > MAX_DEPTH:
         raise UnsupportedState(
-            f"{format_path(path[:6])}… is nested deeper than {MAX_DEPTH} levels, or holds itself"
+            f"{format_path(path[:6])}… is nested deeper than {MAX_DEPTH} levels, or contains itself"
         )
     if type(value) in _MARKS:
         return _parse(value.value, path, _combine_marks(mark, _MARKS[type(value)], path))
@@ -191,7 +188,7 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
         shape, device = tuple(value.shape), value.device.type
         return TensorLeaf(tensor_name(path), value.dtype, shape, device, value, mark)
     if isinstance(value, Branch | TensorLeaf):
-        return value  # parsed already, by the process that the state comes from
+        return value  # already parsed, before staging
     if isinstance(value, ReplicatedShard):
         return TensorLeaf(value.name, value.dtype, value.shape, value.device, value, mark)
     if type(value) in _SCALARS:
@@ -213,9 +210,8 @@ def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
         return _parse_branch(value.state_dict(), path, mark)
     else:
         raise UnsupportedState(
-            f"{format_path(path)} is a {_class_name(value)}, which is neither a tensor nor JSON-like; "
-            "store what it is made of, give it state_dict and load_state_dict, "
-            "or register a codec for it"
+            f"{format_path(path)} is a {_class_name(value)}, neither a tensor nor JSON-like. "
+            "Store its parts, give it state_dict and load_state_dict, or call register_codec"
         )
     children = {_check_key(key, path): _parse(each, (*path, key), mark) for key, each in items}
     return Branch(kind, children, mark)
@@ -224,7 +220,7 @@ def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
 def _combine_marks(outer: Mark, inner: Mark, path: StatePath) -> Mark:
     if outer and outer != inner:
         raise UnsupportedState(
-            f"{format_path(path)} is marked as {inner}, inside of what is marked as {outer}"
+            f"{format_path(path)} is marked {inner} inside a part that is marked {outer}"
         )
     return inner
 
@@ -248,8 +244,8 @@ def _check_key(key: Any, path: StatePath) -> StateKey:
         _check_int(key, path)
     elif type(key) not in (bool, type(None)) and not (type(key) is float and key - key == 0.0):
         raise UnsupportedState(
-            f"{format_path(path)} has the key {key!r}, a {_class_name(key)}; "
-            "keys are strings, numbers, booleans or None"
+            f"{format_path(path)} has the key {key!r} of type {_class_name(key)}; "
+            "keys must be strings, numbers, booleans or None"
         )
     return key  # type: ignore[no-any-return]
 
@@ -267,22 +263,22 @@ def _check_text(text: str, path: StatePath) -> None:
 
 
 def _check_tensor(tensor: Tensor, path: StatePath) -> None:
-    complaint = unsupported_reason(tensor)
-    if complaint:
-        raise UnsupportedState(f"{format_path(path)} is {complaint}")
+    reason = unsupported_reason(tensor)
+    if reason:
+        raise UnsupportedState(f"{format_path(path)} is {reason}")
 
 
 def unsupported_reason(tensor: Tensor) -> str:
-    """Say why the values of a tensor are not simply bytes in memory, and what to do; or nothing."""
+    """Return why a tensor is not plain bytes in memory, with a hint; "" if it is."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         advice = (
-            "store its own part (to_local) or the whole (full_tensor)"
+            "store its local part (to_local) or the whole (full_tensor)"
             if hasattr(tensor, "full_tensor")
             else "store a plain tensor"
         )
         return f"a {_class_name(tensor)}; {advice}"
     if tensor.is_nested:
-        return "a nested tensor; store the tensors that it is made of (unbind)"
+        return "a nested tensor; store its components (unbind)"
     if tensor.is_quantized:
         return "a quantized tensor; store its integers (int_repr) and its scale"
     if tensor.layout is not torch.strided:
@@ -290,7 +286,7 @@ def unsupported_reason(tensor: Tensor) -> str:
     if tensor.is_meta:
         return "a tensor on the meta device, which has no values"
     if tensor.numel() and not tensor.untyped_storage().nbytes():
-        return "a tensor whose memory was given back, as that of a sharded one; gather it first"
+        return "a tensor whose storage was freed, as by sharding; gather it first"
     return ""
 
 
@@ -301,54 +297,60 @@ def _class_name(value: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def walk(
+    node: Node,
+    *,
+    descend: Callable[[StatePath, Node], bool] = lambda _path, _node: True,
+    path: StatePath = (),
+) -> Iterator[tuple[StatePath, Node]]:
+    """Yield every node with its path, in order. Skips what is below a node not to `descend`."""
+    yield path, node
+    if isinstance(node, Branch) and descend(path, node):
+        for key, child in node.children.items():
+            yield from walk(child, descend=descend, path=(*path, key))
+
+
 def leaves(node: Node) -> Iterator[TensorLeaf]:
-    """Yield the tensors of a tree in its order."""
+    return (each for _, each in walk(node) if isinstance(each, TensorLeaf))
+
+
+def map_leaves(node: Node, change: Callable[[TensorLeaf], TensorLeaf]) -> Node:
+    """Return the tree with each tensor replaced by what `change` returns."""
     if isinstance(node, TensorLeaf):
-        yield node
-    elif isinstance(node, Branch):
-        for child in node.children.values():
-            yield from leaves(child)
+        return change(node)
+    if isinstance(node, Branch):
+        children = {key: map_leaves(child, change) for key, child in node.children.items()}
+        return Branch(node.kind, children, node.mark)
+    return node
+
+
+def find_node(node: Node, path: StatePath) -> Node | None:
+    found: Node | None = node
+    for key in path:
+        found = found.children.get(key) if isinstance(found, Branch) else None
+    return found
 
 
 def _unify_aliases(node: Node) -> Node:
-    """Give tensors that are the same memory one name: the least, whatever the order of keys."""
+    """Give tensors that share memory one name: the least, whatever the order of keys."""
     names: dict[Any, list[str]] = defaultdict(list)
     for leaf in leaves(node):
         names[_identity(leaf)].append(leaf.name)
     if all(len(each) == 1 for each in names.values()):
         return node
-    return _rename(node, lambda leaf: replace(leaf, name=min(names[_identity(leaf)])))
+    return map_leaves(node, lambda leaf: replace(leaf, name=min(names[_identity(leaf)])))
 
 
 def _identity(leaf: TensorLeaf) -> Any:
     tensor = leaf.data
     if not isinstance(tensor, Tensor) or tensor.numel() == 0:
         return leaf.name
-    # Marks are part of it: what is alike and what is not are written to different places.
+    # With the mark: replicated and per-rank tensors are written to different files.
     flags = (tensor.is_conj(), tensor.is_neg(), leaf.mark)
     return (tensor.data_ptr(), tensor.device, tensor.dtype, leaf.shape, tensor.stride(), flags)
 
 
-def _rename(node: Node, rename: Callable[[TensorLeaf], TensorLeaf]) -> Node:
-    if isinstance(node, TensorLeaf):
-        return rename(node)
-    if isinstance(node, Branch):
-        children = {key: _rename(child, rename) for key, child in node.children.items()}
-        return Branch(node.kind, children, node.mark)
-    return node
-
-
-def find_absent(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Absent]]:
-    """Yield what a tree lacks for this rank, and where."""
-    if isinstance(node, Absent):
-        yield path, node
-    elif isinstance(node, Branch):
-        for key, child in node.children.items():
-            yield from find_absent(child, (*path, key))
-
-
 def drop_absent(node: Node) -> Node:
-    """Leave out the keys whose values are absent."""
     if not isinstance(node, Branch):
         return node
     present = {
@@ -360,19 +362,19 @@ def drop_absent(node: Node) -> Node:
 
 
 def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any], *, marked: bool = False) -> Any:
-    """Make a state of a tree, with `tensor` for its tensors, and its marks if they are wanted."""
+    """Return the state of a tree. `tensor` returns its tensors; `marked` keeps its marks."""
     if marked and node.mark:
         value = rebuild_state(node, tensor)
-        return Replicated(value) if node.mark == "alike" else PerRank(value)
+        return Replicated(value) if node.mark == "replicated" else PerRank(value)
     if isinstance(node, TensorLeaf):
         return tensor(node)
     if isinstance(node, Scalar):
         return node.value
-    assert isinstance(node, Branch), "what is absent was left out before"
+    assert isinstance(node, Branch), "absent nodes are skipped by their parents"
     items = {
         key: rebuild_state(child, tensor, marked=marked)
         for key, child in node.children.items()
-        if not isinstance(child, Absent)  # who asks for it by name is told (`_reader`)
+        if not isinstance(child, Absent)  # `_reader` raises for those that were asked for
     }
     if node.kind == "dict":
         return items

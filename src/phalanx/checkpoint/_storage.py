@@ -1,11 +1,11 @@
-"""The interface between checkpoints and the place that holds them.
+"""The interface between checkpoints and the storage that holds them.
 
-Every save writes files of its own, with the save's random id in their names, and the manifest
-last. The manifest decides: it appears atomically, it names all files that belong to the
-checkpoint, and files that no manifest names are ignored. A save can therefore run beside an
-older checkpoint at the same path, and a reader sees the one or the other.
+Every save writes new files, with the save's random id in their names, and the manifest last.
+The manifest decides: it appears atomically, it names all files that belong to the checkpoint,
+and files that no manifest names are ignored. A save can therefore run beside an older checkpoint
+at the same path, and a reader sees either the old checkpoint or the new one.
 
-Torch-free. Imports nothing of this package, so that every module may import it.
+Torch-free. Imports nothing else of this package but `_progress`.
 """
 
 from __future__ import annotations
@@ -13,106 +13,157 @@ from __future__ import annotations
 import re
 import secrets
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from typing import Protocol
 
 import xxhash
 
 from .. import _faultpoints
 from ..errors import InvalidArgument
-
-if TYPE_CHECKING:
-    from ._tensor_file import Sink
-
+from ._progress import ProgressMeter
 
 CHUNK_BYTES = 2 << 20
-"""Bytes that are hashed and then written while they are still in the processor's cache."""
+"""Data is hashed and written in chunks of this size, while they are in the processor's cache."""
+RETRIES = 100
+"""How often an operation is tried that loses a race against the removal of its directory."""
+
+DATA_FILE_NAME = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
+"""Names of data files. Nothing else in a checkpoint's directory is ever removed."""
+
+MESSAGE_PREFIX = "note."
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the checksum of some bytes, as manifests have it."""
+    """Return the checksum that manifests store."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def fault_point(point: str) -> None:
-    """Say that a save has come to a point."""
+    """Mark a point of a save at which tests can inject a fault."""
     if _faultpoints.armed:
         _faultpoints.reach(f"checkpoint:{point}")
 
 
-DATA_FILE_NAME = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
-"""The names of data files; nothing else in a folder is ever removed."""
-
-MESSAGE_PREFIX = "note."
-"""How the names of notes begin."""
-
-
 def new_save_id() -> str:
-    """Draw the number of a save."""
     return secrets.token_hex(8)
 
 
 def data_file_name(save: str, rank: int) -> str:
-    """Name the file in which a rank writes."""
     return f"rank{rank}-{save}.safetensors"
 
 
 def files_to_remove(names: list[str], ranks: int, rank: int) -> list[str]:
-    """Choose what one of the ranks removes: what it has written, as its machine has it cached."""
+    """Return the files that `rank` removes: those it wrote, which its machine has cached."""
     writers = {name: int(found[1]) for name in names if (found := DATA_FILE_NAME.fullmatch(name))}
     return [name for name, writer in writers.items() if writer % ranks == rank]
 
 
-class MessageStore(Protocol):
-    """A place where ranks leave notes for each other if they have nothing better."""
+class MessageStore(ABC):
+    """Small texts by name, through which the ranks of a save communicate without a barrier."""
 
     def put(self, name: str, text: str) -> None:
-        """Leave a note; nobody reads half of it."""
+        """Store a message; no reader sees part of it."""
+        for _ in range(RETRIES):  # a peer that removes its last message removes the directory
+            with suppress(FileExistsError):
+                self._make_directory()
+            with suppress(FileNotFoundError):
+                self._write(name, text)
+                return
+        raise FileNotFoundError(
+            f"cannot store {name}: another process keeps removing its directory"
+        )
 
+    @abstractmethod
+    def _make_directory(self) -> None: ...
+
+    @abstractmethod
+    def _write(self, name: str, text: str) -> None: ...
+
+    @abstractmethod
     def names(self) -> set[str]:
-        """Return the names of all notes."""
+        """Return the names of all messages."""
 
+    @abstractmethod
     def get(self, name: str) -> str | None:
-        """Read a note, if it is there and whole."""
+        """Return a message, or None if it does not exist or is incomplete."""
 
+    @abstractmethod
     def remove(self, name: str) -> None:
-        """Take a note away, if it is there."""
+        """Remove a message if it exists."""
 
-    def stand(self, name: str) -> int | None:
-        """Leave a note that others can see to be deserted when this process dies.
+    @abstractmethod
+    def put_locked(self, name: str) -> int | None:
+        """Store a message and lock it, so that peers notice when this process dies.
 
-        Returns a file to be closed by who is done, or None where there is no such thing.
+        Returns the descriptor that holds the lock, or None if the storage has no locks.
         """
 
+    @abstractmethod
     def is_abandoned(self, name: str) -> bool:
-        """Tell whether it is certain that nobody stands by a note any more."""
+        """Whether the process that stored a locked message is certainly dead."""
+
+
+class Sink(Protocol):
+    """A file that is being written."""
+
+    def write(self, data: memoryview) -> None:
+        """Append all of `data`."""
 
 
 class Source(ABC):
-    """A file of tensors that is open for reading."""
+    """A data file that is open for reading."""
 
     chunk: int
-    """How many bytes are best read at once."""
+    """The number of bytes to read at once."""
+    _scratch = bytearray()
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Its real length in bytes."""
+        """The actual length in bytes."""
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> None:
-        """Fill `tensor_memory` with what is at `offset`; raises `EOFError` if there is not enough."""
+        """Fill `memory` with the bytes at `offset`; raises `EOFError` if there are too few."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
+
+    def read_chunks(
+        self, begin: int, end: int, into: memoryview | None = None
+    ) -> Iterator[memoryview]:
+        """Yield a range in chunks, read into `into` or else into a buffer that is reused."""
+        if into is None and len(self._scratch) < min(self.chunk, end - begin):
+            self._scratch = bytearray(min(self.chunk, end - begin))
+        for position in range(begin, end, self.chunk):
+            size = min(self.chunk, end - position)
+            memory = memoryview(self._scratch) if into is None else into[position - begin :]
+            self.read_into(memory[:size], position)
+            yield memory[:size]
+
+    def checksum(
+        self,
+        begin: int,
+        end: int,
+        *,
+        into: memoryview | None = None,
+        progress: Callable[[int], None] = lambda _: None,
+    ) -> str:
+        """Return the checksum of a range; `progress` is called with the length of each chunk."""
+        digest = xxhash.xxh3_128()
+        for chunk in self.read_chunks(begin, end, into):
+            digest.update(chunk)
+            progress(len(chunk))
+        return digest.hexdigest()
 
 
 class Snapshot(ABC):
-    """A checkpoint as it was at one instant."""
+    """A checkpoint as it was when it was opened."""
 
-    stays: bool
-    """Whether a source that is open can be read even after the file was removed."""
+    survives_removal: bool
+    """Whether an open source can be read after its file was removed."""
 
     @abstractmethod
     def manifest(self) -> bytes:
@@ -120,62 +171,62 @@ class Snapshot(ABC):
 
     @abstractmethod
     def open(self, name: str) -> Source:
-        """Open a file of tensors; raises `FileNotFoundError` if it is gone."""
+        """Open a data file; raises `FileNotFoundError` if it was removed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it, but not of its sources."""
+        """Close the snapshot, but not its sources."""
 
 
 class Storage(ABC):
-    """The place of one checkpoint, for one save or one load."""
+    """The storage of one checkpoint, for one save or one load."""
 
     path: str
 
     @abstractmethod
     def begin(self, owner: str) -> str:
-        """Take the place for the calling job, clean up after dead ones, and number the save."""
+        """Lock the path for the job `owner`, remove what dead jobs left, and return a save id."""
 
     @abstractmethod
     def create(self, save: str, name: str) -> AbstractContextManager[Sink]:
-        """Open a new file of a save for writing; it is durable when the block ends."""
+        """Open a new file of a save for writing. It is durable when the block ends."""
 
     @abstractmethod
     def commit(self, save: str, manifest: bytes) -> list[str]:
-        """Make a save visible in one instant, and durable; return the files that it replaces."""
+        """Make a save visible atomically and durably; return the files that it replaces."""
 
     @abstractmethod
     def end(self, save: str | None) -> None:
-        """Remove what was not committed, and let others have the place; raises nothing."""
+        """Remove what was not committed and unlock the path. Never raises."""
 
     @abstractmethod
     def discard(self, names: list[str]) -> None:
-        """Remove files that no manifest names any more, as far as possible; raises nothing.
+        """Remove files that no manifest names any more, as far as possible. Never raises.
 
-        No other save uses their names, so nobody has to have the place for this.
+        Needs no lock, since no other save uses these names.
         """
 
     @abstractmethod
-    def board(self) -> MessageStore:
-        """Return the place for notes among the ranks of one save."""
+    def message_store(self) -> MessageStore:
+        """Return the store for messages among the ranks of a save."""
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
-        """Look at what is there now; raises `FileNotFoundError` if there is nothing."""
+        """Open the current checkpoint; raises `FileNotFoundError` if there is none."""
 
 
 def strip_file_scheme(path: str) -> str:
-    """Return what a URL of the local file system means, and any other path as it is.
+    """Return the path of a local file URL, and any other path unchanged.
 
-    Not by fsspec, which would write over the manifest that is there: it has no rename.
+    Local URLs do not go through fsspec, which has no rename and would overwrite the manifest.
     """
     return path.removeprefix("file://").removeprefix("local://")
 
 
-def storage_at(path: str) -> Storage:
-    """Return the storage for a path: the local file system, or fsspec for what has a ``://``."""
+def storage_at(path: str, meter: ProgressMeter | None = None) -> Storage:
+    """Return the storage for a path: the local file system, or fsspec if it contains ``://``."""
     if not path:
-        raise InvalidArgument("a checkpoint needs a path, and this one is empty")
+        raise InvalidArgument("a checkpoint needs a path, got an empty one")
     path = strip_file_scheme(path)
     if "://" in path:
         from ._remote_storage import RemoteStorage
@@ -183,4 +234,4 @@ def storage_at(path: str) -> Storage:
         return RemoteStorage(path)
     from ._local_storage import LocalStorage
 
-    return LocalStorage(path)
+    return LocalStorage(path, meter)

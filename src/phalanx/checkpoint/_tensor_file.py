@@ -11,14 +11,13 @@ import ctypes
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
-from . import _progress
-from ._storage import CHUNK_BYTES, checksum, fault_point
+from ._progress import ProgressMeter
+from ._storage import CHUNK_BYTES, Sink, checksum, fault_point
 
 _NAMES = {
     name: value
@@ -26,7 +25,7 @@ _NAMES = {
     if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
 }
 
-# The names that the safetensors format has had from the beginning, so that any reader knows them.
+# Names that the safetensors format has had from the beginning, so that every reader knows them.
 _SAFETENSORS_TYPES = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -48,22 +47,21 @@ _COMPLEX_TYPES = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's own name of a type, without the ``torch.``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_from_name(name: str) -> torch.dtype | None:
-    """Return the type of that name, if this torch has it."""
+    """Return the dtype of that name, or None if this torch has none."""
     return _NAMES.get(name)
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Tell whether a type means nothing without a scale; some have less than a byte per element."""
+    """Whether a dtype needs a scale; some have less than a byte per element."""
     return dtype_name(dtype).startswith(("qint", "quint"))
 
 
 def safetensors_type(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
-    """Say as what a safetensors file holds a tensor: complex as pairs, the exotic as bytes."""
+    """Return the dtype and shape in a safetensors file: complex as pairs, unknown as bytes."""
     name = dtype_name(dtype)
     if name in _SAFETENSORS_TYPES:
         return _SAFETENSORS_TYPES[name], [*shape]
@@ -72,19 +70,12 @@ def safetensors_type(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, l
     return "U8", [*shape, dtype.itemsize]
 
 
-_ALIGNMENT = 64  # of the first tensor; the others follow by falling size of their elements
-
-
-class Sink(Protocol):
-    """A file that grows at its end."""
-
-    def write(self, data: memoryview) -> None:
-        """Append all of `data`."""
+_ALIGNMENT = 64  # of the first tensor; the others follow by descending element size
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShard:
-    """The bytes from `start` to `stop` of a tensor, which this file is to hold."""
+    """The bytes from `start` to `stop` of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -92,11 +83,10 @@ class TensorShard:
     start: int
     stop: int
     data: Tensor
-    """The elements in question, and no others."""
+    """Exactly these elements."""
 
     @property
     def key(self) -> str:
-        """What the file calls it."""
         if self.is_whole:
             return self.name
         size = self.dtype.itemsize
@@ -104,11 +94,9 @@ class TensorShard:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it is all of the tensor."""
         return self.stop - self.start == nbytes(self.dtype, self.shape)
 
     def describe(self) -> tuple[str, list[int]]:
-        """Return the type and the shape that the file gives it."""
         if self.is_whole:
             return safetensors_type(self.dtype, self.shape)
         return safetensors_type(self.dtype, ((self.stop - self.start) // self.dtype.itemsize,))
@@ -116,7 +104,7 @@ class TensorShard:
 
 @dataclass(frozen=True, slots=True)
 class WrittenRange:
-    """Where the bytes of a share are in their file."""
+    """Where the bytes of a shard are in their file."""
 
     begin: int
     end: int
@@ -125,17 +113,16 @@ class WrittenRange:
 
 @dataclass(frozen=True, slots=True)
 class WrittenFile:
-    """What is in a file that was written."""
+    """A file that was written."""
 
     length: int
     header_length: int
     header_checksum: str
-    places: list[WrittenRange]
-    """One for each share, in the order in which they were given."""
+    ranges: list[WrittenRange]
+    """One for each shard, in the order given."""
 
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the size of a tensor in bytes."""
     size = dtype.itemsize
     for length in shape:
         size *= length
@@ -143,62 +130,63 @@ def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def tensor_memory(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor that lies in main memory in one piece, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     assert tensor.device.type == "cpu"
     assert tensor.is_contiguous()
     size = nbytes(tensor.dtype, tensor.shape)
     end = tensor.storage_offset() * tensor.dtype.itemsize + size
-    assert end <= tensor.untyped_storage().nbytes(), "beyond is somebody else's memory"
+    assert end <= tensor.untyped_storage().nbytes(), "the tensor exceeds its storage"
     if size == 0:
         return memoryview(b"")
-    # By address: numpy, which could do it too, lacks half of the types.
+    # By address, since numpy lacks half of the dtypes.
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
-    array.tensor = tensor  # type: ignore[attr-defined] # which lives as long as any view of it
+    array.tensor = tensor  # type: ignore[attr-defined] # lives as long as any view
     return memoryview(array).cast("B")
 
 
 def chunks(data: memoryview) -> Iterator[memoryview]:
-    """Cut bytes into pieces that fit the cache."""
+    """Cut bytes into chunks that fit the cache."""
     for start in range(0, len(data), CHUNK_BYTES):
         yield data[start : start + CHUNK_BYTES]
 
 
-def write_tensor_file(sink: Sink, shares: Sequence[TensorShard]) -> WrittenFile:
-    """Write a file of tensors in one pass."""
-    order = sorted(range(len(shares)), key=lambda i: (-shares[i].dtype.itemsize, shares[i].key))
-    header = _header([shares[i] for i in order])
+def write_tensor_file(
+    sink: Sink, shards: Sequence[TensorShard], meter: ProgressMeter
+) -> WrittenFile:
+    order = sorted(range(len(shards)), key=lambda i: (-shards[i].dtype.itemsize, shards[i].key))
+    header = _header([shards[i] for i in order])
     sink.write(memoryview(header))
     position = len(header)
-    _progress.expect_bytes(sum(share.stop - share.start for share in shares))
-    places: dict[int, WrittenRange] = {}
+    meter.expect(sum(shard.stop - shard.start for shard in shards))
+    ranges: dict[int, WrittenRange] = {}
     for i in order:
         fault_point("tensor")
-        digest = _write_shard(sink, shares[i])
-        begin, position = position, position + shares[i].stop - shares[i].start
-        places[i] = WrittenRange(begin, position, digest)
-    in_order = [places[i] for i in range(len(shares))]
+        digest = _write_shard(sink, shards[i], meter)
+        begin, position = position, position + shards[i].stop - shards[i].start
+        ranges[i] = WrittenRange(begin, position, digest)
+    in_order = [ranges[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
 
 
-def _header(shares: Sequence[TensorShard]) -> bytes:
+def _header(shards: Sequence[TensorShard]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    for share in shares:
-        dtype, shape = share.describe()
-        end = position + share.stop - share.start
-        entries[share.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+    for shard in shards:
+        dtype, shape = shard.describe()
+        end = position + shard.stop - shard.start
+        entries[shard.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_shard(sink: Sink, share: TensorShard) -> str:
+def _write_shard(sink: Sink, shard: TensorShard, meter: ProgressMeter) -> str:
     digest = xxhash.xxh3_128()
-    data = tensor_memory(share.data.detach().resolve_conj().resolve_neg().cpu().contiguous())
-    assert len(data) == share.stop - share.start
+    data = tensor_memory(shard.data.detach().resolve_conj().resolve_neg().cpu().contiguous())
+    assert len(data) == shard.stop - shard.start
     for chunk in chunks(data):
         digest.update(chunk)
         sink.write(chunk)
-        _progress.count_written(len(chunk))
+        meter.wrote(len(chunk))
     return digest.hexdigest()

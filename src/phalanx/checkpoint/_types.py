@@ -1,11 +1,12 @@
-"""Types that all of checkpointing shares: `RankInfo`, `STATE_DICT` and two protocols."""
+"""Types and checks that all of checkpointing shares."""
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, InvalidType
 
 STATE_DICT: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""
@@ -13,32 +14,32 @@ STATE_DICT: TypeAlias = dict[str, Any]
 
 @dataclass
 class RankInfo:
-    """Say which rank this is, and of how many."""
+    """A rank and the world size."""
 
     global_rank: int
-    """This rank's number among those that save and load together."""
+    """This rank among those that save and load together."""
     global_world_size: int
-    """How many of them there are."""
+    """The number of ranks that save and load together."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.global_rank < self.global_world_size:
             raise InvalidArgument(
-                f"rank {self.global_rank} of {self.global_world_size}: ranks are counted from 0"
+                f"rank must be in [0, {self.global_world_size}), got {self.global_rank}"
             )
 
 
 class BarrierLike(Protocol):
-    """What the writer needs of a barrier; one that has `exchange` saves it small files."""
+    """What a writer needs of a barrier. If it has `exchange`, ranks need no message files."""
 
     def execute_barrier(self) -> None:
-        """Wait until every rank has come."""
+        """Wait until every rank has arrived."""
 
 
-class Stateful(Protocol):
-    """What may stand in a state by itself: a module, an optimizer, a data loader."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state_dict: Any) -> Any:
-        """Take the state back."""
+def check_integer(name: str, value: object, *, hint: str = "") -> int:
+    """Return `value` as an int; raise `InvalidType` if it is not an integer."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        # Not its value, which may be a whole state.
+        kind = type(value).__name__
+        raise InvalidType(f"{name} must be an integer, got {kind}{hint}") from None

@@ -26,10 +26,10 @@ ProgressCallback = Callable[[int], None]
 
 
 def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
-    """Return what is wrong with a checkpoint, each with the name of the file and the tensor.
+    """Return the problems of a checkpoint, each with the name of the file and the tensor.
 
-    `progress` is told how many bytes were read. If a save replaces the checkpoint in the meantime,
-    and hence removes its files, the new one is looked at.
+    `progress` is called with the number of bytes of each read. If a save replaces the checkpoint
+    meanwhile, the new one is verified instead.
     """
     while True:
         save, problems = _verify_once(path, progress)
@@ -38,7 +38,7 @@ def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
 
 
 def _current_save(path: str) -> str:
-    """Return the number of the save that is there now, or nothing if it has none."""
+    """Return the id of the current checkpoint's save, or "" if it cannot be read."""
     try:
         with closing(storage_at(path).snapshot()) as snapshot:
             return Manifest.load(snapshot.manifest(), path).save
@@ -47,7 +47,6 @@ def _current_save(path: str) -> str:
 
 
 def _verify_once(path: str, progress: ProgressCallback) -> tuple[str, list[str]]:
-    """Return the number of the save that is there, and what is wrong with it."""
     try:
         snapshot = storage_at(path).snapshot()
     except (FileNotFoundError, NotADirectoryError):
@@ -67,21 +66,21 @@ def _verify_once(path: str, progress: ProgressCallback) -> tuple[str, list[str]]
 
 
 def stored_digest(path: str, tensor: TensorEntry) -> str:
-    """Return a checksum of all bytes of a tensor, however they were cut into pieces."""
-    whole = xxhash.xxh3_128()
+    """Return the checksum of all bytes of a tensor, however they are divided into pieces."""
+    digest = xxhash.xxh3_128()
     with closing(storage_at(path).snapshot()) as snapshot:
         for piece in tensor.pieces:
             with closing(snapshot.open(piece.file)) as source:
-                for part in _read(source, *piece.at):
-                    whole.update(part)
-    return whole.hexdigest()
+                for chunk in source.read_chunks(*piece.at):
+                    digest.update(chunk)
+    return digest.hexdigest()
 
 
 Pieces = dict[tuple[int, int], tuple[PieceEntry, ManifestEntry]]
 
 
 def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Manifest, dict[str, Pieces]]:
-    """Return the manifest and, for each file, what is where in it."""
+    """Return the manifest and, for each file, the pieces in it."""
     file = f"{path}/{MANIFEST}"
     document = Manifest.load(snapshot.manifest(), file)
     pieces: dict[str, Pieces] = defaultdict(dict)
@@ -94,7 +93,7 @@ def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Manifest, dict[str, P
     for entry in entries:
         for piece in entry.tensor.pieces if entry.tensor is not None else ():
             if piece.file not in document.files:
-                raise DamagedCheckpoint(f"{file}: {entry.name} is in no file that it names")
+                raise DamagedCheckpoint(f"{file}: {entry.name} is in an unlisted file")
             pieces[piece.file].setdefault(piece.at, (piece, entry))
     return document, pieces
 
@@ -109,31 +108,18 @@ def _verify_file(
         return
     with closing(source):
         if source.length != entry.bytes:
-            yield f"it has {source.length} bytes and should have {entry.bytes}"
+            yield f"it has {source.length} bytes, expected {entry.bytes}"
         if _checksum(source, 0, entry.header.bytes, progress) != entry.header.xxh3_128:
             yield "the checksum of its header is wrong"
         for (begin, end), (piece, owner) in sorted(pieces.items()):
             if _checksum(source, begin, end, progress) != piece.xxh3_128:
-                whose = "" if owner.rank is None else f" of rank {owner.rank}"
-                yield f"{owner.name}{whose} is damaged (bytes {begin} to {end})"
+                rank = "" if owner.rank is None else f" of rank {owner.rank}"
+                yield f"{owner.name}{rank} is damaged (bytes {begin} to {end})"
 
 
 def _checksum(source: Source, begin: int, end: int, progress: ProgressCallback) -> str:
-    """Return the checksum of some bytes, or nothing if they are not there."""
-    found = xxhash.xxh3_128()
+    """Return the checksum of a range, or "" if it cannot be read."""
     try:
-        for part in _read(source, begin, end):
-            found.update(part)
-            progress(len(part))
+        return source.checksum(begin, end, progress=progress)
     except (EOFError, OSError):
         return ""
-    return found.hexdigest()
-
-
-def _read(source: Source, begin: int, end: int) -> Iterator[memoryview]:
-    """Yield some bytes of a file in chunks, each of which is gone when the next one comes."""
-    buffer = memoryview(bytearray(min(source.chunk, end - begin)))
-    for position in range(begin, end, source.chunk):
-        part = buffer[: min(source.chunk, end - position)]
-        source.read_into(part, position)
-        yield part

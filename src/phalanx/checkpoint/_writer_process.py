@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, SaveFailed
-from ._coordination import adopt_job_name, numbered_save
-from ._progress import ProgressMeter, metered
+from ._coordination import adopt_job_name
+from ._progress import ProgressMeter
 from ._staging_buffer import BranchLayout, Layout, map_shared, state_from_tree, tree_from_layout
 from ._types import RankInfo
 from ._writer import CheckpointWriter
@@ -234,26 +234,28 @@ class _Server:
 
     def _handle(self, request: WriteRequest | RefuseRequest, fds: list[int]) -> Reply:
         try:
-            with metered(self._meter), numbered_save(request.save_number):
-                if isinstance(request, RefuseRequest):
-                    self._refuse(request)
-                else:
-                    layout, buffer = request.state, self._map_buffer(request, fds)
-                    self._write(request, state_from_tree(tree_from_layout(layout, buffer)))
+            self._meter.restart()
+            if isinstance(request, RefuseRequest):
+                self._refuse(request)
+            else:
+                self._write(request, fds)
             return DoneReply(self._meter.written, self._meter.seconds())
         except BaseException as error:  # noqa: BLE001 - the process survives whatever it is
             return _failure(error)
 
-    def _write(self, request: WriteRequest | RefuseRequest, state: dict[str, Any]) -> None:
-        kwargs = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
-        pending = self._writer.write(os.fsdecode(request.path), state, **kwargs)
+    def _write(self, request: WriteRequest, fds: list[int]) -> None:
+        state = state_from_tree(tree_from_layout(request.state, self._map_buffer(request, fds)))
+        pending = self._writer.write(
+            os.fsdecode(request.path), state, **self._write_arguments(request)
+        )
         if pending is not None:
             pending.result()
 
     def _refuse(self, request: RefuseRequest) -> None:
         """Take part in the save with nothing but the reason, so that no rank waits in vain."""
         if isinstance(self._writer, CheckpointWriter):
-            self._write(request, {"state": _MissingState(request.reason)})
+            state = {"state": _MissingState(request.reason)}
+            self._writer.write(os.fsdecode(request.path), state, **self._write_arguments(request))
         raise SaveFailed(request.reason)
 
     def _map_buffer(self, request: WriteRequest, fds: list[int]) -> Tensor:
@@ -264,6 +266,12 @@ class _Server:
         if known is None or len(known) != request.size:
             self._buffers[number] = known = map_shared(self._fds[number], request.size)
         return known
+
+    def _write_arguments(self, request: WriteRequest | RefuseRequest) -> dict[str, Any]:
+        kwargs: dict[str, Any] = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
+        if isinstance(self._writer, CheckpointWriter):
+            kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
+        return kwargs
 
 
 class _MissingState:

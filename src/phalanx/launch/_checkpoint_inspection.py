@@ -109,7 +109,7 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
 
 def _read_step(directory: StepDirectory, step: int) -> CheckpointInfo | None:
     """Read one checkpoint; None if it was removed meanwhile. Errors mark it as damaged."""
-    place = directory.place(step)
+    place = directory.path_of(step)
     try:
         return _read_checkpoint(place)
     except CheckpointNotFound:

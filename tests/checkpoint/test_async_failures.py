@@ -44,7 +44,7 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp
         wait_until(writing.done)
         with pytest.raises(SaveFailed, match="FileExistsError") as raised:
             made.save(str(tmp_path / "c"), {"step": 2})
-        assert "nevertheless" in raised.value.__notes__[-1]
+        assert "still being saved" in raised.value.__notes__[-1]
         _, writing = made.save(str(tmp_path / "d"), {"step": 3})  # once is enough
         writing.result(60)
         assert load(tmp_path / "c")[0] == {"step": 2}

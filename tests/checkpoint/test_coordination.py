@@ -1,4 +1,4 @@
-"""Ranks that meet by notes or at a barrier, and ranks that do not come."""
+"""Coordination by messages in storage or by a barrier, and ranks that do not arrive."""
 
 import os
 import threading
@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from phalanx.checkpoint._coordination import StorageCoordinator
+from phalanx.checkpoint._coordination import Coordinator, StorageExchange
 from phalanx.checkpoint._local_storage import LocalStorage
 from phalanx.checkpoint._storage import MESSAGE_PREFIX
 from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
@@ -16,7 +16,7 @@ from .states import ThreadBarrier, ThreadExchange, load, saved, together
 
 
 @pytest.mark.parametrize("meet", [ThreadExchange, ThreadBarrier, None])
-def test_a_rank_that_never_comes_is_named(tmp_path, meet):
+def test_missing_rank_is_named(tmp_path, meet):
     barrier = meet(3, timeout=0.5) if meet is not None else None
 
     def write(rank):
@@ -39,12 +39,13 @@ def test_a_rank_that_never_comes_is_named(tmp_path, meet):
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_a_rank_that_leaves_in_the_middle_is_named(tmp_path):
-    """Here rank 1 takes part in the first meeting, and is then heard of no more."""
+def test_rank_that_stops_taking_part_is_named(tmp_path):
+    """Rank 1 takes part in the first exchange, and in no other."""
 
     def write(rank):
         messages = LocalStorage(str(tmp_path / "c")).message_store()
-        coordinator = StorageCoordinator(RankInfo(rank, 2), messages, timeout=0.5, barrier=None)
+        info = RankInfo(rank, 2)
+        coordinator = Coordinator(info, StorageExchange(info, messages, timeout=0.5))
         assert coordinator.run_on_all_ranks("starting", lambda: rank) == [0, 1]
         if rank == 0:
             coordinator.run_on_all_ranks("working", lambda: None)
@@ -55,22 +56,19 @@ def test_a_rank_that_leaves_in_the_middle_is_named(tmp_path):
     assert "while working: rank 1 (at exchange 1 of 2) did not arrive" in str(errors[0])
 
 
-def test_two_processes_that_say_they_are_one_rank(tmp_path):
+def test_two_processes_with_the_same_rank_raise(tmp_path):
     hellos = threading.Barrier(2)
 
     def write(thread):
         messages = LocalStorage(str(tmp_path / "c")).message_store()
-        coordinator = StorageCoordinator(
-            RankInfo(min(thread, 1), 2), messages, timeout=5, barrier=None
-        )
+        exchange = StorageExchange(RankInfo(min(thread, 1), 2), messages, timeout=5)
         if thread == 0:
-            while (
-                sum(name.startswith(MESSAGE_PREFIX) for name in messages.names()) < 2
-            ):  # let both speak first
+            # Rank 0 must see both hellos at once.
+            while sum(name.startswith(MESSAGE_PREFIX) for name in messages.names()) < 2:
                 time.sleep(0.001)
         else:
             hellos.wait()
-        coordinator.exchange("")
+        exchange.exchange("")
 
     errors = together(3, write)
     for error in errors:

@@ -1,9 +1,8 @@
 """How the ranks of a save exchange results, and learn which of them failed.
 
-A `Coordinator` carries one text per rank to all ranks. `BarrierCoordinator` uses a barrier that
-has `exchange`; without one, `StorageCoordinator` exchanges small files in the directory that is
-saved to. `Coordinator.run_on_all_ranks` runs an action on every rank, and raises on all ranks if
-it failed on one.
+`Coordinator.run_on_all_ranks` runs an action on every rank, and raises on all ranks if it failed
+on one. It needs a `TextExchange`, which carries one text per rank to all ranks: a barrier that has
+`exchange`, or `StorageExchange`, which stores small files in the directory that is saved to.
 
 Every text carries the number and the phase of the save. A rank that restarted may be at a later
 save than its peers: ranks that find themselves in an older save abandon it, and the others start
@@ -18,12 +17,11 @@ import logging
 import os
 import secrets
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -51,27 +49,40 @@ class _Position(NamedTuple):
     world_size: int
 
 
-class Coordinator(ABC):
-    """The ranks of one save.
+class TextExchange(Protocol):
+    """Carries one text per rank to all ranks."""
+
+    def exchange(self, text: str) -> list[str]:
+        """Wait for all ranks, and return their texts by rank."""
+
+
+class Coordinator:
+    """The ranks of one save; without a `TextExchange`, this is the only rank.
 
     `save_number` is the same on all ranks, and greater than those of earlier saves.
     """
 
     def __init__(
-        self, rank_info: RankInfo, *, save_number: int = 0, meter: ProgressMeter | None = None
+        self,
+        rank_info: RankInfo,
+        text_exchange: TextExchange | None = None,
+        *,
+        save_number: int = 0,
+        meter: ProgressMeter | None = None,
     ) -> None:
         self.rank = rank_info.global_rank
         self.size = rank_info.global_world_size
-        self.save_number = save_number
         self.meter = ProgressMeter() if meter is None else meter
-
-    @abstractmethod
-    def exchange(self, text: str) -> list[str]:
-        """Wait for all ranks, and return their texts by rank."""
+        self._text_exchange = text_exchange
+        self._save_number = save_number
 
     def close(self) -> None:
-        """End the exchange."""
-        return
+        """End the save on this rank."""
+        if isinstance(self._text_exchange, StorageExchange):
+            self._text_exchange.close()
+
+    def _exchange(self, text: str) -> list[str]:
+        return [text] if self._text_exchange is None else self._text_exchange.exchange(text)
 
     def run_on_all_ranks(
         self, phase: str, action: Callable[[], T], *, wrap_errors: bool = True
@@ -82,7 +93,7 @@ class Coordinator(ABC):
         `SaveFailed` with the first cause. Without, the rank that failed raises its own error, and
         the others a `CheckpointError` of the same class.
         """
-        position = _Position(self.save_number, phase, self.size)
+        position = _Position(self._save_number, phase, self.size)
         error: BaseException | None = None
         self.meter.enter(phase)
         try:
@@ -93,7 +104,7 @@ class Coordinator(ABC):
             text = json.dumps({"at": position, **failure})
         self.meter.enter("waiting for ranks")
         try:
-            replies = [json.loads(each) for each in self.exchange(text)]
+            replies = [json.loads(each) for each in self._exchange(text)]
         except Exception as raised:
             if error is None and wrap_errors:
                 kind = SaveTimeout if isinstance(raised, TimeoutError) else SaveFailed
@@ -131,7 +142,7 @@ class Coordinator(ABC):
         if self.rank in ahead:
             raise PeersBehind(f"only {format_ranks(ahead)} arrived at save number {newest}")
         raise SaveFailed(
-            f"save number {self.save_number} was abandoned while {phase}: {format_ranks(ahead)} "
+            f"save number {self._save_number} was abandoned while {phase}: {format_ranks(ahead)} "
             f"restarted, and is at save number {newest}"
         )
 
@@ -158,35 +169,9 @@ def format_by_rank(values: Iterable[Any]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
 
 
-class SingleRankCoordinator(Coordinator):
-    """The only rank."""
-
-    def exchange(self, text: str) -> list[str]:
-        return [text]
-
-
-class BarrierCoordinator(Coordinator):
-    """Ranks that exchange texts by a barrier."""
-
-    def __init__(
-        self,
-        rank_info: RankInfo,
-        barrier: Any,
-        *,
-        save_number: int = 0,
-        meter: ProgressMeter | None = None,
-    ) -> None:
-        super().__init__(rank_info, save_number=save_number, meter=meter)
-        self._barrier = barrier
-
-    def exchange(self, text: str) -> list[str]:
-        texts: list[str] = self._barrier.exchange(text)
-        return texts
-
-
 @dataclass(frozen=True)
 class CoordinationTiming:
-    """Time constants of a `StorageCoordinator`, in seconds."""
+    """Time constants of a `StorageExchange`, in seconds."""
 
     first_poll: float = 0.001
     max_poll: float = 0.05
@@ -196,7 +181,7 @@ class CoordinationTiming:
     """How long rank 0 waits for the others to have read the last messages."""
 
 
-class StorageCoordinator(Coordinator):
+class StorageExchange:
     """Ranks that exchange message files.
 
     Ranks other than 0 store a *hello*, rank 0 answers each with the id of the session. In it,
@@ -212,11 +197,10 @@ class StorageCoordinator(Coordinator):
         *,
         timeout: float,
         barrier: BarrierLike | None = None,
-        save_number: int = 0,
-        meter: ProgressMeter | None = None,
         timing: CoordinationTiming | None = None,
     ) -> None:
-        super().__init__(rank_info, save_number=save_number, meter=meter)
+        self._rank = rank_info.global_rank
+        self._size = rank_info.global_world_size
         self._messages = messages
         self._timeout = timeout
         self._barrier = barrier
@@ -234,18 +218,18 @@ class StorageCoordinator(Coordinator):
         self._all_present = False
         try:
             if not self._session:
-                self._session = self._form_session() if self.rank == 0 else self._join_session()
-                self._presence = self._messages.put_locked(self._name("here", self.rank))
+                self._session = self._form_session() if self._rank == 0 else self._join_session()
+                self._presence = self._messages.put_locked(self._name("here", self._rank))
             self._exchanges += 1
-            self._messages.put(self._name(self._exchanges, self.rank), text)
+            self._messages.put(self._name(self._exchanges, self._rank), text)
             if self._barrier is not None:
                 self._barrier.execute_barrier()
             texts = self._poll(self._collect, self._missing_ranks_error)
         except BaseException as error:
             if self._session:
                 with suppress(OSError):  # must not hide the cause
-                    gone = f"rank {self.rank}: {error}"
-                    self._messages.put(self._name("gone", self.rank), gone)
+                    gone = f"rank {self._rank}: {error}"
+                    self._messages.put(self._name("gone", self._rank), gone)
             raise
         self._all_present = True
         return texts
@@ -262,10 +246,10 @@ class StorageCoordinator(Coordinator):
                 if name.startswith(f"{self._hello_prefix}.hello."):
                     rank, nonce = name.split(".")[-2:]
                     hellos[int(rank)].add(nonce)
-            return True if len(hellos) == self.size - 1 else None
+            return True if len(hellos) == self._size - 1 else None
 
         def timed_out() -> SaveFailed:
-            missing = [rank for rank in range(1, self.size) if rank not in hellos]
+            missing = [rank for rank in range(1, self._size) if rank not in hellos]
             return SaveTimeout(f"{format_ranks(missing)} did not arrive within {self._timeout} s")
 
         try:
@@ -290,7 +274,7 @@ class StorageCoordinator(Coordinator):
     def _join_session(self) -> str:
         """Repeat the hello until rank 0 answers, since rank 0 first removes old messages."""
         nonce = secrets.token_hex(8)
-        hello = f"{self._hello_prefix}.hello.{self.rank}.{nonce}"
+        hello = f"{self._hello_prefix}.hello.{self._rank}.{nonce}"
         answer = f"{self._hello_prefix}.answer.{nonce}"
 
         def read_answer() -> str | None:
@@ -317,15 +301,15 @@ class StorageCoordinator(Coordinator):
 
     def _collect(self) -> list[str] | None:
         names = self._messages.names()
-        for rank in range(self.size):
+        for rank in range(self._size):
             if (gone := self._name("gone", rank)) in names:
                 raise SaveFailed(self._messages.get(gone) or f"rank {rank} left")
-        wanted = [self._name(self._exchanges, rank) for rank in range(self.size)]
+        wanted = [self._name(self._exchanges, rank) for rank in range(self._size)]
         if not names.issuperset(wanted):
             self._check_peers_alive([rank for rank, name in enumerate(wanted) if name not in names])
             return None
         texts = [text for name in wanted if (text := self._messages.get(name)) is not None]
-        return texts if len(texts) == self.size else None
+        return texts if len(texts) == self._size else None
 
     def _check_peers_alive(self, missing: list[int]) -> None:
         for rank in missing:
@@ -337,7 +321,7 @@ class StorageCoordinator(Coordinator):
     def _missing_ranks_error(self) -> SaveFailed:
         names = self._messages.names()
         missing = []
-        for rank in range(self.size):
+        for rank in range(self._size):
             numbers = range(1, self._exchanges + 1)
             seen = [each for each in numbers if self._name(each, rank) in names]
             if self._exchanges not in seen:
@@ -357,12 +341,12 @@ class StorageCoordinator(Coordinator):
     def _leave(self) -> None:
         if not self._session:
             return
-        if self.rank != 0:
-            self._messages.put(self._name("bye", self.rank), "")
+        if self._rank != 0:
+            self._messages.put(self._name("bye", self._rank), "")
         elif (
             self._all_present
         ):  # else late ranks must find the messages; the next save removes them
-            byes = {self._name("bye", rank) for rank in range(1, self.size)}
+            byes = {self._name("bye", rank) for rank in range(1, self._size)}
             try:
                 self._poll(
                     lambda: self._messages.names().issuperset(byes) or None,

@@ -30,9 +30,7 @@ from ..errors import (
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._commit import lock_owner
 from ._coordination import (
-    BarrierCoordinator,
     Coordinator,
-    SingleRankCoordinator,
     format_by_rank,
     rank_and_barrier,
 )
@@ -104,10 +102,7 @@ class CheckpointManager:
 
     @property
     def _coordinator(self) -> Coordinator:
-        rank_info, barrier = self._rank_and_barrier
-        if barrier is None:
-            return SingleRankCoordinator(rank_info)
-        return BarrierCoordinator(rank_info, barrier)
+        return Coordinator(*self._rank_and_barrier)
 
     @property
     def _is_rank_zero(self) -> bool:

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._commit import commit_checkpoint
-from ._coordination import (
-    BarrierCoordinator,
-    Coordinator,
-    PeersBehind,
-    SingleRankCoordinator,
-    StorageCoordinator,
-)
+from ._coordination import Coordinator, PeersBehind, StorageExchange, TextExchange
 from ._progress import ProgressMeter
 from ._storage import storage_at
 from ._types import STATE_DICT, BarrierLike, RankInfo
@@ -90,7 +84,12 @@ class CheckpointWriter:
         self._writes += 1
         number = save_number or self._writes
         while True:
-            coordinator = self._coordinator(path, number, progress_meter)
+            coordinator = Coordinator(
+                self._rank_info,
+                self._text_exchange(path),
+                save_number=number,
+                meter=progress_meter,
+            )
             with suppress(PeersBehind):
                 remove = commit_checkpoint(
                     path, state_dict, coordinator=coordinator, before_commit=before_commit
@@ -112,21 +111,16 @@ class CheckpointWriter:
         else:
             self._removal = thread
 
-    def _coordinator(self, path: str, number: int, meter: ProgressMeter | None) -> Coordinator:
+    def _text_exchange(self, path: str) -> TextExchange | None:
         if self._rank_info.global_world_size == 1:
-            return SingleRankCoordinator(self._rank_info, save_number=number, meter=meter)
-        if hasattr(self._barrier, "exchange"):
-            return BarrierCoordinator(
-                self._rank_info, self._barrier, save_number=number, meter=meter
-            )
-        return StorageCoordinator(
-            self._rank_info,
-            storage_at(path).message_store(),
-            timeout=self._config.write_barrier_timeout_secs,
-            barrier=self._barrier,
-            save_number=number,
-            meter=meter,
-        )
+            return None
+        barrier: Any = self._barrier
+        if hasattr(barrier, "exchange"):
+            exchange: TextExchange = barrier
+            return exchange
+        timeout = self._config.write_barrier_timeout_secs
+        messages = storage_at(path).message_store()
+        return StorageExchange(self._rank_info, messages, timeout=timeout, barrier=barrier)
 
     def close(self) -> None:
         """Wait until the files of a replaced checkpoint are removed."""

@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from phalanx.checkpoint import PerRank, Replicated, register_codec
-from phalanx.checkpoint._progress import (
-    ProgressMeter,
-    count_written,
-    enter_phase,
-    expect_bytes,
-    metered,
-)
+from phalanx.checkpoint._progress import ProgressMeter
 from phalanx.checkpoint.components import (
     CheckpointStager,
     CheckpointStagerConfig,
@@ -185,12 +179,12 @@ def test_progress_is_told(writers, tmp_path):
 
 def test_a_save_that_begins_anew_has_written_nothing():
     meter = ProgressMeter()
-    with metered(meter):
-        for _ in range(2):  # as when others were still at the one before
-            enter_phase("writing")
-            expect_bytes(300)
-            count_written(100)
-            count_written(200)
+    meter.restart()
+    for _ in range(2):  # as when others were still at the one before
+        meter.enter("writing")
+        meter.expect(300)
+        meter.wrote(100)
+        meter.wrote(200)
     assert (meter.written, meter.total) == (300, 300)
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from phalanx import native
 from phalanx.checkpoint import _store_connection
-from phalanx.checkpoint._coordination import numbered_save
 from phalanx.checkpoint._store_barrier import BarrierTimings
 from phalanx.checkpoint.barriers import DistBarrier, GroupBarrier, TCPStoreBarrier
 from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
@@ -89,8 +88,8 @@ def saver(barrier, rank, size):
 
 def save_instead(path, port, size):
     barrier = TCPStoreBarrier(0, size, "save", 20, True, port, "127.0.0.1", LONG)
-    with numbered_save(3):  # which a new process learns from the folder
-        saver(barrier, 0, size).write(path, mixed(0, 3))
+    # A new process learns the number from the directory.
+    saver(barrier, 0, size).write(path, mixed(0, 3), save_number=3)
 
 
 def await_refusal(port):

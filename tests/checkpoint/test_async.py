@@ -152,7 +152,7 @@ def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
         for i, (_, writing) in enumerate(futures):
             writing.result(60)
             assert load(tmp_path / str(i))[0]["w"].tolist() == [i] * 9
-    assert "waits, for 2 earlier ones are under way" in caplog.text
+    assert "waits for 2 pending saves" in caplog.text
 
 
 def test_progress_is_told(writers, tmp_path):

@@ -141,7 +141,7 @@ def test_a_timeout_beyond_the_range_of_torch_is_long(port, together):
 
 
 def test_a_missing_host_is_named_in_time():
-    with pytest.raises(TimeoutError, match="no store answered at 127.0.0.1"):
+    with pytest.raises(TimeoutError, match="no store at 127.0.0.1"):
         tcp(1, 2, "alone", free_port(), timeout_barrier_init_secs=0.05)
 
 

@@ -54,7 +54,7 @@ def test_who_is_killed_is_not_waited_for(ranks, tmp_path, rank, point):
     saved(path, [mixed(0, 1), mixed(1, 1)])
     fault = Fault(f"checkpoint:{point}", kill(), rank=rank)
     results = ranks.run(save_once, 2, args=(path, 2), faults=[fault], timeout=25)
-    assert f"rank {rank} is dead" in results[1 - rank]
+    assert f"rank {rank} died" in results[1 - rank]
     whole(path, 2, 2 if point in VISIBLE else 1)
     assert_next_save_tidies_up(path, 2)
 
@@ -64,7 +64,7 @@ def test_who_is_killed_before_ranks_have_met_is_missing(ranks, tmp_path, rank):
     path = str(tmp_path / "c")
     fault = Fault("checkpoint:begin", kill(), rank=rank)
     results = ranks.run(save_once, 2, args=(path, 2), kwargs={"timeout": 0.2}, faults=[fault])
-    assert f"rank {rank} did not come within 0.2 s" in results[1 - rank]
+    assert f"rank {rank} did not arrive within 0.2 s" in results[1 - rank]
     assert_next_save_tidies_up(path, 2)
 
 

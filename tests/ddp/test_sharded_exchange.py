@@ -78,18 +78,18 @@ def test_shared_memory_is_given_back(group):
     pair = [ShardedOptimizer(module.parameters(), torch.optim.SGD, process_group=group)]
     kept = module.weight.data  # outlives both, wherever its owner is
     kept.fill_(3.0)
-    held = [len(slab._common)]
+    held = [len(slab._shared)]
     del module, pair
     gc.collect()
     group.barrier().wait()
     group.allocate((1,))
-    held.append(len(slab._common))
+    held.append(len(slab._shared))
     assert (kept == 3).all()
     group.barrier().wait()
     del kept
     group.barrier().wait()
     group.allocate((1,))
-    held.append(len(slab._common))
+    held.append(len(slab._shared))
     assert held[0] == 1
     assert sum(held) in (1, 2)
     assert held[2] == 0

@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 import sys
 import threading
 import time
@@ -194,6 +195,21 @@ def test_warnings_are_treated_as_in_the_caller(ranks):
 def print_much(ctx):
     for _ in range(64):
         print("x" * (1 << 20))
+
+
+def convert_without_descriptors(ctx):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        return float(torch.ones(4).to(torch.float16).sum())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_new_rank_converts_tensors_without_descriptors():
+    """torch detects the CPU once per process, and a failure would outlast the body that caused it."""
+    with RankPool(1) as pool:
+        assert pool.run(convert_without_descriptors) == [4.0]
 
 
 def test_much_output_blocks_nobody(ranks, capfd):

@@ -2,7 +2,7 @@
 
 The template imports torch once and then waits. A new rank is a fork of it, which takes
 milliseconds where a new interpreter takes seconds, so a rank that died or hung is cheap to
-replace. Forking is safe because the template never starts a thread and never runs an operation.
+replace. Forking is safe because the template never starts a thread.
 
 The template also reaps the ranks and sends them signals: until it has waited for a rank, that
 rank's pid cannot belong to another process.
@@ -132,6 +132,9 @@ def template_main(control: int, preload: list[str]) -> None:
     """Serve the pool until it closes its end of `control`."""
     for name in preload:
         importlib.import_module(name)
+    # torch detects the CPU's features at the first conversion and never tries again: a rank whose
+    # first conversion runs while a body has used up its descriptors could not convert until it ends.
+    torch.zeros(1).to(torch.float16)
     gc.collect()
     gc.freeze()
     TemplateServer(socket.socket(fileno=control)).serve()

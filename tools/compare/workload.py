@@ -13,16 +13,16 @@ import tempfile
 import time
 from collections.abc import Callable
 
-# An editable installation of another version must not win over the one in PYTHONPATH.
-sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
-
 import torch
 from torch import nn
 
-import phalanx
-from phalanx.checkpoint import CheckpointerConfig, make_sync_checkpointer
-from phalanx.groups import new_group
-from phalanx.mesh import init_device_mesh
+# An editable installation of another version must not win over the one in PYTHONPATH.
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+
+import phalanx  # noqa: E402
+from phalanx.checkpoint import CheckpointerConfig, make_sync_checkpointer  # noqa: E402
+from phalanx.groups import new_group  # noqa: E402
+from phalanx.mesh import init_device_mesh  # noqa: E402
 
 REPEATS = 7
 

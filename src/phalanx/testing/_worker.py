@@ -132,8 +132,8 @@ def template_main(control: int, preload: list[str]) -> None:
     """Serve the pool until it closes its end of `control`."""
     for name in preload:
         importlib.import_module(name)
-    # torch detects the CPU's features at the first conversion and never tries again: a rank whose
-    # first conversion runs while a body has used up its descriptors could not convert until it ends.
+    # torch detects the CPU's features at the first conversion, once. If that fails, because a body
+    # has used up its descriptors, every later conversion of the process fails too.
     torch.zeros(1).to(torch.float16)
     gc.collect()
     gc.freeze()

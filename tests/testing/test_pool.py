@@ -207,7 +207,7 @@ def convert_without_descriptors(ctx):
 
 
 def test_a_new_rank_converts_tensors_without_descriptors():
-    """torch detects the CPU once per process; a failure would outlast the body."""
+    """torch detects the CPU once per process; a failure would outlast the body that caused it."""
     with RankPool(1) as pool:
         assert pool.run(convert_without_descriptors) == [4.0]
 

@@ -19,7 +19,6 @@ from datetime import timedelta
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
@@ -41,16 +40,12 @@ from ..groups._factory import default_group
 from ..groups._formatting import first_line
 from ..groups._store import check_rank_and_size, open_store
 from ..groups._store_client import clone_connection
+from ..groups._text_exchange import exchange_texts
 from ._store_barrier import BarrierTimings, StoreBarrierMember
 from ._store_connection import store_address
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 MAX_TIMEOUT = 1e6  # seconds; torch's stores overflow at about a month
-
-LENGTH_BYTES = 4
-FRAME_BYTES = (
-    512  # of the first allgather of an exchange, with the length; a second brings the rest
-)
 
 BARRIER_REGISTRY: dict[str, type] = {}
 """Barrier classes by their ``barrier_type``."""
@@ -285,7 +280,7 @@ class GroupBarrier(Barrier):
         if own is None:
             return self._wait_in_store(_check_text(text))
         try:
-            return _exchange_texts(own, _check_text(text))
+            return list(exchange_texts(_check_text(text), own).values())
         except BaseException as error:
             self._fail(own, error)
             raise
@@ -359,28 +354,6 @@ class GroupBarrier(Barrier):
 
 
 def _no_fast_path() -> None: ...
-
-
-def _exchange_texts(group: ProcessGroup, text: str) -> list[str]:
-    encoded = text.encode(errors="surrogatepass")  # file names may contain surrogates
-    framed = len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
-    frames = _gather(group, framed[:FRAME_BYTES], FRAME_BYTES)
-    lengths = [int.from_bytes(frame[:LENGTH_BYTES], "little") for frame in frames]
-    rest = LENGTH_BYTES + max(lengths) - FRAME_BYTES
-    if rest > 0:
-        tails = _gather(group, framed[FRAME_BYTES:], rest)
-        frames = [frame + tail for frame, tail in zip(frames, tails, strict=True)]
-    return [
-        frame[LENGTH_BYTES : LENGTH_BYTES + length].decode(errors="surrogatepass")
-        for frame, length in zip(frames, lengths, strict=True)
-    ]
-
-
-def _gather(group: ProcessGroup, part: bytes, width: int) -> list[bytes]:
-    mine = torch.frombuffer(bytearray(part.ljust(width, b"\0")), dtype=torch.uint8)
-    gathered = [torch.empty_like(mine) for _ in range(group.size())]
-    group.allgather(gathered, mine).wait()
-    return [bytes(each.tolist()) for each in gathered]
 
 
 def _check_text(text: str) -> str:

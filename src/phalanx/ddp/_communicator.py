@@ -20,6 +20,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
+from ..groups._text_exchange import exchange_texts
 from ._dtensor import local_tensor
 
 AnyWork = Work | dist.Work
@@ -112,22 +113,13 @@ class Communicator:
         return parts
 
     def exchange(self, text: str) -> list[str]:
-        """Gather a text of any length from every rank and wait."""
-        data = text.encode()
-        lengths = [int(part) for part in self.gather(self._small([len(data)], torch.int64))]
-        card = self._small(list(data.ljust(max(lengths), b"\0")), torch.uint8)
-        cards = self.gather(card)
-        return [
-            bytes(card.tolist())[:length].decode()
-            for card, length in zip(cards, lengths, strict=True)
-        ]
+        """Gather a text from every rank and wait; it is empty for a rank that has left."""
+        texts = exchange_texts(text, self.group, self.device)
+        return [texts.get(rank, "") for rank in range(self.size)]
 
     def announce_local_pass(self) -> AnyWork:
         """Issue a barrier that nobody waits for, so that a peer that reduces instead raises."""
         return self.group.barrier(c10d.BarrierOptions())
-
-    def _small(self, values: list[Any], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self.device)
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20

@@ -25,7 +25,7 @@ from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMi
 from ..groups._factory import default_group
 from ..groups._formatting import dtype_name
 from ..groups._reductions import as_bytes
-from ._text_exchange import device_of, exchange_texts
+from ..groups._text_exchange import device_of, exchange_texts
 
 
 class TreeMismatch(Exception):

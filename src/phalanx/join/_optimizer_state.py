@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidState
 from ..groups._formatting import dtype_name
-from ._text_exchange import exchange_texts
+from ..groups._text_exchange import exchange_texts
 
 OptimizerStates = dict[int, dict[str, Any]]
 """The state of each parameter, by its index among all parameters of the optimizer."""

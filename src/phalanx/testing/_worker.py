@@ -132,8 +132,8 @@ def template_main(control: int, preload: list[str]) -> None:
     """Serve the pool until it closes its end of `control`."""
     for name in preload:
         importlib.import_module(name)
-    # torch detects the CPU's features at the first conversion, once. If that fails, because a body
-    # has used up its descriptors, every later conversion of the process fails too.
+    # torch detects the CPU's features at the first conversion and never tries again. A rank whose
+    # body has used up its descriptors by then could not convert until the process ends.
     torch.zeros(1).to(torch.float16)
     gc.collect()
     gc.freeze()

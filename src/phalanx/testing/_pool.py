@@ -22,19 +22,18 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from ..errors import InvalidState, RanksFailed
 from ._results import (
     Died,
-    Hung,
     RankResult,
     Returned,
     Stopped,
-    is_failure,
+    hung,
     is_internal_frame,
     results_or_raise,
 )
@@ -54,24 +53,12 @@ _MAX_OUTPUT_BYTES = 8_000  # of the output of a process
 _MAX_STACK_BYTES = 100_000  # of its stack dump
 _STORE_HOST = -1  # slot of the process that hosts the store
 
-
-@dataclass(frozen=True, kw_only=True)
-class PoolTiming:
-    """Time constants of a pool, in seconds."""
-
-    start_timeout: float = 120.0
-    """To import torch and the preloaded modules."""
-    store_timeout: float = 60.0
-    """To open the store."""
-    reap_timeout: float = 10.0
-    """From killing a rank to learning its exit status."""
-    dump_timeout: float = 2.0
-    """To wait for stack dumps."""
-    dump_quiet_period: float = 0.05
-    """A dump that has not grown for this long is complete."""
-    stopped_poll_interval: float = 0.02
-    """Interval of checking for stopped ranks: the kernel notifies only their parent."""
-
+_START_TIMEOUT = 120.0  # seconds to import torch and the preloaded modules
+_STORE_TIMEOUT = 60.0  # seconds to open the store
+_REAP_TIMEOUT = 10.0  # seconds from killing a rank to learning its exit status
+_DUMP_TIMEOUT = 2.0  # seconds to wait for stack dumps
+_DUMP_QUIET_PERIOD = 0.05  # a dump that has not grown for this many seconds is complete
+_STOPPED_POLL_INTERVAL = 0.02  # the kernel tells only the parent of a rank that it has stopped
 
 _TEMPLATE_PROGRAM = """
 import json, sys
@@ -81,31 +68,17 @@ _worker.template_main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 
 
-class ScratchFile:
-    """An anonymous file that another process appends to."""
+def _scratch_file() -> IO[bytes]:
+    """Open an anonymous file that another process appends to."""
+    # Append mode, because the file position is shared with the other process.
+    return tempfile.TemporaryFile("a+b", buffering=0)
 
-    def __init__(self) -> None:
-        # Append mode, because the file position is shared with the other process.
-        self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115 - closed by close()
 
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    @property
-    def size(self) -> int:
-        return os.fstat(self.fileno()).st_size
-
-    def tail(self, limit: int) -> str:
-        """Return the last `limit` bytes as text."""
-        skipped = max(0, self.size - limit)
-        text = os.pread(self.fileno(), limit, skipped).decode(errors="replace")
-        return f"({skipped} bytes omitted) ...{text}" if skipped else text
-
-    def clear(self) -> None:
-        self._file.truncate(0)
-
-    def close(self) -> None:
-        self._file.close()
+def _tail(file: IO[bytes], limit: int) -> str:
+    """Return the last `limit` bytes of a file as text."""
+    skipped = max(0, os.fstat(file.fileno()).st_size - limit)
+    text = os.pread(file.fileno(), limit, skipped).decode(errors="replace")
+    return f"({skipped} bytes omitted) ...{text}" if skipped else text
 
 
 class RankProcess:
@@ -115,28 +88,34 @@ class RankProcess:
         self.pid = 0
         self.status: int | None = None
         """The exit status, once it is known."""
-        self.output = ScratchFile()
-        self.stacks = ScratchFile()
-        ours, theirs = socket.socketpair()
+        self.output = _scratch_file()
+        self.stacks = _scratch_file()
+        ours, self.theirs = socket.socketpair()
         self.connection = Connection(ours.detach())
-        self.theirs = theirs
+        self.is_connected = True
 
-    def clear(self) -> None:
-        self.output.clear()
-        self.stacks.clear()
-
-    def send(self, message: bytes) -> None:
+    def start(self, task: Task) -> None:
         """Send a task; if the process just died, the template reports it."""
+        self.output.truncate(0)
+        self.stacks.truncate(0)
         with contextlib.suppress(ConnectionError):
-            self.connection.send_bytes(message)
+            self.connection.send_bytes(pickle.dumps(task))
 
-    def printed(self) -> str:
-        """Return the end of its output."""
-        return self.output.tail(_MAX_OUTPUT_BYTES)
+    def result(self, *, may_be_stopped: bool) -> RankResult | None:
+        """Return the result of the task, if it has ended."""
+        # A result that was sent before the process died counts.
+        if self.is_connected and self.connection.poll():
+            try:
+                return unpack_report(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                self.is_connected = False  # its exit status is still to come
+        if self.status is not None:
+            return RankResult(Died(self.status, self.dumped_stacks()))
+        return RankResult(Stopped()) if may_be_stopped and self.stopped else None
 
     def dumped_stacks(self) -> str:
         """Return its stack dump without the frames of the pool."""
-        lines = self.stacks.tail(_MAX_STACK_BYTES).splitlines()
+        lines = _tail(self.stacks, _MAX_STACK_BYTES).splitlines()
         return "\n".join(
             f"  {line}" for line in lines if not (is_internal_frame(line) or "<string>" in line)
         )
@@ -149,28 +128,29 @@ class RankProcess:
         except (FileNotFoundError, ProcessLookupError):
             return False
 
-    @property
-    def ended(self) -> bool:
-        return self.status is not None
-
     def close(self) -> None:
         self.connection.close()
         self.output.close()
         self.stacks.close()
 
 
-class TemplateProcess:
-    """The process that forks, signals and reaps the ranks."""
+class PoolProcesses:
+    """The template process, which forks, signals and reaps the ranks; and the ranks."""
 
-    def __init__(self, preload: Sequence[str], timing: PoolTiming) -> None:
-        self._timing = timing
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = ScratchFile()
+    def __init__(self, preload: Sequence[str]) -> None:
         self._ranks: dict[int, RankProcess] = {}
+        """By slot: a rank, or the host of the store."""
+        self._port = 0
+        self._runs = 0
+        self._generation = 0
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._errors = _scratch_file()
+        test_tools = ["pytest"] if "pytest" in sys.modules else []
+        modules = json.dumps(["phalanx.groups", *test_tools, *preload])
         # A new session, so that Ctrl-C reaches only the caller.
         with theirs:
-            arguments = [json.dumps(sys.path), str(theirs.fileno()), json.dumps(list(preload))]
-            self._process = subprocess.Popen(
+            arguments = [json.dumps(sys.path), str(theirs.fileno()), modules]
+            self._template = subprocess.Popen(
                 [sys.executable, "-u", "-c", _TEMPLATE_PROGRAM, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=self._errors.fileno(),
@@ -180,41 +160,104 @@ class TemplateProcess:
                 env=rank_environment(),
             )
 
-    def fileno(self) -> int:
-        return self._control.fileno()
+    def run(
+        self, task: Task, *, linger: float, may_die: Collection[int]
+    ) -> tuple[dict[int, RankResult], dict[int, str]]:
+        """Run a task and return the results and the output of the ranks."""
+        if self._fill([_STORE_HOST]):
+            host = FunctionReference.of(host_store)
+            hosting = replace(task, body=host, arguments=pack_arguments((), {}), size=1, faults=())
+            deadline = RunDeadline(_STORE_TIMEOUT, _STORE_TIMEOUT)
+            reports, outputs = self._run_on(hosting, [_STORE_HOST], deadline, ())
+            (self._port,) = results_or_raise(str(host), reports, outputs=outputs)
+        self._fill(range(task.size))
+        self._runs += 1
+        prefix = f"run {self._runs}"
+        task = replace(task, port=self._port, prefix=prefix, generation=self._generation)
+        deadline = RunDeadline(task.timeout, linger)
+        return self._run_on(task, range(task.size), deadline, may_die)
 
-    def fork(self) -> RankProcess:
-        """Fork a new rank process."""
+    def _fill(self, slots: Iterable[int]) -> bool:
+        """Fork a process for each empty slot and return whether there was one."""
+        self._catch_up()
+        for slot in [slot for slot, rank in self._ranks.items() if rank.status is not None]:
+            self._ranks.pop(slot).close()
+        empty = [slot for slot in slots if slot not in self._ranks]
+        for slot in empty:
+            self._ranks[slot] = self._fork()
+            self._generation += 1
+        return bool(empty)
+
+    def _fork(self) -> RankProcess:
         rank = RankProcess()
+        deadline = time.monotonic() + _START_TIMEOUT
         try:
             with rank.theirs:
                 files = [rank.theirs.fileno(), rank.output.fileno(), rank.stacks.fileno()]
                 self._send({"do": "fork"}, files)
-            rank.pid = self._await_fork()
+            while "forked" not in (message := self._receive(deadline)):
+                pass
         except BaseException:
             rank.close()
             raise
-        self._ranks[rank.pid] = rank
+        rank.pid = message["forked"]
         return rank
 
-    def _await_fork(self) -> int:
-        deadline = time.monotonic() + self._timing.start_timeout
-        while "forked" not in (message := self._receive(deadline)):
-            pass
-        return int(message["forked"])
+    def _run_on(
+        self, task: Task, slots: Sequence[int], deadline: RunDeadline, may_die: Collection[int]
+    ) -> tuple[dict[int, RankResult], dict[int, str]]:
+        ranks = {number: self._ranks[slot] for number, slot in enumerate(slots)}
+        for number, rank in ranks.items():
+            rank.start(replace(task, rank=number))
+        reports: dict[int, RankResult] = {}
+        while len(reports) < len(ranks) and deadline.remaining:
+            waiting = {number: rank for number, rank in ranks.items() if number not in reports}
+            may_be_stopped = waiting.keys() <= set(may_die)
+            pause = _STOPPED_POLL_INTERVAL if may_be_stopped else deadline.remaining
+            connections = [rank.connection for rank in waiting.values() if rank.is_connected]
+            wait([*connections, self._control], min(pause, deadline.remaining))
+            self._catch_up()
+            for number, rank in waiting.items():
+                if result := rank.result(may_be_stopped=may_be_stopped):
+                    reports[number] = result
+                    if result.is_failure(may_die=number in may_die):
+                        deadline.shorten()
+        elapsed = deadline.elapsed
+        hanging = {number: rank for number, rank in ranks.items() if number not in reports}
+        self._dump_stacks(hanging.values())
+        for number, rank in hanging.items():
+            stacks = rank.dumped_stacks() or "  no answer, not even from a signal handler"
+            stacks = "  stopped by a signal" if rank.stopped else stacks
+            reports[number] = RankResult(hung(elapsed, stacks))
+        outputs = {number: _tail(rank.output, _MAX_OUTPUT_BYTES) for number, rank in ranks.items()}
+        # The state after a failed body is unknown, and a new process is cheap.
+        for number, report in reports.items():
+            if not isinstance(report.outcome, Returned):
+                self._end(ranks[number])
+        return reports, outputs
 
-    def send_signal(self, rank: RankProcess, signum: int) -> None:
-        self._send({"do": "signal", "rank": rank.pid, "signal": int(signum)})
+    def _dump_stacks(self, hanging: Collection[RankProcess]) -> None:
+        for rank in hanging:
+            self._send({"do": "signal", "rank": rank.pid, "signal": int(DUMP_SIGNAL)})
+        running = [rank for rank in hanging if not rank.stopped]
+        # A dump has no end mark: it is complete when it has not grown for a moment.
+        sizes: list[int] = []
+        deadline = time.monotonic() + _DUMP_TIMEOUT
+        while running and time.monotonic() < deadline:
+            time.sleep(_DUMP_QUIET_PERIOD)
+            before, sizes = sizes, [os.fstat(rank.stacks.fileno()).st_size for rank in running]
+            if all(sizes) and sizes == before:
+                break
 
-    def end(self, rank: RankProcess) -> None:
+    def _end(self, rank: RankProcess) -> None:
         """Kill a rank and wait until it is reaped."""
-        deadline = time.monotonic() + self._timing.reap_timeout
-        if not rank.ended:
-            self.send_signal(rank, signal.SIGKILL)
-        while not rank.ended:
+        deadline = time.monotonic() + _REAP_TIMEOUT
+        if rank.status is None:
+            self._send({"do": "signal", "rank": rank.pid, "signal": int(signal.SIGKILL)})
+        while rank.status is None:
             self._receive(deadline)
 
-    def catch_up(self) -> None:
+    def _catch_up(self) -> None:
         """Process pending messages about exited ranks."""
         while wait([self._control], 0):
             self._receive(time.monotonic() + 1)
@@ -236,178 +279,26 @@ class TemplateProcess:
         if not data:
             raise self._died()
         message: dict[str, Any] = json.loads(data)
-        if "ended" in message:
-            self._ranks.pop(message["ended"]).status = message["status"]
+        for rank in self._ranks.values():
+            if rank.pid == message.get("ended") and rank.status is None:
+                rank.status = message["status"]
         return message
 
     def _died(self) -> RanksFailed:
-        output = self._errors.tail(_MAX_OUTPUT_BYTES).strip()
+        output = _tail(self._errors, _MAX_OUTPUT_BYTES).strip()
         details = f":\n{output}" if output else ""
         return RanksFailed(f"the template process of the pool died{details}")
 
     def close(self) -> None:
-        self._control.close()
+        self._control.close()  # the template then kills the ranks and exits
         try:
-            self._process.wait(self._timing.reap_timeout)
+            self._template.wait(_REAP_TIMEOUT)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self._template.kill()
+            self._template.wait()
         self._errors.close()
-
-
-class ResultCollector:
-    """Collects the result of every rank; makes one for ranks that cannot report."""
-
-    def __init__(
-        self,
-        template: TemplateProcess,
-        ranks: Mapping[int, RankProcess],
-        *,
-        deadline: RunDeadline,
-        may_die: Collection[int],
-        timing: PoolTiming,
-    ) -> None:
-        self._template = template
-        self._deadline = deadline
-        self._may_die = frozenset(may_die)
-        self._timing = timing
-        self._waiting = dict(ranks)
-        self._disconnected: set[int] = set()  # their exit status is still to come
-        self._results: dict[int, RankResult] = {}
-
-    def collect(self) -> dict[int, RankResult]:
-        """Wait for all ranks, at most until the deadline."""
-        while self._waiting and self._deadline.remaining:
-            self._wait()
-        elapsed = self._deadline.elapsed
-        for rank, stacks in self._dump_stacks().items():
-            self._record(rank, RankResult(Hung(elapsed, stacks)))
-        return self._results
-
-    def _wait(self) -> None:
-        connected = [
-            process.connection
-            for rank, process in self._waiting.items()
-            if rank not in self._disconnected
-        ]
-        only_may_die = self._waiting.keys() <= self._may_die
-        pause = self._deadline.remaining
-        if only_may_die:
-            pause = min(pause, self._timing.stopped_poll_interval)
-        wait([*connected, self._template.fileno()], pause)
-        self._template.catch_up()
-        for rank, process in list(self._waiting.items()):
-            self._check_rank(rank, process, only_may_die=only_may_die)
-
-    def _check_rank(self, rank: int, process: RankProcess, *, only_may_die: bool) -> None:
-        # A result that was sent before the process died counts.
-        if rank not in self._disconnected and process.connection.poll():
-            try:
-                self._record(rank, unpack_report(process.connection.recv_bytes()))
-                return
-            except (EOFError, OSError):
-                self._disconnected.add(rank)
-        if process.status is not None:
-            self._record(rank, RankResult(Died(process.status, process.dumped_stacks())))
-        elif only_may_die and process.stopped:
-            self._record(rank, RankResult(Stopped()))
-
-    def _record(self, rank: int, result: RankResult) -> None:
-        del self._waiting[rank]
-        self._results[rank] = result
-        if is_failure(result.outcome, may_die=rank in self._may_die):
-            self._deadline.shorten()
-
-    def _dump_stacks(self) -> dict[int, str]:
-        """Return the stacks of the ranks that have not finished."""
-        for process in self._waiting.values():
-            self._template.send_signal(process, DUMP_SIGNAL)
-        running = [process for process in self._waiting.values() if not process.stopped]
-        # A dump has no end mark: it is complete when it has not grown for a moment.
-        sizes: list[int] = []
-        deadline = time.monotonic() + self._timing.dump_timeout
-        while running and time.monotonic() < deadline:
-            time.sleep(self._timing.dump_quiet_period)
-            before, sizes = sizes, [process.stacks.size for process in running]
-            if all(sizes) and sizes == before:
-                break
-        return {
-            rank: "  stopped by a signal"
-            if process.stopped
-            else process.dumped_stacks() or "  no answer, not even from a signal handler"
-            for rank, process in self._waiting.items()
-        }
-
-
-class PoolProcesses:
-    """A template and the processes forked from it."""
-
-    def __init__(self, preload: Sequence[str], timing: PoolTiming) -> None:
-        test_tools = ["pytest"] if "pytest" in sys.modules else []
-        self._timing = timing
-        self._template = TemplateProcess(["phalanx.groups", *test_tools, *preload], timing)
-        self._processes: dict[int, RankProcess] = {}
-        self._port = 0
-        self._runs = 0
-        self._generation = 0
-
-    def run(
-        self, task: Task, *, linger: float, may_die: Collection[int]
-    ) -> tuple[dict[int, RankResult], dict[int, str]]:
-        """Run a task and return the results and the output of the ranks."""
-        if self._fill([_STORE_HOST]):
-            self._port = self._host_store(task)
-        self._fill(range(task.size))
-        self._runs += 1
-        prefix = f"run {self._runs}"
-        task = replace(task, port=self._port, prefix=prefix, generation=self._generation)
-        ranks = {rank: self._processes[rank] for rank in range(task.size)}
-        return self._run_on(task, ranks, RunDeadline(task.timeout, linger), may_die)
-
-    def _host_store(self, task: Task) -> int:
-        host = FunctionReference.of(host_store)
-        task = replace(task, body=host, arguments=pack_arguments((), {}), size=1, faults=())
-        processes = {0: self._processes[_STORE_HOST]}
-        deadline = RunDeadline(self._timing.store_timeout, self._timing.store_timeout)
-        reports, outputs = self._run_on(task, processes, deadline, ())
-        (port,) = results_or_raise(str(host), reports, outputs=outputs)
-        return int(port)
-
-    def _fill(self, slots: Iterable[int]) -> bool:
-        """Fork a process for each empty slot and return whether there was one."""
-        self._template.catch_up()
-        for slot in [slot for slot, process in self._processes.items() if process.ended]:
-            self._processes.pop(slot).close()
-        empty = [slot for slot in slots if slot not in self._processes]
-        for slot in empty:
-            self._processes[slot] = self._template.fork()
-            self._generation += 1
-        return bool(empty)
-
-    def _run_on(
-        self,
-        task: Task,
-        ranks: Mapping[int, RankProcess],
-        deadline: RunDeadline,
-        may_die: Collection[int],
-    ) -> tuple[dict[int, RankResult], dict[int, str]]:
-        for rank, process in ranks.items():
-            process.clear()
-            process.send(pickle.dumps(replace(task, rank=rank)))
-        reports = ResultCollector(
-            self._template, ranks, deadline=deadline, may_die=may_die, timing=self._timing
-        ).collect()
-        outputs = {rank: process.printed() for rank, process in ranks.items()}
-        # The state after a failed body is unknown, and a new process is cheap.
-        for rank, report in reports.items():
-            if not isinstance(report.outcome, Returned):
-                self._template.end(ranks[rank])
-        return reports, outputs
-
-    def close(self) -> None:
-        self._template.close()
-        for process in self._processes.values():
-            process.close()
+        for rank in self._ranks.values():
+            rank.close()
 
 
 class RankPool:
@@ -419,12 +310,7 @@ class RankPool:
     """
 
     def __init__(
-        self,
-        size: int = 4,
-        *,
-        backend: str = "gloo",
-        preload: Sequence[str] = (),
-        timing: PoolTiming | None = None,
+        self, size: int = 4, *, backend: str = "gloo", preload: Sequence[str] = ()
     ) -> None:
         self.size = check_size(size)
         """The maximum number of ranks of a run."""
@@ -432,7 +318,6 @@ class RankPool:
         """The default backend of `RankContext.group`."""
         self.preload = tuple(preload)
         """Modules that the template imports once, besides torch and `phalanx.groups`."""
-        self._timing = timing or PoolTiming()
         self._processes: PoolProcesses | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -498,7 +383,7 @@ class RankPool:
         if self._closed:
             raise InvalidState("the pool is closed")
         if self._processes is None:
-            self._processes = PoolProcesses(self.preload, self._timing)
+            self._processes = PoolProcesses(self.preload)
         return self._processes
 
     def _stop_processes(self) -> None:

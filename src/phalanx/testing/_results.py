@@ -33,13 +33,13 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """The body raised; the traceback is text, because exceptions may not be picklable."""
+class Failed:
+    """The body raised or hung; the traceback is text, because exceptions may not be picklable."""
 
-    traceback: str
+    text: str
 
     def __str__(self) -> str:
-        return f"failed\n{self.traceback}"
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -71,31 +71,38 @@ class Stopped:
         return "was stopped by a signal"
 
 
-@dataclass(frozen=True)
-class Hung:
-    """The rank did not finish in time."""
-
-    seconds: float
-    """How long the pool waited."""
-    stacks: str
-    """The stacks of its threads."""
-
-    def __str__(self) -> str:
-        return f"did not finish in {self.seconds:.1f} s; its stacks:\n{self.stacks}"
+RankOutcome = Returned | Failed | Died | Stopped
 
 
-RankOutcome = Returned | Raised | Died | Stopped | Hung
+def raised(error: BaseException, note: str = "") -> Failed:
+    """Return the outcome of a rank that raised, without the frames that called the body."""
+    formatter = traceback.TracebackException.from_exception(error)
+    frames: list[traceback.FrameSummary] = list(formatter.stack)
+    inner = dropwhile(lambda frame: is_internal_frame(frame.filename), frames)
+    formatter.stack = traceback.StackSummary.from_list(inner)
+    return Failed("\n".join(["failed", *filter(None, [note]), "".join(formatter.format())]))
+
+
+def hung(seconds: float, stacks: str) -> Failed:
+    """Return the outcome of a rank that did not finish in time, with the stacks of its threads."""
+    return Failed(f"did not finish in {seconds:.1f} s; its stacks:\n{stacks}")
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """The outcome of a rank's run, and its faults that did not fire."""
+    """The outcome of a rank's run."""
 
     outcome: RankOutcome
-    missed: str | None = None
+    missed: str = ""
     """The faults that did not fire."""
     when: float = field(default_factory=time.monotonic)
     """Monotonic time of the end; the processes of a machine share this clock."""
+
+    def is_failure(self, *, may_die: bool = False) -> bool:
+        """Return whether the outcome fails the run."""
+        if isinstance(self.outcome, Died | Stopped):
+            return not may_die
+        return isinstance(self.outcome, Failed)
 
 
 class RankFailures(RanksFailed):
@@ -115,16 +122,19 @@ class RankFailures(RanksFailed):
         """The outcome of every rank."""
         self.outputs = {rank: text for rank, text in outputs.items() if text.strip()}
         """The output of the ranks."""
-        texts = {rank: failures.get(rank, str(outcome)) for rank, outcome in outcomes.items()}
-        sections = [
-            f"{format_ranks(ranks)} {text.rstrip()}"
-            for text, ranks in _group_by_text(texts, first=failures)
-        ]
-        printed = [
-            f"{format_ranks(ranks)} printed\n{text.rstrip()}"
-            for text, ranks in _group_by_text(self.outputs)
-        ]
+        texts = {**failures, **{r: str(o) for r, o in outcomes.items() if r not in failures}}
+        sections = [f"{ranks} {text}" for text, ranks in _group_by_text(texts)]
+        printed = [f"{ranks} printed\n{text}" for text, ranks in _group_by_text(self.outputs)]
         super().__init__("\n\n".join([title, *sections, *printed]))
+
+
+def _group_by_text(texts: Mapping[int, str]) -> Iterable[tuple[str, str]]:
+    """Yield each text with the ranks that have it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        key = re.sub(r"0x[0-9a-f]+", "0x...", text)  # addresses differ between ranks
+        groups.setdefault(key, []).append(rank)
+    return ((texts[ranks[0]].rstrip(), format_ranks(sorted(ranks))) for ranks in groups.values())
 
 
 def results_or_raise(
@@ -137,12 +147,15 @@ def results_or_raise(
 ) -> list[Any]:
     """Return the results by rank, or raise one `RankFailures` for all failures."""
     __tracebackhide__ = True
-    in_time = sorted(reports.items(), key=lambda item: item[1].when)
-    failures = {
-        rank: text
-        for rank, report in in_time
-        if (text := _failure_text(report, may_die=rank in may_die, must_die=rank in must_die))
-    }
+    failures: dict[int, str] = {}
+    for rank, report in sorted(reports.items(), key=lambda item: item[1].when):
+        has_returned = isinstance(report.outcome, Returned)
+        if report.is_failure(may_die=rank in may_die):
+            failures[rank] = str(report.outcome)
+        elif has_returned and report.missed:
+            failures[rank] = f"finished, but did not reach its fault: {report.missed}"
+        elif has_returned and rank in must_die:
+            failures[rank] = "finished, but was expected to die"
     outcomes = {rank: report.outcome for rank, report in sorted(reports.items())}
     if failures:
         title = f"{len(failures)} of {len(outcomes)} ranks failed in {name}"
@@ -152,44 +165,6 @@ def results_or_raise(
     ]
 
 
-def is_failure(outcome: RankOutcome, *, may_die: bool) -> bool:
-    """Return whether an outcome fails the run."""
-    if isinstance(outcome, Died | Stopped):
-        return not may_die
-    return not isinstance(outcome, Returned)
-
-
-def _failure_text(report: RankResult, *, may_die: bool, must_die: bool) -> str | None:
-    outcome = report.outcome
-    if is_failure(outcome, may_die=may_die):
-        return str(outcome)
-    if isinstance(outcome, Returned) and report.missed is not None:
-        return f"finished, but did not reach its fault: {report.missed}"
-    if isinstance(outcome, Returned) and must_die:
-        return "finished, but was expected to die"
-    return None
-
-
-def format_traceback(error: BaseException) -> str:
-    """Format a traceback without the frames that called the body."""
-    formatter = traceback.TracebackException.from_exception(error)
-    frames: list[traceback.FrameSummary] = list(formatter.stack)
-    inner = dropwhile(lambda frame: is_internal_frame(frame.filename), frames)
-    formatter.stack = traceback.StackSummary.from_list(inner)
-    return "".join(formatter.format())
-
-
 def is_internal_frame(text: str) -> bool:
     """Return whether a file name, or a line that contains one, is of a private module here."""
     return _PRIVATE_MODULES in text
-
-
-def _group_by_text(
-    texts: Mapping[int, str], *, first: Iterable[int] = ()
-) -> list[tuple[str, list[int]]]:
-    order = [*first, *(rank for rank in sorted(texts) if rank not in set(first))]
-    groups: dict[str, list[int]] = {}
-    for rank in order:
-        key = re.sub(r"0x[0-9a-f]+", "0x...", texts[rank])  # addresses differ between ranks
-        groups.setdefault(key, []).append(rank)
-    return [(texts[ranks[0]], sorted(ranks)) for ranks in groups.values()]

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InvalidArgument
-from ._results import Raised, RankOutcome, RankResult, Returned, format_traceback
+from ._results import RankOutcome, RankResult, Returned, raised
 from .faults import Fault, arm_faults
 
 if TYPE_CHECKING:
@@ -49,8 +48,6 @@ class RankContext:
         """The default timeout of `group`."""
         self.generation = generation
         """Changes whenever a rank process is replaced; None where ranks are threads."""
-        self.ended_at = 0.0
-        """Monotonic time of the end of the body."""
         self._connect = connect
         self._groups: list[ProcessGroup] = []
 
@@ -75,6 +72,11 @@ class RankContext:
         self._groups.append(group)
         return group
 
+    def shutdown(self) -> None:
+        """Shut the groups down, the newest first: they may be splits of older ones."""
+        while self._groups:
+            self._groups.pop().shutdown()
+
     def abort(self) -> None:
         """Abort the groups, which unblocks threads that wait in them."""
         while self._groups:
@@ -84,41 +86,25 @@ class RankContext:
         """Do not close the groups formed so far."""
         self._groups.clear()
 
-    def __enter__(self) -> RankContext:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.ended_at = time.monotonic()
-        # Newest first: they may be splits of older ones. After a failure do not wait for peers.
-        try:
-            while self._groups and error is None:
-                self._groups.pop().shutdown()
-        finally:
-            self.abort()
-
 
 def run_body(
-    call: Callable[[RankContext], Any],
-    context: RankContext,
-    *,
-    faults: Sequence[Fault],
+    call: Callable[[RankContext], Any], context: RankContext, *, faults: Sequence[Fault]
 ) -> RankResult:
     """Run a body as the rank of `context`."""
-    mine = [fault for fault in faults if fault.applies_to(context.rank)]
-    with arm_faults(mine) as injections:
+    ended_at = 0.0
+    with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
         try:
-            with context:
-                outcome: RankOutcome = Returned(call(context))
+            value = call(context)
+            ended_at = time.monotonic()
+            context.shutdown()
+            outcome: RankOutcome = Returned(value)
         # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
-            outcome = Raised(format_traceback(error))
-    missed = [str(each.fault) for each in injections if not (each.fired or each.fault.optional)]
-    return RankResult(outcome, ", ".join(missed) or None, when=context.ended_at)
+            ended_at = ended_at or time.monotonic()
+            outcome = raised(error)
+            context.abort()  # without waiting for peers
+    missed = [str(each.fault) for each in armed if not (each.fired or each.fault.optional)]
+    return RankResult(outcome, ", ".join(missed), when=ended_at)
 
 
 class RunDeadline:
@@ -151,20 +137,15 @@ def check_size(size: int, *, maximum: int | None = None) -> int:
     return size
 
 
-def check_faults(faults: Collection[Fault], *, size: int) -> None:
-    """Raise if a fault is for a rank that does not exist."""
-    for fault in faults:
-        if not any(fault.applies_to(rank) for rank in range(size)):
-            raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
-
-
 def ranks_that_may_die(
     faults: Collection[Fault], must_die: Collection[int], *, size: int
 ) -> set[int]:
     """Return the ranks that a fault may kill, and those that must die."""
-    check_faults(faults, size=size)
+    for fault in faults:
+        if fault.rank not in (None, *range(size)):
+            raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
     if not set(must_die) <= set(range(size)):
         raise InvalidArgument(f"expect_dead={sorted(must_die)}: ranks are 0 to {size - 1}")
-    fatal = [fault for fault in faults if fault.is_fatal]
+    fatal = [fault for fault in faults if fault.action.is_fatal]
     targets = {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}
     return targets.union(must_die)

@@ -27,7 +27,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from ..errors import InvalidArgument, InvalidType
-from ._results import Raised, RankResult, Returned, format_traceback
+from ._results import RankResult, Returned, raised
 from .faults import Fault
 
 
@@ -60,19 +60,16 @@ class FunctionReference:
 
     def load(self) -> Callable[..., Any]:
         """Return the function; import its module if necessary."""
-        function = _find_attribute(self._module(), self.qualname)
+        module = sys.modules.get(self.module)
+        if module is None or getattr(module, "__file__", None) != self.file:
+            module = self._import_module()
+        function = _find_attribute(module, self.qualname)
         assert callable(function), f"{self} does not exist"
         return function
 
-    def _module(self) -> ModuleType:
-        known = sys.modules.get(self.module)
-        if known is not None and getattr(known, "__file__", None) == self.file:
-            return known
+    def _import_module(self) -> ModuleType:
         if self.file is None:
             return importlib.import_module(self.module)
-        return self._from_file(self.file)
-
-    def _from_file(self, file: str) -> ModuleType:
         # By file: with some of pytest's import modes the module is not on the import path. Its
         # parent packages must be imported first for relative imports.
         package, _, _ = self.module.rpartition(".")
@@ -81,7 +78,7 @@ class FunctionReference:
                 importlib.import_module(package)
         # Import a script without running its main block.
         name = "__ranks_main__" if self.module == "__main__" else self.module
-        loader = (_AssertRewritingLoader if self.rewritten else SourceFileLoader)(name, file)
+        loader = (_AssertRewritingLoader if self.rewritten else SourceFileLoader)(name, self.file)
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -200,7 +197,7 @@ def pack_report(report: RankResult) -> bytes:
         assert isinstance(report.outcome, Returned)
         kind = type(report.outcome.value).__qualname__
         problem = InvalidType(f"the result of type {kind} is not picklable: {error}")
-        return pickle.dumps(RankResult(Raised(format_traceback(problem))))
+        return pickle.dumps(RankResult(raised(problem)))
 
 
 def unpack_report(packed: bytes) -> RankResult:
@@ -209,7 +206,7 @@ def unpack_report(packed: bytes) -> RankResult:
         report: RankResult = pickle.loads(packed)  # noqa: S301 - see the module's docstring
         return report
     except Exception as error:  # noqa: BLE001 - a result's constructor may raise anything
-        return RankResult(Raised(f"result cannot be unpickled\n{format_traceback(error)}"))
+        return RankResult(raised(error, "result cannot be unpickled"))
 
 
 def unpack_task(packed: bytes) -> Task:

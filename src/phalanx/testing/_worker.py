@@ -26,6 +26,7 @@ import socket
 import sys
 import traceback
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,7 +34,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from ._results import RankResult
 from ._run import RankContext, run_body
 from ._task import Task, pack_report, unpack_task, unpacked_arguments
 
@@ -45,7 +45,9 @@ _PR_SET_PDEATHSIG = 1
 
 def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
     """Run tasks until the pool closes the connection."""
-    _die_with(parent)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before prctl
+        os._exit(1)
     os.setsid()  # so that its process group has all that a body starts
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -58,44 +60,43 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task = unpack_task(connection.recv_bytes())
             except EOFError:
                 return
-            connection.send_bytes(pack_report(_run_task(task)))
-
-
-def _die_with(parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
-        os._exit(1)
-
-
-def _run_task(task: Task) -> RankResult:
-    context = RankContext(
-        task.rank,
-        task.size,
-        backend=task.backend,
-        timeout=task.timeout,
-        connect=lambda: _connect_to_store(task),
-        generation=task.generation,
-    )
-    return run_body(lambda rank: _call_body(task, rank), context, faults=task.faults)
+            context = RankContext(
+                task.rank,
+                task.size,
+                backend=task.backend,
+                timeout=task.timeout,
+                connect=partial(_connect_to_store, task),
+                generation=task.generation,
+            )
+            result = run_body(partial(_call_body, task), context, faults=task.faults)
+            connection.send_bytes(pack_report(result))
 
 
 def _call_body(task: Task, context: RankContext) -> Any:
     task.caller_environment.enter()
-    _seed_generators()
+    torch.set_num_threads(1)  # ranks share the machine
+    torch.manual_seed(0)
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
     body = task.body.load()  # first: arguments may refer to its module
     with unpacked_arguments(task.arguments) as (args, kwargs):
         result = body(context, *args, **kwargs)
-    _reset_torch_state()  # not after a failure: the process is replaced then
+    # Reset torch's state, but not after a failure: the process is replaced then.
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    # The remaining objects are permanent. Scanning them after every body would dominate the run.
+    gc.freeze()
     return result
 
 
 def _connect_to_store(task: Task) -> Store:
+    timeout = timedelta(seconds=task.timeout)
     store = TCPStore(
-        "127.0.0.1",
-        task.port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=task.timeout),
+        "127.0.0.1", task.port, is_master=False, wait_for_workers=False, timeout=timeout
     )
     return PrefixStore(task.prefix, store)
 
@@ -108,24 +109,6 @@ def host_store(context: RankContext) -> int:
     del context
     _hosted_stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     return _hosted_stores[-1].port
-
-
-def _seed_generators() -> None:
-    torch.set_num_threads(1)  # ranks share the machine
-    torch.manual_seed(0)
-    random.seed(0)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(0)
-
-
-def _reset_torch_state() -> None:
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    gc.collect()
-    # The remaining objects are permanent. Scanning them after every body would dominate the run.
-    gc.freeze()
 
 
 def template_main(control: int, preload: list[str]) -> None:
@@ -157,22 +140,18 @@ class TemplateServer:
                 for key, _ in self._selector.select():
                     if key.data is not None:
                         self._reap(key.data)
-                    elif not self._handle_request():
+                        continue
+                    message, descriptors, _, _ = socket.recv_fds(self._control, 4096, 3)
+                    if not message:
                         return
+                    request = json.loads(message)
+                    if request["do"] == "fork":
+                        self._fork(descriptors)
+                    elif request["rank"] in self._ranks:
+                        os.kill(request["rank"], request["signal"])
         finally:
             for pid in self._ranks:
                 _kill_rank(pid)
-
-    def _handle_request(self) -> bool:
-        message, descriptors, _, _ = socket.recv_fds(self._control, 4096, 3)
-        if not message:
-            return False
-        request = json.loads(message)
-        if request["do"] == "fork":
-            self._fork(descriptors)
-        elif request["rank"] in self._ranks:
-            os.kill(request["rank"], request["signal"])
-        return True
 
     def _fork(self, descriptors: list[int]) -> None:
         parent = os.getpid()

@@ -24,22 +24,15 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from .. import _faultpoints
 from ..errors import InvalidArgument
 
-__all__ = [
-    "Action",
-    "Fault",
-    "delay",
-    "inject",
-    "kill",
-    "reach",
-    "stop",
-]
+__all__ = ["Action", "Fault", "delay", "inject", "kill", "reach", "stop"]
 
 
 _current_rank = threading.local()
@@ -97,51 +90,37 @@ sleep $2; kill -CONT $1
 """
 
 
-@dataclass(frozen=True)
-class _Kill:
-    signal: int
-
-    def __call__(self) -> None:
-        os.kill(os.getpid(), self.signal)
-
-    def __str__(self) -> str:
-        return "kill"
+def _kill_self(signum: int) -> None:
+    os.kill(os.getpid(), signum)
 
 
-@dataclass(frozen=True)
-class _Stop:
-    resume_after: float | None
-
-    def __call__(self) -> None:
-        if self.resume_after is None:
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
-        waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(self.resume_after)]
-        with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def __str__(self) -> str:
-        return "stop"
+def _stop_self(resume_after: float | None) -> None:
+    if resume_after is None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(resume_after)]
+    with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
-class _Delay:
-    seconds: float
+class Action:
+    """The result of `kill`, `stop` and `delay`."""
+
+    name: str
+    function: Callable[[Any], None]
+    argument: Any
+    is_fatal: bool
+    """Whether the rank does not survive it."""
 
     def __call__(self) -> None:
-        time.sleep(self.seconds)
-
-    def __str__(self) -> str:
-        return "delay"
-
-
-Action = _Kill | _Stop | _Delay
-"""The result of `kill`, `stop` and `delay`."""
+        """Act on the calling rank."""
+        self.function(self.argument)
 
 
 def kill(signum: int = signal.SIGKILL) -> Action:
     """Kill the rank's process with a signal, as a crash or the kernel would."""
-    return _Kill(signum)
+    return Action("kill", _kill_self, signum, is_fatal=True)
 
 
 def stop(*, resume_after: float | None = None) -> Action:
@@ -149,12 +128,12 @@ def stop(*, resume_after: float | None = None) -> Action:
 
     The process stays alive and keeps its connections, but does not respond.
     """
-    return _Stop(resume_after)
+    return Action("stop", _stop_self, resume_after, is_fatal=resume_after is None)
 
 
 def delay(seconds: float) -> Action:
     """Delay the thread that reaches the point by some seconds."""
-    return _Delay(seconds)
+    return Action("delay", time.sleep, seconds, is_fatal=False)
 
 
 @dataclass(frozen=True)
@@ -174,23 +153,13 @@ class Fault:
         if self.nth < 1:
             raise InvalidArgument(f"nth must be at least 1, got {self.nth}")
 
-    @property
-    def is_fatal(self) -> bool:
-        """Whether the rank does not survive the action."""
-        return isinstance(self.action, _Kill) or self.action == _Stop(None)
-
-    @property
-    def needs_process(self) -> bool:
-        """Whether the action affects a whole process, so that thread ranks cannot have it."""
-        return not isinstance(self.action, _Delay)
-
     def applies_to(self, rank: int) -> bool:
         """Return whether the fault affects `rank`."""
         return self.rank is None or self.rank == rank
 
     def __str__(self) -> str:
         times = "" if self.nth == 1 else f" (time {self.nth})"
-        return f"{self.action} at '{self.point}'{times}"
+        return f"{self.action.name} at '{self.point}'{times}"
 
 
 @contextmanager

@@ -6,7 +6,6 @@ of which ranks have different numbers of rows.
 """
 
 from ._gather import gather_uneven
-from ._join import Join, JoinReport, uneven
-from ._joinable import Joinable, JoinHook, _JoinConfig
+from ._join import Join, Joinable, JoinHook, JoinReport, _JoinConfig, uneven
 
 __all__ = ["Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "gather_uneven", "uneven"]

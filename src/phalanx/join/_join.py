@@ -1,27 +1,45 @@
 """`Join` and `uneven`: training loops whose number of steps differs between ranks.
 
-`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data either leaves the group
-until all ranks are done (`LeaveStrategy`) or shadows the collectives of the others
-(`ShadowStrategy`). At the end all ranks are members again, the post hooks run, and ranks compare
-the number of the block: nested joins that end on different blocks raise `RankMismatch`.
+`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data waits in one of two ways
+until no rank has data:
 
-An exception inside the block aborts the group, unless every rank is known to raise it, so that
-no rank waits for the deadline.
+It leaves the process group, if all joinables support that. Every later collective runs among the
+remaining ranks, so nothing has to be shadowed. Where ranks see each other's membership
+(`ProcessGroup.can_leave`) a step costs nothing extra; elsewhere each step begins with a membership
+update, one small message.
+
+Or it shadows the collectives of the others; this is torch's protocol. At the start of each step all
+ranks sum one number, 1 for a rank with data and 0 for one without, so a rank without data learns
+whether it must shadow another step. If uneven inputs are an error, a second sum informs the ranks
+with data, which do not wait for the first. Tensor dtypes and shapes must stay those of torch's
+implementation: if the first joinable is torch's own, torch's code makes the calls on the ranks with
+data.
+
+At the end all ranks are members again, the post hooks run, and ranks compare the number of the
+block: nested joins that end on different blocks raise `RankMismatch`. An exception inside the block
+aborts the group, unless every rank is known to raise it, so that no rank waits for the deadline.
+
+`Joinable`, `JoinHook` and `_JoinConfig` derive from torch's classes of the same names, so that
+either `Join` accepts either joinable.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+import warnings
 import weakref
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as c10d
 from torch.distributed.algorithms import join as upstream
-from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 
 from ..errors import (
@@ -34,9 +52,79 @@ from ..errors import (
     Unprepared,
 )
 from ..groups import ProcessGroup
-from ._joinable import _JoinConfig
 from ._optimizer_state import UntrackedOptimizers, broadcast_optimizer_state
-from ._protocol import JoinCollectives, LeaveStrategy, ShadowStrategy, warn_about_skew
+
+MAX_SKEW = 1000  # missing inputs after which a waiting rank warns
+
+
+class JoinHook(upstream.JoinHook):
+    """What a rank without data does in place of a joinable's steps; by default nothing."""
+
+    def main_hook(self) -> None:
+        """Shadow the collectives of one step of the joinable."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Run after the last step; `is_last_joiner`: no rank had data for longer."""
+
+
+class _JoinConfig(NamedTuple):
+    """The configuration that a `Join` gives its joinables."""
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+    """Only the first joinable makes the collectives of the protocol."""
+
+    @staticmethod
+    def construct_disabled_join_config() -> _JoinConfig:
+        """Return the configuration outside of any `Join`."""
+        return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class Joinable(upstream.Joinable):
+    """An object that makes collectives in every step, and provides a hook that shadows them.
+
+    It must call `Join.notify_join_context` before the first collective of a step.
+    """
+
+    @abstractmethod
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config: Any = _JoinConfig.construct_disabled_join_config()
+        self._join_block: Any = None  # the innermost `Join` of ours that it is in
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> upstream.JoinHook:
+        """Return the hook; `kwargs` are those of the `Join`, the same for all its joinables."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> torch.device:
+        """The device for the protocol's tensors."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The group of the collectives."""
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether steps are correct after ranks have left the group.
+
+        If all joinables can leave and the group supports it, ranks without data leave. Then
+        `JoinHook.main_hook` is not called; `post_hook` is.
+        """
+        return False
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a step has begun and not made all its collectives."""
+        return False
+
+    @property
+    def join_optimizers(self) -> Sequence[Optimizer]:
+        """Optimizers of the joinable, whose state is to be taken from a last joiner."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -73,15 +161,6 @@ class JoinReport:
         ]
         return "\n".join([*lines, f"idle: {self.idle:.1%} of steps, {self.idle_time:.1%} of time"])
 
-    @classmethod
-    def from_ranks(cls, rows: Sequence[tuple[int, int, float]]) -> JoinReport:
-        """Combine the steps with data, shadowed steps and seconds of each rank."""
-        total = max(steps + shadowed for steps, shadowed, _ in rows)
-        # A rank that shadowed knows how many steps it missed, even if the others are not counted.
-        has_shadowed = any(shadowed for _, shadowed, _ in rows)
-        counted = (total - shadowed if has_shadowed else steps for steps, shadowed, _ in rows)
-        return cls(tuple(counted), tuple(seconds for _, _, seconds in rows))
-
 
 def _idle_fraction(amounts: Sequence[float]) -> float:
     whole = max(amounts) * len(amounts)
@@ -111,7 +190,7 @@ class Join:
 
     def __init__(
         self,
-        joinables: Iterable[Joinable],
+        joinables: Iterable[upstream.Joinable],
         enable: bool = True,
         throw_on_early_termination: bool = False,
         *,
@@ -126,16 +205,23 @@ class Join:
                 raise InvalidType(
                     f"{type(joinable).__name__} is not a Joinable: it has no join_hook"
                 )
-        self._optimizers = _check_optimizers(optimizers)
+        self._optimizers = list(optimizers)
+        for optimizer in self._optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise InvalidType(
+                    f"optimizers must be torch optimizers, got {type(optimizer).__name__}"
+                )
         for joinable in self._joinables:
             self._optimizers += getattr(joinable, "join_optimizers", ())
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._collectives = JoinCollectives(
-            _common_group(self._joinables), self._joinables[0].join_device
-        )
-        self._strategy = self._choose_strategy()
+        self._group = _common_group(self._joinables)
+        self._device = self._joinables[0].join_device
+        can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
+        self._group_to_leave: ProcessGroup | None = None
+        if isinstance(self._group, ProcessGroup) and can_leave and not self._throw:
+            self._group_to_leave = self._group
         self._untracked_optimizers = UntrackedOptimizers(
             self._joinables, [*self._optimizers, *self._joinables]
         )
@@ -143,25 +229,21 @@ class Join:
         self._steps, self._loop_counts_steps = 0, False
         self._is_open = self._has_raised = False
 
-    def _choose_strategy(self) -> LeaveStrategy | ShadowStrategy:
-        group = self._collectives.group
-        can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
-        if isinstance(group, ProcessGroup) and can_leave and not self._throw:
-            return LeaveStrategy(group)
-        return ShadowStrategy(self._collectives, self._join_hooks, throws=self._throw)
-
     @property
     def leaves(self) -> bool:
         """Whether ranks without data leave the group, so that nothing is shadowed."""
-        return self._enable and isinstance(self._strategy, LeaveStrategy)
+        return self._enable and self._group_to_leave is not None
 
     def __enter__(self) -> Self:
-        self._before = [(_config_of(each), _block_of(each)) for each in self._joinables]
+        disabled = _JoinConfig.construct_disabled_join_config()
+        self._before = [
+            (getattr(each, "_join_config", disabled), _block_of(each)) for each in self._joinables
+        ]
         self._is_open, self._has_raised = True, False
         self._configure()
         self._steps, self._loop_counts_steps = 0, False
         if self._enable:
-            self._number = _count_block(self._collectives.group)
+            self._number = _block_counts[self._group] = _block_counts.get(self._group, 0) + 1
             self._untracked_optimizers.watch()
         self._began = time.perf_counter()
         return self
@@ -173,8 +255,14 @@ class Join:
         traceback: TracebackType | None,
     ) -> None:
         self._untracked_optimizers.stop()
+        has_ended = value is None
+        if isinstance(
+            value, GeneratorExit
+        ):  # a ``break`` raises it in a generator around the block
+            is_in_step = any(getattr(each, "is_in_step", False) for each in self._joinables)
+            has_ended = not (is_in_step or self._is_lost())
         try:
-            if self._enable and self._has_ended(value):
+            if self._enable and has_ended:
                 self._finish()
             elif value is not None:
                 self._abort_group(value)
@@ -187,27 +275,16 @@ class Join:
                 if _block_of(joinable) is self:  # not one that was entered later
                     _set_block(joinable, *self._enclosing_block(joinable))
 
-    def _enclosing_block(self, joinable: Joinable) -> tuple[Any, Join | None]:
+    def _enclosing_block(self, joinable: upstream.Joinable) -> tuple[Any, Join | None]:
         """Return the innermost open block around this one; blocks need not end in order."""
         config, block = self._before[self._joinables.index(joinable)]
         if block is None or block._is_open:
             return config, block
         return block._enclosing_block(joinable)
 
-    def _has_ended(self, error: BaseException | None) -> bool:
-        """Whether this rank ended its loop between two steps.
-
-        ``break`` raises `GeneratorExit` in a generator around the block.
-        """
-        if isinstance(error, GeneratorExit):
-            is_in_step = any(getattr(each, "is_in_step", False) for each in self._joinables)
-            return not (is_in_step or self._is_lost())
-        return error is None
-
     def _is_lost(self) -> bool:
         """Whether the other ranks cannot finish the block either."""
-        group = self._collectives.group
-        has_failed = isinstance(group, ProcessGroup) and group.failure() is not None
+        has_failed = isinstance(self._group, ProcessGroup) and self._group.failure() is not None
         return sys.is_finalizing() or self._has_raised or has_failed
 
     def _configure(self, *, is_over: bool = False) -> None:
@@ -225,21 +302,18 @@ class Join:
     def begin_step(self) -> None:
         """Begin a step; joinables begin none from then on, since the loop counts them."""
         self._loop_counts_steps = True
-        self._steps += 1
-        self._strategy.begin_step()
+        self._begin_step()
 
-    def _begin_joinable_step(self) -> dist.Work | None:
-        if self._loop_counts_steps:
-            return None
+    def _begin_step(self) -> dist.Work | None:
         self._steps += 1
-        try:
-            return self._strategy.begin_step()
-        except UnevenInputs:
-            self._has_raised = True
-            raise
+        if self._group_to_leave is None:
+            return _announce_data(self._group, self._device, throws=self._throw)
+        if not self._group_to_leave.can_leave:
+            self._group_to_leave.update_membership()
+        return None
 
     @staticmethod
-    def notify_join_context(joinable: Joinable) -> dist.Work | None:
+    def notify_join_context(joinable: upstream.Joinable) -> dist.Work | None:
         """Announce that this rank has data, before a joinable's first collective of a step.
 
         Where ranks without data shadow, the first joinable gets the work of the announcement. All
@@ -253,11 +327,16 @@ class Join:
         if not (config.enable and config.is_first_joinable):
             return None
         block = _block_of(joinable)
-        if block is not None:
-            return block._begin_joinable_step()
-        # The joinable is in a Join of torch's.
-        collectives = JoinCollectives(_group_of(joinable), joinable.join_device)
-        return collectives.begin_step(throws=config.throw_on_early_termination)
+        if block is None:  # the joinable is in a Join of torch's
+            throws = config.throw_on_early_termination
+            return _announce_data(_group_of(joinable), joinable.join_device, throws=throws)
+        if block._loop_counts_steps:
+            return None
+        try:
+            return block._begin_step()
+        except UnevenInputs:
+            block._has_raised = True
+            raise
 
     # -- the end ---------------------------------------------------------------------------
 
@@ -265,79 +344,115 @@ class Join:
         # A hook may be the joinable's own step, which must not announce data.
         self._configure(is_over=True)
         seconds = time.perf_counter() - self._began
-        shadowed = self._strategy.wait_for_others()
+        shadowed = self._wait_for_others()
         report = self._compare([self._number, self._steps, shadowed, seconds])
-        rank = self._collectives.group.rank()
-        missing = max(report.steps) - report.steps[rank]
+        missing = max(report.steps) - report.steps[self._group.rank()]
         if self.leaves:  # a rank that shadows has warned already
-            warn_about_skew(missing, rank)
+            self._warn_about_skew(missing)
         for hook in self._join_hooks:
             hook.post_hook(not missing)
         if len(set(report.steps)) > 1:
+            last = report.last_joiners[-1]
             for optimizer in self._optimizers:
-                broadcast_optimizer_state(
-                    optimizer,
-                    self._collectives.group,
-                    self._collectives.device,
-                    root=report.last_joiners[-1],
-                )
+                broadcast_optimizer_state(optimizer, self._group, self._device, root=last)
             self._untracked_optimizers.warn()
         self.report = report
 
+    def _wait_for_others(self) -> int:
+        """Wait until no rank has data; return the number of steps that this rank shadowed."""
+        if self._group_to_leave is not None:
+            if not self._group_to_leave.can_leave:
+                self._group_to_leave.update_membership(stays=False)
+            self._group_to_leave.rejoin()
+            return 0
+        steps = 0
+        while True:
+            ranks_with_data = torch.zeros(1, device=self._device)
+            _sum(ranks_with_data, self._group).wait()
+            if not ranks_with_data.item():
+                return steps
+            if self._throw:
+                _sum(torch.ones(1, device=self._device), self._group).wait()
+                raise UnevenInputs(
+                    f"rank {self._group.rank()} exhausted its inputs before other ranks, which is "
+                    "an error with throw_on_early_termination=True"
+                )
+            for hook in self._join_hooks:
+                hook.main_hook()
+            steps += 1
+            if steps == MAX_SKEW + 1:
+                self._warn_about_skew(steps)
+
+    def _warn_about_skew(self, missing: int) -> None:
+        if missing > MAX_SKEW:
+            warnings.warn(
+                f"rank {self._group.rank()} has over {MAX_SKEW} fewer inputs than other ranks and "
+                "waits for them: divide the data more evenly",
+                stacklevel=5,
+            )
+
     def _compare(self, own: Sequence[float]) -> JoinReport:
         """Gather the results of all ranks; raise if they are at the end of different blocks."""
-        rows = self._collectives.gather(own)
-        numbers = [int(row[0]) for row in rows]
+        mine = torch.tensor(own, dtype=torch.float64, device=self._device)
+        gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
+        self._group.allgather([gathered], [mine], c10d.AllgatherOptions()).wait()
+        rows = [row.tolist() for row in gathered]
+        numbers = [int(number) for number, *_ in rows]
         if len(set(numbers)) > 1:
             raise RankMismatch(
                 f"ranks reached the end of different joins of their group: by rank, numbers "
                 f"{numbers}. Hint: put nested joins around the same loop; a rank without data for "
                 "the outer join does not reach the inner one.",
-                group=getattr(self._collectives.group, "label", ""),
+                group=getattr(self._group, "label", ""),
             )
-        return JoinReport.from_ranks([(int(n), int(shadowed), s) for _, n, shadowed, s in rows])
+        total = max(steps + shadowed for _, steps, shadowed, _ in rows)
+        # A rank that shadowed knows how many steps it missed, even if the others are not counted.
+        has_shadowed = any(shadowed for _, _, shadowed, _ in rows)
+        counted = (total - shadowed if has_shadowed else steps for _, steps, shadowed, _ in rows)
+        return JoinReport(tuple(map(int, counted)), tuple(seconds for *_, seconds in rows))
 
     def _abort_group(self, error: BaseException) -> None:
         """Abort the group, so that no rank waits for this one, unless all ranks raise anyway."""
-        group = self._collectives.group
+        group = self._group
         if not (self._enable and isinstance(group, ProcessGroup)) or self._is_lost():
             return
         if isinstance(error, GeneratorExit):
             group.abort("left its loop in the middle of a step")
-        elif not self._is_raised_by_all(error, group):
-            group.abort(f"{type(error).__name__} was raised in its join: {error}")
-
-    def _is_raised_by_all(self, error: BaseException, group: ProcessGroup) -> bool:
-        if self._throw and _is_uneven_inputs_error(error):
-            return True
+            return
         # Such as a mismatch, which all participants found. Ranks that left did not.
-        is_of_group = isinstance(error, GroupError) and error.group == group.label
-        return (
-            is_of_group
+        is_raised_by_all = (
+            isinstance(error, GroupError)
+            and error.group == group.label
             and not isinstance(error, CollectiveTimeout)
             and len(group.members) == group.size()
         )
+        if not (is_raised_by_all or (self._throw and _is_uneven_inputs_error(error))):
+            group.abort(f"{type(error).__name__} was raised in its join: {error}")
 
 
 _block_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def _count_block(group: dist.ProcessGroup) -> int:
-    number = _block_counts[group] = _block_counts.get(group, 0) + 1
-    return number
-
-
-def _check_optimizers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
-    optimizers = list(optimizers)
-    for optimizer in optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise InvalidType(
-                f"optimizers must be torch optimizers, got {type(optimizer).__name__}"
+def _announce_data(group: dist.ProcessGroup, device: torch.device, *, throws: bool) -> dist.Work:
+    """Announce that this rank has data; raise if another has none and `throws` is set."""
+    work = _sum(torch.ones(1, device=device), group)
+    if throws:
+        exhausted = torch.zeros(1, device=device)
+        _sum(exhausted, group).wait()
+        if exhausted.item():
+            raise UnevenInputs(
+                f"{int(exhausted.item())} of {group.size()} ranks exhausted their inputs, which is "
+                "an error with throw_on_early_termination=True"
             )
-    return optimizers
+    return work
 
 
-def _common_group(joinables: list[Joinable]) -> dist.ProcessGroup:
+def _sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    # In torch's call form, since torch's reducer may be given the result.
+    return group.allreduce([tensor], c10d.AllreduceOptions())
+
+
+def _common_group(joinables: list[upstream.Joinable]) -> dist.ProcessGroup:
     first = _group_of(joinables[0])
     for place, joinable in enumerate(joinables):
         other = _group_of(joinable)
@@ -349,7 +464,7 @@ def _common_group(joinables: list[Joinable]) -> dist.ProcessGroup:
     return first
 
 
-def _group_of(joinable: Joinable) -> dist.ProcessGroup:
+def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
     group = joinable.join_process_group
     if group is None:  # torch's default group, as in torch
         group = dist.group.WORLD
@@ -358,11 +473,7 @@ def _group_of(joinable: Joinable) -> dist.ProcessGroup:
     return group
 
 
-def _config_of(joinable: Joinable) -> Any:
-    return getattr(joinable, "_join_config", _JoinConfig.construct_disabled_join_config())
-
-
-def _block_of(joinable: Joinable) -> Join | None:
+def _block_of(joinable: upstream.Joinable) -> Join | None:
     block: Join | None = getattr(joinable, "_join_block", None)
     return block
 
@@ -385,12 +496,7 @@ def _is_uneven_inputs_error(error: BaseException) -> bool:
 T = TypeVar("T")
 
 
-def uneven(
-    loader: Iterable[T],
-    *joinables: Joinable,
-    optimizers: Iterable[Optimizer] = (),
-    **kwargs: Any,
-) -> UnevenLoader[T]:
+class UnevenLoader(Generic[T]):
     """Iterate over a loader whose length may differ between ranks.
 
     ::
@@ -402,27 +508,21 @@ def uneven(
     data waits at the end of the loop for all others; so does a rank that leaves it with ``break``.
     `kwargs` are those of `Join`.
     """
-    return UnevenLoader(loader, joinables, optimizers, kwargs)
-
-
-class UnevenLoader(Generic[T]):
-    """Iterates over a loader in a `Join`."""
 
     def __init__(
         self,
         loader: Iterable[T],
-        joinables: Iterable[Joinable],
-        optimizers: Iterable[Optimizer],
-        kwargs: dict[str, Any],
+        *joinables: upstream.Joinable,
+        optimizers: Iterable[Optimizer] = (),
+        **kwargs: Any,
     ) -> None:
-        if isinstance(loader, Joinable):
+        if isinstance(loader, upstream.Joinable):
             raise InvalidType("uneven takes the loader first, then the joinables")
-        self._loader = loader
-        self._joinables = tuple(joinables)
-        if not self._joinables:
+        if not joinables:
             raise InvalidArgument("uneven needs a joinable: uneven(loader, ddp)")
-        self._optimizers = tuple(optimizers)
-        self._kwargs = kwargs
+        self._loader = loader
+        self._joinables = joinables
+        self._options = {"optimizers": tuple(optimizers), **kwargs}
         self._report: JoinReport | None = None
         self._dropped_error: Exception | None = None
         """An error after ``break``, which Python drops; raised by the next access."""
@@ -435,7 +535,7 @@ class UnevenLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         self._raise_dropped_error()
-        join = Join(self._joinables, optimizers=self._optimizers, **self._kwargs)
+        join = Join(self._joinables, **self._options)
         try:
             with join:
                 for batch in self._loader:
@@ -458,3 +558,6 @@ class UnevenLoader(Generic[T]):
         if not isinstance(self._loader, Sized):
             raise InvalidType(f"{type(self._loader).__name__} has no length")
         return len(self._loader)
+
+
+uneven = UnevenLoader

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C import _distributed_c10d as c10d
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -26,12 +25,12 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import InvalidState
 from ..groups._formatting import dtype_name
 from ..groups._text_exchange import exchange_texts
+from ._gather import start_transfer
 
 OptimizerStates = dict[int, dict[str, Any]]
 """The state of each parameter, by its index among all parameters of the optimizer."""
 
 CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
-SEND_TAG = 0x0B7
 
 
 def gather_states(
@@ -176,7 +175,7 @@ def _transfer(
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if len(flat):
-            _send(flat, owner, group, to)
+            start_transfer(flat, owner, group, to).wait()
         if not is_owner:
             pieces = torch.split(flat, sizes)
             received += [spec.from_bytes(p) for (_, _, spec), p in zip(chunk, pieces, strict=True)]
@@ -192,17 +191,6 @@ def _chunks(named: Sequence[tuple[int, str, _TensorSpec]]) -> Iterator[list[Any]
         chunk.append(each)
     if chunk:
         yield chunk
-
-
-def _send(flat: Tensor, owner: int, group: dist.ProcessGroup, to: int | None) -> None:
-    if to is None:
-        options = c10d.BroadcastOptions()
-        options.rootRank = owner
-        group.broadcast([flat], options).wait()
-    elif group.rank() == owner:
-        group.send([flat], to, SEND_TAG).wait()
-    else:
-        group.recv([flat], owner, SEND_TAG).wait()
 
 
 class UntrackedOptimizers:

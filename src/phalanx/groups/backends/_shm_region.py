@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 import tempfile
 import threading
@@ -67,10 +68,7 @@ def share_region(
     setup = _RegionSetup(store, rank, size, sizes, timeout)
     failures = []
     for number, place in enumerate(places or ("memfd", "/dev/shm", tempfile.gettempdir())):
-        if rank == 0:
-            engine, result = setup.offer(number, place)
-        else:
-            engine, result = setup.accept(number)
+        engine, result = setup.offer(number, place) if rank == 0 else setup.accept(number)
         if engine is not None:
             engine.set_cores(result["cores"])
             watch_peers(engine, rank, [Member.from_json(each) for each in result["members"]])
@@ -86,12 +84,7 @@ class _RegionSetup:
     """One rank's part in mapping a region; ranks exchange messages through the store."""
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        sizes: _engine.Sizes | None,
-        timeout: timedelta,
+        self, store: Store, rank: int, size: int, sizes: _engine.Sizes | None, timeout: timedelta
     ) -> None:
         self._store = BlockingStoreClient(store)
         self._rank = rank
@@ -124,7 +117,15 @@ class _RegionSetup:
             result["members"] = [Member.here().to_json(), *(each["member"] for each in answers)]
             limits = [_own_core_limit(), *(answer["cores"] for answer in answers)]
             result["cores"] = shared_core_count(limits)
-            result["error"] = self._objection(engine, answers)
+            absent = [peer for peer in range(size) if not engine.region.present(peer)]
+            if errors := [answer["error"] for answer in answers if answer["error"]]:
+                result["error"] = "; ".join(errors)
+            elif absent:
+                result["error"] = f"rank {absent[0]} mapped other memory"
+            elif len({member["machine"] for member in result["members"]}) > 1:
+                result["error"] = (
+                    "ranks are in different pid namespaces, where a death cannot be detected"
+                )
         except Exception as error:
             result.update(error=str(error), lost=getattr(error, "lost", ()))
             raise
@@ -140,10 +141,8 @@ class _RegionSetup:
         if offer is not None:
             error = ""
             try:
-                made = _require_native(self._size)
-                sizes = self._sizes or made.Sizes()
-                region = made.Region.open(offer["path"], int(offer["token"]), self._size, sizes)
-                engine = made.Engine(region, self._rank, usable_cores())
+                region = open_region(offer, self._size, self._sizes)
+                engine = _require_native(self._size).Engine(region, self._rank, usable_cores())
                 engine.mark_present()
             except RuntimeError as caught:
                 error = f"rank {self._rank}: {caught}"
@@ -162,19 +161,6 @@ class _RegionSetup:
         if result["lost"]:
             raise PeerLost(result["error"], ranks=result["lost"])
         return (None if result["error"] else engine), result
-
-    def _objection(self, engine: _engine.Engine, answers: list[dict[str, Any]]) -> str:
-        """Return why the ranks cannot share the region that was offered; empty if they can."""
-        errors = [answer["error"] for answer in answers if answer["error"]]
-        if errors:
-            return "; ".join(errors)
-        absent = [peer for peer in range(self._size) if not engine.region.present(peer)]
-        if absent:
-            return f"rank {absent[0]} mapped other memory"
-        machines = {member.machine for peer in range(self._size) if (member := self._member(peer))}
-        if len(machines) > 1:
-            return "ranks are in different pid namespaces, where a death cannot be detected"
-        return ""
 
     def _write(self, key: str, data: object) -> None:
         self._store.set(key, json.dumps(data))
@@ -209,10 +195,12 @@ def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _e
     Files are allocated from the start. A memfd is allocated page by page, which fails only where
     the kernel does not overcommit; there it is allocated at once, which takes time.
     """
-    region: _engine.Region = _require_native(size).Region.create(
-        place, size, sizes or _require_native(size).Sizes()
-    )
-    if place == "memfd" and _never_overcommits():
+    made = _require_native(size)
+    region: _engine.Region = made.Region.create(place, size, sizes or made.Sizes())
+    mode = ""
+    with suppress(OSError):  # there is no /proc
+        mode = OVERCOMMIT_SETTING.read_text().strip()
+    if place == "memfd" and mode == "2":  # the kernel never overcommits
         descriptor = os.open(region.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _, slab = region.slab(0)  # slabs are allocated when tensors are
@@ -222,11 +210,15 @@ def make_region(place: str, size: int, sizes: _engine.Sizes | None = None) -> _e
     return region
 
 
-def _never_overcommits() -> bool:
-    try:
-        return OVERCOMMIT_SETTING.read_text().strip() == "2"
-    except OSError:
-        return False
+def open_region(
+    offer: dict[str, Any], size: int, sizes: _engine.Sizes | None = None
+) -> _engine.Region:
+    """Map a region of rank 0, given its path and token."""
+    made = _require_native(size)
+    region: _engine.Region = made.Region.open(
+        offer["path"], int(offer["token"]), size, sizes or made.Sizes()
+    )
+    return region
 
 
 def _own_core_limit() -> CoreLimit:
@@ -246,24 +238,21 @@ _processes: WeakValueDictionary[Member, _engine.Process] = WeakValueDictionary()
 
 def watch_peers(engine: _engine.Engine, rank: int, members: Sequence[Member]) -> None:
     """Have the engine notice when a peer's process ends."""
+    assert native.engine is not None, "it has created the region"
     for peer, member in enumerate(members):
-        if member.pid != members[rank].pid:  # not another thread of this process
-            try:
-                engine.watch(peer, _process_of(member))
-            except ProcessLookupError:
-                raise _died(peer, member) from None
-
-
-def _process_of(member: Member) -> _engine.Process:
-    known = _processes.get(member)
-    if known is None:
-        assert native.engine is not None, "it has created the region"
-        known = native.engine.Process(os.pidfd_open(member.pid))
-        # Checked after the open: the pid may have been reused before it.
-        if not member.has_its_pid():
-            raise ProcessLookupError
-        _processes[member] = known
-    return known
+        if member.pid == members[rank].pid:  # another thread of this process
+            continue
+        try:
+            process = _processes.get(member)
+            if process is None:
+                process = native.engine.Process(os.pidfd_open(member.pid))
+                # Checked after the open: the pid may have been reused before it.
+                if not member.has_its_pid():
+                    raise ProcessLookupError
+                _processes[member] = process
+            engine.watch(peer, process)
+        except ProcessLookupError:
+            raise _died(peer, member) from None
 
 
 def _require_native(size: int) -> Any:
@@ -284,9 +273,7 @@ class Slab:
         self._rank, self._ranks = rank, ranks
         self._base, self._size = engine.region.slab(rank)
         self._pid = os.getpid()
-        self._lock = (
-            threading.Lock()
-        )  # guards `_free` and `_shared`; no other lock is taken under it
+        self._lock = threading.Lock()  # of `_free` and `_shared`; no other is taken under it
         self._free: list[tuple[int, int]] = [(0, self._size)]
         """Free ranges, (offset, length), ordered by offset and merged."""
         self._returned: deque[tuple[int, int]] = deque()
@@ -299,9 +286,7 @@ class Slab:
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Create a tensor in shared memory; the memory is freed with the last view of it."""
-        count = 1
-        for extent in shape:
-            count *= extent
+        count = math.prod(shape)
         if count == 0:
             return torch.empty(*shape, dtype=dtype)
         length = _round_up_to_pages(count * dtype.itemsize)
@@ -347,7 +332,15 @@ class Slab:
     def _claim(self, length: int) -> int:
         with self._lock:
             self._collect()
-            offset = self._take(length)
+            place = next((i for i, (_, free) in enumerate(self._free) if free >= length), None)
+            if place is None:
+                raise InvalidState(
+                    f"no room for {length} bytes in this rank's {self._size} bytes of shared "
+                    "memory. Free tensors created with group.allocate"
+                )
+            offset, free = self._free[place]
+            remaining = [(offset + length, free - length)] if free > length else []
+            self._free[place : place + 1] = remaining
         try:
             self._engine.region.reserve(self._base + offset, length)
         except BaseException as error:
@@ -360,18 +353,6 @@ class Slab:
             ) from error
         return offset
 
-    def _take(self, length: int) -> int:
-        for i, (offset, available) in enumerate(self._free):
-            if available >= length:
-                self._free[i : i + 1] = (
-                    [(offset + length, available - length)] if available > length else []
-                )
-                return offset
-        raise InvalidState(
-            f"no room for {length} bytes in this rank's {self._size} bytes of shared memory. Free "
-            "tensors created with group.allocate"
-        )
-
     def _release(self, offset: int, length: int) -> None:
         if os.getpid() != self._pid:  # a forked child's copy of the parent's tensor
             return
@@ -382,9 +363,13 @@ class Slab:
             self._suspect.append((offset, length))
 
     def _collect(self) -> None:
-        """Merge the returned ranges into the free ones."""
-        if self._shared:
-            self._collect_shared()
+        """Free shared memory that no living rank has a tensor in, and merge the free ranges."""
+        gone = set(self._engine.dead()) if self._shared else set()
+        for block in list(self._shared):
+            offset, length, holders = block
+            if not any(held and rank not in gone for rank, held in enumerate(holders)):
+                self._shared.remove(block)
+                self._release(offset, length)
         for _ in range(len(self._suspect)):
             self._release(*self._suspect.popleft())
         if not self._returned:
@@ -398,17 +383,6 @@ class Slab:
             else:
                 merged.append((start, available))
         self._free = merged
-
-    def _collect_shared(self) -> None:
-        """Free shared memory that no living rank has a tensor in."""
-        gone = set(self._engine.dead())
-        kept = []
-        for offset, length, holders in self._shared:
-            if any(held and rank not in gone for rank, held in enumerate(holders)):
-                kept.append((offset, length, holders))
-            else:
-                self._release(offset, length)
-        self._shared = kept
 
 
 def _round_up_to_pages(nbytes: int) -> int:

@@ -11,13 +11,13 @@ is not a rank: its engines refuse every call.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -47,10 +47,12 @@ from .._engine import (
 )
 from .._peers import Member
 from .._reductions import plain_op
+from .._timing import default_timing
 from ._shm_region import (
     CoreLimit,
     Slab,
     make_region,
+    open_region,
     share_region,
     shared_core_count,
     watch_peers,
@@ -58,25 +60,27 @@ from ._shm_region import (
 
 if TYPE_CHECKING:
     from ...native import _engine
+if TYPE_CHECKING or native.engine is not None:
+    from ...native._engine import DTYPES as NATIVE_DTYPES
+    from ...native._engine import Collective, Outcome, ReduceOp, RejoinStage, TransferState
 
-__all__ = [
-    "TRAITS",
-    "make",
-]
+    # As globals, since hot paths use them. Those of `Outcome` serve for transfers, too.
+    PENDING, FINISHED, SUM = Outcome.PENDING, Outcome.FINISHED, ReduceOp.SUM
+    BARRIER, ALLREDUCE, BROADCAST = Collective.BARRIER, Collective.ALLREDUCE, Collective.BROADCAST
+    DTYPES = {getattr(torch, name): number for name, number in NATIVE_DTYPES.items()}
+    BYTES = DTYPES[torch.uint8]
+    REJOIN_STAGES = {n: name.lower() for name, n in vars(RejoinStage).items() if name.isupper()}
+else:
+    DTYPES = {}  # without the extension there are no engines
 
+__all__ = ["TRAITS", "make"]
 
+_LONG_WAIT = 3600.0  # seconds; a wait without a timeout repeats this
+_POLL_INTERVAL = 0.02  # seconds between two attempts to advance a transfer
+
+Tensors = list[Tensor]
 Driver = Literal["thread", "caller"]
 DRIVER_OPTION = "driver"
-
-
-def check_driver(options: dict[str, object]) -> None:
-    """Raise for unknown options and unknown drivers."""
-    unknown = sorted(set(options) - {DRIVER_OPTION})
-    if unknown:
-        raise UnknownOption(f"shm has only the option {DRIVER_OPTION!r}, got {unknown[0]!r}")
-    asked = options.get(DRIVER_OPTION)
-    if asked not in (None, "thread", "caller"):
-        raise InvalidArgument(f"{DRIVER_OPTION} must be 'thread', 'caller' or None, got {asked!r}")
 
 
 def choose_driver(size: int, cores: int) -> Driver:
@@ -97,14 +101,6 @@ def start_driver(engine: _engine.Engine, asked: object, size: int) -> Driver:
             return "caller"
         raise InvalidState(f"cannot start the driver thread of this rank: {error}") from error
     return "thread"
-
-
-# The numbers of `native/engine.hpp`; those of transfers are in `native/transfers.hpp`.
-PENDING, FINISHED, DEAD, MISMATCH, ABORTED, ROOTLESS, TORN = range(7)
-CANCELLED, STARVED, STOPPED = 3, 4, 5  # of a transfer
-_LONG_WAIT = 3600.0  # seconds; a wait without a timeout repeats this
-_MEMORY_POLL_INTERVAL = 0.02  # seconds between two attempts to buffer a message
-_FUTURE_WAIT = timedelta(seconds=0.25)  # of a thread that must notice the interpreter's exit
 
 
 class ShmWork:
@@ -137,10 +133,26 @@ class ShmWork:
         """Return a future, which a borrowed thread completes."""
         if self._future is None:
             self._future = Future()
-            borrow_thread(partial(_complete_future, self, self._future))
+            borrow_thread(functools.partial(self._complete, self._future))
         return self._future
 
-    def result(self) -> list[Tensor]:
+    def _complete(self, future: Future[Any]) -> None:
+        step = timedelta(seconds=default_timing().background_check_interval)
+        while not is_exiting():
+            try:
+                self.wait(step)
+            except WorkNotDone:
+                continue
+            except ReceiveBufferExhausted:  # until the message is received or memory is freed
+                time.sleep(_POLL_INTERVAL)
+                continue
+            except Exception as error:  # noqa: BLE001 - the future must complete
+                future.set_exception(error)
+            else:
+                future.set_result([])
+            return
+
+    def result(self) -> Tensors:
         return []  # the group has the outputs
 
     def _source_rank(self) -> int:
@@ -167,8 +179,20 @@ class ShmTransfer(ShmWork):
     __slots__ = ()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        state, peer, length = self._await_end(timeout.total_seconds())
-        if state == STARVED:  # it stays in flight
+        seconds = timeout.total_seconds()
+        state = PENDING
+        while state == PENDING:
+            state, peer, length = self._owner._engine.wait_transfer(
+                self.ticket, seconds or _LONG_WAIT
+            )
+            # The engine stops waiting when the peer has died.
+            if state == PENDING and peer in self._owner.lost_ranks():
+                raise PeerDead(peer)
+            if state == PENDING and seconds:
+                raise WorkNotDone
+        if state == TransferState.STOPPED:
+            raise EngineStopped
+        if state == TransferState.STARVED:  # it stays in flight
             raise ReceiveBufferExhausted(
                 f"out of memory while buffering a message of {length} bytes from rank {peer} that "
                 "was sent before the one being received. Receive that message first, or free memory"
@@ -177,23 +201,9 @@ class ShmTransfer(ShmWork):
         self._owner._transfers.pop(self.ticket, None)
         if state == FINISHED:
             return True
-        if state == CANCELLED:
+        if state == TransferState.CANCELLED:
             raise CallFailed(PeerLeft, peer, f"rank {peer} has left the group")
         raise RuntimeError(f"rank {peer} sent {length} bytes; the receive buffer has another size")
-
-    def _await_end(self, seconds: float) -> tuple[int, int, int]:
-        """Wait until it has ended, without a limit if `seconds` is 0; returns its status."""
-        while True:
-            status = self._owner._engine.wait_transfer(self.ticket, seconds or _LONG_WAIT)
-            if status[0] == STOPPED:
-                raise EngineStopped
-            if status[0] != PENDING:
-                return status
-            # The engine stops waiting when the peer has died.
-            if status[1] in self._owner.lost_ranks():
-                raise PeerDead(status[1])
-            if seconds:
-                raise WorkNotDone
 
     def cancel(self) -> None:
         """Withdraw it, unless a part of it has been transferred."""
@@ -217,67 +227,22 @@ class ShmTransfer(ShmWork):
         return self._owner._engine.test_transfer(self.ticket)[1]
 
 
-def _complete_future(work: ShmWork, future: Future[Any]) -> None:
-    while not is_exiting():
-        try:
-            work.wait(_FUTURE_WAIT)
-        except WorkNotDone:
-            continue
-        except ReceiveBufferExhausted:  # until the message is received or memory is freed
-            time.sleep(_MEMORY_POLL_INTERVAL)
-            continue
-        except Exception as error:  # noqa: BLE001 - the future must complete
-            future.set_exception(error)
-        else:
-            future.set_result([])
-        return
-
-
 def _outcome_error(outcome: int, first: int, second: int) -> RuntimeError:
-    if outcome == MISMATCH:
+    if outcome == Outcome.MISMATCH:
         return EngineMismatch(first, second)
-    if outcome == ROOTLESS:
+    if outcome == Outcome.ROOT_LEFT:
         return CallFailed(PeerLeft, first, f"its root, rank {first}, has left the group")
-    if outcome == TORN:
+    if outcome == Outcome.TORN:
         message = f"rank {first} died during the call; the contents of its tensors are undefined"
         return CallFailed(PeerLost, first, message)
-    return PeerDead(first) if outcome == DEAD else EngineStopped()
-
-
-Tensors = list[Tensor]
-
-# The numbers of `native/layout.hpp`, `native/types.hpp` and `native/engine.hpp`.
-BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER = 1, 2, 3, 4, 5
-GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = 6, 7, 8, 9
-ADD = 0
-REJOIN_STAGES = ("outside", "waiting", "entering", "entered")
-DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int8: 4,
-    torch.int16: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.uint8: 8,
-    torch.uint16: 9,
-    torch.uint32: 10,
-    torch.uint64: 11,
-    torch.bool: 12,
-    torch.complex64: 13,
-    torch.complex128: 14,
-}
-BYTES = DTYPES[torch.uint8]
-DROPPED_TRANSFER_WAIT = 0.02  # seconds per poll for a transfer that nobody waits for
+    return PeerDead(first) if outcome == Outcome.DEAD else EngineStopped()
 
 
 class ShmEngine:
     """One rank of a group in shared memory."""
 
     def __init__(self, engine: _engine.Engine, rank: int, size: int, driver: object = None) -> None:
-        self._engine = engine
-        """In a forked child, a `_ForkedEngine`."""
+        self._engine = engine  # in a forked child, a `_ForkedEngine`
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank, size)
@@ -285,8 +250,9 @@ class ShmEngine:
         self._transfers: dict[int, object] = {}
         """The memory of sends and receives in flight, by ticket."""
         self._dropped: set[int] = set()
-        """Transfers whose handle is gone, so that nobody can wait for them."""
-        _detach_after_fork(self)
+        """Transfers whose handle is gone, so that only `drive` advances them."""
+        _engines.add(self)
+        _register_fork_hook()
         self.driver = start_driver(engine, driver, size)
 
     # -- the rank and its peers ------------------------------------------------------------
@@ -328,14 +294,14 @@ class ShmEngine:
             self._engine.stop_driver()
 
     def drive(self) -> None:
-        """Advance transfers that nobody waits for, and drop those that have ended."""
+        """Advance transfers whose handle is gone, and drop those that have ended."""
         for ticket in list(self._transfers):
             if self._engine.test_transfer(ticket)[0] != PENDING:
                 self._transfers.pop(ticket, None)
                 self._dropped.discard(ticket)
-        # A large transfer takes many rounds, and nobody else advances it.
+        # A large transfer takes many rounds.
         for ticket in sorted(self._dropped)[:1]:
-            self._engine.wait_transfer(ticket, DROPPED_TRANSFER_WAIT)
+            self._engine.wait_transfer(ticket, _POLL_INTERVAL)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Create a tensor in memory that peers can access directly."""
@@ -345,10 +311,8 @@ class ShmEngine:
     def shortcut(self, **parts: Any) -> _engine.FastPath:
         """Create the native fast path for plain sums and barriers."""
         assert native.engine is not None
-        shortcut: _engine.FastPath = native.engine.FastPath(
-            engine=self._engine, owner=self, **parts
-        )
-        return shortcut
+        path: _engine.FastPath = native.engine.FastPath(engine=self._engine, owner=self, **parts)
+        return path
 
     def adopt(self, ticket: int, memory: Tensors) -> RawWork:
         """Create the work of a call that the fast path started."""
@@ -364,7 +328,7 @@ class ShmEngine:
         self._engine.issue_in_place(
             ALLREDUCE,
             DTYPES[tensor.dtype],
-            ADD,
+            SUM,
             1.0,
             0,
             tensor.data_ptr(),
@@ -387,7 +351,7 @@ class ShmEngine:
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        return self._in_place(REDUCE, tensors[0], opts.reduceOp, opts.rootRank)
+        return self._in_place(Collective.REDUCE, tensors[0], opts.reduceOp, opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
         tensor = tensors[0]
@@ -416,30 +380,20 @@ class ShmEngine:
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
         del opts
-        part = inputs[0]
-        return self._issue(ALLGATHER, part, outputs[0], part.nbytes, shape=part.shape)
+        return self._issue(Collective.ALLGATHER, inputs[0], outputs[0], inputs[0])
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> RawWork:
         del opts
-        rows = list(output.view(self._size, -1))
-        return self._issue(ALLGATHER, part, rows, part.nbytes, shape=part.shape)
+        return self._issue(Collective.ALLGATHER, part, list(output.view(self._size, -1)), part)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        targets = outputs[0] if outputs else []
-        part, root = inputs[0], opts.rootRank
-        return self._issue(GATHER, part, targets, part.nbytes, root=root, shape=part.shape)
+        rows, part = outputs[0] if outputs else [], inputs[0]
+        return self._issue(Collective.GATHER, part, rows, part, root=opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
-        whole = _concatenated(inputs[0]) if inputs else None
-        return self._issue(
-            SCATTER,
-            whole,
-            outputs,
-            outputs[0].nbytes,
-            root=opts.rootRank,
-            extent=outputs[0].nbytes,
-            shape=outputs[0].shape,
-        )
+        whole, part = _concatenated(inputs[0]) if inputs else None, outputs[0]
+        root, extent = opts.rootRank, part.nbytes
+        return self._issue(Collective.SCATTER, whole, outputs, part, root=root, extent=extent)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
         parts = inputs[0]
@@ -450,24 +404,21 @@ class ShmEngine:
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
             flat = mine.detach().view(-1)  # a list's tensor may have another shape than the output
-            works.append(self._in_place(REDUCE, flat, opts.reduceOp, root, kind_of_work=ShmPart))
+            works.append(
+                self._in_place(Collective.REDUCE, flat, opts.reduceOp, root, kind_of_work=ShmPart)
+            )
         return JointWork(works)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
         op = int(plain_op(opts.reduceOp).value)
-        return self._issue(
-            REDUCE_SCATTER, whole, [output], output.nbytes, op=op, shape=output.shape
-        )
+        return self._issue(Collective.REDUCE_SCATTER, whole, [output], output, op=op)
 
     def alltoall_base(
         self, output: Tensor, source: Tensor, into: list[int], out_of: list[int], opts: Any
     ) -> RawWork:
         del opts
-        sent = _offsets(out_of, source)
-        received = _offsets(into, output)
-        return self._issue(
-            ALLTOALL, source, [output], output.nbytes, extent=0, splits=(sent, received)
-        )
+        splits = _offsets(out_of, source), _offsets(into, output)
+        return self._issue(Collective.ALLTOALL, source, [output], output, extent=0, splits=splits)
 
     # -- one to one ------------------------------------------------------------------------
 
@@ -520,29 +471,33 @@ class ShmEngine:
         kind: int,
         source: Tensor | None,
         outputs: Sequence[Tensor],
-        output_bytes: int,
+        part: Tensor,
         *,
         op: int = 0,
         root: int = 0,
         extent: int | None = None,
-        shape: tuple[int, ...] = (),
-        splits: tuple[list[int], list[int]] = ([], []),
+        splits: tuple[list[int], list[int]] | None = None,
     ) -> RawWork:
+        """Issue a call whose outputs have the size of `part`.
+
+        Ranks compare `extent`, by default the size of `source`; and the shape of `part`, unless
+        each rank has its own `splits`.
+        """
         length = 0 if source is None else source.nbytes
         work = ShmWork(self, (source, outputs))
         self._engine.issue(
             kind,
-            DTYPES[outputs[0].dtype if source is None else source.dtype],
+            DTYPES[part.dtype],
             op,
             1.0,
             root,
             0 if source is None else source.data_ptr(),
             length,
             length if extent is None else extent,
-            shape,
+            () if splits else part.shape,
             [output.data_ptr() for output in outputs],
-            output_bytes,
-            *splits,
+            part.nbytes,
+            *(splits or ([], [])),
             self.begun,
             work,
         )
@@ -566,16 +521,12 @@ class _ForkedEngine:
 
 
 _engines: weakref.WeakSet[ShmEngine] = weakref.WeakSet()
-_has_fork_hook = False
 
 
-def _detach_after_fork(engine: ShmEngine) -> None:
-    """Make the engine unusable in forked children, at no cost per call."""
-    global _has_fork_hook  # noqa: PLW0603 - on first use, since importing must not register hooks
-    _engines.add(engine)
-    if not _has_fork_hook:
-        _has_fork_hook = True
-        os.register_at_fork(after_in_child=_detach_engines)
+@functools.cache  # on first use, since importing must not register hooks
+def _register_fork_hook() -> None:
+    """Make engines unusable in forked children, at no cost per call."""
+    os.register_at_fork(after_in_child=_detach_engines)
 
 
 def _detach_engines() -> None:
@@ -595,8 +546,13 @@ def _offsets(rows: list[int], tensor: Tensor) -> list[int]:
 
 
 def check_options(options: dict[str, object]) -> None:
-    """Raise for unknown options, and if the engine is not built."""
-    check_driver(options)
+    """Raise for unknown options and drivers, and if the engine is not built."""
+    unknown = sorted(set(options) - {DRIVER_OPTION})
+    if unknown:
+        raise UnknownOption(f"shm has only the option {DRIVER_OPTION!r}, got {unknown[0]!r}")
+    asked = options.get(DRIVER_OPTION)
+    if asked not in (None, "thread", "caller"):
+        raise InvalidArgument(f"{DRIVER_OPTION} must be 'thread', 'caller' or None, got {asked!r}")
     if native.engine is None:
         raise InvalidState(f"backend 'shm' is not available: {native.why_missing}")
 
@@ -630,6 +586,8 @@ TRAITS = Traits(
 class RegionOffer:
     """One rank's part in a region that rank 0 offers with the rendezvous result."""
 
+    _made: ShmEngine  # once the region was made or taken
+
     def __init__(
         self,
         rank: int,
@@ -642,13 +600,10 @@ class RegionOffer:
         self._size = len(members)
         self._ranks_on_machine = ranks_on_machine
         self._driver = options.get(DRIVER_OPTION)
-        self._native: _engine.Engine | None = None
-        self._engine: ShmEngine | None = None
 
     def make(self) -> dict[str, Any] | None:
         """Create the region, in memory without a name."""
-        made = native.engine
-        if made is None or self._size > made.MAX_RANKS:
+        if native.engine is None or self._size > native.engine.MAX_RANKS:
             return None
         region = make_region("memfd", self._size)
         offer = {"path": region.path, "token": str(region.token)}
@@ -657,23 +612,17 @@ class RegionOffer:
 
     def take(self, offer: dict[str, Any]) -> None:
         """Map the region."""
-        made = native.engine
-        if made is None:
-            raise InvalidState(native.why_missing)
-        self._enter(made.Region.open(offer["path"], int(offer["token"]), self._size, made.Sizes()))
+        self._enter(open_region(offer, self._size))
 
     def absent(self) -> list[int]:
         """Return the ranks that have not mapped it yet."""
-        assert self._native is not None, "it was made or taken"
-        region = self._native.region
+        region = self._made._engine.region
         return [rank for rank in range(self._size) if not region.present(rank)]
 
     def engine(self) -> Engine:
         """Return the engine; all ranks have theirs."""
-        assert self._native is not None, "it was made or taken"
-        assert self._engine is not None, "it was made or taken"
-        self._native.region.unlink()
-        return self._engine
+        self._made._engine.region.unlink()
+        return self._made
 
     def _enter(self, region: _engine.Region) -> None:
         """Create the engine, then mark this rank present.
@@ -685,20 +634,16 @@ class RegionOffer:
         assert native.engine is not None, "it has created the region"
         engine = native.engine.Engine(region, self._rank, usable_cores())
         watch_peers(engine, self._rank, self._members)
-        cores = _core_count_of([member.pid for member in self._members])
+        quota = usable_cores(os.cpu_count())
+        limits: list[CoreLimit] = [([], quota)]
+        for pid in {member.pid for member in self._members}:
+            with suppress(ProcessLookupError):  # a death is reported elsewhere
+                limits.append((list(os.sched_getaffinity(pid)), quota))
+        cores = shared_core_count(limits)
         # The other ranks of the parent group use the same cores.
         engine.set_cores(max(1, cores * self._size // self._ranks_on_machine))
         driver = self._driver
         if driver is None and choose_driver(self._ranks_on_machine, cores) == "caller":
             driver = "caller"
-        self._native, self._engine = engine, ShmEngine(engine, self._rank, self._size, driver)
+        self._made = ShmEngine(engine, self._rank, self._size, driver)
         engine.mark_present()
-
-
-def _core_count_of(pids: Sequence[int]) -> int:
-    quota = usable_cores(os.cpu_count())
-    limits: list[CoreLimit] = [([], quota)]
-    for pid in set(pids):
-        with suppress(ProcessLookupError):  # a death is reported elsewhere
-            limits.append((list(os.sched_getaffinity(pid)), quota))
-    return shared_core_count(limits)

@@ -37,12 +37,7 @@ from .._formatting import RankCall
 from . import _reference as reference
 from . import refuse_options
 
-__all__ = [
-    "TRAITS",
-    "make",
-    "single_rank_engine",
-]
-
+__all__ = ["TRAITS", "make", "single_rank_engine"]
 
 THREAD_POLL_INTERVAL = 0.05  # seconds between two checks for threads that have ended
 
@@ -81,20 +76,21 @@ class _Slot:
                 work.finish(error)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _PendingTransfer:
     """One side of a transfer that waits for the other."""
 
-    source: int | None
+    is_send: bool
+    rank: int
+    peer: int | None
     """None for a receive from any rank."""
-    target: int
     tag: int
     tensor: Tensor
     work: PythonWork
 
     def matches(self, other: _PendingTransfer) -> bool:
-        same = (self.target, self.tag) == (other.target, other.tag)
-        return same and (None in (self.source, other.source) or self.source == other.source)
+        fits = self.peer in (None, other.rank) and other.peer in (None, self.rank)
+        return fits and self.tag == other.tag and self.is_send != other.is_send
 
 
 @dataclass(frozen=True)
@@ -116,8 +112,7 @@ class _Hub:
         self._rejoined = threading.Condition(self._lock)
         self._slots: dict[int, _Slot] = {}
         self._declared: dict[int, _DeclaredCall] = {}
-        self._sends: list[_PendingTransfer] = []
-        self._receives: list[_PendingTransfer] = []
+        self._transfers: list[_PendingTransfer] = []
         self._left_at: dict[int, int] = {}
         """For ranks that have left, the first call without them."""
         self._waiting: dict[int, tuple[int, int]] = {}
@@ -164,8 +159,7 @@ class _Hub:
         Does nothing while a transfer with a member is in flight; returns what is.
         """
         with self._lock:
-            others: set[int | None] = {p.target for p in self._sends if p.source == rank}
-            others |= {p.source for p in self._receives if p.target == rank}
+            others = {post.peer for post in self._transfers if post.rank == rank}
             if others & (set(range(self._size)) - set(self._left_at)):
                 return TRANSFERS_IN_FLIGHT
             self._left_at[rank] = sequence
@@ -199,19 +193,16 @@ class _Hub:
         """Wait until all have rejoined, and return where they continue; None if not yet."""
         until = time.monotonic() + seconds
         with self._lock:
-            while self._rejoins == round_number and not self._aborted and not self._lost_a_rank():
+            while self._rejoins == round_number and not self._aborted:
+                missing = [each for rank, each in self.threads.items() if rank not in self._waiting]
                 left = until - time.monotonic()
-                if left <= 0:
+                if left <= 0 or not all(thread.is_alive() for thread in missing):
                     break
                 self._rejoined.wait(min(left, THREAD_POLL_INTERVAL))
             return self._agreed if self._rejoins > round_number else None
 
-    def _lost_a_rank(self) -> bool:
-        missing = [thread for rank, thread in self.threads.items() if rank not in self._waiting]
-        return any(not thread.is_alive() for thread in missing)
-
     def awaited(self) -> list[int]:
-        """Return the ranks that have not rejoined."""
+        """Return the ranks that `rejoin` waits for."""
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._waiting]
 
@@ -229,59 +220,42 @@ class _Hub:
                 del self._declared[sequence]
         return None if first.key == key else first.side
 
-    def send(self, post: _PendingTransfer) -> PythonWork:
-        return self._match(post, self._receives, self._sends, lambda other: _deliver(post, other))
-
-    def receive(self, post: _PendingTransfer) -> PythonWork:
-        """Receive from a matching send, or wait for one."""
-        return self._match(post, self._sends, self._receives, lambda other: _deliver(other, post))
-
     def abort(self) -> None:
         with self._lock:
             self._aborted = True
             works = [work for slot in self._slots.values() for _, _, work in slot.arrived.values()]
-            works += [post.work for post in self._sends + self._receives]
+            works += [post.work for post in self._transfers]
             self._slots.clear()
-            self._sends.clear()
-            self._receives.clear()
+            self._transfers.clear()
             self._rejoined.notify_all()
         for work in works:
             _stopped(work)
 
-    def _match(
-        self,
-        post: _PendingTransfer,
-        waiting: list[_PendingTransfer],
-        queue: list[_PendingTransfer],
-        deliver: Callable[[_PendingTransfer], None],
-    ) -> PythonWork:
+    def transfer(self, post: _PendingTransfer) -> PythonWork:
+        """Send to a matching receive or receive from a matching send, or wait for one."""
         other: _PendingTransfer | None = None
         try:
             with self._lock:
                 if self._aborted:
                     return _stopped(post.work)
-                other = next((other for other in waiting if other.matches(post)), None)
+                other = next((other for other in self._transfers if other.matches(post)), None)
                 if other is None:
-                    peer = post.target if queue is self._sends else post.source
-                    post.work.cancel = partial(self._withdraw, queue, post, peer)
-                    queue.append(post)
+                    post.work.cancel = partial(self._withdraw, post)
+                    self._transfers.append(post)
                     return post.work
-                waiting.remove(other)
-            deliver(other)
+                self._transfers.remove(other)
+            _deliver(*((post, other) if post.is_send else (other, post)))
         except BaseException:
             if other is not None:  # it waits for this rank
-                rank = post.target if queue is self._receives else post.source
-                post.work.finish(_interrupted(rank))
-                other.work.finish(_interrupted(rank))
+                post.work.finish(_interrupted(post.rank))
+                other.work.finish(_interrupted(post.rank))
             raise
         return post.work
 
-    def _withdraw(
-        self, queue: list[_PendingTransfer], post: _PendingTransfer, peer: int | None
-    ) -> None:
+    def _withdraw(self, post: _PendingTransfer) -> None:
         with self._lock:
-            queue[:] = [other for other in queue if other is not post]
-        if peer is not None:
+            self._transfers = [other for other in self._transfers if other is not post]
+        if (peer := post.peer) is not None:
             post.work.finish(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
 
 
@@ -304,6 +278,8 @@ class LocalEngine:
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self._rank = rank
+        self.agree, self.members, self.awaited = hub.agree, hub.members, hub.awaited
+        self.wake = hub.abort  # stops every call in flight, on all ranks
         self.begun: list[Any] = []
         self.sequence = 0
         """The number of the last collective that it has started."""
@@ -315,19 +291,8 @@ class LocalEngine:
         self._hub.threads[self._rank] = threading.current_thread()
         return self._hub.arrive(self, self._rank, function, arguments)
 
-    def agree(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
-        """Compare a call with the first rank's, and return that if it differs."""
-        return self._hub.agree(sequence, key, side)
-
     def lost_ranks(self) -> list[int]:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
-
-    def wake(self) -> None:
-        """Stop every call in flight, on all ranks."""
-        self._hub.abort()
-
-    def members(self) -> list[int]:
-        return self._hub.members()
 
     def leave(self) -> str:
         """Leave, unless a transfer is in flight; returns what is."""
@@ -346,10 +311,6 @@ class LocalEngine:
         self.sequence, most = agreed
         return "entered", most
 
-    def awaited(self) -> list[int]:
-        """Return the ranks that `rejoin` waits for."""
-        return self._hub.awaited()
-
     allreduce = allreduce_coalesced = _collective(reference.allreduce)
     reduce = _collective(reference.reduce)
     broadcast = _collective(reference.broadcast)
@@ -364,11 +325,12 @@ class LocalEngine:
     barrier = _collective(reference.barrier)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        return self._hub.send(_PendingTransfer(self._rank, peer, tag, tensors[0], PythonWork([])))
+        post = _PendingTransfer(True, self._rank, peer, tag, tensors[0], PythonWork([]))
+        return self._hub.transfer(post)
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int) -> PythonWork:
-        work = PythonWork(tensors)
-        return self._hub.receive(_PendingTransfer(peer, self._rank, tag, tensors[0], work))
+        post = _PendingTransfer(False, self._rank, peer, tag, tensors[0], PythonWork(tensors))
+        return self._hub.transfer(post)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
         return self.recv(tensors, None, tag)
@@ -380,7 +342,7 @@ def _deliver(send: _PendingTransfer, receive: _PendingTransfer) -> None:
         reference.copy_into(receive.tensor, send.tensor)
     except (RuntimeError, ValueError) as caught:
         error = RuntimeError(str(caught))
-    receive.work.finish(error, source=-1 if send.source is None else send.source)
+    receive.work.finish(error, source=send.rank)
     send.work.finish(error)
 
 
@@ -403,7 +365,17 @@ def make(
 ) -> Engine:
     """Create the engine of one thread."""
     del timeout, device, kwargs
-    return LocalEngine(_enter_hub(store, rank, world_size), rank)
+    if rank == 0:
+        name = uuid.uuid4().hex
+        _hubs[name] = _Hub(world_size)
+        store.set("hub", name)
+    else:
+        name = store.get("hub").decode()
+    hub = _hubs[name]
+    hub.threads[rank] = threading.current_thread()
+    if store.add("entered", 1) == world_size:
+        del _hubs[name]  # the engines keep it
+    return LocalEngine(hub, rank)
 
 
 def single_rank_engine() -> Engine:
@@ -411,39 +383,10 @@ def single_rank_engine() -> Engine:
     return LocalEngine(_Hub(1), 0)
 
 
-def _enter_hub(store: Store, rank: int, size: int) -> _Hub:
-    if rank == 0:
-        name = uuid.uuid4().hex
-        _hubs[name] = _Hub(size)
-        store.set("hub", name)
-    else:
-        name = store.get("hub").decode()
-    hub = _hubs[name]
-    hub.threads[rank] = threading.current_thread()
-    if store.add("entered", 1) == size:
-        del _hubs[name]  # the engines keep it
-    return hub
-
-
 TRAITS = Traits(
     compares_calls=True,
     devices=frozenset({"cpu", "cuda", "meta"}),
-    dtypes=frozenset(
-        {
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.complex64,
-            torch.complex128,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-        }
-    ),
+    dtypes=Traits().real_dtypes | {torch.bool, torch.complex64, torch.complex128},
     averages=REDUCTIONS,
     averages_all_types=True,
     ranks_are_threads=True,

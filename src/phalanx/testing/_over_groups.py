@@ -15,12 +15,12 @@ from ..groups._backend_registry import find_backend
 from ._pool import RankPool
 from ._results import RankFailures
 from ._run import RankContext
-from ._task import FunctionReference
 from ._threads import ThreadRanks
+from ._worker import FunctionReference
 
 _SPLIT_WORLD_SIZE = 4  # ranks
+_PROVIDED = ("group", "ctx")  # parameters that are not fixtures
 _AVAILABLE_BACKENDS = ("local", "gloo", "shm") if native.engine is not None else ("local", "gloo")
-_FIXTURES = ("ranks", "threads", "over")
 
 
 @dataclass(frozen=True)
@@ -68,50 +68,37 @@ def over_groups(
         timeout: seconds for one run.
         options: arguments of ``new_group``.
     """
+    import pytest
+
     cases = [GroupCase(backend, size) for backend in backends for size in sizes]
     if split:
         cases += [GroupCase(backend, _SPLIT_WORLD_SIZE, split=True) for backend in backends]
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
-        return _as_test(body, cases, timeout=timeout, reuse=reuse, options=options)
+        @functools.wraps(body)
+        def test(*, ranks: RankPool, threads: ThreadRanks, over: GroupCase, **given: Any) -> None:
+            has_threads = find_backend(over.backend).traits.ranks_are_threads
+            runner = threads if has_threads else ranks
+            reference = FunctionReference.of(body)
+            args, name = (reference, over, options, given, reuse), str(reference)
+            try:
+                runner.run(_run_on_group, over.size, args=args, timeout=timeout, name=name)
+                return
+            except RankFailures as error:
+                failures = str(error)
+            # Show only the tracebacks of the ranks.
+            pytest.fail(failures, pytrace=False)
+
+        given = [name for name in inspect.signature(body).parameters if name not in _PROVIDED]
+        fixtures = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in (*given, "ranks", "threads", "over")
+        ]
+        test.__dict__.update(__signature__=inspect.Signature(fixtures), body=body)
+        parametrized: Callable[..., None] = pytest.mark.parametrize("over", cases, ids=str)(test)
+        return parametrized
 
     return decorate
-
-
-def _as_test(
-    body: Callable[..., None],
-    cases: Sequence[GroupCase],
-    *,
-    timeout: float,
-    reuse: bool,
-    options: dict[str, Any],
-) -> Callable[..., None]:
-    import pytest
-
-    @functools.wraps(body)
-    def test(*, ranks: RankPool, threads: ThreadRanks, over: GroupCase, **given: Any) -> None:
-        has_threads = find_backend(over.backend).traits.ranks_are_threads
-        runner = threads if has_threads else ranks
-        reference = FunctionReference.of(body)
-        args = (reference, over, options, given, reuse)
-        try:
-            runner.run(_run_on_group, over.size, args=args, timeout=timeout, name=str(reference))
-            return
-        except RankFailures as error:
-            failures = str(error)
-        # Show only the tracebacks of the ranks.
-        pytest.fail(failures, pytrace=False)
-
-    given = [name for name in _parameters(body) if name not in ("group", "ctx")]
-    asked = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in given]
-    own = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in _FIXTURES]
-    test.__dict__.update(__signature__=inspect.Signature([*asked, *own]), body=body)
-    parametrized: Callable[..., None] = pytest.mark.parametrize("over", cases, ids=str)(test)
-    return parametrized
-
-
-def _parameters(body: Callable[..., None]) -> dict[str, inspect.Parameter]:
-    return dict(inspect.signature(body).parameters)
 
 
 def _run_on_group(
@@ -125,7 +112,7 @@ def _run_on_group(
     function = body.load()
     keeps = reuse and context.generation is not None
     group = (_reuse_group if keeps else GroupCase.form)(over, context, options)
-    extra = {"ctx": context} if "ctx" in _parameters(function) else {}
+    extra = {"ctx": context} if "ctx" in inspect.signature(function).parameters else {}
     try:
         function(group, **given, **extra)
     finally:

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
 from typing import IO, Any
 
 from ..errors import InvalidState, RanksFailed
@@ -38,15 +37,15 @@ from ._results import (
     results_or_raise,
 )
 from ._run import RunDeadline, check_size, ranks_that_may_die
-from ._task import (
-    CallerEnvironment,
+from ._worker import (
+    DUMP_SIGNAL,
     FunctionReference,
     Task,
+    host_store,
     pack_arguments,
     rank_environment,
     unpack_report,
 )
-from ._worker import DUMP_SIGNAL, host_store
 from .faults import Fault
 
 _MAX_OUTPUT_BYTES = 8_000  # of the output of a process
@@ -366,7 +365,6 @@ class RankPool:
             size=size,
             backend=self.backend,
             timeout=timeout,
-            caller_environment=CallerEnvironment.here(),
             faults=tuple(faults),
         )
         with self._lock:
@@ -399,10 +397,5 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

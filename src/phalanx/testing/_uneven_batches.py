@@ -56,8 +56,13 @@ class UnevenBatches:
             {rank: next(rows) for rank, length in enumerate(self.lengths) if length > step}
             for step in range(max(self.lengths, default=0))
         ]
-        samples = iter(self._samples([count for step in counts for count in step.values()]))
-        return [{rank: next(samples) for rank in step} for step in counts]
+        flat = [count for step in counts for count in step.values()]
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs = torch.randn(sum(flat), *self.shape, generator=generator, dtype=self.dtype)
+        targets = inputs.reshape(len(inputs), math.prod(self.shape)).sum(dim=1, keepdim=True)
+        parts = [torch.split(each, flat) for each in (torch.arange(len(inputs)), inputs, targets)]
+        batches = map(Batch, *parts)
+        return [{rank: next(batches) for rank in step} for step in counts]
 
     def loader(self, rank: int) -> list[Batch]:
         """Return the batches of a rank."""
@@ -70,15 +75,6 @@ class UnevenBatches:
         if not 0 < size <= len(self.lengths):
             raise InvalidArgument(f"size must be 1 to {len(self.lengths)}, got {size}")
         return replace(self, lengths=self.lengths[:size])
-
-    def _samples(self, counts: list[int]) -> list[Batch]:
-        """Return batches with these numbers of samples, numbered consecutively."""
-        generator = torch.Generator().manual_seed(self.seed)
-        inputs = torch.randn(sum(counts), *self.shape, generator=generator, dtype=self.dtype)
-        targets = inputs.reshape(len(inputs), math.prod(self.shape)).sum(dim=1, keepdim=True)
-        ids = torch.arange(len(inputs))
-        parts = [torch.split(each, counts) for each in (ids, inputs, targets)]
-        return [Batch(*batch) for batch in zip(*parts, strict=True)]
 
 
 def uneven_batches(

@@ -10,11 +10,7 @@ from . import RankPool, ThreadRanks, UnevenBatches
 from . import uneven_batches as make_batches
 from ._uneven_batches import PATTERNS
 
-__all__ = [
-    "ranks",
-    "threads",
-    "uneven_batches",
-]
+__all__ = ["ranks", "threads", "uneven_batches"]
 
 
 @pytest.fixture(scope="session")

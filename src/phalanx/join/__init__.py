@@ -5,7 +5,9 @@ DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's. `gather_uneve
 of which ranks have different numbers of rows.
 """
 
+from torch.distributed.algorithms.join import JoinHook
+
 from ._gather import gather_uneven
-from ._join import Join, Joinable, JoinHook, JoinReport, _JoinConfig, uneven
+from ._join import Join, Joinable, JoinReport, _JoinConfig, uneven
 
 __all__ = ["Join", "JoinHook", "JoinReport", "Joinable", "_JoinConfig", "gather_uneven", "uneven"]

@@ -19,8 +19,8 @@ At the end all ranks are members again, the post hooks run, and ranks compare th
 block: nested joins that end on different blocks raise `RankMismatch`. An exception inside the block
 aborts the group, unless every rank is known to raise it, so that no rank waits for the deadline.
 
-`Joinable`, `JoinHook` and `_JoinConfig` derive from torch's classes of the same names, so that
-either `Join` accepts either joinable.
+`JoinHook` is torch's class, and `Joinable` and `_JoinConfig` derive from torch's, so either `Join`
+accepts either joinable.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ import sys
 import time
 import warnings
 import weakref
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -57,23 +55,8 @@ from ._optimizer_state import UntrackedOptimizers, broadcast_optimizer_state
 MAX_SKEW = 1000  # missing inputs after which a waiting rank warns
 
 
-class JoinHook(upstream.JoinHook):
-    """What a rank without data does in place of a joinable's steps; by default nothing."""
-
-    def main_hook(self) -> None:
-        """Shadow the collectives of one step of the joinable."""
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Run after the last step; `is_last_joiner`: no rank had data for longer."""
-
-
-class _JoinConfig(NamedTuple):
+class _JoinConfig(upstream._JoinConfig):
     """The configuration that a `Join` gives its joinables."""
-
-    enable: bool
-    throw_on_early_termination: bool
-    is_first_joinable: bool
-    """Only the first joinable makes the collectives of the protocol."""
 
     @staticmethod
     def construct_disabled_join_config() -> _JoinConfig:
@@ -87,25 +70,9 @@ class Joinable(upstream.Joinable):
     It must call `Join.notify_join_context` before the first collective of a step.
     """
 
-    @abstractmethod
     def __init__(self) -> None:
         super().__init__()
-        self._join_config: Any = _JoinConfig.construct_disabled_join_config()
         self._join_block: Any = None  # the innermost `Join` of ours that it is in
-
-    @abstractmethod
-    def join_hook(self, **kwargs: Any) -> upstream.JoinHook:
-        """Return the hook; `kwargs` are those of the `Join`, the same for all its joinables."""
-
-    @property
-    @abstractmethod
-    def join_device(self) -> torch.device:
-        """The device for the protocol's tensors."""
-
-    @property
-    @abstractmethod
-    def join_process_group(self) -> Any:
-        """The group of the collectives."""
 
     @property
     def can_leave(self) -> bool:
@@ -248,12 +215,7 @@ class Join:
         self._began = time.perf_counter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         self._untracked_optimizers.stop()
         has_ended = value is None
         if isinstance(

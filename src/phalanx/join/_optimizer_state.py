@@ -8,11 +8,12 @@ few calls. Nothing is pickled.
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidState
 from ..groups._formatting import dtype_name
+from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts
 from ._gather import start_transfer
 
@@ -42,20 +44,15 @@ def gather_states(
     """
     collected: OptimizerStates = {}
     for owner, description in _exchange_descriptions(own, group).items():
-        is_own = owner == group.rank()
-        tensors = _transfer(description["states"], own, owner, group, device, to)
-        if to not in (None, group.rank()):
-            continue
-        for index, fields in description["states"]:
-            collected[index] = {
-                name: own[index][name].detach().clone()
-                if is_own and kind == "tensor"
-                else _received_value(kind, value, tensors)
-                for name, kind, value in fields
-            }
+        collected |= _transfer(description["states"], own, owner, group, device, to)
     if to not in (None, group.rank()):
         return None
-    return {index: collected[index] for index in sorted(collected)}
+    for index, state in own.items():
+        collected[index] = {
+            name: value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in state.items()
+        }
+    return dict(sorted(collected.items()))
 
 
 def broadcast_optimizer_state(
@@ -72,19 +69,18 @@ def broadcast_optimizer_state(
             for each in optimizer.param_groups
         ]
     description = _exchange_descriptions(own, group, settings=settings)[root]
-    tensors = _transfer(description["states"], own, root, group, device, None)
+    states = _transfer(description["states"], own, root, group, device, None)
     if group.rank() == root:
         return
     for each, values in zip(optimizer.param_groups, description["settings"], strict=True):
         for key, value in values.items():
             each[key] = tuple(value) if isinstance(each.get(key), tuple) else value
-    for index, fields in description["states"]:
+    for index, state in states.items():
         parameter = parameters[index]
-        for name, kind, value in fields:
-            received = _received_value(kind, value, tensors)
-            if isinstance(received, Tensor) and received.device.type == parameter.device.type:
-                received = received.to(parameter.device)  # its number may differ between ranks
-            optimizer.state[parameter][name] = received
+        for name, value in state.items():
+            same_type = isinstance(value, Tensor) and value.device.type == parameter.device.type
+            # The number of a device may differ between ranks.
+            optimizer.state[parameter][name] = value.to(parameter.device) if same_type else value
 
 
 class _TensorSpec(NamedTuple):
@@ -142,12 +138,6 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _received_value(kind: str, value: Any, tensors: Iterator[Tensor]) -> Any:
-    if kind == "tensor":
-        return next(tensors)
-    return tuple(value) if kind == "tuple" else value
-
-
 def _transfer(
     described: Sequence[Any],
     own: OptimizerStates,
@@ -155,42 +145,39 @@ def _transfer(
     group: dist.ProcessGroup,
     device: torch.device,
     to: int | None,
-) -> Iterator[Tensor]:
-    """Send one owner's tensors to one rank or all; return them on ranks that receive them."""
-    named = [
-        (index, name, _TensorSpec(*value))
-        for index, fields in described
-        for name, kind, value in fields
-        if kind == "tensor"
-    ]
+) -> OptimizerStates:
+    """Send one owner's states to one rank or all; return them on other ranks that receive them."""
     is_owner = group.rank() == owner
-    if (to is not None and owner == to) or not (is_owner or to in (None, group.rank())):
-        return iter(())
-    received: list[Tensor] = []
-    for chunk in _chunks(named):
+    if owner == to or not (is_owner or to in (None, group.rank())):
+        return {}
+    chunks: list[list[tuple[int, str, _TensorSpec]]] = [[]]
+    length = 0
+    for index, fields in described:
+        for name, kind, value in fields:
+            if kind == "tensor":
+                spec = _TensorSpec(*value)
+                length += spec.nbytes
+                if chunks[-1] and length > CHUNK_BYTES:
+                    chunks.append([])
+                    length = spec.nbytes
+                chunks[-1].append((index, name, spec))
+    states = {
+        index: {name: tuple(value) if kind == "tuple" else value for name, kind, value in fields}
+        for index, fields in described
+    }
+    for chunk in filter(None, chunks):
         sizes = [spec.nbytes for _, _, spec in chunk]
         if is_owner:
-            parts = [own[index][name].detach() for index, name, _ in chunk]
-            flat = torch.cat([p.contiguous().view(-1).view(torch.uint8).to(device) for p in parts])
+            parts = [own[index][name].contiguous() for index, name, _ in chunk]
+            flat = torch.cat([as_bytes(part).to(device) for part in parts])
         else:
             flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if len(flat):
             start_transfer(flat, owner, group, to).wait()
         if not is_owner:
-            pieces = torch.split(flat, sizes)
-            received += [spec.from_bytes(p) for (_, _, spec), p in zip(chunk, pieces, strict=True)]
-    return iter(received)
-
-
-def _chunks(named: Sequence[tuple[int, str, _TensorSpec]]) -> Iterator[list[Any]]:
-    chunk: list[Any] = []
-    for each in named:
-        if chunk and sum(spec.nbytes for _, _, spec in chunk) + each[2].nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk = []
-        chunk.append(each)
-    if chunk:
-        yield chunk
+            for (index, name, spec), piece in zip(chunk, torch.split(flat, sizes), strict=True):
+                states[index][name] = spec.from_bytes(piece)
+    return {} if is_owner else states
 
 
 class UntrackedOptimizers:

@@ -93,7 +93,8 @@ class _RegionSetup:
         self._timeout = timeout.total_seconds()
         self._deadline = time.monotonic() + self._timeout
         self._poll_interval = default_timing().poll_interval
-        self._write(f"member/{rank}", Member.here().to_json())
+        self._here = Member.here().to_json()
+        self._write(f"member/{rank}", self._here)
 
     def offer(self, number: int, place: str) -> tuple[_engine.Engine | None, dict[str, Any]]:
         """Create a region on rank 0 and wait until the others have tried to map it."""
@@ -114,7 +115,7 @@ class _RegionSetup:
             faultpoints.reach("form:mapped")
         try:
             answers = [self._await(f"answer/{number}/{peer}", peer) for peer in range(1, size)]
-            result["members"] = [Member.here().to_json(), *(each["member"] for each in answers)]
+            result["members"] = [self._here, *(each["member"] for each in answers)]
             limits = [_own_core_limit(), *(answer["cores"] for answer in answers)]
             result["cores"] = shared_core_count(limits)
             absent = [peer for peer in range(size) if not engine.region.present(peer)]
@@ -148,8 +149,7 @@ class _RegionSetup:
                 error = f"rank {self._rank}: {caught}"
             if faultpoints.armed:
                 faultpoints.reach("form:mapped")
-            member, cores = Member.here().to_json(), _own_core_limit()
-            answer = {"member": member, "cores": cores, "error": error}
+            answer = {"member": self._here, "cores": _own_core_limit(), "error": error}
             self._write(f"answer/{number}/{self._rank}", answer)
         try:
             result: dict[str, Any] = self._await(f"result/{number}", 0)
@@ -171,18 +171,16 @@ class _RegionSetup:
         while not self._store.await_all([key], self._poll_interval):
             if is_abandoned():
                 raise RendezvousError(f"rank {self._rank} stopped waiting for shared memory")
-            member = self._member(rank)
-            if member is not None and member.is_dead and not self._store.has(key):
-                raise _died(rank, member)
+            text = self._store.read(f"member/{rank}")
+            if text is not None:
+                member = Member.from_json(json.loads(text))
+                if member.is_dead and not self._store.has(key):
+                    raise _died(rank, member)
             if time.monotonic() >= self._deadline:
                 raise RendezvousTimeout(
                     f"rank {rank} did not map the shared memory within {self._timeout:g} s"
                 )
         return json.loads(self._store.fetch(key))
-
-    def _member(self, rank: int) -> Member | None:
-        text = self._store.read(f"member/{rank}")
-        return None if text is None else Member.from_json(json.loads(text))
 
 
 def _died(rank: int, member: Member) -> PeerLost:

@@ -64,8 +64,9 @@ if TYPE_CHECKING or native.engine is not None:
     from ...native._engine import DTYPES as NATIVE_DTYPES
     from ...native._engine import Collective, Outcome, ReduceOp, RejoinStage, TransferState
 
-    # As globals, since hot paths use them. Those of `Outcome` serve for transfers, too.
+    # As globals, since hot paths use them. The first two are also those of `TransferState`.
     PENDING, FINISHED, SUM = Outcome.PENDING, Outcome.FINISHED, ReduceOp.SUM
+    STARVED, STOPPED = TransferState.STARVED, TransferState.STOPPED
     BARRIER, ALLREDUCE, BROADCAST = Collective.BARRIER, Collective.ALLREDUCE, Collective.BROADCAST
     DTYPES = {getattr(torch, name): number for name, number in NATIVE_DTYPES.items()}
     BYTES = DTYPES[torch.uint8]
@@ -180,25 +181,25 @@ class ShmTransfer(ShmWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds()
-        state = PENDING
-        while state == PENDING:
-            state, peer, length = self._owner._engine.wait_transfer(
-                self.ticket, seconds or _LONG_WAIT
-            )
+        owner, limit = self._owner, seconds or _LONG_WAIT
+        while True:
+            state, peer, length = owner._engine.wait_transfer(self.ticket, limit)
+            if state != PENDING:
+                break
             # The engine stops waiting when the peer has died.
-            if state == PENDING and peer in self._owner.lost_ranks():
+            if peer in owner.lost_ranks():
                 raise PeerDead(peer)
-            if state == PENDING and seconds:
+            if seconds:
                 raise WorkNotDone
-        if state == TransferState.STOPPED:
+        if state == STOPPED:
             raise EngineStopped
-        if state == TransferState.STARVED:  # it stays in flight
+        if state == STARVED:  # it stays in flight
             raise ReceiveBufferExhausted(
                 f"out of memory while buffering a message of {length} bytes from rank {peer} that "
                 "was sent before the one being received. Receive that message first, or free memory"
             )
         self._memory = None
-        self._owner._transfers.pop(self.ticket, None)
+        owner._transfers.pop(self.ticket, None)
         if state == FINISHED:
             return True
         if state == TransferState.CANCELLED:
@@ -281,11 +282,9 @@ class ShmEngine:
         return REJOIN_STAGES[stage], most
 
     def awaited(self) -> list[int]:
-        """Return the ranks that `rejoin` waits for."""
         return self._engine.awaited()
 
     def exclude(self, rank: int) -> None:
-        """Continue without a dead rank."""
         self._engine.exclude(rank)
 
     def rest(self) -> None:

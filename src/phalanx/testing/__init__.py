@@ -21,9 +21,9 @@ from . import faults
 from ._over_groups import over_groups
 from ._pool import RankPool
 from ._results import Died, RankFailures, Stopped
-from ._run import RankContext
 from ._threads import ThreadRanks
 from ._uneven_batches import Batch, UnevenBatches, uneven_batches
+from ._worker import RankContext
 from .faults import Fault, delay, kill, stop
 
 __all__ = [

@@ -14,9 +14,8 @@ from ..groups import _torch_integration as torch_tables
 from ..groups._backend_registry import find_backend
 from ._pool import RankPool
 from ._results import RankFailures
-from ._run import RankContext
 from ._threads import ThreadRanks
-from ._worker import FunctionReference
+from ._worker import FunctionReference, RankContext
 
 _SPLIT_WORLD_SIZE = 4  # ranks
 _PROVIDED = ("group", "ctx")  # parameters that are not fixtures

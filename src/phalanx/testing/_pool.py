@@ -27,16 +27,19 @@ from multiprocessing.connection import Connection, wait
 from typing import IO, Any
 
 from ..errors import InvalidState, RanksFailed
+from ..groups._peers import process_state
 from ._results import (
     Died,
     RankResult,
     Returned,
+    RunDeadline,
     Stopped,
+    check_size,
     hung,
     is_internal_frame,
+    ranks_that_may_die,
     results_or_raise,
 )
-from ._run import RunDeadline, check_size, ranks_that_may_die
 from ._worker import (
     DUMP_SIGNAL,
     FunctionReference,
@@ -121,11 +124,7 @@ class RankProcess:
 
     @property
     def stopped(self) -> bool:
-        try:
-            with open(f"/proc/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                return file.read().rpartition(")")[2].split()[0] == "T"
-        except (FileNotFoundError, ProcessLookupError):
-            return False
+        return process_state(self.pid) == "stopped"
 
     def close(self) -> None:
         self.connection.close()

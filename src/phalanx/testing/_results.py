@@ -1,4 +1,4 @@
-"""Outcomes of ranks, and `RankFailures`, the error that reports all of them.
+"""The deadline of a run, outcomes of ranks, and `RankFailures`, the error that reports them.
 
 Failures are ordered by time, since the first is most likely the cause of the others. Equal
 failures are reported once. Tracebacks omit the frames of this package's private modules.
@@ -16,7 +16,8 @@ from typing import Any
 
 from .._formatting import PACKAGE_ROOT, format_ranks
 from .._signals import signal_name
-from ..errors import RanksFailed
+from ..errors import InvalidArgument, RanksFailed
+from .faults import Fault
 
 # Frames of the public modules stay: a body calls these, while the private ones call the body.
 _PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
@@ -168,3 +169,47 @@ def results_or_raise(
 def is_internal_frame(text: str) -> bool:
     """Return whether a file name, or a line that contains one, is of a private module here."""
     return _PRIVATE_MODULES in text
+
+
+class RunDeadline:
+    """The deadline of a run, which moves closer once a rank has failed."""
+
+    def __init__(self, timeout: float, linger: float) -> None:
+        self._start = time.monotonic()
+        self._deadline = self._start + timeout
+        self._linger = linger
+
+    def shorten(self) -> None:
+        """Leave the other ranks only `linger` seconds."""
+        self._deadline = min(self._deadline, time.monotonic() + self._linger)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def remaining(self) -> float:
+        """Seconds until the deadline, at least 0."""
+        return max(0.0, self._deadline - time.monotonic())
+
+
+def check_size(size: int, *, maximum: int | None = None) -> int:
+    """Return `size` if it is a valid number of ranks."""
+    if size < 1 or (maximum is not None and size > maximum):
+        bounds = "at least 1" if maximum is None else f"1 to {maximum}"
+        raise InvalidArgument(f"the number of ranks must be {bounds}, got {size}")
+    return size
+
+
+def ranks_that_may_die(
+    faults: Collection[Fault], must_die: Collection[int], *, size: int
+) -> set[int]:
+    """Return the ranks that a fault may kill, and those that must die."""
+    for fault in faults:
+        if fault.rank not in (None, *range(size)):
+            raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
+    if not set(must_die) <= set(range(size)):
+        raise InvalidArgument(f"expect_dead={sorted(must_die)}: ranks are 0 to {size - 1}")
+    fatal = [fault for fault in faults if fault.action.is_fatal]
+    targets = {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}
+    return targets.union(must_die)

@@ -18,8 +18,16 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import InvalidArgument
-from ._results import RankResult, hung, is_internal_frame, results_or_raise
-from ._run import RankContext, RunDeadline, check_size, ranks_that_may_die, run_body
+from ._results import (
+    RankResult,
+    RunDeadline,
+    check_size,
+    hung,
+    is_internal_frame,
+    ranks_that_may_die,
+    results_or_raise,
+)
+from ._worker import RankContext, run_body
 from .faults import Fault, thread_as_rank
 
 

@@ -7,7 +7,10 @@ replace. Forking is safe because the template never starts a thread.
 The template also reaps the ranks and sends them signals: until it has waited for a rank, that
 rank's pid cannot belong to another process.
 
-A rank process waits for a task, runs it, reports, and resets what a body may have changed.
+A rank process waits for a task, runs it, reports, and resets what a body may have changed. Groups
+of `RankContext.group` time out before the run does, so that their more specific error comes first.
+They are shut down when the body returns and aborted when it raises.
+
 Functions are sent as module and qualified name and imported by the rank, with pytest's assertion
 rewriting if the caller had it.
 
@@ -33,31 +36,35 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import InvalidArgument, InvalidType
-from ._results import RankResult, Returned, raised
-from ._run import RankContext, run_body
-from .faults import Fault
+from ._results import RankOutcome, RankResult, Returned, raised
+from .faults import Fault, arm_faults
+
+if TYPE_CHECKING:
+    from ..groups import ProcessGroup
 
 # One that neither torch nor a test is likely to use.
 DUMP_SIGNAL = signal.SIGRTMIN + 6
 
 _PR_SET_PDEATHSIG = 1
+_GROUP_TIMEOUT_SHARE = 0.8  # of the timeout of the run
 
 # Ranks share the machine, and a library without threads can be forked safely.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -70,6 +77,88 @@ _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 def rank_environment() -> dict[str, str]:
     """Return the environment of a rank, based on that of this process."""
     return {**_NO_NAME_SERVER, **os.environ, **_ONE_THREAD}
+
+
+class RankContext:
+    """One rank of a run."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        *,
+        backend: str,
+        timeout: float,
+        connect: Callable[[], Store],
+        generation: int | None = None,
+    ) -> None:
+        self.rank = rank
+        """The rank."""
+        self.size = size
+        """The world size of the run."""
+        self.backend = backend
+        """The default backend of `group`."""
+        self.timeout = timedelta(seconds=timeout * _GROUP_TIMEOUT_SHARE)
+        """The default timeout of `group`."""
+        self.generation = generation
+        """Changes whenever a rank process is replaced; None where ranks are threads."""
+        self._connect = connect
+        self._groups: list[ProcessGroup] = []
+
+    def __repr__(self) -> str:
+        return "<RankContext>"  # equal on all ranks, so that equal failures are grouped
+
+    @cached_property
+    def store(self) -> Store:
+        """A store that the ranks of this run share, initially empty."""
+        return self._connect()
+
+    def group(self, backend: str | None = None, **options: Any) -> ProcessGroup:
+        """Form a group of all ranks of the run, and close it when the body ends."""
+        from .. import groups
+
+        known = {"store": self.store, "rank": self.rank, "world_size": self.size}
+        defaults = {"timeout": self.timeout, "device": "cpu", **known}
+        return self.closing(groups.new_group(backend or self.backend, **{**defaults, **options}))
+
+    def closing(self, group: ProcessGroup) -> ProcessGroup:
+        """Close `group` when the body ends."""
+        self._groups.append(group)
+        return group
+
+    def shutdown(self) -> None:
+        """Shut the groups down, the newest first: they may be splits of older ones."""
+        while self._groups:
+            self._groups.pop().shutdown()
+
+    def abort(self) -> None:
+        """Abort the groups, which unblocks threads that wait in them."""
+        while self._groups:
+            self._groups.pop().abort()
+
+    def leave_open(self) -> None:
+        """Do not close the groups formed so far."""
+        self._groups.clear()
+
+
+def run_body(
+    call: Callable[[RankContext], Any], context: RankContext, *, faults: Sequence[Fault]
+) -> RankResult:
+    """Run a body as the rank of `context`."""
+    ended_at = 0.0
+    with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
+        try:
+            value = call(context)
+            ended_at = time.monotonic()
+            context.shutdown()
+            outcome: RankOutcome = Returned(value)
+        # Even sys.exit in a body ends only its run, not the process of the pool.
+        except BaseException as error:  # noqa: BLE001
+            ended_at = ended_at or time.monotonic()
+            outcome = raised(error)
+            context.abort()  # without waiting for peers
+    missed = [str(each.fault) for each in armed if not (each.fired or each.fault.optional)]
+    return RankResult(outcome, ", ".join(missed), when=ended_at)
 
 
 @dataclass(frozen=True)
@@ -332,28 +421,25 @@ class TemplateServer:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            self._become_rank(descriptors, parent)
+            status = 1
+            try:
+                # Close the template's descriptors, or the pool would not notice its death.
+                self._selector.close()
+                self._control.close()
+                for descriptor in self._ranks.values():
+                    os.close(descriptor)
+                rank_main(*descriptors, parent=parent)
+                status = 0
+            except BaseException:  # noqa: BLE001 - must not return into the template's loop
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
         for descriptor in descriptors:
             os.close(descriptor)
         self._ranks[pid] = os.pidfd_open(pid)
         self._selector.register(self._ranks[pid], selectors.EVENT_READ, pid)
-        self._send(forked=pid)
-
-    def _become_rank(self, descriptors: list[int], parent: int) -> None:
-        status = 1
-        try:
-            # Close the template's descriptors, or the pool would not notice its death.
-            self._selector.close()
-            self._control.close()
-            for descriptor in self._ranks.values():
-                os.close(descriptor)
-            rank_main(*descriptors, parent=parent)
-            status = 0
-        except BaseException:  # noqa: BLE001 - must not return into the template's loop
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            os._exit(status)
+        self._control.send(json.dumps({"forked": pid}).encode())
 
     def _reap(self, pid: int) -> None:
         descriptor = self._ranks.pop(pid)
@@ -361,9 +447,7 @@ class TemplateServer:
         os.close(descriptor)
         _kill_rank(pid)
         _, status = os.waitpid(pid, 0)
-        self._send(ended=pid, status=os.waitstatus_to_exitcode(status))
-
-    def _send(self, **message: Any) -> None:
+        message = {"ended": pid, "status": os.waitstatus_to_exitcode(status)}
         self._control.send(json.dumps(message).encode())
 
 

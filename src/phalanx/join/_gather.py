@@ -52,11 +52,6 @@ class TensorSpec(NamedTuple):
     """Of a row; None for a number."""
     rows: int
 
-    @property
-    def common(self) -> object:
-        """What must be equal on all ranks."""
-        return self.dtype, self.shape
-
     def __str__(self) -> str:
         if self.shape is None:
             return f"a number ({self.dtype})"
@@ -67,10 +62,6 @@ class ContainerSpec(NamedTuple):
     kind: str
     keys: list[str | int]
     parts: list[Any]
-
-    @property
-    def common(self) -> object:
-        return self.kind, set(self.keys)
 
     def __str__(self) -> str:
         if self.kind == "dict":
@@ -152,7 +143,7 @@ def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
         return None
     first, spec = next(iter(filled.items()))
     for rank, other in filled.items():
-        if other.common != spec.common:
+        if _common(other) != _common(spec):
             raise DescriptionMismatch(f"rank {first} has {spec}, rank {rank} has {other}{_at(key)}")
     if isinstance(spec, TensorSpec):
         rows = {rank: filled[rank].rows if rank in filled else 0 for rank in nodes}
@@ -162,6 +153,11 @@ def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
         below = {r: n.parts[n.keys.index(part)] if r in filled else None for r, n in nodes.items()}
         parts.append(merge_trees(below, f"{key}[{part!r}]"))
     return ContainerSpec(spec.kind, spec.keys, parts)
+
+
+def _common(spec: TensorSpec | ContainerSpec) -> object:
+    """Return what must be equal on all ranks."""
+    return spec[:2] if isinstance(spec, TensorSpec) else (spec.kind, set(spec.keys))
 
 
 def iter_columns(node: TreeSpec, tree: Any) -> Iterator[tuple[Column, Tensor | None]]:

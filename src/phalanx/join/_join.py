@@ -164,14 +164,9 @@ class Join:
         optimizers: Iterable[Optimizer] = (),
         **kwargs: Any,
     ) -> None:
-        self._joinables = list(joinables)
+        self._joinables: list[Any] = list(joinables)
         if not self._joinables:
             raise InvalidArgument("Join needs at least one joinable")
-        for joinable in self._joinables:
-            if not hasattr(joinable, "join_hook"):
-                raise InvalidType(
-                    f"{type(joinable).__name__} is not a Joinable: it has no join_hook"
-                )
         self._optimizers = list(optimizers)
         for optimizer in self._optimizers:
             if not isinstance(optimizer, Optimizer):
@@ -179,6 +174,9 @@ class Join:
                     f"optimizers must be torch optimizers, got {type(optimizer).__name__}"
                 )
         for joinable in self._joinables:
+            kind = type(joinable).__name__
+            if not hasattr(joinable, "join_hook"):
+                raise InvalidType(f"{kind} is not a Joinable: it has no join_hook")
             self._optimizers += getattr(joinable, "join_optimizers", ())
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
@@ -235,7 +233,8 @@ class Join:
             self._is_open = False
             for joinable in self._joinables:
                 if _block_of(joinable) is self:  # not one that was entered later
-                    _set_block(joinable, *self._enclosing_block(joinable))
+                    config, block = self._enclosing_block(joinable)
+                    joinable._join_config, joinable._join_block = config, block
 
     def _enclosing_block(self, joinable: upstream.Joinable) -> tuple[Any, Join | None]:
         """Return the innermost open block around this one; blocks need not end in order."""
@@ -252,12 +251,12 @@ class Join:
     def _configure(self, *, is_over: bool = False) -> None:
         """Give the joinables their configuration; after the last step none announces data."""
         for place, joinable in enumerate(self._joinables):
-            config = _JoinConfig(
+            joinable._join_block = self
+            joinable._join_config = _JoinConfig(
                 enable=self._enable,
                 throw_on_early_termination=self._throw,
                 is_first_joinable=place == 0 and not is_over,
             )
-            _set_block(joinable, config, self)
 
     # -- steps -----------------------------------------------------------------------------
 
@@ -438,10 +437,6 @@ def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
 def _block_of(joinable: upstream.Joinable) -> Join | None:
     block: Join | None = getattr(joinable, "_join_block", None)
     return block
-
-
-def _set_block(joinable: Any, config: Any, block: Join | None) -> None:
-    joinable._join_config, joinable._join_block = config, block
 
 
 def _is_uneven_inputs_error(error: BaseException) -> bool:

@@ -62,16 +62,16 @@ class ThreadRanks:
         ranks_that_may_die(faults, (), size=size)  # checks their ranks
         store = HashStore()  # shared by all threads
         contexts = [
-            RankContext(rank, size, backend=self.backend, timeout=timeout, connect=lambda: store)
-            for rank in range(size)
+            RankContext(rank, size, self.backend, timeout, lambda: store) for rank in range(size)
         ]
-
-        def call(context: RankContext) -> Any:
-            return body(context, *args, **(kwargs or {}))
-
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            reports = _run_on_threads(call, contexts, faults, RunDeadline(timeout, linger))
+            reports = _run_on_threads(
+                lambda context: body(context, *args, **(kwargs or {})),
+                contexts,
+                faults,
+                RunDeadline(timeout, linger),
+            )
         return results_or_raise(name or f"{body.__module__}.{body.__qualname__}", reports)
 
 

@@ -79,31 +79,25 @@ def rank_environment() -> dict[str, str]:
     return {**_NO_NAME_SERVER, **os.environ, **_ONE_THREAD}
 
 
+@dataclass(repr=False, eq=False)
 class RankContext:
     """One rank of a run."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        *,
-        backend: str,
-        timeout: float,
-        connect: Callable[[], Store],
-        generation: int | None = None,
-    ) -> None:
-        self.rank = rank
-        """The rank."""
-        self.size = size
-        """The world size of the run."""
-        self.backend = backend
-        """The default backend of `group`."""
-        self.timeout = timedelta(seconds=timeout * _GROUP_TIMEOUT_SHARE)
+    rank: int
+    size: int
+    """The world size of the run."""
+    backend: str
+    """The default backend of `group`."""
+    run_timeout: float
+    connect: Callable[[], Store]
+    generation: int | None = None
+    """Changes whenever a rank process is replaced; None where ranks are threads."""
+    _groups: list[ProcessGroup] = field(default_factory=list, init=False)
+
+    @property
+    def timeout(self) -> timedelta:
         """The default timeout of `group`."""
-        self.generation = generation
-        """Changes whenever a rank process is replaced; None where ranks are threads."""
-        self._connect = connect
-        self._groups: list[ProcessGroup] = []
+        return timedelta(seconds=self.run_timeout * _GROUP_TIMEOUT_SHARE)
 
     def __repr__(self) -> str:
         return "<RankContext>"  # equal on all ranks, so that equal failures are grouped
@@ -111,7 +105,7 @@ class RankContext:
     @cached_property
     def store(self) -> Store:
         """A store that the ranks of this run share, initially empty."""
-        return self._connect()
+        return self.connect()
 
     def group(self, backend: str | None = None, **options: Any) -> ProcessGroup:
         """Form a group of all ranks of the run, and close it when the body ends."""
@@ -125,11 +119,6 @@ class RankContext:
         """Close `group` when the body ends."""
         self._groups.append(group)
         return group
-
-    def shutdown(self) -> None:
-        """Shut the groups down, the newest first: they may be splits of older ones."""
-        while self._groups:
-            self._groups.pop().shutdown()
 
     def abort(self) -> None:
         """Abort the groups, which unblocks threads that wait in them."""
@@ -150,7 +139,8 @@ def run_body(
         try:
             value = call(context)
             ended_at = time.monotonic()
-            context.shutdown()
+            while context._groups:  # the newest first: they may be splits of older ones
+                context._groups.pop().shutdown()
             outcome: RankOutcome = Returned(value)
         # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
@@ -321,13 +311,9 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task: Task = pickle.loads(connection.recv_bytes())  # noqa: S301 - see the docstring
             except EOFError:
                 return
+            connect = partial(_connect_to_store, task)
             context = RankContext(
-                task.rank,
-                task.size,
-                backend=task.backend,
-                timeout=task.timeout,
-                connect=partial(_connect_to_store, task),
-                generation=task.generation,
+                task.rank, task.size, task.backend, task.timeout, connect, task.generation
             )
             result = run_body(partial(_call_body, task), context, faults=task.faults)
             connection.send_bytes(pack_report(result))

@@ -25,11 +25,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from .. import _faultpoints
+from .._faultpoints import reach
 from ..errors import InvalidArgument
 
 __all__ = ["Action", "Fault", "delay", "inject", "kill", "reach", "stop"]
@@ -41,10 +42,10 @@ _current_rank = threading.local()
 class ArmedFault:
     """A fault that has not fired yet."""
 
-    def __init__(self, fault: Fault, *, thread: int | None) -> None:
+    def __init__(self, fault: Fault) -> None:
         self.fault = fault
         self.fired = False
-        self._thread = thread
+        self._thread: int | None = getattr(_current_rank, "thread", None)
         self._left = fault.nth
         self._lock = threading.Lock()  # guards the count; not held during the action
 
@@ -63,13 +64,12 @@ class ArmedFault:
 @contextmanager
 def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
     """Arm faults for the calling rank."""
-    thread = getattr(_current_rank, "thread", None)
-    injections = [ArmedFault(fault, thread=thread) for fault in faults]
+    armed = [ArmedFault(fault) for fault in faults]
     with ExitStack() as stack:
-        for injection in injections:
-            _faultpoints.arm(injection)
-            stack.callback(_faultpoints.disarm, injection)
-        yield injections
+        for each in armed:
+            _faultpoints.arm(each)
+            stack.callback(_faultpoints.disarm, each)
+        yield armed
 
 
 @contextmanager
@@ -90,17 +90,14 @@ sleep $2; kill -CONT $1
 """
 
 
-def _kill_self(signum: int) -> None:
-    os.kill(os.getpid(), signum)
-
-
 def _stop_self(resume_after: float | None) -> None:
-    if resume_after is None:
-        os.kill(os.getpid(), signal.SIGSTOP)
-        return
     waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(resume_after)]
-    with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    with (
+        subprocess.Popen(waker, stdin=subprocess.DEVNULL)
+        if resume_after is not None
+        else nullcontext()
+    ):
+        signal.raise_signal(signal.SIGSTOP)
 
 
 @dataclass(frozen=True)
@@ -120,7 +117,7 @@ class Action:
 
 def kill(signum: int = signal.SIGKILL) -> Action:
     """Kill the rank's process with a signal, as a crash or the kernel would."""
-    return Action("kill", _kill_self, signum, is_fatal=True)
+    return Action("kill", signal.raise_signal, signum, is_fatal=True)
 
 
 def stop(*, resume_after: float | None = None) -> Action:
@@ -162,13 +159,6 @@ class Fault:
         return f"{self.action.name} at '{self.point}'{times}"
 
 
-@contextmanager
-def inject(point: str, action: Action, *, nth: int = 1) -> Iterator[None]:
+def inject(point: str, action: Action, *, nth: int = 1) -> AbstractContextManager[object]:
     """Act at the nth time that the calling rank reaches `point` in the block."""
-    with arm_faults([Fault(point, action, nth=nth)]):
-        yield
-
-
-def reach(point: str) -> None:
-    """Mark a fault point of a test body."""
-    _faultpoints.reach(point)
+    return arm_faults([Fault(point, action, nth=nth)])

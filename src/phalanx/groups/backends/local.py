@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -34,12 +34,11 @@ from .._engine import (
     Traits,
 )
 from .._formatting import RankCall
+from .._timing import default_timing
 from . import _reference as reference
 from . import refuse_options
 
 __all__ = ["TRAITS", "make", "single_rank_engine"]
-
-THREAD_POLL_INTERVAL = 0.05  # seconds between two checks for threads that have ended
 
 Tensors = list[Tensor]
 Function = Callable[[reference.Arguments], None]
@@ -93,15 +92,6 @@ class _PendingTransfer:
         return fits and self.tag == other.tag and self.is_send != other.is_send
 
 
-@dataclass(frozen=True)
-class _DeclaredCall:
-    """What the first rank to arrive calls."""
-
-    key: str
-    side: RankCall
-    compared: set[int] = field(default_factory=set)
-
-
 class _Hub:
     """The state that the threads of one group share."""
 
@@ -111,7 +101,8 @@ class _Hub:
         self._lock = threading.Lock()  # guards everything below
         self._rejoined = threading.Condition(self._lock)
         self._slots: dict[int, _Slot] = {}
-        self._declared: dict[int, _DeclaredCall] = {}
+        self._declared: dict[int, tuple[str, RankCall, set[int]]] = {}
+        """By sequence number: what the first rank to arrive calls, and the ranks that compared."""
         self._transfers: list[_PendingTransfer] = []
         self._left_at: dict[int, int] = {}
         """For ranks that have left, the first call without them."""
@@ -122,10 +113,12 @@ class _Hub:
         self._aborted = False
 
     def arrive(
-        self, engine: LocalEngine, rank: int, function: Function, arguments: tuple[Any, ...]
+        self, engine: LocalEngine, function: Function, arguments: tuple[Any, ...]
     ) -> PythonWork:
         """Arrive at a collective; the last rank carries it out."""
-        work = PythonWork([])
+        work, rank = PythonWork([]), engine.rank
+        # From now on, the end of this thread is the death of this rank.
+        self.threads[rank] = threading.current_thread()
         complete: _Slot | None = None
         try:
             with self._lock:
@@ -191,14 +184,14 @@ class _Hub:
 
     def await_all(self, round_number: int, seconds: float) -> tuple[int, int] | None:
         """Wait until all have rejoined, and return where they continue; None if not yet."""
-        until = time.monotonic() + seconds
+        until, step = time.monotonic() + seconds, default_timing().poll_interval
         with self._lock:
             while self._rejoins == round_number and not self._aborted:
                 missing = [each for rank, each in self.threads.items() if rank not in self._waiting]
                 left = until - time.monotonic()
                 if left <= 0 or not all(thread.is_alive() for thread in missing):
                     break
-                self._rejoined.wait(min(left, THREAD_POLL_INTERVAL))
+                self._rejoined.wait(min(left, step))  # a thread that ends does not notify
             return self._agreed if self._rejoins > round_number else None
 
     def awaited(self) -> list[int]:
@@ -212,13 +205,13 @@ class _Hub:
     def agree(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
         """Compare with the first rank to arrive, and return its call if it differs."""
         with self._lock:
-            first = self._declared.setdefault(sequence, _DeclaredCall(key, side))
-            if first.compared == {side.rank}:  # it was interrupted, and calls again
-                first = self._declared[sequence] = _DeclaredCall(key, side)
-            first.compared.add(side.rank)
-            if len(first.compared) == len(self._members(sequence)):
+            first, call, compared = self._declared.setdefault(sequence, (key, side, set()))
+            if compared == {side.rank}:  # it was interrupted, and calls again
+                first, call, compared = self._declared[sequence] = key, side, set()
+            compared.add(side.rank)
+            if len(compared) == len(self._members(sequence)):
                 del self._declared[sequence]
-        return None if first.key == key else first.side
+        return None if first == key else call
 
     def abort(self) -> None:
         with self._lock:
@@ -267,7 +260,7 @@ def _collective(function: Function) -> Callable[..., PythonWork]:
     """Return the method of `LocalEngine` that runs a collective of `_reference`."""
 
     def method(engine: LocalEngine, *arguments: Any) -> PythonWork:
-        return engine._arrive(function, *arguments)
+        return engine._hub.arrive(engine, function, arguments)
 
     return method
 
@@ -277,7 +270,7 @@ class LocalEngine:
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
-        self._rank = rank
+        self.rank = rank
         self.agree, self.members, self.awaited = hub.agree, hub.members, hub.awaited
         self.wake = hub.abort  # stops every call in flight, on all ranks
         self.begun: list[Any] = []
@@ -286,23 +279,18 @@ class LocalEngine:
         self._round: int | None = None
         """The round of `rejoin` that this rank waits for, if it does."""
 
-    def _arrive(self, function: Function, *arguments: Any) -> PythonWork:
-        # From now on, the end of this thread is the death of this rank.
-        self._hub.threads[self._rank] = threading.current_thread()
-        return self._hub.arrive(self, self._rank, function, arguments)
-
     def lost_ranks(self) -> list[int]:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
 
     def leave(self) -> str:
         """Leave, unless a transfer is in flight; returns what is."""
-        return self._hub.leave(self._rank, self.sequence + 1)
+        return self._hub.leave(self.rank, self.sequence + 1)
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
         """Take the next step to become a member again, or wait for it; returns the stage."""
-        self._hub.threads[self._rank] = threading.current_thread()
+        self._hub.threads[self.rank] = threading.current_thread()
         if self._round is None:
-            self._round = self._hub.announce_rejoin(self._rank, (self.sequence, calls))
+            self._round = self._hub.announce_rejoin(self.rank, (self.sequence, calls))
             return "waiting", 0
         agreed = self._hub.await_all(self._round, seconds)
         if agreed is None:
@@ -325,11 +313,11 @@ class LocalEngine:
     barrier = _collective(reference.barrier)
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        post = _PendingTransfer(True, self._rank, peer, tag, tensors[0], PythonWork([]))
+        post = _PendingTransfer(True, self.rank, peer, tag, tensors[0], PythonWork([]))
         return self._hub.transfer(post)
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int) -> PythonWork:
-        post = _PendingTransfer(False, self._rank, peer, tag, tensors[0], PythonWork(tensors))
+        post = _PendingTransfer(False, self.rank, peer, tag, tensors[0], PythonWork(tensors))
         return self._hub.transfer(post)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:

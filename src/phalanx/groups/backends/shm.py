@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
@@ -307,11 +308,9 @@ class ShmEngine:
         self._engine.region  # noqa: B018 - raises in a forked child
         return self._slab.allocate(shape, dtype)
 
-    def shortcut(self, **parts: Any) -> _engine.FastPath:
+    def shortcut(self, **parts: Any) -> Any:
         """Create the native fast path for plain sums and barriers."""
-        assert native.engine is not None
-        path: _engine.FastPath = native.engine.FastPath(engine=self._engine, owner=self, **parts)
-        return path
+        return cast("Any", native.engine).FastPath(engine=self._engine, owner=self, **parts)
 
     def adopt(self, ticket: int, memory: Tensors) -> RawWork:
         """Create the work of a call that the fast path started."""
@@ -582,41 +581,34 @@ TRAITS = Traits(
 )
 
 
+@dataclass
 class RegionOffer:
     """One rank's part in a region that rank 0 offers with the rendezvous result."""
 
-    _made: ShmEngine  # once the region was made or taken
-
-    def __init__(
-        self,
-        rank: int,
-        members: Sequence[Member],
-        ranks_on_machine: int,
-        options: dict[str, object],
-    ) -> None:
-        self._rank = rank
-        self._members = members
-        self._size = len(members)
-        self._ranks_on_machine = ranks_on_machine
-        self._driver = options.get(DRIVER_OPTION)
+    rank: int
+    members: Sequence[Member]
+    ranks_on_machine: int
+    options: dict[str, object]
+    _made: ShmEngine = field(init=False)
+    """Set when the region was made or taken."""
 
     def make(self) -> dict[str, Any] | None:
         """Create the region, in memory without a name."""
-        if native.engine is None or self._size > native.engine.MAX_RANKS:
+        if native.engine is None or len(self.members) > native.engine.MAX_RANKS:
             return None
-        region = make_region("memfd", self._size)
+        region = make_region("memfd", len(self.members))
         offer = {"path": region.path, "token": str(region.token)}
         self._enter(region)
         return offer
 
     def take(self, offer: dict[str, Any]) -> None:
         """Map the region."""
-        self._enter(open_region(offer, self._size))
+        self._enter(open_region(offer, len(self.members)))
 
     def absent(self) -> list[int]:
         """Return the ranks that have not mapped it yet."""
         region = self._made._engine.region
-        return [rank for rank in range(self._size) if not region.present(rank)]
+        return [rank for rank in range(len(self.members)) if not region.present(rank)]
 
     def engine(self) -> Engine:
         """Return the engine; all ranks have theirs."""
@@ -631,18 +623,18 @@ class RegionOffer:
         if faultpoints.armed:
             faultpoints.reach("form:mapped")
         assert native.engine is not None, "it has created the region"
-        engine = native.engine.Engine(region, self._rank, usable_cores())
-        watch_peers(engine, self._rank, self._members)
+        engine = native.engine.Engine(region, self.rank, usable_cores())
+        watch_peers(engine, self.rank, self.members)
         quota = usable_cores(os.cpu_count())
         limits: list[CoreLimit] = [([], quota)]
-        for pid in {member.pid for member in self._members}:
+        for pid in {member.pid for member in self.members}:
             with suppress(ProcessLookupError):  # a death is reported elsewhere
                 limits.append((list(os.sched_getaffinity(pid)), quota))
         cores = shared_core_count(limits)
         # The other ranks of the parent group use the same cores.
-        engine.set_cores(max(1, cores * self._size // self._ranks_on_machine))
-        driver = self._driver
-        if driver is None and choose_driver(self._ranks_on_machine, cores) == "caller":
+        engine.set_cores(max(1, cores * len(self.members) // self.ranks_on_machine))
+        driver = self.options.get(DRIVER_OPTION)
+        if driver is None and choose_driver(self.ranks_on_machine, cores) == "caller":
             driver = "caller"
-        self._made = ShmEngine(engine, self._rank, self._size, driver)
+        self._made = ShmEngine(engine, self.rank, len(self.members), driver)
         engine.mark_present()

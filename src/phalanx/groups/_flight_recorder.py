@@ -62,21 +62,9 @@ class Record:
         return f"{self.operation} {self.dtype}{list(self.shape)} #{self.sequence} at {self.site}"
 
 
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class Call:
     """One call in flight; the recorder keeps it, its `Work` sets `ended`."""
-
-    __slots__ = (
-        "code",
-        "dtype",
-        "ended",
-        "instruction",
-        "operation",
-        "sequence",
-        "shape",
-        "started",
-        "tensors",
-        "transfer",
-    )
 
     sequence: int
     operation: str
@@ -116,15 +104,10 @@ class FlightRecorder:
     # Native code records calls, too (`_fast_path`), and accesses these slots directly.
     __slots__ = ("_epoch", "_transfers", "calls", "collectives", "starting")
 
-    collectives: int
-    """How many collectives have started."""
-    starting: Call | None
-    """A call that has a number, but may not have reached the engine."""
-
     def __init__(self, capacity: int = 1024) -> None:
         self.calls: deque[Call] = deque(maxlen=capacity)
-        self.collectives = 0
-        self.starting = None
+        self.collectives = 0  # how many have started
+        self.starting: Call | None = None  # has a number, but may not have reached the engine
         self._transfers = 0
         self._epoch = time.time() - time.monotonic()
 
@@ -174,26 +157,23 @@ class FlightRecorder:
     @property
     def last(self) -> Call | None:
         """The newest call."""
-        try:
-            return self.calls[-1]
-        except IndexError:
-            return None
+        return self.calls[-1] if self.calls else None
 
     def records(self) -> list[Record]:
         """List the last calls, oldest first."""
-        return [self._record(call) for call in tuple(self.calls)]
-
-    def _record(self, call: Call) -> Record:
-        return Record(
-            sequence=call.sequence,
-            operation=call.operation,
-            shape=tuple(call.shape),
-            dtype="" if call.dtype is None else dtype_name(call.dtype),
-            tensors=call.tensors,
-            started=self._epoch + call.started,
-            ended=None if call.ended is None else self._epoch + call.ended,
-            site=call.site,
-        )
+        return [
+            Record(
+                sequence=call.sequence,
+                operation=call.operation,
+                shape=tuple(call.shape),
+                dtype="" if call.dtype is None else dtype_name(call.dtype),
+                tensors=call.tensors,
+                started=self._epoch + call.started,
+                ended=None if call.ended is None else self._epoch + call.ended,
+                site=call.site,
+            )
+            for call in tuple(self.calls)
+        ]
 
 
 def user_site() -> str:
@@ -215,9 +195,9 @@ def describe_frame(frame: FrameType | None) -> str | None:
     outside = [each for each in frames if not _is_internal(each.f_code.co_filename)]
     if not outside:
         return None
-    own = [each for each in outside if not _is_library(each.f_code.co_filename)]
-    here = _describe(own[0] if own else outside[0])
-    if own and own[0] is not outside[0]:
+    own = [each for each in outside if not _is_library(each.f_code.co_filename)] or outside
+    here = _describe(own[0])
+    if own[0] is not outside[0]:
         here = f"{here}, inside {_describe(outside[0])}"
     worker = _awaited_worker(frames)
     return here if worker is None else f"{here}, waiting for {worker}"
@@ -244,9 +224,7 @@ def _awaited_worker(frames: Sequence[FrameType]) -> str | None:
 
 def user_frame(frame: FrameType) -> FrameType:
     """Return the innermost frame of user code, or else the outermost of all."""
-    while _is_internal(frame.f_code.co_filename):
-        if frame.f_back is None:
-            break
+    while _is_internal(frame.f_code.co_filename) and frame.f_back is not None:
         frame = frame.f_back
     return frame
 
@@ -259,22 +237,14 @@ def _is_internal(filename: str) -> bool:
 
 
 def _is_library(filename: str) -> bool:
-    parts = Path(filename).parts
-    return filename.startswith(_STDLIB_PREFIXES) or not {
-        "site-packages",
-        "dist-packages",
-    }.isdisjoint(parts)
+    installed = {"site-packages", "dist-packages"} & set(Path(filename).parts)
+    return bool(installed) or filename.startswith(_STDLIB_PREFIXES)
 
 
 def _format_site(code: CodeType, instruction: int) -> str:
     """Return file and line; the last two parts of the path identify a file well enough."""
-    return (
-        f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{_line_number(code, instruction)}"
-    )
-
-
-def _line_number(code: CodeType, instruction: int) -> int:
+    number = code.co_firstlineno
     for start, end, line in code.co_lines():
         if start <= instruction < end and line is not None:
-            return line
-    return code.co_firstlineno
+            number = line
+    return f"{os.sep.join(code.co_filename.rsplit(os.sep, 2)[-2:])}:{number}"

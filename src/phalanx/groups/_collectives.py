@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from ..errors import InvalidType
 from . import _validation
-from ._engine import Engine, JointWork, RawWork, Traits
+from ._engine import Engine, JointWork, RawWork, Traits, copy_options
 from ._reductions import as_bytes, is_sum, plain_op
 from ._work import Work
 
@@ -65,7 +65,11 @@ class CallArguments:
             opts, timeout = None, opts
         options = next((o for o in (opts, root, timeout) if isinstance(o, kind)), None)
         if options is None:
-            _refuse_other_options(operation, kind, opts, root)
+            other = root if type(root).__name__.endswith("Options") else opts
+            if other is not None:
+                raise InvalidType(
+                    f"{operation}: opts must be {kind.__name__}, got {type(other).__name__}"
+                )
             options = kind()
             if timeout is not None:
                 _validation.seconds(timeout)
@@ -92,14 +96,11 @@ class CallArguments:
         given = opts
         opts = self.options(kind, operation, opts, timeout)
         if op is not None and op is not opts:
-            opts = with_op(opts, op) if given is not None else opts
+            if given is not None:  # the caller's object stays as it is
+                opts = copy_options(opts)
             opts.reduceOp = op
         op = opts.reduceOp
         return opts, op if op == PREMUL_SUM else plain_op(op)
-
-    def check_device(self, operation: str, tensor: Tensor) -> None:
-        """Reject a tensor on a device that the group does not serve."""
-        _validation.on_device(operation, tensor, self._devices, self._backend)
 
     def check_tensors(self, operation: str, tensors: Tensors, op: Any = SUM) -> None:
         """Reject tensors that the engine cannot access, or cannot reduce with `op`."""
@@ -122,10 +123,12 @@ class CallArguments:
 
     def movable_rows(self, operation: str, tensors: list[Tensor]) -> list[Tensor]:
         """Do the same for tensors that are split by rows: the bytes of a row stay together."""
-        return [
-            moved if moved is tensor else moved.view(tensor.size(0), _row_bytes(tensor))
-            for moved, tensor in zip(self.movable(operation, tensors), tensors, strict=True)
-        ]
+        moved = self.movable(operation, tensors)
+        for place, tensor in enumerate(tensors):
+            if moved[place] is not tensor:
+                row_bytes = math.prod(tensor.shape[1:]) * tensor.element_size()
+                moved[place] = moved[place].view(len(tensor), row_bytes)
+        return moved
 
     def pairs(
         self, operation: str, outputs: Tensors, inputs: Tensors
@@ -138,16 +141,6 @@ class CallArguments:
         return outs, ins
 
 
-def _refuse_other_options(operation: str, kind: Any, opts: Any, root: Any) -> None:
-    other = root if type(root).__name__.endswith("Options") else opts
-    if other is not None:
-        raise InvalidType(f"{operation}: opts must be {kind.__name__}, got {type(other).__name__}")
-
-
-def _row_bytes(tensor: Tensor) -> int:
-    return math.prod(tensor.shape[1:]) * tensor.element_size()
-
-
 def is_plain_real(tensor: Tensor) -> bool:
     """Whether every engine takes this tensor of real numbers as it is."""
     return (
@@ -156,16 +149,6 @@ def is_plain_real(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
-
-
-def with_op(opts: Any, op: Any) -> Any:
-    """Copy options, with another operation."""
-    copy = type(opts)()
-    for field in ("timeout", "asyncOp", "rootRank", "rootTensor"):
-        if hasattr(opts, field):
-            setattr(copy, field, getattr(opts, field))
-    copy.reduceOp = op
-    return copy
 
 
 def start_pairs(

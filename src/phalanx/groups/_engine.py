@@ -25,7 +25,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
 from torch.futures import Future
 
 from ..errors import GroupError, InternalError
@@ -64,9 +63,6 @@ class ReceiveBufferExhausted(MemoryError):
 
 class WorkNotDone(RuntimeError):
     """Raised by an engine's work when the timeout of `wait` passes first."""
-
-    def __init__(self) -> None:
-        super().__init__("the call has not ended")
 
 
 class PeerDead(RuntimeError):
@@ -109,20 +105,15 @@ class CallFailed(RuntimeError):
 
 
 class RawWork(Protocol):
-    """An engine's handle of one call."""
+    """An engine's handle of one call; a `torch.distributed.Work` is one.
 
-    def wait(self, timeout: timedelta = ...) -> bool:
-        """Block until done; raises ``RuntimeError`` when `timeout` passes or the call failed."""
+    `wait` raises ``RuntimeError`` when `timeout` passes or the call failed; `is_completed` is true
+    after a failure, too.
+    """
 
-    def is_completed(self) -> bool:
-        """Whether the call has ended, with or without an error."""
-
-    def get_future(self) -> Future[Any]:
-        """Return a future of the output tensors."""
-
-    def result(self) -> list[Tensor]:
-        """Return the output tensors."""
-
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> Future[Any]: ...
     def _source_rank(self) -> int: ...
 
 
@@ -134,16 +125,15 @@ Optional methods of our own engines:
 - ``agree(sequence, key, call)`` compares a call with the other ranks' calls of the same number and
   returns one that differs.
 - ``lost_ranks()`` lists ranks known to be dead; ``wake()`` ends calls in flight after a failure.
-- ``drive()`` advances calls that nobody waits for; ``rest()`` ends the engine's thread before the
-  group releases the memory of calls in flight.
+- ``drive()`` advances calls that no thread waits for; ``rest()`` ends the engine's thread before
+  the group releases the memory of calls in flight.
 - ``sum(tensor)`` is a faster allreduce of real numbers; ``shortcut(**parts)`` makes the fast path
   for sums and barriers, and ``adopt(ticket, tensors)`` the work of a call that took it.
 
 An interrupt may arrive between the engine's start of a call and the storing of its handle. An
-engine therefore has ``begun``, a list that the group sets: the engine appends the handle of each
-call in the same step in which it accepts the call, or before. The group empties the list once it
-has stored the handle. For an engine without it, `track_started_works` wraps every method, which is
-as good for one in C++.
+engine therefore has ``begun``, a list that the group sets and empties: the engine appends the
+handle of each call in the same step in which it accepts the call, or before. `TrackedEngine` adds
+it to an engine without it by wrapping every method, which is as good for one in C++.
 
 An engine whose membership may change has ``members()``, the ranks that take part in the next call;
 ``leave()``, which ends this rank's membership or returns what is still in flight;
@@ -153,7 +143,7 @@ for; and perhaps ``exclude(rank)``, to continue without a dead rank. The work of
 may have ``cancel()``. For an engine without ``leave()``, `Membership` connects engines of subsets.
 """
 
-_REAL_DTYPES = frozenset(
+REAL_DTYPES = frozenset(
     {
         torch.float64,
         torch.float32,
@@ -191,15 +181,7 @@ _STARTING_METHODS = frozenset(
 """The methods that return a handle."""
 
 
-def track_started_works(engine: Engine, begun: list[Any]) -> Engine:
-    """Make an engine append the handles of the calls that it starts to a list."""
-    if hasattr(engine, "begun"):
-        engine.begun = begun
-        return engine
-    return _TrackedEngine(engine, begun)
-
-
-class _TrackedEngine:
+class TrackedEngine:
     """Adds `begun` to an engine that lacks it."""
 
     def __init__(self, engine: Engine, begun: list[Any]) -> None:
@@ -209,6 +191,7 @@ class _TrackedEngine:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
         if name in _STARTING_METHODS:
+            # A method of this object would be a cycle, which delays the end of the engine.
             found = partial(_start_and_track, self.begun, found)
             setattr(self, name, found)  # the next lookup does not come here
         return found
@@ -228,14 +211,6 @@ def _start_and_track(begun: list[Any], method: Callable[..., RawWork], *args: An
             begun += [None]  # a method in Python may have started something
         raise
     return cast("RawWork", begun[-1])
-
-
-def plain_sum_method(engine: Engine) -> Callable[[Tensor], RawWork]:
-    """Return an engine's fastest method to sum a tensor over all ranks."""
-    if hasattr(engine, "sum"):
-        return cast("Callable[[Tensor], RawWork]", engine.sum)
-    options = AllreduceOptions()  # made once: that takes as long as all the rest
-    return lambda tensor: cast("RawWork", engine.allreduce([tensor], options))
 
 
 class ClosedEngine:
@@ -288,20 +263,26 @@ class Traits:
     own_options: frozenset[str] = frozenset()
     """Options that may differ between ranks."""
 
-    @property
-    def real_dtypes(self) -> frozenset[torch.dtype]:
-        """The common dtypes of real numbers that it supports."""
-        return _REAL_DTYPES if self.dtypes is None else _REAL_DTYPES & self.dtypes
+
+def copy_options(opts: Any, **changes: Any) -> Any:
+    """Copy torch's options of a call, with some fields changed."""
+    copy = type(opts)()
+    for field in ("timeout", "asyncOp", "rootRank", "rootTensor", "reduceOp"):
+        if hasattr(opts, field):
+            setattr(copy, field, changes.get(field, getattr(opts, field)))
+    return copy
 
 
 NO_TIMEOUT = timedelta(0)
 
 
 class JointWork:
-    """The work of several engine calls; done when all of them are."""
+    """The work of several engine calls; done when all of them are, and `finish` has run once."""
 
-    def __init__(self, parts: Sequence[RawWork]) -> None:
-        self._parts = list(parts)
+    def __init__(self, parts: Sequence[RawWork], finish: Callable[[], None] | None = None) -> None:
+        self._parts = parts
+        self._finish = finish
+        self._finish_lock = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Wait for every part within one timeout."""
@@ -317,22 +298,32 @@ class JointWork:
                 failure = error
         if failure is not None:
             raise failure
+        self._finish_once()
         return True
 
     def is_completed(self) -> bool:
-        """Whether every part has ended."""
         return all(part.is_completed() for part in self._parts)
 
     def get_future(self) -> Future[Any]:
-        """Return a future of all parts."""
-        return torch.futures.collect_all([part.get_future() for part in self._parts])
+        future = torch.futures.collect_all([part.get_future() for part in self._parts])
+        if self._finish is None:
+            return future
 
-    def result(self) -> list[Tensor]:
-        """Return the output tensors of all parts."""
-        return [tensor for part in self._parts for tensor in part.result()]
+        def finish(done: Future[Any]) -> Any:
+            result = done.wait()
+            self._finish_once()
+            return result
+
+        return future.then(finish)
 
     def _source_rank(self) -> int:
         return -1
+
+    def _finish_once(self) -> None:
+        with self._finish_lock:
+            if self._finish is not None:
+                self._finish()
+                self._finish = None
 
 
 class PythonWork:
@@ -344,7 +335,7 @@ class PythonWork:
         self._error: Exception | None = None
         self._source = -1
         self._future: Future[Any] | None = None
-        self.cancel: Callable[[], None] = _cancel_nothing
+        self.cancel: Callable[[], None] = lambda: None
         """Cancels a transfer that has no peer yet."""
         # Guards what must happen once: the end, and the making and filling of the future.
         self._lock = threading.Lock()
@@ -375,11 +366,9 @@ class PythonWork:
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, with or without an error."""
         return self._ended.is_set()
 
     def get_future(self) -> Future[Any]:
-        """Return a future of the output tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -390,10 +379,6 @@ class PythonWork:
             self._fill(future)
         return future
 
-    def result(self) -> list[Tensor]:
-        """Return the output tensors."""
-        return self._outputs
-
     def _source_rank(self) -> int:
         return self._source
 
@@ -402,7 +387,3 @@ class PythonWork:
             future.set_exception(self._error)
         else:
             future.set_result(self._outputs)
-
-
-def _cancel_nothing() -> None:
-    """Do nothing: most works cannot be cancelled."""

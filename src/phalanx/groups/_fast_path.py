@@ -30,19 +30,10 @@ if TYPE_CHECKING:
     from ._issuer import Issuer
 
 
-# The indices are the numbers in `native/types.hpp`.
-_NATIVE_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint8,
-)
-DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_NATIVE_DTYPES)}
+DTYPE_NUMBERS: dict[torch.dtype, int] = {}
+"""The extension's numbers of dtypes, in their order."""
+if native.engine is not None:
+    DTYPE_NUMBERS = {getattr(torch, name): n for name, n in native.engine.DTYPES.items()}
 
 
 def make_fast_path(issuer: Issuer) -> FastPath | None:
@@ -75,8 +66,7 @@ def _make_work(
     """Make the `Work` that a call would have had on the slow path."""
     tensors = [] if tensor is None else [tensor]
     work = Work(detector, call, timeout, engine.adopt(ticket, tensors), tensors)
-    if settled:
-        work.mark_settled()
+    work._settled = settled
     return work
 
 
@@ -85,7 +75,11 @@ def can_read_tensors() -> bool:
     """Set up the extension for all groups; return whether it can read torch's tensors."""
     if native.engine is None:
         return False
-    _add_work_attributes(native.engine.FastPathWork)
+    # The other attributes of `Work` are forwarded to the `Work` that a native handle turns into.
+    short = native.engine.FastPathWork
+    for name in set(dir(Work)) - set(dir(short)):
+        if not name.startswith("__"):
+            setattr(short, name, property(_forwarded(name)))
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return exchange is not None and native.engine.configure_fast_path(
         call=Call,
@@ -96,17 +90,10 @@ def can_read_tensors() -> bool:
         work=Work,
         tensors=(Tensor, torch.nn.Parameter),
         strided=torch.strided,
-        dtypes=_NATIVE_DTYPES,
+        dtypes=tuple(DTYPE_NUMBERS),
         exchange=exchange,
         max_in_flight=PRUNE_IN_FLIGHT_ABOVE,
     )
-
-
-def _add_work_attributes(short: type[FastPathWork]) -> None:
-    """Add the other attributes of `Work` to the native class, forwarded to its `Work`."""
-    for name in set(dir(Work)) - set(dir(short)):
-        if not name.startswith("__"):
-            setattr(short, name, property(_forwarded(name)))
 
 
 def _forwarded(name: str) -> Callable[[FastPathWork], Any]:

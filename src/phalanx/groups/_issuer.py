@@ -4,6 +4,11 @@ A group's collectives end up in `Issuer.issue`, which takes the issue lock, give
 sequence number, passes it to the engine and returns a `Work`. The order in which calls are
 numbered must be the order in which the engine receives them, so both happen under that lock.
 
+Where calls are checked for consistency, ranks that make different calls all raise `RankMismatch`
+with both calls before the engine starts them. An engine whose ranks see each other's calls compares
+them at no cost (``agree``). On the others, only with `checks=True`, an allgather of a short
+description precedes every call.
+
 An exception raised by a signal handler may arrive between any two bytecodes; the comments in
 `issue` mark where none can. `_reconcile` repairs the numbering after an interrupted start.
 
@@ -12,128 +17,106 @@ Lock order: `issue_lock`, `state_lock`, then the engine's locks.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions
 
 from .. import _faultpoints as faultpoints
+from .._formatting import first_line
 from ..errors import GroupAborted, GroupError, InvalidArgument, PhalanxError
 from . import _validation
-from ._call_consistency import CallConsistencyCheck, consistency_check_for
-from ._engine import (
-    ClosedEngine,
-    Engine,
-    RawWork,
-    Traits,
-    is_peer_failure,
-    plain_sum_method,
-    track_started_works,
-)
-from ._failure_detector import FailureDetector
+from ._engine import ClosedEngine, Engine, RawWork, TrackedEngine, is_peer_failure
+from ._failure_detector import FailureDetector, mismatch_failure
 from ._fast_path import make_fast_path
 from ._flight_recorder import Call, FlightRecorder, user_site
-from ._formatting import first_line
+from ._formatting import RankCall
+from ._reductions import plain_op
 from ._status_store import Failure
 from ._work import Work
 
 if TYPE_CHECKING:
     from ..native._engine import FastPath
 
-SUM = ReduceOp.SUM
+DESCRIPTION_BYTES = 256  # of a call, where ranks exchange them; longer ones are cut
+_SUM_OPTIONS = AllreduceOptions()  # made once: that takes as long as the rest of a call
 
 
+@dataclass(slots=True, eq=False, repr=False, kw_only=True)
 class Issuer:
     """Starts the calls of one group on its current engine, or refuses them.
 
     `Membership` pauses and resumes it, and replaces the engine, when ranks leave or rejoin.
+    It has slots, since every call reads several of them.
     """
 
-    # Slots, since every call reads several of them.
-    __slots__ = (
-        "_checks",
-        "_consistency_check",
-        "_start_sum",
-        "_started_works",
-        "_wrap_transfer",
-        "backend",
-        "can_leave",
-        "closed",
-        "detector",
-        "engine",
-        "fast_path",
-        "has_left",
-        "issue_lock",
-        "participants",
-        "recorder",
-        "state_lock",
-        "timeout",
-    )
-
     engine: Engine
-    participants: int
+    detector: FailureDetector
+    recorder: FlightRecorder
+    backend: str
+    wrap_transfer: Callable[[RawWork, float], RawWork] | None
+    timeout: float
+    checks: bool | None
+    """Whether to check calls for consistency; None for where it costs nothing."""
+    closed: str = ""
+    """Why calls are refused: shut down, aborted or left."""
+    has_left: bool = False
+    """Whether calls are refused only because this rank has left."""
+    issue_lock: Lock = field(default_factory=Lock)
+    state_lock: Lock = field(default_factory=Lock)  # over `closed` and `has_left`
+    can_leave: bool = field(init=False)
+    participants: int = field(init=False)
     """How many ranks take part in a call, for engines that cannot count them."""
-    fast_path: FastPath | None
-    _start_sum: Callable[[Tensor], RawWork]
-    _consistency_check: CallConsistencyCheck | None
+    compares_calls: bool = field(init=False)
+    """Whether a consistency check precedes every call."""
+    fast_path: FastPath | None = field(init=False)
+    _start_sum: Callable[[Tensor], RawWork] = field(init=False)
+    _started_works: list[RawWork | None] = field(init=False, default_factory=list)
+    """Handles of the parts of a call that the engine has started, until the `Work` has them."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        detector: FailureDetector,
-        recorder: FlightRecorder,
-        backend: str,
-        traits: Traits,
-        timeout: float,
-        checks: bool | None,
-    ) -> None:
-        self.detector = detector
-        self.recorder = recorder
-        self.backend = backend
-        self.timeout = timeout
-        self.can_leave = hasattr(engine, "leave")
-        self.closed = ""  # why calls are refused: shut down, aborted or left
-        self.has_left = False  # refused only because this rank has left
-        self.issue_lock = threading.Lock()
-        self.state_lock = threading.Lock()  # over `closed` and `has_left`
-        self._wrap_transfer = traits.wrap_transfer
-        self._checks = checks
-        # Handles of the parts of a call that the engine has started, until the `Work` has them.
-        self._started_works: list[RawWork | None] = []
-        self.use_engine(engine, None)
+    def __post_init__(self) -> None:
+        self.can_leave = hasattr(self.engine, "leave")
+        self.use_engine(self.engine, None)
         self.fast_path = make_fast_path(self)
 
     # -- the engine ------------------------------------------------------------------------
 
     def use_engine(self, engine: Engine, members: Sequence[int] | None) -> None:
         """Issue the next calls on an engine; `members` is None for all ranks."""
-        self.engine = self.track(engine)
-        self.participants = self.detector.size if members is None else len(members)
-        self._start_sum = plain_sum_method(self.engine)
-        self._consistency_check = consistency_check_for(self.engine, self._checks, self.detector)
+        self.engine = engine = self.track(engine)
+        size = self.detector.size
+        self.participants = size if members is None else len(members)
+        checks = hasattr(engine, "agree") if self.checks is None else self.checks
+        self.compares_calls = checks and size > 1
+        self._start_sum = (
+            engine.sum
+            if hasattr(engine, "sum")
+            else lambda tensor: engine.allreduce([tensor], _SUM_OPTIONS)
+        )
         if not self.can_leave:
             self.detector.set_members(members)
 
     def track(self, engine: Engine) -> Engine:
         """Make an engine report the works that it starts to this issuer."""
-        return track_started_works(engine, self._started_works)
+        if not hasattr(engine, "begun"):
+            return TrackedEngine(engine, self._started_works)
+        engine.begun = self._started_works
+        return engine
 
     def release_engine(self) -> None:
         """Drop the engine; the issuer is closed and refuses before reaching it."""
         self.engine = ClosedEngine()
-        self._start_sum = plain_sum_method(self.engine)
-
-    @property
-    def compares_calls(self) -> bool:
-        """Whether a consistency check precedes every call."""
-        return self._consistency_check is not None
+        self._start_sum = self.engine.sum
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of calls that do not pass one."""
+        if self.closed:
+            self.refuse("set_timeout")
         self.timeout = _validation.seconds(timeout)
         if self.fast_path is not None:
             self.fast_path.timeout = self.timeout
@@ -202,10 +185,10 @@ class Issuer:
         tensors: list[Tensor],
         method: Callable[..., RawWork],
         args: tuple[Any, ...] = (),
+        opts: Any = None,
         *,
         timeout: timedelta | None = None,
         outputs: list[Tensor] | None = None,
-        terms: tuple[Any, ...] = (),
         uneven: bool = False,
         finish: Callable[[], None] | None = None,
         transfer: bool = False,
@@ -214,11 +197,14 @@ class Issuer:
     ) -> Work:
         """Number, check, record and start a call.
 
-        `terms` must be equal on all ranks, besides the operation and its first tensor; with
-        `uneven` the shape may differ. `finish` completes the result before anyone sees it. `peer`
-        is the only rank that a transfer depends on. `single` means one call to the engine, too.
+        Sends and receives have a `timeout`, collectives the `opts` that the user passed: their
+        operation and root must be equal on all ranks, and the shape too, except with `uneven`.
+        `finish` completes the result before anyone sees it. `peer` is the only rank that a transfer
+        depends on. `single` means one call to the engine, too.
         """
         seconds = self.timeout
+        if opts is not None:
+            timeout = opts.timeout
         if timeout is not None and timeout.days >= 0:  # torch passes -1 ms for "not given"
             seconds = _validation.seconds(timeout)
         if faultpoints.armed:
@@ -236,8 +222,8 @@ class Issuer:
                 work.peer = peer
                 if finish is not None:
                     work.finish = finish
-                if self._consistency_check is not None and not transfer:
-                    self._consistency_check.check(call, seconds, terms, uneven=uneven)
+                if self.compares_calls and not transfer:
+                    self._check_consistency(call, seconds, opts, uneven=uneven)
                     del self._started_works[:]  # the exchange of the check has ended
                 is_checked = True
                 work.raw = method(*args)
@@ -251,16 +237,16 @@ class Issuer:
             del self._started_works[:]
         if not transfer:
             self.detector.prune_in_flight()
-        elif self._wrap_transfer is not None:
-            work.raw = self._wrap_transfer(work.raw, seconds)
+        elif self.wrap_transfer is not None:
+            work.raw = self.wrap_transfer(work.raw, seconds)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
         return work
 
     def issue_sum(self, tensor: Tensor) -> Work:
         """Do what `issue` does for a plain sum of one tensor, without what that never needs."""
-        if self._consistency_check is not None or faultpoints.armed:
-            return self.issue("allreduce", [tensor], self._start_sum, (tensor,), terms=(SUM,))
+        if self.compares_calls or faultpoints.armed:
+            return self.issue("allreduce", [tensor], self._start_sum, (tensor,), _SUM_OPTIONS)
         with self.issue_lock:
             if self.closed or self.detector.failure is not None or self.recorder.starting:
                 self._refuse_or_reconcile("allreduce")
@@ -285,6 +271,40 @@ class Issuer:
         assert call is not None, "a call is recorded before its engine sees it"
         Work(self.detector, call, self.timeout, raw, []).await_part()
         del self._started_works[:]  # the part has ended
+
+    # -- consistency -----------------------------------------------------------------------
+
+    def _check_consistency(self, call: Call, timeout: float, opts: Any, *, uneven: bool) -> None:
+        """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
+        detector = self.detector
+        what = f"{call.operation} {call.dtype}" if uneven else call.what
+        op, root = getattr(opts, "reduceOp", ""), getattr(opts, "rootRank", "")
+        key = f"{what} {plain_op(op)} {root}"
+        mine = RankCall(detector.rank, call.what, call.site)
+        theirs = (
+            self.engine.agree(call.sequence, key, mine)
+            if hasattr(self.engine, "agree")
+            else self._exchange_calls(call, timeout, "\n".join([key, mine.what, mine.site]))
+        )
+        if theirs is not None:
+            raise detector.error(detector.fail(mismatch_failure(mine, theirs, call)), None, call)
+
+    def _exchange_calls(self, call: Call, timeout: float, description: str) -> RankCall | None:
+        """Gather the ranks' descriptions; return a call whose first line differs from ours."""
+        mine = description.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
+        sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        gathered = sent.repeat(self.detector.size)  # ranks that have left agree
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=timeout)
+        raw = self.engine._allgather_base(gathered, sent, options)
+        Work(self.detector, call, timeout, raw, [gathered]).await_part()
+        for rank, row in enumerate(gathered.view(-1, DESCRIPTION_BYTES)):
+            theirs = bytes(row.tolist())
+            if theirs.partition(b"\n")[0] != mine.partition(b"\n")[0]:
+                text = theirs.rstrip(b"\0").decode(errors="replace")
+                _, what, site = [*text.split("\n"), "", ""][:3]
+                return RankCall(rank, what, site)
+        return None
 
     # -- interrupted starts ----------------------------------------------------------------
 
@@ -322,10 +342,21 @@ class Issuer:
                 self.detector.in_flight[call] = work
             self.recorder.starting = None
             del started[:]
-        elif started:
+            return
+        if started:
             self._fail_half_started(call, error)
-        else:
-            self._undo_start(call, work, error)
+            return
+        self.recorder.undo(call)
+        if work is None or isinstance(error, PhalanxError):
+            return  # the engine was not called yet, or the error is already ours
+        if not isinstance(error, RuntimeError | ValueError | TypeError):
+            return  # no engine raises it
+        if self.detector.failure is not None or is_peer_failure(error):
+            failure = self.detector.fail(self.detector.diagnose(work, error))
+            raise self.detector.error(failure, work, call) from error
+        raise InvalidArgument(
+            f"{call.what} at {call.site}: {self.backend} rejected the call: {first_line(error)}"
+        ) from error
 
     def _fail_half_started(self, call: Call, error: BaseException | None) -> None:
         detector = self.detector
@@ -345,18 +376,3 @@ class Issuer:
             detector.started_parts = []
         if error is None:
             self.refuse(call.operation)
-
-    def _undo_start(self, call: Call, work: Work | None, error: BaseException | None) -> None:
-        """Take the number back and raise why the engine did not start the call."""
-        self.recorder.undo(call)
-        if work is None or isinstance(error, PhalanxError):
-            return  # the engine was not called yet, or the error is already ours
-        if not isinstance(error, RuntimeError | ValueError | TypeError):
-            return  # no engine raises it
-        detector = self.detector
-        if detector.failure is not None or is_peer_failure(error):
-            failure = detector.fail(detector.diagnose(work, error))
-            raise detector.error(failure, work, call) from error
-        raise InvalidArgument(
-            f"{call.what} at {call.site}: {self.backend} rejected the call: {first_line(error)}"
-        ) from error

@@ -22,6 +22,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
 from torch.distributed import ReduceOp
 
+from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
@@ -33,15 +34,13 @@ from ._collectives import (
     keyword_aliases,
     list_exchange,
     start_pairs,
-    with_op,
 )
-from ._engine import Engine, JointWork, RawWork, Traits
+from ._engine import REAL_DTYPES, Engine, JointWork, RawWork, Traits, copy_options
 from ._failure_detector import FailureDetector, register_engine, retire_engines
 from ._flight_recorder import FlightRecorder, Record, user_site
-from ._formatting import format_rank_ranges
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
-from ._reductions import AdaptedReduction, SparseSum, adapt_reduction, is_sum, plain_op
+from ._reductions import AdaptedReduction, SparseSum, adapt_reduction, is_sum
 from ._status_store import Failure
 from ._store import ClosedGroup
 from ._watchdog import watch
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from ._store import HostedStore
 
 AVG = ReduceOp.AVG
-_NO_OFFSET = -1
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,19 @@ class ProcessGroup(dist.ProcessGroup):
 
     Made by `new_group`, `split_group` and `merge_remote_group`, not by its constructor.
     """
+
+    label: str
+    """The group's full name, equal on every rank."""
+    backend: str
+    """The name of the backend."""
+    devices: frozenset[str]
+    """The types of devices whose tensors the group accepts."""
+    compares_calls: bool
+    """Whether ranks that make different calls find out immediately, at no cost."""
+    global_ranks: tuple[int, ...]
+    """The global rank of every rank of this group."""
+    can_leave: bool
+    """Whether a rank may `leave` alone; other backends need `update_membership`."""
 
     def __init__(
         self,
@@ -97,23 +108,24 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> None:
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._name = name
+        self.label = name
         self._given_name = given_name
         self._name_number = name_number  # distinguishes groups of one name, equal on all ranks
         self._desc = desc
         self._rank = rank
         self._size = size
         self._recipe = recipe
-        self._backend = backend
+        self.backend = backend
+        self.devices = devices
+        self.compares_calls = traits.compares_calls
+        self.global_ranks = tuple(global_ranks)
         self._traits = traits
-        self._devices = devices
         self._store = store
         self._lent_store = lent_store  # kept alive: it may host the group's store
         self._hosted = hosted  # the store server, if this process opened it
         self._lease = None if hosted is None else hosted.lease()
         self._roster = roster
         self._board = board
-        self._global_ranks = tuple(global_ranks)
         self._splits: dict[str, int] = {}
         self._splits_lock = threading.Lock()
         self._recorder = FlightRecorder()
@@ -131,21 +143,24 @@ class ProcessGroup(dist.ProcessGroup):
             members=getattr(engine, "members", None),
         )
         self._issuer = Issuer(
-            engine,
+            engine=engine,
             detector=self._detector,
             recorder=self._recorder,
             backend=backend,
-            traits=traits,
+            wrap_transfer=traits.wrap_transfer,
             timeout=_validation.seconds(recipe.timeout),
             checks=recipe.checks,
         )
         self._issue = self._issuer.issue
+        self.can_leave = self._issuer.can_leave
         self._membership = Membership(
             self._issuer, config=recipe, store=store, status_store=board, roster=roster
         )
         self._arguments = CallArguments(size=size, devices=devices, backend=backend, traits=traits)
         # Dtypes that the engine sums without help.
-        self._fast_dtypes = traits.real_dtypes if "cpu" in devices else frozenset()
+        self._fast_dtypes = REAL_DTYPES if "cpu" in devices else frozenset[torch.dtype]()
+        if traits.dtypes is not None:
+            self._fast_dtypes &= traits.dtypes
         # A group that torch has named is entered in torch's tables by torch.
         self._is_registered_with_torch = not torch_name
         self._torch_name = torch_name or torch_tables.register_group(self, engine)
@@ -165,38 +180,18 @@ class ProcessGroup(dist.ProcessGroup):
         return self._torch_name
 
     @property
-    def label(self) -> str:
-        """The group's full name, equal on every rank."""
-        return self._name
-
-    @property
     def group_desc(self) -> str:
         """The given description, or the backend and size."""
-        return self._desc or f"{self._backend} group of {self._size}"
+        return self._desc or f"{self.backend} group of {self._size}"
 
     def _set_group_desc(self, desc: str) -> None:
         """Set the description; torch calls this on groups that it has made."""
         self._desc = desc
 
     @property
-    def backend(self) -> str:
-        """The name of the backend."""
-        return self._backend
-
-    @property
-    def devices(self) -> frozenset[str]:
-        """The types of devices whose tensors the group accepts."""
-        return self._devices
-
-    @property
     def shares_memory(self) -> bool:
         """Whether tensors of `allocate` lie in memory that every rank of the group can access."""
         return hasattr(self._engine, "allocate") and not self._issuer.closed
-
-    @property
-    def compares_calls(self) -> bool:
-        """Whether ranks that make different calls find out at once, at no cost."""
-        return self._traits.compares_calls
 
     @property
     def timeout(self) -> timedelta:
@@ -205,14 +200,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of calls that do not pass one."""
-        if self._issuer.closed:
-            self._issuer.refuse("set_timeout")
         self._issuer.set_timeout(timeout)
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """The global rank of every rank of this group."""
-        return self._global_ranks
 
     def failure(self) -> GroupError | None:
         """Return the error that a call would raise because the group has failed, or None."""
@@ -234,7 +222,7 @@ class ProcessGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         state = self._issuer.closed or ("failed" if self._detector.failure else "")
         return (
-            f"<ProcessGroup {self._name!r}: rank {self._rank} of {self._size} on {self._backend}"
+            f"<ProcessGroup {self.label!r}: rank {self._rank} of {self._size} on {self.backend}"
             f"{', ' + state if state else ''}>"
         )
 
@@ -246,7 +234,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return the name of the backend."""
-        return self._backend
+        return self.backend
 
     # -- memory ----------------------------------------------------------------------------
 
@@ -266,20 +254,18 @@ class ProcessGroup(dist.ProcessGroup):
         Its contents are not set. If the owner has no room, every rank raises.
         """
         if not self.shares_memory:
-            raise InvalidState(f"group {self._name!r} ({self._backend}) does not share memory")
+            raise InvalidState(f"group {self.label!r} ({self.backend}) does not share memory")
         slab = self._engine._slab
-        offset = torch.tensor([_NO_OFFSET], dtype=torch.int64)
-        out_of_memory: InvalidState | None = None
+        offset = torch.tensor([-1], dtype=torch.int64)
+        error = InvalidState(f"rank {owner} has no shared memory for {nbytes} bytes")
         if self._rank == owner:
             try:
                 offset.fill_(slab.allocate_shared(nbytes))
-            except InvalidState as error:
-                out_of_memory = error
+            except InvalidState as out_of_memory:
+                error = out_of_memory
         self.broadcast(offset, root=owner).wait()
-        if offset.item() == _NO_OFFSET:
-            raise out_of_memory or InvalidState(
-                f"rank {owner} has no shared memory for {nbytes} bytes"
-            )
+        if offset.item() < 0:
+            raise error
         return cast("Tensor", slab.reach(owner, int(offset.item()), nbytes))
 
     # -- membership ------------------------------------------------------------------------
@@ -288,11 +274,6 @@ class ProcessGroup(dist.ProcessGroup):
     def members(self) -> tuple[int, ...]:
         """The ranks that take part in the next call, as far as this rank knows."""
         return self._membership.members()
-
-    @property
-    def can_leave(self) -> bool:
-        """Whether a rank may `leave` alone; other backends need `update_membership`."""
-        return self._issuer.can_leave
 
     def leave(self) -> None:
         """End this rank's membership: the other ranks' next calls continue without it.
@@ -364,17 +345,11 @@ class ProcessGroup(dist.ProcessGroup):
         del opts, device_types
         from . import _factory  # here, since it imports this module
 
-        recipe = _factory.derive_config(
+        config = _factory.derive_config(
             self._recipe, backend=backend, options=options, timeout=timeout, device=device
         )
-        return _factory.split_group(
-            self,
-            ranks,
-            recipe,
-            name=group_name,
-            given_name=group_name or "",
-            desc=group_desc or "",
-        )
+        name, desc = group_name or "", group_desc or ""
+        return _factory.split_group(self, ranks, config, name=name, given_name=name, desc=desc)
 
     def merge_remote_group(
         self,
@@ -512,9 +487,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._arguments.check_tensors("reduce", outputs, op)
         # Only the root's tensor may change, whatever the engine uses for scratch.
         scratch = outputs if self._rank == opts.rootRank else [outputs[0].detach().clone()]
-        return self._reduce(
-            "reduce", self._engine.reduce, opts, op, scratch, outputs, terms=(opts.rootRank,)
-        )
+        return self._reduce("reduce", self._engine.reduce, opts, op, scratch, outputs)
 
     @keyword_aliases(output="output_tensors", input="input_tensors")
     def reduce_scatter(
@@ -536,16 +509,11 @@ class ProcessGroup(dist.ProcessGroup):
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         self._arguments.check_tensors(name, [*output, *inputs], op)
         plan = self._adapt(name, op, inputs, output)
+        method = plan.starting(self._engine.reduce_scatter)
+        args = (plan.outputs, [plan.inputs], copy_options(opts, reduceOp=plan.op))
+        single = len({part.numel() for part in inputs}) == 1
         return self._issue(
-            name,
-            inputs,
-            plan.starting(self._engine.reduce_scatter),
-            (plan.outputs, [plan.inputs], with_op(opts, plan.op)),
-            outputs=output,
-            timeout=opts.timeout,
-            terms=(plain_op(op),),
-            finish=plan.finish,
-            single=len({part.numel() for part in inputs}) == 1,
+            name, inputs, method, args, opts, outputs=output, finish=plan.finish, single=single
         )
 
     @keyword_aliases(outputTensor="output", inputTensor="input")
@@ -580,9 +548,7 @@ class ProcessGroup(dist.ProcessGroup):
         inputs = _validation.single(name, tensors)
         opts = self._arguments.options(c10d.BroadcastOptions, name, opts, timeout, root)
         args = (self._arguments.movable(name, inputs), opts)
-        return self._issue(
-            name, inputs, self._engine.broadcast, args, timeout=opts.timeout, terms=(opts.rootRank,)
-        )
+        return self._issue(name, inputs, self._engine.broadcast, args, opts)
 
     @keyword_aliases(input_tensor="input_tensors")
     def gather(
@@ -595,22 +561,15 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Collect a tensor from every rank on the rank `root`."""
-        inputs = _validation.single("gather", input_tensors)
-        opts = self._arguments.options(c10d.GatherOptions, "gather", opts, timeout, root)
-        outputs = _validation.nested_list("gather", output_tensors)
+        name, movable = "gather", self._arguments.movable
+        inputs = _validation.single(name, input_tensors)
+        opts = self._arguments.options(c10d.GatherOptions, name, opts, timeout, root)
+        outputs = _validation.nested_list(name, output_tensors)
         if self._rank == opts.rootRank:
-            _validation.one_for_each_rank("gather", outputs, inputs[0], self._size, word="output")
-        moved = self._arguments.movable("gather", outputs)
-        args = ([moved] if outputs else [], self._arguments.movable("gather", inputs), opts)
-        return self._issue(
-            "gather",
-            inputs,
-            self._engine.gather,
-            args,
-            outputs=outputs,
-            timeout=opts.timeout,
-            terms=(opts.rootRank,),
-        )
+            _validation.one_for_each_rank(name, outputs, inputs[0], self._size, word="output")
+        moved = movable(name, outputs)
+        args = ([moved] if outputs else [], movable(name, inputs), opts)
+        return self._issue(name, inputs, self._engine.gather, args, opts, outputs=outputs)
 
     @keyword_aliases(output_tensor="output_tensors")
     def scatter(
@@ -623,21 +582,15 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send the i-th tensor of a list on the rank `root` to rank i."""
-        output = _validation.single("scatter", output_tensors)
-        opts = self._arguments.options(c10d.ScatterOptions, "scatter", opts, timeout, root)
-        inputs = _validation.nested_list("scatter", input_tensors)
+        name, movable = "scatter", self._arguments.movable
+        output = _validation.single(name, output_tensors)
+        opts = self._arguments.options(c10d.ScatterOptions, name, opts, timeout, root)
+        inputs = _validation.nested_list(name, input_tensors)
         if self._rank == opts.rootRank:
-            _validation.one_for_each_rank("scatter", inputs, output[0], self._size, word="input")
-        moved = self._arguments.movable("scatter", inputs)
-        args = (self._arguments.movable("scatter", output), [moved] if inputs else [], opts)
-        return self._issue(
-            "scatter",
-            output,
-            self._engine.scatter,
-            args,
-            timeout=opts.timeout,
-            terms=(opts.rootRank,),
-        )
+            _validation.one_for_each_rank(name, inputs, output[0], self._size, word="input")
+        moved = movable(name, inputs)
+        args = (movable(name, output), [moved] if inputs else [], opts)
+        return self._issue(name, output, self._engine.scatter, args, opts)
 
     # -- all to all ------------------------------------------------------------------------
 
@@ -651,16 +604,13 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Collect a tensor from every rank in a list on every rank."""
-        name = "allgather"
+        name, movable = "allgather", self._arguments.movable
         inputs = _validation.single(name, input_tensors)
         outputs = _validation.nested_list(name, output_tensors)
         _validation.one_for_each_rank(name, outputs, inputs[0], self._size, word="output")
         opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
-        moved = self._arguments.movable(name, outputs)
-        args = ([moved], self._arguments.movable(name, inputs), opts)
-        work = self._issue(
-            name, inputs, self._engine.allgather, args, outputs=outputs, timeout=opts.timeout
-        )
+        args = ([movable(name, outputs)], movable(name, inputs), opts)
+        work = self._issue(name, inputs, self._engine.allgather, args, opts, outputs=outputs)
         work.is_gathered = True
         return work
 
@@ -684,26 +634,25 @@ class ProcessGroup(dist.ProcessGroup):
         inputs = _validation.flat_list(name, input_list)
         lists = [_validation.flat_list(name, outputs) for outputs in output_lists]
         _validation.same_length(name, lists, self._size, word="list of output")
-        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, None)
         for outputs in lists:
             _validation.same_length(name, outputs, len(inputs), word="output", each="input")
         columns = [list(column) for column in zip(*lists, strict=True)]
         for column, tensor in zip(columns, inputs, strict=True):
             _validation.one_for_each_rank(name, column, tensor, self._size, word="output")
+        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, None)
         # One engine call for each, since engines differ in what they accept in one list.
         method = self._engine.allgather
         pairs = [
             (movable(name, column), movable(name, [tensor]))
             for column, tensor in zip(columns, inputs, strict=True)
         ]
-        return self._issue(
-            name,
-            inputs,
-            lambda: JointWork([method([outs], ins, opts) for outs, ins in pairs]),
-            outputs=[tensor for outputs in lists for tensor in outputs],
-            timeout=opts.timeout,
-            single=len(inputs) == 1,
-        )
+
+        def start() -> RawWork:
+            return JointWork([method([outs], ins, opts) for outs, ins in pairs])
+
+        outputs = [tensor for outputs in lists for tensor in outputs]
+        single = len(inputs) == 1
+        return self._issue(name, inputs, start, (), opts, outputs=outputs, single=single)
 
     def all_to_all_single(
         self,
@@ -719,21 +668,13 @@ class ProcessGroup(dist.ProcessGroup):
         both = _validation.single(name, output) + _validation.single(name, input)
         self._arguments.check_tensors(name, both)
         _validation.same_dtype(name, both)
-        received = _validation.splits(
-            name, output, list(output_split_sizes or ()), size, word="output"
-        )
-        sent = _validation.splits(name, input, list(input_split_sizes or ()), size, word="input")
+        into, out_of = list(output_split_sizes or ()), list(input_split_sizes or ())
+        received = _validation.splits(name, output, into, size, word="output")
+        sent = _validation.splits(name, input, out_of, size, word="input")
         opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
         args = (*self._arguments.movable_rows(name, both), received, sent, opts)
-        return self._issue(
-            name,
-            [input],
-            self._engine.alltoall_base,
-            args,
-            outputs=[output],
-            timeout=opts.timeout,
-            uneven=True,
-        )
+        method = self._engine.alltoall_base
+        return self._issue(name, [input], method, args, opts, outputs=[output], uneven=True)
 
     def alltoall(
         self,
@@ -757,14 +698,7 @@ class ProcessGroup(dist.ProcessGroup):
             else list_exchange(self._engine, outs, ins, opts)
         )
         return self._issue(
-            name,
-            inputs,
-            method,
-            args,
-            outputs=outputs,
-            timeout=opts.timeout,
-            uneven=True,
-            finish=finish,
+            name, inputs, method, args, opts, outputs=outputs, uneven=True, finish=finish
         )
 
     def barrier(self, opts: Any = None, timeout: Timeout = None) -> Work:
@@ -773,7 +707,7 @@ class ProcessGroup(dist.ProcessGroup):
         if opts is timeout is None and fast_path and (work := fast_path.barrier()):
             return work
         opts = self._arguments.options(c10d.BarrierOptions, "barrier", opts, timeout)
-        return self._issue("barrier", [], self._engine.barrier, (opts,), timeout=opts.timeout)
+        return self._issue("barrier", [], self._engine.barrier, (opts,), opts)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
         """Wait until every rank has called it; a timeout always names all missing ranks."""
@@ -837,49 +771,35 @@ class ProcessGroup(dist.ProcessGroup):
         op: Any,
         tensors: list[Tensor],
         outputs: list[Tensor] | None = None,
-        *,
-        terms: tuple[Any, ...] = (),
     ) -> Work:
         """Reduce tensors in place."""
         self._arguments.check_tensors(operation, tensors, op)
         known, dtype = self._traits.dtypes, tensors[0].dtype
-        finish, adapted = None, tensors
+        finish, args, single = None, (tensors, opts), len(tensors) == 1
         if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
             plan = self._adapt(operation, op, tensors, tensors)
-            adapted, finish, method = plan.outputs, plan.finish, plan.starting(method)
-            opts, op = with_op(opts, plan.op), plain_op(op)
+            finish, method = plan.finish, plan.starting(method)
+            args = (plan.outputs, copy_options(opts, reduceOp=plan.op))
         return self._issue(
-            operation,
-            tensors,
-            method,
-            (adapted, opts),
-            timeout=opts.timeout,
-            outputs=outputs,
-            terms=(op, *terms),
-            finish=finish,
-            single=len(tensors) == 1,
+            operation, tensors, method, args, opts, outputs=outputs, finish=finish, single=single
         )
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
         """Sum a sparse tensor; ranks may have different entries."""
-        self._arguments.check_device("allreduce", tensors[0])
+        _validation.on_device("allreduce", tensors[0], self.devices, self.backend)
         if not is_sum(op):
             raise InvalidArgument(
                 "allreduce: sparse tensors support only ReduceOp.SUM; pass tensor.to_dense()"
             )
-        start: Callable[[], RawWork] = partial(self._engine.allreduce, tensors, opts)
-        finish = None
-        if not self._traits.sums_sparse:
-            total = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
-            start, finish = partial(total.start, self._issuer.await_part), total.finish
+        if self._traits.sums_sparse:
+            args = (tensors, opts)
+            return self._issue(
+                "allreduce", tensors, self._engine.allreduce, args, opts, uneven=True
+            )
+        total = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
+        start, finish = partial(total.start, self._issuer.await_part), total.finish
         return self._issue(
-            "allreduce",
-            tensors,
-            start,
-            timeout=opts.timeout,
-            uneven=True,
-            finish=finish,
-            single=self._traits.sums_sparse,
+            "allreduce", tensors, start, (), opts, uneven=True, finish=finish, single=False
         )
 
     def _reduce_parts(
@@ -900,16 +820,10 @@ class ProcessGroup(dist.ProcessGroup):
             _validation.numel(operation, whole, out.numel() * self._size, word="input")
         plan = self._adapt(operation, op, ins, outs)
         pairs = list(zip(plan.outputs, plan.inputs, strict=True))
-        method = self._engine._reduce_scatter_base
+        start = plan.starting(partial(start_pairs, self._engine._reduce_scatter_base, pairs))
+        args, single = (copy_options(opts, reduceOp=plan.op),), len(pairs) == 1
         return self._issue(
-            operation,
-            ins,
-            plan.starting(partial(start_pairs, method, pairs, with_op(opts, plan.op))),
-            outputs=outs,
-            timeout=opts.timeout,
-            terms=(plain_op(op),),
-            finish=plan.finish,
-            single=len(pairs) == 1,
+            operation, ins, start, args, opts, outputs=outs, finish=plan.finish, single=single
         )
 
     def _gather_into(
@@ -920,16 +834,11 @@ class ProcessGroup(dist.ProcessGroup):
         for out, part in zip(outs, ins, strict=True):
             _validation.numel(operation, out, part.numel() * self._size, word="output")
         opts = self._arguments.options(c10d.AllgatherOptions, operation, opts, timeout)
-        movable, method = self._arguments.movable, self._engine._allgather_base
+        movable = self._arguments.movable
         pairs = list(zip(movable(operation, outs), movable(operation, ins), strict=True))
-        return self._issue(
-            operation,
-            ins,
-            partial(start_pairs, method, pairs, opts),
-            outputs=outs,
-            timeout=opts.timeout,
-            single=len(pairs) == 1,
-        )
+        start = partial(start_pairs, self._engine._allgather_base, pairs)
+        single = len(pairs) == 1
+        return self._issue(operation, ins, start, (opts,), opts, outputs=outs, single=single)
 
     def _transfer(
         self,

@@ -62,6 +62,11 @@ def plain_op(op: Any) -> Any:
     return getattr(op, "op", op)
 
 
+def is_sum(op: Any) -> bool:
+    """Whether an operation is a plain sum; the identity test is the fast one."""
+    return op is SUM or bool(op == SUM)
+
+
 def adapt_reduction(
     traits: Traits,
     operation: str,
@@ -72,35 +77,36 @@ def adapt_reduction(
     size: int,
 ) -> AdaptedReduction:
     """Rewrite a reduction as one that the engine supports; `inputs` may be `outputs`."""
-    call = _detached(op, inputs, outputs)
-    kind, dtype = plain_op(op), inputs[0].dtype
+    kind, dtype, in_place = plain_op(op), inputs[0].dtype, inputs is outputs
+    outs = [tensor.detach() for tensor in outputs]  # for engines made of tensor operations
+    ins = outs if in_place else [tensor.detach() for tensor in inputs]
+    call = AdaptedReduction(op, ins, outs)
     if dtype is torch.bool:
         call.op = kind = _BOOL_OPS.get(kind, kind)
+    can_average = dtype.is_floating_point or traits.averages_all_types
     if kind == PREMUL_SUM and not traits.premultiplies:
-        _premultiply(call, op.factor)
-    elif kind == AVG and not _averages(traits, operation, dtype):
+        call.op = SUM
+        call.inputs = products = ins if in_place else [tensor.clone() for tensor in ins]
+
+        def multiply() -> None:
+            for tensor in products:
+                tensor.mul_(op.factor)
+
+        call.prepare = multiply
+    elif kind == AVG and not (can_average and operation in traits.averages):
         call.op = SUM
         call.finish = averaging(outputs, size)
     if traits.dtypes is not None and dtype not in traits.dtypes:
-        _view_complex(call, operation, kind, dtype)
+        if not (dtype.is_complex and kind in _LINEAR):
+            raise InvalidArgument(
+                f"{operation}: this backend does not support {op_name(kind)} of "
+                f"{dtype_name(dtype)}; convert the tensor to a supported dtype, such as float32 or "
+                "int64"
+            )
+        # The sum of complex numbers is that of their parts.
+        call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
+        call.outputs = call.inputs if in_place else [torch.view_as_real(t) for t in outs]
     return call
-
-
-def _averages(traits: Traits, operation: str, dtype: torch.dtype) -> bool:
-    known = dtype.is_floating_point or traits.averages_all_types
-    return known and operation in traits.averages
-
-
-def is_sum(op: Any) -> bool:
-    """Whether an operation is a plain sum; the identity test is the fast one."""
-    return op is SUM or bool(op == SUM)
-
-
-def _detached(op: Any, inputs: list[Tensor], outputs: list[Tensor]) -> AdaptedReduction:
-    """Detach tensors, for engines that are made of tensor operations."""
-    plain = [tensor.detach() for tensor in outputs]
-    same = inputs is outputs
-    return AdaptedReduction(op, plain if same else [tensor.detach() for tensor in inputs], plain)
 
 
 def averaging(tensors: Sequence[Tensor], count: int) -> Callable[[], None]:
@@ -124,31 +130,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8)
 
 
-def _view_complex(call: AdaptedReduction, operation: str, kind: Any, dtype: torch.dtype) -> None:
-    """View complex numbers as pairs where that gives the same result; reject other dtypes."""
-    if not (dtype.is_complex and kind in _LINEAR):
-        raise InvalidArgument(
-            f"{operation}: this backend does not support {op_name(kind)} of {dtype_name(dtype)}; "
-            "convert the tensor to a supported dtype, such as float32 or int64"
-        )
-    same = call.inputs is call.outputs
-    call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
-    call.outputs = call.inputs if same else [torch.view_as_real(t) for t in call.outputs]
-
-
-def _premultiply(call: AdaptedReduction, factor: float | Tensor) -> None:
-    call.op = SUM
-    if call.inputs is not call.outputs:
-        call.inputs = [tensor.clone() for tensor in call.inputs]
-    inputs = call.inputs
-
-    def multiply() -> None:
-        for tensor in inputs:
-            tensor.mul_(factor)
-
-    call.prepare = multiply
-
-
 class SparseSum:
     """An allreduce of one sparse tensor per rank, as allgathers of counts and entries."""
 
@@ -161,11 +142,20 @@ class SparseSum:
     def start(self, wait_for: Callable[[RawWork], None]) -> RawWork:
         """Exchange the numbers of entries and wait for them, then start to gather the entries."""
         own = self._tensor.detach().coalesce()
-        self._counts = self._exchange_counts(own, wait_for)
-        longest = max(self._counts)
-        self._indices = self._rows(longest, own.indices().t())
-        self._values = self._rows(longest, own.values())
-        return JointWork([self._gather(rows) for rows in (self._indices, self._values)])
+        header = torch.tensor([own._nnz(), own.sparse_dim(), *own.shape], dtype=torch.int64)
+        headers = torch.zeros(self._size, len(header), dtype=torch.int64)
+        headers[:, 1:] = header[1:]  # ranks that have left contribute no entries
+        headers[self._rank] = header
+        wait_for(self._gather(headers))
+        if not torch.equal(headers[:, 1:], header[1:].expand(self._size, -1)):
+            shapes = sorted({str(row[2:].tolist()) for row in headers})
+            raise InvalidArgument(
+                f"allreduce: ranks passed sparse tensors of different shapes: {shapes}"
+            )
+        self._counts = headers[:, 0].tolist()
+        self._indices = self._rows(own.indices().t())
+        self._values = self._rows(own.values())
+        return JointWork([self._gather(self._indices), self._gather(self._values)])
 
     def finish(self) -> None:
         """Sum the gathered entries into this rank's tensor."""
@@ -185,21 +175,8 @@ class SparseSum:
             if parts:
                 self._tensor.add_(functools.reduce(torch.add, parts).coalesce())
 
-    def _exchange_counts(self, own: Tensor, wait_for: Callable[[RawWork], None]) -> list[int]:
-        header = torch.tensor([own._nnz(), own.sparse_dim(), *own.shape], dtype=torch.int64)
-        headers = torch.zeros(self._size, len(header), dtype=torch.int64)
-        headers[:, 1:] = header[1:]  # ranks that have left contribute no entries
-        headers[self._rank] = header
-        wait_for(self._gather(headers))
-        if not torch.equal(headers[:, 1:], header[1:].expand(self._size, -1)):
-            shapes = sorted({str(row[2:].tolist()) for row in headers})
-            raise InvalidArgument(
-                f"allreduce: ranks passed sparse tensors of different shapes: {shapes}"
-            )
-        return [int(count) for count in headers[:, 0]]
-
-    def _rows(self, longest: int, own: Tensor) -> Tensor:
-        rows = own.new_zeros((self._size, longest, *own.shape[1:]))
+    def _rows(self, own: Tensor) -> Tensor:
+        rows = own.new_zeros((self._size, max(self._counts), *own.shape[1:]))
         rows[self._rank, : len(own)] = own
         return rows
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,12 @@ class Timing:
     """The same after a death, which is raised at once. Ranks that wait too still report in time."""
     query_interval: float = 0.1
     """Between two store queries about one overdue call."""
+    overdue_after: float = 0.25
+    """For which a wait blocks in the engine before the failure detector is asked."""
+    overdue_poll_interval: float = 0.04
+    """Between two checks of an overdue call."""
+    dead_peer_poll_interval: float = 0.02
+    """The same after a death; what the rank sent before may still arrive."""
     diagnosis_timeout: float = 3.0
     """To find out why an engine's connection broke."""
     request_timeout: float = 2.0
@@ -43,6 +51,11 @@ class Timing:
     """For members on other machines to close their group before the hosted store closes."""
     port_release_timeout: float = 1.0
     """For another process to release the port that a store needs."""
+
+    @cached_property
+    def first_wait(self) -> timedelta:
+        """The same as `overdue_after`, made once since every wait passes it to the engine."""
+        return timedelta(seconds=self.overdue_after)
 
 
 _default = Timing()

@@ -34,7 +34,6 @@ def single(operation: str, value: object) -> list[Tensor]:
 
 
 def flat_list(operation: str, value: object) -> list[Tensor]:
-    """Accept a list of tensors."""
     if isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value):
         return list(value)
     raise InvalidType(f"{operation} takes tensors, got {_kind(value)}")
@@ -49,8 +48,6 @@ def nested_list(operation: str, value: object) -> list[Tensor]:
 
 def on_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
     """Reject a tensor on a device that the group does not serve."""
-    if tensor.is_cpu and "cpu" in devices:  # the common case, and faster than `device`
-        return
     if tensor.device.type not in devices:
         raise InvalidArgument(
             f"{operation} got a tensor on {tensor.device}, but this {backend} group serves "
@@ -77,19 +74,16 @@ def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str
 
 def reduction(operation: str, op: object, dtype: torch.dtype) -> None:
     """Reject an operation that the dtype does not support."""
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    name = op_name(op)
-    if op in _BITWISE and not whole:
-        raise InvalidArgument(
-            f"{operation} cannot {name} {dtype_name(dtype)}; "
-            "bitwise operations need an integer or bool tensor"
-        )
-    if op in _ORDERED and dtype.is_complex:
-        raise InvalidArgument(f"{operation} cannot {name} complex numbers; they have no order")
-    if op == ReduceOp.AVG and dtype is torch.bool:
-        raise InvalidArgument(
-            f"{operation} cannot average bool; convert the tensor to a number type"
-        )
+    problem = ""
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        needed = "bitwise operations need an integer or bool tensor"
+        problem = f"{op_name(op)} {dtype_name(dtype)}; {needed}"
+    elif op in _ORDERED and dtype.is_complex:
+        problem = f"{op_name(op)} complex numbers; they have no order"
+    elif op == ReduceOp.AVG and dtype is torch.bool:
+        problem = "average bool; convert the tensor to a number type"
+    if problem:
+        raise InvalidArgument(f"{operation} cannot {problem}")
 
 
 def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
@@ -102,7 +96,6 @@ def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
 
 
 def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
-    """Reject a rank that is not in the group."""
     if not isinstance(value, int) or not 0 <= value < size:
         raise InvalidArgument(
             f"{operation}: {word} {value!r} is not a rank of this group; "
@@ -114,7 +107,6 @@ def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
 def same_length(
     operation: str, tensors: Sequence[object], size: int, *, word: str, each: str = "rank"
 ) -> None:
-    """Reject a list that does not have `size` items."""
     if len(tensors) != size:
         raise InvalidArgument(
             f"{operation} needs one {word} tensor per {each}: expected {size}, got {len(tensors)}"
@@ -132,15 +124,13 @@ def one_for_each_rank(
 
 
 def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
-    """Reject tensors of several dtypes in one call."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
-        names = ", ".join(sorted(dtype_name(dtype) for dtype in dtypes))
+        names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise InvalidArgument(f"{operation} takes tensors of one dtype, got {names}")
 
 
 def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
-    """Reject a tensor with the wrong number of elements."""
     if tensor.numel() != expected:
         raise InvalidArgument(
             f"{operation}: the {word} tensor has {tensor.numel()} elements, needs {expected}"

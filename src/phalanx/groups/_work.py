@@ -1,6 +1,6 @@
 """The handle of a call: waiting with a deadline, completing its future, and failing.
 
-`Work.wait` blocks in the engine for `OVERDUE_AFTER` seconds. Only then does it ask the
+`Work.wait` blocks in the engine for `Timing.overdue_after` seconds. Only then does it ask the
 `FailureDetector`, in short intervals, whether the call can still succeed.
 
 Several threads may wait for one `Work`. What must happen once happens under `Work._once`; no
@@ -45,18 +45,12 @@ class _FailedResult:
         self._error = error
 
     def throw(self) -> NoReturn:
-        """Raise the error."""
         raise copy(self._error)
 
     def __reduce__(self) -> NoReturn:
         self.throw()  # C++ pickles a result to find the tensors in it
 
 
-OVERDUE_AFTER = 0.25  # seconds that a wait blocks in the engine before the detector is asked
-OVERDUE_POLL_INTERVAL = 0.04
-DEAD_PEER_POLL_INTERVAL = 0.02  # what a rank sent before its death may still arrive
-
-_FIRST_WAIT = timedelta(seconds=OVERDUE_AFTER)
 _init_base = dist.Work.__init__
 
 
@@ -96,10 +90,6 @@ class Work(dist.Work, PendingCall):
         self._outputs = outputs
         self._once = threading.Lock()
 
-    def mark_settled(self) -> None:
-        """Mark a call as done whose end was observed before this work was made."""
-        self._settled = True
-
     # -- torch's interface -----------------------------------------------------------------
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
@@ -119,17 +109,20 @@ class Work(dist.Work, PendingCall):
             raise self._error
         detector, call = self._detector, self.call
         if detector.streams:
-            self._wait_on_stream(timeout)
+            try:
+                self.raw.wait(timeout) if timeout > NO_TIMEOUT else self.raw.wait()
+            except RuntimeError as error:
+                self._raise(detector.diagnose(self, error), error)
             return
         detector.waiting = call
         limit = call.started + self.timeout  # the property `deadline`, inlined
-        if timeout is not NO_TIMEOUT:
-            limit = self._limit(timeout)
-        left = limit - time.monotonic()
-        wait = _FIRST_WAIT if left > OVERDUE_AFTER else timedelta(seconds=max(left, 0.001))
+        if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
+            limit = min(limit, time.monotonic() + timeout.total_seconds())
+        left, timing = limit - time.monotonic(), detector._timing
+        first = timing.first_wait if left > timing.overdue_after else _wait_time(left)
         try:
             try:
-                self.raw.wait(wait)
+                self.raw.wait(first)
                 return
             except RuntimeError:  # not done, or failed: `_is_done` decides
                 pass
@@ -143,13 +136,15 @@ class Work(dist.Work, PendingCall):
 
     def await_part(self) -> None:
         """Block until one part of a call is done; the call is still starting."""
-        self._detector.begun(self.call, self)
+        detector, call = self._detector, self.call
+        detector.in_flight[call] = self
+        detector.prune_in_flight()
         try:
             self.await_engine()
         except GroupError:
-            self._detector.half_started = self.call.what
+            detector.half_started = call.what
             raise
-        self._detector.ended(self.call)
+        detector.ended(call)
 
     def is_completed(self) -> bool:
         """Whether the call has ended, with or without an error."""
@@ -212,23 +207,31 @@ class Work(dist.Work, PendingCall):
 
     # -- waiting ---------------------------------------------------------------------------
 
-    def _limit(self, timeout: timedelta) -> float:
-        if timeout <= NO_TIMEOUT:
-            return self.deadline
-        return min(self.deadline, time.monotonic() + timeout.total_seconds())
-
     def _wait_long(self, limit: float, timeout: timedelta) -> None:
+        detector, peer, timing = self._detector, self.peer, self._detector._timing
         while not self._is_done():
-            if self.peer is not None and self.peer in self._detector.absent():
-                self._fail_without_peer(self.peer)
-                return
-            failure = self._detector.look(self)
+            if peer is not None and peer in detector.absent():
+                if self._is_done():  # it sent its part before it left
+                    return
+                if detector.is_excluded(peer):
+                    raise self._fail_call(CallFailed(PeerLost, peer, f"rank {peer} is dead"))
+                if hasattr(self.raw, "cancel"):
+                    self.raw.cancel()  # or it would match what the peer sends after it rejoins
+                raise self._fail_call(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
+            failure = detector.look(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
-                self._raise_timeout(limit, timeout)
-            wait = DEAD_PEER_POLL_INTERVAL if self.has_dead_peer else OVERDUE_POLL_INTERVAL
-            self._wait_briefly(min(wait, limit - time.monotonic()))
+                if limit < self.deadline:  # the group and the call continue
+                    failure, reports = detector.timed_out(self, after=timeout.total_seconds())
+                    raise detector.error(failure, self, self.call, reports) from None
+                failure, reports = detector.timed_out(self, after=self.timeout)
+                raise self._fail(failure, reports) from None
+            wait = timing.overdue_poll_interval
+            if self.has_dead_peer:
+                wait = timing.dead_peer_poll_interval
+            with suppress(RuntimeError):  # not done, or failed: `_is_done` decides
+                self.raw.wait(_wait_time(min(wait, limit - time.monotonic())))
 
     def _is_done(self) -> bool:
         """Whether the engine is done; raise the reason if the call failed."""
@@ -242,44 +245,21 @@ class Work(dist.Work, PendingCall):
             self._raise(self._detector.diagnose(self, error), error)
         return True
 
-    def _fail_without_peer(self, peer: int) -> None:
-        """Take what the peer sent before it left, or raise."""
-        if self._is_done():
-            return
-        if self._detector.is_excluded(peer):
-            raise self._fail_call(CallFailed(PeerLost, peer, f"rank {peer} is dead"))
-        if hasattr(self.raw, "cancel"):
-            self.raw.cancel()  # or it would match what the peer sends after it rejoins
-        raise self._fail_call(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
-
-    def _wait_briefly(self, seconds: float) -> None:
-        with suppress(RuntimeError):  # not done, or failed: `_is_done` decides
-            self.raw.wait(timedelta(seconds=max(seconds, 0.001)))
-
-    def _wait_on_stream(self, timeout: timedelta) -> None:
-        try:
-            self.raw.wait(timeout) if timeout > NO_TIMEOUT else self.raw.wait()
-        except RuntimeError as error:
-            self._raise(self._detector.diagnose(self, error), error)
-
     # -- ending ----------------------------------------------------------------------------
 
     def _settle(self) -> None:
         if self.finish is not None:
-            self._finish_once()
+            with self._once:
+                if self.finish is not None:  # no other thread came first
+                    self.finish()
+                    self.finish = None
         call = self.call
         if call.ended is None:
             call.ended = time.monotonic()
         self._settled = True
         self._detector.ended(call)
         if faultpoints.armed:
-            faultpoints.reach(f"{self.call.operation}:after")
-
-    def _finish_once(self) -> None:
-        with self._once:
-            if self.finish is not None:
-                self.finish()
-                self.finish = None
+            faultpoints.reach(f"{call.operation}:after")
 
     def _raise(self, failure: Failure, cause: Exception | None = None) -> NoReturn:
         if cause is not None:
@@ -315,47 +295,30 @@ class Work(dist.Work, PendingCall):
         detector.ended(call)
         return error
 
-    def _raise_timeout(self, limit: float, timeout: timedelta) -> NoReturn:
-        """Raise a timeout; it fails the group only if the call's own deadline has passed."""
-        if limit < self.deadline:
-            failure, reports = self._detector.timed_out(self, after=timeout.total_seconds())
-            raise self._detector.error(failure, self, self.call, reports) from None
-        failure, reports = self._detector.timed_out(self, after=self.timeout)
-        raise self._fail(failure, reports) from None
-
     # -- futures ---------------------------------------------------------------------------
 
     def _complete_future(self, raw: Future[Any]) -> None:
         """End the future with the engine's result; runs on the engine's thread."""
         try:
             raw.wait()
-        except CallFailed as failed:
-            self._end_future(self._fail_call(failed))
-            failed.__traceback__ = None
-            return
         except Exception as error:  # noqa: BLE001 - the future must end with it
-            self._fail_future(self._detector.diagnose(self, error))
+            if isinstance(error, CallFailed):
+                self._end_future(self._fail_call(error))
+            else:
+                self._fail_future(self._detector.diagnose(self, error))
             # The traceback refers to this frame, and that to the future that holds the error: a
             # cycle through C++ is never collected.
             error.__traceback__ = None
-            return
-        self._settle()
-        if self._claim_future():
-            assert self._future is not None
-            self._future.set_result(self._future_value())
-
-    def _future_value(self) -> list[Tensor]:
-        """Return the outputs; gathered tensors are stacked, as torch's hooks expect."""
-        if not self.is_gathered:
-            return self._outputs
-        return [torch.stack([each.view_as(self._outputs[0]) for each in self._outputs])]
+        else:
+            self._settle()
+            self._end_future()
 
     def check_future(self) -> bool:
         """End the future if the call cannot succeed any more; return whether it has ended."""
         if self._future_ended:
             return True
         failure = self._detector.failure
-        if failure is None and self.call.age > OVERDUE_AFTER:
+        if failure is None and self.call.age > self._detector._timing.overdue_after:
             failure = self._detector.look(self)
             if failure is None and self.call.age > self.timeout:
                 failure, _ = self._detector.timed_out(self, after=self.timeout)
@@ -367,14 +330,21 @@ class Work(dist.Work, PendingCall):
         if not self._future_ended:
             self._end_future(self._fail(failure))
 
-    def _end_future(self, error: GroupError) -> None:
-        if self._claim_future():
-            assert self._future is not None
-            fail_future(self._future, error)
-
-    def _claim_future(self) -> bool:
-        """Whether the caller is the first to end the future."""
+    def _end_future(self, error: GroupError | None = None) -> None:
+        """End the future with an error or the outputs, unless it has ended."""
         with self._once:
-            first = not self._future_ended
+            if self._future_ended:
+                return
             self._future_ended = True
-            return first
+        assert self._future is not None
+        if error is not None:
+            fail_future(self._future, error)
+        elif self.is_gathered:  # stacked, as torch's hooks expect
+            first = self._outputs[0]
+            self._future.set_result([torch.stack([each.view_as(first) for each in self._outputs])])
+        else:
+            self._future.set_result(self._outputs)
+
+
+def _wait_time(seconds: float) -> timedelta:
+    return timedelta(seconds=max(seconds, 0.001))  # 0 would mean no limit

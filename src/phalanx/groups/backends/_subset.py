@@ -8,20 +8,19 @@ have been started before and after a departure.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.futures import Future
 
 from ...errors import PeerLeft
-from .._engine import CallFailed, Engine, PythonWork, RawWork
+from .._engine import CallFailed, Engine, JointWork, PythonWork, RawWork, copy_options
 
 T = TypeVar("T")
 Tensors = list[Tensor]
+Method = Callable[..., RawWork]
 
 
 class SubsetEngine:
@@ -34,50 +33,39 @@ class SubsetEngine:
         self._size = size
         self.begun: list[Any] = []
         """Started works of both engines, and of calls that failed here."""
+        self.allreduce: Method = inner.allreduce
+        self.allreduce_coalesced: Method = inner.allreduce_coalesced
+        self.barrier: Method = inner.barrier
+        self.recv_anysource: Method = full.recv_anysource
 
     # -- reductions ------------------------------------------------------------------------
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        work: RawWork = self._inner.allreduce(tensors, opts)
-        return work
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
-        work: RawWork = self._inner.allreduce_coalesced(tensors, opts)
-        return work
-
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        return self._rooted(opts, lambda translated: self._inner.reduce(tensors, translated))
+        return self._rooted(self._inner.reduce, tensors, opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
-        work: RawWork = self._inner.reduce_scatter(outputs, [self._pick(inputs[0])], opts)
-        return work
+        start: Method = self._inner.reduce_scatter
+        return start(outputs, [self._pick(inputs[0])], opts)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
+        start: Method = self._inner._reduce_scatter_base
         parts = whole.detach().reshape(self._size, output.numel())
-        translated = torch.cat(self._pick(list(parts)))
-        work: RawWork = self._inner._reduce_scatter_base(output, translated, opts)
-        return work
+        return start(output, torch.cat(self._pick(list(parts))), opts)
 
     # -- one to all, all to one, all to all ------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
-        return self._rooted(opts, lambda translated: self._inner.broadcast(tensors, translated))
+        return self._rooted(self._inner.broadcast, tensors, opts)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        targets = [self._pick(each) for each in outputs]
-        return self._rooted(
-            opts, lambda translated: self._inner.gather(targets, inputs, translated)
-        )
+        return self._rooted(self._inner.gather, [*map(self._pick, outputs)], inputs, opts)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> RawWork:
-        sources = [self._pick(each) for each in inputs]
-        return self._rooted(
-            opts, lambda translated: self._inner.scatter(outputs, sources, translated)
-        )
+        return self._rooted(self._inner.scatter, outputs, [*map(self._pick, inputs)], opts)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        work: RawWork = self._inner.allgather([self._pick(outputs[0])], inputs, opts)
-        return work
+        start: Method = self._inner.allgather
+        return start([self._pick(outputs[0])], inputs, opts)
 
     def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> RawWork:
         rows = output.detach().view(self._size, part.numel())
@@ -96,33 +84,24 @@ class SubsetEngine:
                 slot.copy_(piece)
 
         raw = self._inner.alltoall_base(received, sent, sizes, self._pick(out_of), opts)
-        return _CopyBackWork(raw, copy_back)
+        return JointWork([raw], copy_back)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> RawWork:
-        work: RawWork = self._inner.alltoall(self._pick(outputs), self._pick(inputs), opts)
-        return work
-
-    def barrier(self, opts: Any) -> RawWork:
-        work: RawWork = self._inner.barrier(opts)
-        return work
+        start: Method = self._inner.alltoall
+        return start(self._pick(outputs), self._pick(inputs), opts)
 
     # -- one to one ------------------------------------------------------------------------
 
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
-        if peer not in self._members:
-            return self._failed(peer, f"rank {peer} has left the group")
-        work: RawWork = self._full.send(tensors, peer, tag)
-        return work
+        return self._transfer(self._full.send, tensors, peer, tag)
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
+        return self._transfer(self._full.recv, tensors, peer, tag)
+
+    def _transfer(self, start: Method, tensors: Tensors, peer: int, tag: int) -> RawWork:
         if peer not in self._members:
             return self._failed(peer, f"rank {peer} has left the group")
-        work: RawWork = self._full.recv(tensors, peer, tag)
-        return work
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
-        work: RawWork = self._full.recv_anysource(tensors, tag)
-        return work
+        return start(tensors, peer, tag)
 
     # -- both engines ----------------------------------------------------------------------
 
@@ -142,57 +121,16 @@ class SubsetEngine:
         """Of one item per rank, return those of the members."""
         return [items[rank] for rank in self._members]
 
-    def _rooted(self, opts: Any, start: Callable[[Any], RawWork]) -> RawWork:
+    def _rooted(self, start: Method, *args: Any) -> RawWork:
         """Start a call with the root's rank in the engine of the members."""
+        *tensors, opts = args
         root = opts.rootRank
         if root not in self._members:
             return self._failed(root, f"its root, rank {root}, has left the group")
-        translated = type(opts)()
-        for field in ("timeout", "asyncOp", "rootTensor", "reduceOp"):
-            if hasattr(opts, field):
-                setattr(translated, field, getattr(opts, field))
-        translated.rootRank = self._members.index(root)
-        return start(translated)
+        return start(*tensors, copy_options(opts, rootRank=self._members.index(root)))
 
     def _failed(self, rank: int, message: str) -> RawWork:
         work = PythonWork([])
         work.finish(CallFailed(PeerLeft, rank, message))
         self.begun += [work]
         return work
-
-
-class _CopyBackWork:
-    """A call whose output is copied back when the engine is done."""
-
-    def __init__(self, raw: RawWork, finish: Callable[[], None]) -> None:
-        self._raw = raw
-        self._finish: Callable[[], None] | None = finish
-        self._once = threading.Lock()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._raw.wait(timeout) if timeout else self._raw.wait()
-        self._copy_back()
-        return True
-
-    def is_completed(self) -> bool:
-        return self._raw.is_completed()
-
-    def get_future(self) -> Future[Any]:
-        def finish(done: Future[Any]) -> Any:
-            result = done.wait()
-            self._copy_back()
-            return result
-
-        return self._raw.get_future().then(finish)
-
-    def result(self) -> list[Tensor]:
-        return self._raw.result()
-
-    def _source_rank(self) -> int:
-        return -1
-
-    def _copy_back(self) -> None:
-        with self._once:
-            if self._finish is not None:
-                self._finish()
-                self._finish = None

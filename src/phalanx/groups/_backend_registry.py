@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -12,7 +12,6 @@ from torch._C._distributed_c10d import Store
 from ..errors import InvalidArgument
 from ._engine import Engine, Traits
 from .backends import auto, fake, gloo, local, nccl, shm
-from .backends.shm import RegionOffer
 
 
 class ProcessGroupFactory(Protocol):
@@ -30,8 +29,7 @@ class ProcessGroupFactory(Protocol):
         """Return a torch process group or backend, or an object with the same methods."""
 
 
-@dataclass(frozen=True)
-class Backend:
+class Backend(NamedTuple):
     """A registered backend."""
 
     name: str
@@ -60,9 +58,9 @@ def find_backend(name: str) -> Backend:
         ) from None
 
 
-register_backend("auto", auto.make, traits=replace(auto.TRAITS, offer=RegionOffer))
+register_backend("auto", auto.make, traits=auto.TRAITS)
 register_backend("gloo", gloo.make, traits=gloo.TRAITS)
 register_backend("nccl", nccl.make, traits=nccl.TRAITS)
 register_backend("local", local.make, traits=local.TRAITS)
 register_backend("fake", fake.make, traits=fake.TRAITS)
-register_backend("shm", shm.make, traits=replace(shm.TRAITS, offer=RegionOffer))
+register_backend("shm", shm.make, traits=replace(shm.TRAITS, offer=shm.RegionOffer))

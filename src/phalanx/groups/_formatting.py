@@ -7,17 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from .._formatting import first_line, format_rank_ranges, format_ranks
-
-__all__ = [
-    "RankCall",
-    "describe",
-    "dtype_name",
-    "first_line",
-    "format_rank_ranges",
-    "format_ranks",
-    "op_name",
-]
+from .._formatting import first_line as first_line
+from .._formatting import format_rank_ranges as format_rank_ranges
+from .._formatting import format_ranks as format_ranks
 
 
 class RankCall(NamedTuple):

@@ -9,6 +9,7 @@ ranks.
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, cast
 
@@ -30,13 +31,26 @@ _numbers: dict[str, set[int]] = {}
 def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
     """Add a group to torch; returns its name there, unique in this process."""
     if isinstance(engine, native.Backend):
-        _expose_engine(group, engine)
+        # Give torch's C++ code the engine, for calls that bypass the Python object.
+        types = native.ProcessGroup.BackendType
+        kind = getattr(types, group.backend.upper(), types.CUSTOM)
+        group._set_default_backend(kind)
+        for device in sorted(group.devices):
+            group._register_backend(torch.device(device), kind, engine)
     return add_to_torch_tables(group)
 
 
 def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
-    """Add a group to torch's Python tables; returns its name there."""
-    name = _register(group)
+    """Add a group to torch's tables; returns its name there."""
+    requested = _requested_name(group)
+    with _numbers_lock:
+        # The ranks agreed on the first suffix; where they are threads, it is free only for one.
+        for number in count(group._name_number):
+            name = _numbered(requested, number)
+            with suppress(RuntimeError):  # the name is taken
+                native._register_process_group(name, group)
+                break
+        _numbers.setdefault(requested, set()).add(number)
     c10d._world.pg_names[group] = name
     c10d._world.pg_map[group] = (group.backend, cast("native.Store", group.get_group_store()))
     c10d._world.pg_group_ranks[group] = {
@@ -69,43 +83,8 @@ def _is_taken(name: c10d.GroupName) -> bool:
     return True
 
 
-def _register(group: ProcessGroup) -> c10d.GroupName:
-    """Register with the suffix that the ranks agreed on, or a later one if ranks are threads."""
-    requested = _requested_name(group)
-    with _numbers_lock:
-        for number in count(group._name_number):
-            name = _numbered(requested, number)
-            try:
-                native._register_process_group(name, group)
-            except RuntimeError:  # the name is taken
-                continue
-            _numbers.setdefault(requested, set()).add(number)
-            return name
-    raise AssertionError("count() has no end")
-
-
 def _requested_name(group: ProcessGroup) -> str:
     return group._given_name or group.label
-
-
-def _release_number(group: ProcessGroup) -> None:
-    requested = _requested_name(group)
-    with _numbers_lock:
-        numbers = _numbers.get(requested, set())
-        numbers.difference_update(
-            [each for each in numbers if _numbered(requested, each) == group.group_name]
-        )
-        if not numbers:
-            _numbers.pop(requested, None)
-
-
-def _expose_engine(group: ProcessGroup, engine: Engine) -> None:
-    """Give torch's C++ code the engine, for calls that bypass the Python object."""
-    types = native.ProcessGroup.BackendType
-    kind = getattr(types, group.backend.upper(), types.CUSTOM)
-    group._set_default_backend(kind)
-    for device in sorted(group.devices):
-        group._register_backend(torch.device(device), kind, engine)
 
 
 def unregister_group(group: ProcessGroup) -> None:
@@ -113,6 +92,11 @@ def unregister_group(group: ProcessGroup) -> None:
     if group not in c10d._world.pg_names:
         return
     native._unregister_process_group(c10d.GroupName(group.group_name))
-    _release_number(group)
+    requested = _requested_name(group)
+    with _numbers_lock:
+        used = _numbers.pop(requested, set())
+        used = {number for number in used if _numbered(requested, number) != group.group_name}
+        if used:
+            _numbers[requested] = used
     for table in (c10d._world.pg_names, c10d._world.pg_map, c10d._world.pg_group_ranks):
         table.pop(group, None)

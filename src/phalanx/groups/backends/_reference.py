@@ -35,30 +35,16 @@ _HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def reduce_in_rank_order(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """Reduce tensors in the order given; half precision is accumulated in single."""
-    kind = plain_op(op)
-    if tensors[0].is_sparse:
-        return _combine_sparse(tensors, kind)
-    dtype = tensors[0].dtype
-    wide = [
-        tensor.detach().float() if dtype in _HALF_PRECISION else tensor.detach()
-        for tensor in tensors
-    ]
+    """Reduce tensors in the order given; dense half precision is accumulated in single."""
+    kind, dtype = plain_op(op), tensors[0].dtype
+    widens = dtype in _HALF_PRECISION and not tensors[0].is_sparse
+    wide = [tensor.detach().float() if widens else tensor.detach() for tensor in tensors]
     total = wide[0].clone()
     for tensor in wide[1:]:
         total = _BINARY[kind](total, tensor)
     if kind == ReduceOp.AVG:
         averaging([total], len(tensors))()
-    return total.to(dtype)
-
-
-def _combine_sparse(tensors: Sequence[Tensor], kind: Any) -> Tensor:
-    if kind != ReduceOp.SUM:
-        raise ValueError("sparse tensors can only be summed")
-    total = tensors[0].detach()
-    for tensor in tensors[1:]:
-        total = total + tensor.detach()
-    return total.coalesce()
+    return total.coalesce() if total.is_sparse else total.to(dtype)
 
 
 def allreduce(calls: Arguments) -> None:
@@ -95,11 +81,9 @@ def allgather(calls: Arguments) -> None:
 
 def allgather_base(calls: Arguments) -> None:
     """Every rank gets all tensors, in one."""
-    for output, mine, _ in calls.values():
-        rows = output.detach().view(-1, mine.numel()) if mine.numel() else None
+    for output, _, _ in calls.values():
         for rank, (_, part, _) in calls.items():
-            if rows is not None:
-                copy_into(rows[rank], part)
+            copy_into(_part(output, rank, part.numel()), part)
 
 
 def gather(calls: Arguments) -> None:
@@ -128,11 +112,7 @@ def reduce_scatter_base(calls: Arguments) -> None:
     """Rank i gets the reduction of all i-th parts."""
     opts = _first_arguments(calls)[-1]
     for rank, (output, _, _) in calls.items():
-        count = output.numel()
-        parts = [
-            whole.detach().reshape(-1)[rank * count : (rank + 1) * count]
-            for _, whole, _ in calls.values()
-        ]
+        parts = [_part(whole, rank, output.numel()) for _, whole, _ in calls.values()]
         copy_into(output, reduce_in_rank_order(opts.reduceOp, parts))
 
 
@@ -168,6 +148,10 @@ def copy_into(target: Tensor, value: Tensor) -> None:
             f"ranks disagree on sizes: {list(value.shape)} was sent, {list(target.shape)} expected"
         )
     target.detach().copy_(value.detach().reshape(target.shape))
+
+
+def _part(whole: Tensor, rank: int, count: int) -> Tensor:
+    return whole.detach().view(-1)[rank * count : (rank + 1) * count]
 
 
 def _first_arguments(calls: Arguments) -> tuple[Any, ...]:

@@ -16,22 +16,13 @@ from ...errors import RendezvousError, RendezvousTimeout
 from .._engine import Engine
 from . import gloo, nccl, refuse_options, shm
 
-__all__ = [
-    "TRAITS",
-    "make",
-]
+__all__ = ["TRAITS", "make"]
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object
 ) -> Engine:
     """Create the fastest engine that all ranks can use."""
-    del kwargs
     arguments = (rank, world_size, timeout, device)
     if device.type == "cuda":
         return nccl.make(PrefixStore("nccl", store), *arguments)
@@ -47,5 +38,7 @@ def name_of(engine: Engine) -> str:
     return "shm" if isinstance(engine, shm.ShmEngine) else str(engine.name())
 
 
-TRAITS = replace(gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of)
+TRAITS = replace(
+    gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of, offer=shm.RegionOffer
+)
 """Used until an engine is chosen; then the traits of that engine are."""

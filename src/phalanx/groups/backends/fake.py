@@ -17,10 +17,7 @@ from torch._C._distributed_c10d import Store
 from .._engine import REDUCTIONS, Engine, PythonWork, Traits
 from . import refuse_options
 
-__all__ = [
-    "TRAITS",
-    "make",
-]
+__all__ = ["TRAITS", "make"]
 
 
 Tensors = list[Tensor]
@@ -35,14 +32,16 @@ class FakeEngine:
         self.begun: list[Any] = []
         """Stays empty: every call completes at once."""
 
-    def allreduce(self, tensors: Tensors, opts: Any) -> PythonWork:
+    def allreduce(self, tensors: Tensors, *_: object) -> PythonWork:
         """Leave the tensors unchanged."""
         return _done(tensors)
 
-    allreduce_coalesced = reduce = broadcast = allreduce
+    allreduce_coalesced = reduce = broadcast = recv = recv_anysource = allreduce
 
-    def barrier(self, opts: Any) -> PythonWork:
+    def barrier(self, *_: object) -> PythonWork:
         return _done([])
+
+    send = barrier
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
         """Keep this rank's own part."""
@@ -86,15 +85,6 @@ class FakeEngine:
         """Receive this rank's own tensor from itself."""
         return _done([outputs[self._rank]], [inputs[self._rank]])
 
-    def send(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        return _done([])
-
-    def recv(self, tensors: Tensors, peer: int, tag: int) -> PythonWork:
-        return _done(tensors)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> PythonWork:
-        return _done(tensors)
-
 
 def _done(outputs: Tensors, values: Tensors | None = None) -> PythonWork:
     for output, value in zip(outputs, values or (), strict=values is not None):
@@ -105,15 +95,10 @@ def _done(outputs: Tensors, values: Tensors | None = None) -> PythonWork:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object
 ) -> Engine:
     """Create an engine without peers."""
-    del store, timeout, device, kwargs
+    del store, timeout, device
     return FakeEngine(rank, world_size)
 
 

@@ -12,25 +12,17 @@ from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
 from .._background_threads import borrow_thread
-from .._engine import Engine, PythonWork, RawWork, Traits
+from .._engine import NO_TIMEOUT, REAL_DTYPES, Engine, PythonWork, RawWork, Traits
 from . import refuse_options
 
-__all__ = [
-    "TRAITS",
-    "make",
-]
+__all__ = ["TRAITS", "make"]
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object
 ) -> Engine:
     """Connect this rank to its peers."""
-    del device, kwargs
+    del device
     engine = dist.ProcessGroupGloo(store, rank, world_size, timeout)
     engine._set_sequence_number_for_group()
     return engine
@@ -50,7 +42,7 @@ class _Transfer(PythonWork):
         self._until = time.monotonic() + seconds
         self._started = False
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._start()
         return super().wait(timeout)
 
@@ -67,10 +59,9 @@ class _Transfer(PythonWork):
 
     def _start(self) -> None:
         with self._lock:
-            if self._started:
-                return
-            self._started = True
-        borrow_thread(self._run)
+            is_first, self._started = not self._started, True
+        if is_first:
+            borrow_thread(self._run)
 
     def _run(self) -> None:
         error: RuntimeError | None = None
@@ -83,19 +74,7 @@ class _Transfer(PythonWork):
 
 TRAITS = Traits(
     devices=frozenset({"cpu", "cuda"}),
-    dtypes=frozenset(
-        {
-            torch.float32,
-            torch.float64,
-            torch.float16,
-            torch.bfloat16,
-            torch.int8,
-            torch.uint8,
-            torch.int32,
-            torch.int64,
-            torch.bool,
-        }
-    ),
+    dtypes=REAL_DTYPES - {torch.int16} | {torch.bool},
     averages=frozenset({"allreduce"}),
     wrap_transfer=_Transfer,
     connects_in_background=True,

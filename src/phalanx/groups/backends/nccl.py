@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,7 @@ from torch._C._distributed_c10d import Store
 from ...errors import InvalidState, UnknownOption
 from .._engine import Engine, Traits
 
-__all__ = [
-    "TRAITS",
-    "apply_options",
-    "make",
-]
+__all__ = ["TRAITS", "apply_options", "make"]
 
 
 def apply_options(target: object, options: dict[str, object]) -> None:
@@ -36,17 +33,12 @@ def check_options(options: dict[str, object]) -> None:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **opts: Any
 ) -> Engine:
     """Connect one device to its peers."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    apply_options(options, kwargs)
+    apply_options(options, opts)
     engine = dist.ProcessGroupNCCL(store, rank, world_size, options)
     engine._set_sequence_number_for_group()
     engine.eager_connect_single_device(device)

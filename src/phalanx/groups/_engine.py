@@ -12,10 +12,12 @@ and only Gloo's, which distinguishes a broken connection from a bad argument in 
 
 from __future__ import annotations
 
+import concurrent.futures
 import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -331,59 +333,45 @@ class PythonWork:
 
     def __init__(self, outputs: list[Tensor]) -> None:
         self._outputs = outputs
-        self._ended = threading.Event()
-        self._error: Exception | None = None
-        self._source = -1
-        self._future: Future[Any] | None = None
+        self._end: concurrent.futures.Future[int] = concurrent.futures.Future()
+        self.has_future = False
+        """Whether `get_future` was called: its callbacks run on the thread that calls `finish`."""
         self.cancel: Callable[[], None] = lambda: None
         """Cancels a transfer that has no peer yet."""
-        # Guards what must happen once: the end, and the making and filling of the future.
-        self._lock = threading.Lock()
 
     def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
         """End the call, with or without an error; only the first end counts."""
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._error = error
-            self._source = source
-            self._ended.set()
-            future = self._future
-        if future is not None:  # outside the lock, since it runs callbacks
-            self._fill(future)
-
-    @property
-    def has_future(self) -> bool:
-        """Whether the future was requested."""
-        return self._future is not None
+        with suppress(concurrent.futures.InvalidStateError):
+            if error is None:
+                self._end.set_result(source)
+            else:
+                self._end.set_exception(error)
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the call has ended; raise its error, or `WorkNotDone` after `timeout`."""
-        if not self._ended.wait(timeout.total_seconds() or None):
-            raise WorkNotDone
-        if self._error is not None:
-            raise self._error
+        try:
+            self._end.result(timeout.total_seconds() or None)
+        except concurrent.futures.TimeoutError:
+            raise WorkNotDone from None
         return True
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._end.done()
 
     def get_future(self) -> Future[Any]:
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            future: Future[Any] = Future()
-            self._future = future
-            ended = self._ended.is_set()
-        if ended:
-            self._fill(future)
+        future: Future[Any] = Future()
+
+        def fill(end: concurrent.futures.Future[int]) -> None:
+            error = end.exception()
+            if error is None:
+                future.set_result(self._outputs)
+            else:
+                future.set_exception(error)
+
+        self.has_future = True
+        self._end.add_done_callback(fill)
         return future
 
     def _source_rank(self) -> int:
-        return self._source
-
-    def _fill(self, future: Future[Any]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._outputs)
+        has_succeeded = self._end.done() and self._end.exception() is None
+        return self._end.result() if has_succeeded else -1

@@ -97,4 +97,4 @@ def can_read_tensors() -> bool:
 
 
 def _forwarded(name: str) -> Callable[[FastPathWork], Any]:
-    return lambda short: getattr(short.as_work(), name)
+    return lambda work: getattr(work.as_work(), name)

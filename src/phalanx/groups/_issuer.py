@@ -191,19 +191,19 @@ class Issuer:
         outputs: list[Tensor] | None = None,
         uneven: bool = False,
         finish: Callable[[], None] | None = None,
-        transfer: bool = False,
         peer: int | None = None,
         single: bool = True,
     ) -> Work:
         """Number, check, record and start a call.
 
-        Sends and receives have a `timeout`, collectives the `opts` that the user passed: their
-        operation and root must be equal on all ranks, and the shape too, except with `uneven`.
-        `finish` completes the result before anyone sees it. `peer` is the only rank that a transfer
-        depends on. `single` means one call to the engine, too.
+        Collectives have the `opts` that the user passed: their operation and root must be equal on
+        all ranks, and the shape too, except with `uneven`. Sends and receives have a `timeout`
+        instead, and `peer`, the only rank that they depend on. `finish` completes the result before
+        anyone sees it. `single` means one call to the engine, too.
         """
         seconds = self.timeout
-        if opts is not None:
+        transfer = opts is None
+        if not transfer:
             timeout = opts.timeout
         if timeout is not None and timeout.days >= 0:  # torch passes -1 ms for "not given"
             seconds = _validation.seconds(timeout)
@@ -224,7 +224,6 @@ class Issuer:
                     work.finish = finish
                 if self.compares_calls and not transfer:
                     self._check_consistency(call, seconds, opts, uneven=uneven)
-                    del self._started_works[:]  # the exchange of the check has ended
                 is_checked = True
                 work.raw = method(*args)
             except BaseException as error:
@@ -265,11 +264,19 @@ class Issuer:
         self.detector.prune_in_flight()
         return work
 
-    def await_part(self, raw: RawWork) -> None:
-        """Wait for the first part of a call that is being started, with the group's timeout."""
-        call = self.recorder.last
+    def await_part(self, raw: RawWork, timeout: float | None = None) -> None:
+        """Wait for one part of the call that is being started."""
+        call, detector = self.recorder.starting, self.detector
         assert call is not None, "a call is recorded before its engine sees it"
-        Work(self.detector, call, self.timeout, raw, []).await_part()
+        work = Work(detector, call, timeout or self.timeout, raw, [])
+        detector.in_flight[call] = work
+        detector.prune_in_flight()
+        try:
+            work.await_engine()
+        except GroupError:
+            detector.half_started = call.what
+            raise
+        detector.ended(call)
         del self._started_works[:]  # the part has ended
 
     # -- consistency -----------------------------------------------------------------------
@@ -284,12 +291,12 @@ class Issuer:
         theirs = (
             self.engine.agree(call.sequence, key, mine)
             if hasattr(self.engine, "agree")
-            else self._exchange_calls(call, timeout, "\n".join([key, mine.what, mine.site]))
+            else self._exchange_calls(timeout, "\n".join([key, mine.what, mine.site]))
         )
         if theirs is not None:
             raise detector.error(detector.fail(mismatch_failure(mine, theirs, call)), None, call)
 
-    def _exchange_calls(self, call: Call, timeout: float, description: str) -> RankCall | None:
+    def _exchange_calls(self, timeout: float, description: str) -> RankCall | None:
         """Gather the ranks' descriptions; return a call whose first line differs from ours."""
         mine = description.encode()[:DESCRIPTION_BYTES].ljust(DESCRIPTION_BYTES, b"\0")
         sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -297,7 +304,7 @@ class Issuer:
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=timeout)
         raw = self.engine._allgather_base(gathered, sent, options)
-        Work(self.detector, call, timeout, raw, [gathered]).await_part()
+        self.await_part(raw, timeout)
         for rank, row in enumerate(gathered.view(-1, DESCRIPTION_BYTES)):
             theirs = bytes(row.tolist())
             if theirs.partition(b"\n")[0] != mine.partition(b"\n")[0]:

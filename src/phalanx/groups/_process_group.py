@@ -40,7 +40,7 @@ from ._failure_detector import FailureDetector, register_engine, retire_engines
 from ._flight_recorder import FlightRecorder, Record, user_site
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
-from ._reductions import AdaptedReduction, SparseSum, adapt_reduction, is_sum
+from ._reductions import SparseSum, adapt_reduction, is_sum
 from ._status_store import Failure
 from ._store import ClosedGroup
 from ._watchdog import watch
@@ -451,9 +451,8 @@ class ProcessGroup(dist.ProcessGroup):
             ):
                 return self._issuer.issue_sum(tensors)
         inputs = _validation.single("allreduce", tensors if tensor is None else tensor)
-        opts, op = self._arguments.reduce_options(
-            c10d.AllreduceOptions, "allreduce", opts, op, timeout
-        )
+        kind = c10d.AllreduceOptions
+        opts, op = self._arguments.reduce_options(kind, "allreduce", opts, op, timeout)
         if inputs[0].is_sparse:
             return self._reduce_sparse(opts, op, inputs)
         return self._reduce("allreduce", self._engine.allreduce, opts, op, inputs)
@@ -508,7 +507,7 @@ class ProcessGroup(dist.ProcessGroup):
         _validation.numel(name, output[0], inputs[self._rank].numel(), word="output")
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         self._arguments.check_tensors(name, [*output, *inputs], op)
-        plan = self._adapt(name, op, inputs, output)
+        plan = adapt_reduction(self._traits, name, op, inputs, output, self._issuer.participants)
         method = plan.starting(self._engine.reduce_scatter)
         args = (plan.outputs, [plan.inputs], copy_options(opts, reduceOp=plan.op))
         single = len({part.numel() for part in inputs}) == 1
@@ -668,9 +667,8 @@ class ProcessGroup(dist.ProcessGroup):
         both = _validation.single(name, output) + _validation.single(name, input)
         self._arguments.check_tensors(name, both)
         _validation.same_dtype(name, both)
-        into, out_of = list(output_split_sizes or ()), list(input_split_sizes or ())
-        received = _validation.splits(name, output, into, size, word="output")
-        sent = _validation.splits(name, input, out_of, size, word="input")
+        received = _validation.splits(name, output, output_split_sizes, size, word="output")
+        sent = _validation.splits(name, input, input_split_sizes, size, word="input")
         opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
         args = (*self._arguments.movable_rows(name, both), received, sent, opts)
         method = self._engine.alltoall_base
@@ -720,27 +718,19 @@ class ProcessGroup(dist.ProcessGroup):
         self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0, timeout: Timeout = None
     ) -> Work:
         """Send a tensor to one rank."""
-        method = self._engine.send
-        return self._transfer("send", method, tensors, dstRank, tag, timeout, word="destination")
+        return self._transfer("send", tensors, dstRank, tag, timeout, word="destination")
 
     def recv(
         self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0, timeout: Timeout = None
     ) -> Work:
         """Receive a tensor from one rank."""
-        method = self._engine.recv
-        return self._transfer("recv", method, tensors, srcRank, tag, timeout, word="source")
+        return self._transfer("recv", tensors, srcRank, tag, timeout, word="source")
 
     def recv_anysource(
         self, tensors: Tensor | Tensors, tag: int = 0, timeout: Timeout = None
     ) -> Work:
         """Receive a tensor from any rank; ``work.source_rank()`` returns which."""
-        name = "recv_anysource"
-        outputs = _validation.single(name, tensors)
-        if timeout is not None:
-            _validation.seconds(timeout)
-        args = (self._arguments.movable(name, outputs), tag)
-        method = self._engine.recv_anysource
-        return self._issue(name, outputs, method, args, timeout=timeout, transfer=True)
+        return self._transfer("recv_anysource", tensors, None, tag, timeout)
 
     # torch's other names of these methods.
     _allgather_base = all_gather_single
@@ -750,18 +740,6 @@ class ProcessGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     # -- shared by several collectives -----------------------------------------------------
-
-    def _adapt(
-        self, operation: str, op: Any, inputs: list[Tensor], outputs: list[Tensor]
-    ) -> AdaptedReduction:
-        return adapt_reduction(
-            self._traits,
-            operation,
-            op,
-            inputs=inputs,
-            outputs=outputs,
-            size=self._issuer.participants,
-        )
 
     def _reduce(
         self,
@@ -777,7 +755,8 @@ class ProcessGroup(dist.ProcessGroup):
         known, dtype = self._traits.dtypes, tensors[0].dtype
         finish, args, single = None, (tensors, opts), len(tensors) == 1
         if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
-            plan = self._adapt(operation, op, tensors, tensors)
+            size = self._issuer.participants
+            plan = adapt_reduction(self._traits, operation, op, tensors, tensors, size)
             finish, method = plan.finish, plan.starting(method)
             args = (plan.outputs, copy_options(opts, reduceOp=plan.op))
         return self._issue(
@@ -818,7 +797,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._arguments.check_tensors(operation, [*outs, *ins], op)
         for out, whole in zip(outs, ins, strict=True):
             _validation.numel(operation, whole, out.numel() * self._size, word="input")
-        plan = self._adapt(operation, op, ins, outs)
+        plan = adapt_reduction(self._traits, operation, op, ins, outs, self._issuer.participants)
         pairs = list(zip(plan.outputs, plan.inputs, strict=True))
         start = plan.starting(partial(start_pairs, self._engine._reduce_scatter_base, pairs))
         args, single = (copy_options(opts, reduceOp=plan.op),), len(pairs) == 1
@@ -843,24 +822,24 @@ class ProcessGroup(dist.ProcessGroup):
     def _transfer(
         self,
         operation: str,
-        method: Callable[..., RawWork],
         tensors: Tensor | Tensors,
-        peer: int,
+        peer: int | None,
         tag: int,
         timeout: Timeout,
         *,
-        word: str,
+        word: str = "",
     ) -> Work:
-        """Send or receive a tensor."""
+        """Send or receive a tensor; `peer` is None for a receive from any rank."""
         moved = _validation.single(operation, tensors)
         if timeout is not None:
             _validation.seconds(timeout)
-        _validation.rank(operation, peer, self._size, word=word)
+        if peer is not None:
+            _validation.rank(operation, peer, self._size, word=word)
         if peer == self._rank:
             raise InvalidArgument(
                 f"{operation}: {word} {peer} is this rank itself; copy the tensor"
             )
-        args = (self._arguments.movable(operation, moved), peer, tag)
-        return self._issue(
-            operation, moved, method, args, timeout=timeout, transfer=True, peer=peer
-        )
+        route = (tag,) if peer is None else (peer, tag)
+        args = (self._arguments.movable(operation, moved), *route)
+        method = getattr(self._engine, operation)
+        return self._issue(operation, moved, method, args, timeout=timeout, peer=peer)

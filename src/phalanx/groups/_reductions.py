@@ -68,13 +68,7 @@ def is_sum(op: Any) -> bool:
 
 
 def adapt_reduction(
-    traits: Traits,
-    operation: str,
-    op: Any,
-    *,
-    inputs: list[Tensor],
-    outputs: list[Tensor],
-    size: int,
+    traits: Traits, operation: str, op: Any, inputs: list[Tensor], outputs: list[Tensor], size: int
 ) -> AdaptedReduction:
     """Rewrite a reduction as one that the engine supports; `inputs` may be `outputs`."""
     kind, dtype, in_place = plain_op(op), inputs[0].dtype, inputs is outputs

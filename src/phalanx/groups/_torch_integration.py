@@ -66,21 +66,16 @@ def next_free_number(requested: str) -> int:
     """
     with _numbers_lock:
         number = max(_numbers.get(requested, ()), default=-1) + 1
-        while _is_taken(_numbered(requested, number)):  # by one of torch's own groups
+        while True:
+            try:
+                native._resolve_process_group(_numbered(requested, number))
+            except RuntimeError:  # not even one of torch's own groups has the name
+                return number
             number += 1
-    return number
 
 
 def _numbered(requested: str, number: int) -> c10d.GroupName:
     return c10d.GroupName(f"{requested}~{number}" if number else requested)
-
-
-def _is_taken(name: c10d.GroupName) -> bool:
-    try:
-        native._resolve_process_group(name)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _requested_name(group: ProcessGroup) -> str:

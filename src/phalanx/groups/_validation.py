@@ -137,7 +137,9 @@ def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
         )
 
 
-def splits(operation: str, tensor: Tensor, sizes: list[int], size: int, *, word: str) -> list[int]:
+def splits(
+    operation: str, tensor: Tensor, sizes: Sequence[int] | None, size: int, *, word: str
+) -> list[int]:
     """Check the split sizes of one side of an all-to-all; return even ones if none are given."""
     if not tensor.dim():
         raise InvalidArgument(
@@ -151,12 +153,13 @@ def splits(operation: str, tensor: Tensor, sizes: list[int], size: int, *, word:
                 f"pass {word}_split_sizes"
             )
         return [rows // size] * size
+    sizes = list(sizes)
     if len(sizes) != size or sum(sizes) != rows or min(sizes) < 0:
         raise InvalidArgument(
             f"{operation}: {word}_split_sizes {sizes} must be {size} numbers that add up to the "
             f"{rows} rows of {word}"
         )
-    return list(sizes)
+    return sizes
 
 
 def seconds(timeout: object) -> float:

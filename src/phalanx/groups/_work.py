@@ -90,8 +90,6 @@ class Work(dist.Work, PendingCall):
         self._outputs = outputs
         self._once = threading.Lock()
 
-    # -- torch's interface -----------------------------------------------------------------
-
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         """Block until the call is done or its deadline has passed.
 
@@ -133,18 +131,6 @@ class Work(dist.Work, PendingCall):
             ) from None
         finally:
             detector.waiting = None
-
-    def await_part(self) -> None:
-        """Block until one part of a call is done; the call is still starting."""
-        detector, call = self._detector, self.call
-        detector.in_flight[call] = self
-        detector.prune_in_flight()
-        try:
-            self.await_engine()
-        except GroupError:
-            detector.half_started = call.what
-            raise
-        detector.ended(call)
 
     def is_completed(self) -> bool:
         """Whether the call has ended, with or without an error."""
@@ -205,8 +191,6 @@ class Work(dist.Work, PendingCall):
         """Wait until the call has ended."""
         self.wait()
 
-    # -- waiting ---------------------------------------------------------------------------
-
     def _wait_long(self, limit: float, timeout: timedelta) -> None:
         detector, peer, timing = self._detector, self.peer, self._detector._timing
         while not self._is_done():
@@ -244,8 +228,6 @@ class Work(dist.Work, PendingCall):
         except RuntimeError as error:
             self._raise(self._detector.diagnose(self, error), error)
         return True
-
-    # -- ending ----------------------------------------------------------------------------
 
     def _settle(self) -> None:
         if self.finish is not None:
@@ -294,8 +276,6 @@ class Work(dist.Work, PendingCall):
         call.ended = time.monotonic()
         detector.ended(call)
         return error
-
-    # -- futures ---------------------------------------------------------------------------
 
     def _complete_future(self, raw: Future[Any]) -> None:
         """End the future with the engine's result; runs on the engine's thread."""

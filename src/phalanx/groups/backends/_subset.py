@@ -38,8 +38,6 @@ class SubsetEngine:
         self.barrier: Method = inner.barrier
         self.recv_anysource: Method = full.recv_anysource
 
-    # -- reductions ------------------------------------------------------------------------
-
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
         return self._rooted(self._inner.reduce, tensors, opts)
 
@@ -51,8 +49,6 @@ class SubsetEngine:
         start: Method = self._inner._reduce_scatter_base
         parts = whole.detach().reshape(self._size, output.numel())
         return start(output, torch.cat(self._pick(list(parts))), opts)
-
-    # -- one to all, all to one, all to all ------------------------------------------------
 
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
         return self._rooted(self._inner.broadcast, tensors, opts)
@@ -90,8 +86,6 @@ class SubsetEngine:
         start: Method = self._inner.alltoall
         return start(self._pick(outputs), self._pick(inputs), opts)
 
-    # -- one to one ------------------------------------------------------------------------
-
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         return self._transfer(self._full.send, tensors, peer, tag)
 
@@ -103,8 +97,6 @@ class SubsetEngine:
             return self._failed(peer, f"rank {peer} has left the group")
         return start(tensors, peer, tag)
 
-    # -- both engines ----------------------------------------------------------------------
-
     def abort(self) -> None:
         for engine in (self._inner, self._full):
             if hasattr(engine, "abort"):
@@ -114,8 +106,6 @@ class SubsetEngine:
         for engine in (self._inner, self._full):
             if hasattr(engine, "set_timeout"):
                 engine.set_timeout(timeout)
-
-    # -- translation -----------------------------------------------------------------------
 
     def _pick(self, items: Sequence[T]) -> list[T]:
         """Of one item per rank, return those of the members."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -40,7 +41,7 @@ class _Transfer(PythonWork):
         super().__init__([])
         self._raw = raw
         self._until = time.monotonic() + seconds
-        self._started = False
+        self._start_once = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
         self._start()
@@ -58,9 +59,7 @@ class _Transfer(PythonWork):
         return self._raw._source_rank()
 
     def _start(self) -> None:
-        with self._lock:
-            is_first, self._started = not self._started, True
-        if is_first:
+        if self._start_once.acquire(blocking=False):  # and never released
             borrow_thread(self._run)
 
     def _run(self) -> None:

@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from ..errors import InvalidType
 from . import _validation
-from ._engine import Engine, JointWork, RawWork, Traits, copy_options
+from ._engine import Traits, copy_options
 from ._reductions import as_bytes, is_sum, plain_op
 from ._work import Work
 
@@ -31,6 +31,7 @@ PREMUL_SUM = ReduceOp.PREMUL_SUM
 _STRIDED = torch.strided  # a module global is faster to load than an attribute of torch
 Timeout = timedelta | None
 Tensors = Sequence[Tensor]
+OneTensor = Tensor | Tensors  # the tensor, or a list of one
 Method = TypeVar("Method", bound=Callable[..., Work])
 
 
@@ -40,9 +41,8 @@ def keyword_aliases(**aliases: str) -> Callable[[Method], Method]:
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def accepting(self: object, *args: Any, **kwargs: Any) -> Work:
-            return method(
-                self, *args, **{aliases.get(name, name): value for name, value in kwargs.items()}
-            )
+            renamed = {aliases.get(name, name): value for name, value in kwargs.items()}
+            return method(self, *args, **renamed)
 
         return cast("Method", accepting)
 
@@ -52,7 +52,7 @@ def keyword_aliases(**aliases: str) -> Callable[[Method], Method]:
 class CallArguments:
     """Reads, checks and adapts the arguments of one group's collectives."""
 
-    def __init__(self, *, size: int, devices: frozenset[str], backend: str, traits: Traits) -> None:
+    def __init__(self, size: int, devices: frozenset[str], backend: str, traits: Traits) -> None:
         self._size = size
         self._devices = devices
         self._takes_cpu = "cpu" in devices
@@ -149,28 +149,3 @@ def is_plain_real(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_neg()
     )
-
-
-def start_pairs(
-    method: Callable[..., RawWork], pairs: Sequence[tuple[Tensor, Tensor]], opts: Any
-) -> RawWork:
-    """Start one engine call for each (output, input), both flat, and join the works."""
-    works = [method(out.detach().view(-1), part.detach().view(-1), opts) for out, part in pairs]
-    return works[0] if len(works) == 1 else JointWork(works)
-
-
-def list_exchange(
-    engine: Engine, outputs: list[Tensor], inputs: list[Tensor], opts: Any
-) -> tuple[Callable[..., RawWork], tuple[Any, ...], Callable[[], None]]:
-    """Express an all-to-all of lists as one of flat tensors: (method, arguments, finish)."""
-    sizes = [tensor.numel() for tensor in outputs]
-    # A copy of the outputs: the part of a rank that has left keeps its contents.
-    received = torch.cat([tensor.detach().reshape(-1) for tensor in outputs])
-    sent = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
-
-    def unpack() -> None:
-        for output, part in zip(outputs, torch.split(received, sizes), strict=True):
-            output.detach().copy_(part.view(output.shape))
-
-    sent_sizes = [tensor.numel() for tensor in inputs]
-    return engine.alltoall_base, (received, sent, sizes, sent_sizes, opts), unpack

@@ -6,8 +6,7 @@ methods in torch's list-and-options form and may have the optional ones describe
 `Traits` states what an engine supports; the group adapts calls to it. `PythonWork` and `JointWork`
 are work handles for such engines.
 
-Errors cross this interface as exception types. Only `is_peer_failure` reads the text of an error,
-and only Gloo's, which distinguishes a broken connection from a bad argument in no other way.
+Errors cross this interface as exception types, except Gloo's (`is_peer_failure`).
 """
 
 from __future__ import annotations
@@ -57,10 +56,7 @@ class EngineMismatch(RuntimeError):
 
 
 class ReceiveBufferExhausted(MemoryError):
-    """Raised by a wait for a message behind another that does not fit in memory.
-
-    The call stays in flight: the wait may be repeated.
-    """
+    """Raised by a wait for a message behind one that does not fit in memory; may be repeated."""
 
 
 class WorkNotDone(RuntimeError):
@@ -160,27 +156,10 @@ REAL_DTYPES = frozenset(
 )
 
 
-_STARTING_METHODS = frozenset(
-    {
-        "_allgather_base",
-        "_reduce_scatter_base",
-        "allgather",
-        "allreduce",
-        "allreduce_coalesced",
-        "alltoall",
-        "alltoall_base",
-        "barrier",
-        "broadcast",
-        "gather",
-        "recv",
-        "recv_anysource",
-        "reduce",
-        "reduce_scatter",
-        "scatter",
-        "send",
-    }
+# The methods that return a handle: torch's collectives, in all their forms.
+_STARTING_METHODS = re.compile(
+    "_?(all(gather|reduce|toall)|barrier|broadcast|gather|recv|reduce|scatter|send)"
 )
-"""The methods that return a handle."""
 
 
 class TrackedEngine:
@@ -192,7 +171,7 @@ class TrackedEngine:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
-        if name in _STARTING_METHODS:
+        if _STARTING_METHODS.match(name):
             # A method of this object would be a cycle, which delays the end of the engine.
             found = partial(_start_and_track, self.begun, found)
             setattr(self, name, found)  # the next lookup does not come here
@@ -248,7 +227,7 @@ class Traits:
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
     """Wraps the work of a send or receive, with its timeout, so that short waits do not end it."""
     compares_calls: bool = False
-    """Whether it detects at once that ranks call different operations."""
+    """Whether it detects immediately that ranks call different operations."""
     needs_store: bool = True
     """Whether its ranks need a rendezvous in a store."""
     ranks_are_threads: bool = False
@@ -326,6 +305,15 @@ class JointWork:
             if self._finish is not None:
                 self._finish()
                 self._finish = None
+
+
+def start_pairs(
+    method: Callable[..., RawWork], outputs: list[Tensor], inputs: list[Tensor], opts: Any
+) -> RawWork:
+    """Start one engine call for each output and input, both flat, and join the works."""
+    pairs = zip(outputs, inputs, strict=True)
+    works = [method(out.detach().view(-1), part.detach().view(-1), opts) for out, part in pairs]
+    return works[0] if len(works) == 1 else JointWork(works)
 
 
 class PythonWork:

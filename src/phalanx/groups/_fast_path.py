@@ -24,16 +24,14 @@ from ._engine import Engine
 from ._failure_detector import PRUNE_IN_FLIGHT_ABOVE, FailureDetector
 from ._flight_recorder import Call, FlightRecorder
 from ._work import Work
+from .backends.shm import DTYPES
 
 if TYPE_CHECKING:
     from ..native._engine import FastPath, FastPathWork
     from ._issuer import Issuer
 
 
-DTYPE_NUMBERS: dict[torch.dtype, int] = {}
-"""The extension's numbers of dtypes, in their order."""
-if native.engine is not None:
-    DTYPE_NUMBERS = {getattr(torch, name): n for name, n in native.engine.DTYPES.items()}
+DTYPE_NUMBERS = DTYPES  # the extension's numbers, in their order
 
 
 def make_fast_path(issuer: Issuer) -> FastPath | None:
@@ -76,10 +74,10 @@ def can_read_tensors() -> bool:
     if native.engine is None:
         return False
     # The other attributes of `Work` are forwarded to the `Work` that a native handle turns into.
-    short = native.engine.FastPathWork
-    for name in set(dir(Work)) - set(dir(short)):
+    handle = native.engine.FastPathWork
+    for name in set(dir(Work)) - set(dir(handle)):
         if not name.startswith("__"):
-            setattr(short, name, property(_forwarded(name)))
+            setattr(handle, name, property(_forwarded(name)))
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return exchange is not None and native.engine.configure_fast_path(
         call=Call,

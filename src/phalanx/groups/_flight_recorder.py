@@ -3,9 +3,6 @@
 A call is recorded on the calling thread before the engine sees it, so recording does the
 minimum: it builds no strings and keeps no frame alive. Text is produced when somebody reads.
 The module also finds the line of user code that made a call, or that a rank is executing.
-
-`FlightRecorder.begin` counts stack frames: it must be called from `Issuer.issue`, called from the
-collective.
 """
 
 from __future__ import annotations
@@ -116,7 +113,7 @@ class FlightRecorder:
     ) -> Call:
         """Record an operation that is about to start, as `starting` until the caller resets it.
 
-        The three innermost frames must be this one, `Issuer.issue`, and the collective's.
+        It counts stack frames: it must be called by `Issuer.issue`, called by the collective.
         """
         call = Call()
         call.transfer = transfer

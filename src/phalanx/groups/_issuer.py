@@ -84,8 +84,6 @@ class Issuer:
         self.use_engine(self.engine, None)
         self.fast_path = make_fast_path(self)
 
-    # -- the engine ------------------------------------------------------------------------
-
     def use_engine(self, engine: Engine, members: Sequence[int] | None) -> None:
         """Issue the next calls on an engine; `members` is None for all ranks."""
         self.engine = engine = self.track(engine)
@@ -123,15 +121,14 @@ class Issuer:
         if hasattr(self.engine, "set_timeout"):
             self.engine.set_timeout(timeout)
 
-    # -- open and closed -------------------------------------------------------------------
-
     def close(self, reason: str) -> bool:
         """Refuse calls for good; return False if that was so already."""
         with self.state_lock:
             if self.closed and not self.has_left:
                 return False
             self.closed, self.has_left = reason, False
-        self._close_fast_path()
+        if self.fast_path is not None:
+            self.fast_path.close()  # every call comes to `issue`, which refuses
         self.detector.closed = True
         return True
 
@@ -141,16 +138,13 @@ class Issuer:
         with self.issue_lock, self.state_lock:
             self.check_usable(operation)
             self.closed, self.has_left = f"was left at {site}", True
-            self._close_fast_path()
+            if self.fast_path is not None:
+                self.fast_path.close()
 
     def reopen(self) -> None:
         """Accept calls again; the caller holds `state_lock`."""
         self.closed, self.has_left = "", False
         self.fast_path = make_fast_path(self)
-
-    def _close_fast_path(self) -> None:
-        if self.fast_path is not None:
-            self.fast_path.close()  # every call comes to `issue`, which refuses
 
     def check_usable(self, operation: str) -> None:
         """Raise if the group is closed or has failed."""
@@ -176,8 +170,6 @@ class Issuer:
             "Create a new group of the surviving ranks with split_group or new_group."
         )
         raise error
-
-    # -- a call ----------------------------------------------------------------------------
 
     def issue(
         self,
@@ -211,7 +203,8 @@ class Issuer:
             faultpoints.reach(f"{operation}:before")
         with self.issue_lock:
             if self.closed or self.detector.failure is not None or self.recorder.starting:
-                self._refuse_or_reconcile(operation)
+                self.check_usable(operation)
+                self._reconcile(None)
             work = None
             is_checked = False
             try:
@@ -248,7 +241,8 @@ class Issuer:
             return self.issue("allreduce", [tensor], self._start_sum, (tensor,), _SUM_OPTIONS)
         with self.issue_lock:
             if self.closed or self.detector.failure is not None or self.recorder.starting:
-                self._refuse_or_reconcile("allreduce")
+                self.check_usable("allreduce")
+                self._reconcile(None)
             work = None
             try:
                 tensors = [tensor]
@@ -278,8 +272,6 @@ class Issuer:
             raise
         detector.ended(call)
         del self._started_works[:]  # the part has ended
-
-    # -- consistency -----------------------------------------------------------------------
 
     def _check_consistency(self, call: Call, timeout: float, opts: Any, *, uneven: bool) -> None:
         """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
@@ -312,12 +304,6 @@ class Issuer:
                 _, what, site = [*text.split("\n"), "", ""][:3]
                 return RankCall(rank, what, site)
         return None
-
-    # -- interrupted starts ----------------------------------------------------------------
-
-    def _refuse_or_reconcile(self, operation: str) -> None:
-        self.check_usable(operation)
-        self._reconcile(None)
 
     def _reconcile(
         self, work: Work | None, error: BaseException | None = None, *, is_whole: bool = False

@@ -26,21 +26,13 @@ from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
-from ._collectives import (
-    CallArguments,
-    Tensors,
-    Timeout,
-    is_plain_real,
-    keyword_aliases,
-    list_exchange,
-    start_pairs,
-)
-from ._engine import REAL_DTYPES, Engine, JointWork, RawWork, Traits, copy_options
+from ._collectives import CallArguments, OneTensor, Tensors, Timeout, is_plain_real, keyword_aliases
+from ._engine import REAL_DTYPES, Engine, JointWork, RawWork, Traits, start_pairs
 from ._failure_detector import FailureDetector, register_engine, retire_engines
 from ._flight_recorder import FlightRecorder, Record, user_site
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
-from ._reductions import SparseSum, adapt_reduction, is_sum
+from ._reductions import SparseSum, adapt_reduction, flatten_lists, is_sum
 from ._status_store import Failure
 from ._store import ClosedGroup
 from ._watchdog import watch
@@ -156,7 +148,8 @@ class ProcessGroup(dist.ProcessGroup):
         self._membership = Membership(
             self._issuer, config=recipe, store=store, status_store=board, roster=roster
         )
-        self._arguments = CallArguments(size=size, devices=devices, backend=backend, traits=traits)
+        self._adapt = partial(adapt_reduction, traits, self._issuer)
+        self._arguments = CallArguments(size, devices, backend, traits)
         # Dtypes that the engine sums without help.
         self._fast_dtypes = REAL_DTYPES if "cpu" in devices else frozenset[torch.dtype]()
         if traits.dtypes is not None:
@@ -428,7 +421,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(
         self,
-        tensors: Tensor | Tensors | None = None,
+        tensors: OneTensor | None = None,
         op: Any = None,
         timeout: Timeout = None,
         *,
@@ -472,7 +465,7 @@ class ProcessGroup(dist.ProcessGroup):
     @keyword_aliases(tensor="tensors")
     def reduce(
         self,
-        tensors: Tensor | Tensors,
+        tensors: OneTensor,
         root: Any = 0,
         op: Any = None,
         timeout: Timeout = None,
@@ -491,7 +484,7 @@ class ProcessGroup(dist.ProcessGroup):
     @keyword_aliases(output="output_tensors", input="input_tensors")
     def reduce_scatter(
         self,
-        output_tensors: Tensor | Tensors,
+        output_tensors: OneTensor,
         input_tensors: Tensors | Sequence[Tensors],
         op: Any = None,
         timeout: Timeout = None,
@@ -507,12 +500,11 @@ class ProcessGroup(dist.ProcessGroup):
         _validation.numel(name, output[0], inputs[self._rank].numel(), word="output")
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         self._arguments.check_tensors(name, [*output, *inputs], op)
-        plan = adapt_reduction(self._traits, name, op, inputs, output, self._issuer.participants)
-        method = plan.starting(self._engine.reduce_scatter)
-        args = (plan.outputs, [plan.inputs], copy_options(opts, reduceOp=plan.op))
+        plan = self._adapt(name, self._engine.reduce_scatter, opts, inputs, output)
+        args = (plan.outputs, [plan.inputs], plan.opts)
         single = len({part.numel() for part in inputs}) == 1
         return self._issue(
-            name, inputs, method, args, opts, outputs=output, finish=plan.finish, single=single
+            name, inputs, plan.start, args, opts, outputs=output, finish=plan.finish, single=single
         )
 
     @keyword_aliases(outputTensor="output", inputTensor="input")
@@ -540,7 +532,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @keyword_aliases(tensor="tensors")
     def broadcast(
-        self, tensors: Tensor | Tensors, root: Any = 0, timeout: Timeout = None, *, opts: Any = None
+        self, tensors: OneTensor, root: Any = 0, timeout: Timeout = None, *, opts: Any = None
     ) -> Work:
         """Copy a tensor from the rank `root` to every rank."""
         name = "broadcast"
@@ -553,7 +545,7 @@ class ProcessGroup(dist.ProcessGroup):
     def gather(
         self,
         output_tensors: Tensors | Sequence[Tensors],
-        input_tensors: Tensor | Tensors,
+        input_tensors: OneTensor,
         root: Any = 0,
         timeout: Timeout = None,
         *,
@@ -573,7 +565,7 @@ class ProcessGroup(dist.ProcessGroup):
     @keyword_aliases(output_tensor="output_tensors")
     def scatter(
         self,
-        output_tensors: Tensor | Tensors,
+        output_tensors: OneTensor,
         input_tensors: Tensors | Sequence[Tensors] = (),
         root: Any = 0,
         timeout: Timeout = None,
@@ -597,7 +589,7 @@ class ProcessGroup(dist.ProcessGroup):
     def allgather(
         self,
         output_tensors: Tensors | Sequence[Tensors],
-        input_tensors: Tensor | Tensors,
+        input_tensors: OneTensor,
         timeout: Any = None,
         *,
         opts: Any = None,
@@ -693,7 +685,7 @@ class ProcessGroup(dist.ProcessGroup):
         method, args, finish = (
             (self._engine.alltoall, (outs, ins, opts), None)
             if self._traits.alltoall_lists
-            else list_exchange(self._engine, outs, ins, opts)
+            else flatten_lists(self._engine, outs, ins, opts)
         )
         return self._issue(
             name, inputs, method, args, opts, outputs=outputs, uneven=True, finish=finish
@@ -714,23 +706,17 @@ class ProcessGroup(dist.ProcessGroup):
 
     # -- point to point --------------------------------------------------------------------
 
-    def send(
-        self, tensors: Tensor | Tensors, dstRank: int, tag: int = 0, timeout: Timeout = None
-    ) -> Work:
+    def send(self, tensors: OneTensor, dstRank: int, tag: int = 0, timeout: Timeout = None) -> Work:
         """Send a tensor to one rank."""
-        return self._transfer("send", tensors, dstRank, tag, timeout, word="destination")
+        return self._transfer("send", tensors, dstRank, tag, timeout, "destination")
 
-    def recv(
-        self, tensors: Tensor | Tensors, srcRank: int, tag: int = 0, timeout: Timeout = None
-    ) -> Work:
+    def recv(self, tensors: OneTensor, srcRank: int, tag: int = 0, timeout: Timeout = None) -> Work:
         """Receive a tensor from one rank."""
-        return self._transfer("recv", tensors, srcRank, tag, timeout, word="source")
+        return self._transfer("recv", tensors, srcRank, tag, timeout, "source")
 
-    def recv_anysource(
-        self, tensors: Tensor | Tensors, tag: int = 0, timeout: Timeout = None
-    ) -> Work:
+    def recv_anysource(self, tensors: OneTensor, tag: int = 0, timeout: Timeout = None) -> Work:
         """Receive a tensor from any rank; ``work.source_rank()`` returns which."""
-        return self._transfer("recv_anysource", tensors, None, tag, timeout)
+        return self._transfer("recv_anysource", tensors, None, tag, timeout, "source")
 
     # torch's other names of these methods.
     _allgather_base = all_gather_single
@@ -755,10 +741,8 @@ class ProcessGroup(dist.ProcessGroup):
         known, dtype = self._traits.dtypes, tensors[0].dtype
         finish, args, single = None, (tensors, opts), len(tensors) == 1
         if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
-            size = self._issuer.participants
-            plan = adapt_reduction(self._traits, operation, op, tensors, tensors, size)
-            finish, method = plan.finish, plan.starting(method)
-            args = (plan.outputs, copy_options(opts, reduceOp=plan.op))
+            plan = self._adapt(operation, method, opts, tensors, tensors)
+            method, args, finish = plan.start, (plan.outputs, plan.opts), plan.finish
         return self._issue(
             operation, tensors, method, args, opts, outputs=outputs, finish=finish, single=single
         )
@@ -775,71 +759,54 @@ class ProcessGroup(dist.ProcessGroup):
             return self._issue(
                 "allreduce", tensors, self._engine.allreduce, args, opts, uneven=True
             )
-        total = SparseSum(self._engine, tensors[0], rank=self._rank, size=self._size)
+        total = SparseSum(self._engine, tensors[0], self._rank, self._size)
         start, finish = partial(total.start, self._issuer.await_part), total.finish
         return self._issue(
             "allreduce", tensors, start, (), opts, uneven=True, finish=finish, single=False
         )
 
     def _reduce_parts(
-        self,
-        operation: str,
-        outputs: Tensors,
-        inputs: Tensors,
-        opts: Any,
-        op: Any,
-        timeout: Timeout,
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, op: Any, timeout: Timeout
     ) -> Work:
         """Reduce whole tensors of which each rank keeps its part."""
-        kind = c10d.ReduceScatterOptions
-        opts, op = self._arguments.reduce_options(kind, operation, opts, op, timeout)
-        outs, ins = self._arguments.pairs(operation, outputs, inputs)
-        self._arguments.check_tensors(operation, [*outs, *ins], op)
+        kind, start = c10d.ReduceScatterOptions, self._engine._reduce_scatter_base
+        opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
+        outs, ins = self._arguments.pairs(name, outputs, inputs)
+        self._arguments.check_tensors(name, [*outs, *ins], op)
         for out, whole in zip(outs, ins, strict=True):
-            _validation.numel(operation, whole, out.numel() * self._size, word="input")
-        plan = adapt_reduction(self._traits, operation, op, ins, outs, self._issuer.participants)
-        pairs = list(zip(plan.outputs, plan.inputs, strict=True))
-        start = plan.starting(partial(start_pairs, self._engine._reduce_scatter_base, pairs))
-        args, single = (copy_options(opts, reduceOp=plan.op),), len(pairs) == 1
+            _validation.numel(name, whole, out.numel() * self._size, word="input")
+        plan = self._adapt(name, partial(start_pairs, start), opts, ins, outs)
+        args, finish, single = (plan.outputs, plan.inputs, plan.opts), plan.finish, len(ins) == 1
         return self._issue(
-            operation, ins, start, args, opts, outputs=outs, finish=plan.finish, single=single
+            name, ins, plan.start, args, opts, outputs=outs, finish=finish, single=single
         )
 
     def _gather_into(
-        self, operation: str, outputs: Tensors, inputs: Tensors, opts: Any, timeout: Timeout
+        self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, timeout: Timeout
     ) -> Work:
         """Collect tensors of all ranks, each into one tensor."""
-        outs, ins = self._arguments.pairs(operation, outputs, inputs)
+        outs, ins = self._arguments.pairs(name, outputs, inputs)
         for out, part in zip(outs, ins, strict=True):
-            _validation.numel(operation, out, part.numel() * self._size, word="output")
-        opts = self._arguments.options(c10d.AllgatherOptions, operation, opts, timeout)
-        movable = self._arguments.movable
-        pairs = list(zip(movable(operation, outs), movable(operation, ins), strict=True))
-        start = partial(start_pairs, self._engine._allgather_base, pairs)
-        single = len(pairs) == 1
-        return self._issue(operation, ins, start, (opts,), opts, outputs=outs, single=single)
+            _validation.numel(name, out, part.numel() * self._size, word="output")
+        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
+        movable, single = self._arguments.movable, len(ins) == 1
+        start = partial(start_pairs, self._engine._allgather_base)
+        args = (movable(name, outs), movable(name, ins), opts)
+        return self._issue(name, ins, start, args, opts, outputs=outs, single=single)
 
     def _transfer(
-        self,
-        operation: str,
-        tensors: Tensor | Tensors,
-        peer: int | None,
-        tag: int,
-        timeout: Timeout,
-        *,
-        word: str = "",
+        self, name: str, tensors: OneTensor, peer: int | None, tag: int, timeout: Timeout, word: str
     ) -> Work:
         """Send or receive a tensor; `peer` is None for a receive from any rank."""
-        moved = _validation.single(operation, tensors)
+        moved = _validation.single(name, tensors)
         if timeout is not None:
             _validation.seconds(timeout)
         if peer is not None:
-            _validation.rank(operation, peer, self._size, word=word)
+            _validation.rank(name, peer, self._size, word=word)
         if peer == self._rank:
-            raise InvalidArgument(
-                f"{operation}: {word} {peer} is this rank itself; copy the tensor"
-            )
+            raise InvalidArgument(f"{name}: {word} {peer} is this rank itself; copy the tensor")
         route = (tag,) if peer is None else (peer, tag)
-        args = (self._arguments.movable(operation, moved), *route)
-        method = getattr(self._engine, operation)
-        return self._issue(operation, moved, method, args, timeout=timeout, peer=peer)
+        args = (self._arguments.movable(name, moved), *route)
+        return self._issue(
+            name, moved, getattr(self._engine, name), args, timeout=timeout, peer=peer
+        )

@@ -1,9 +1,8 @@
-"""Reductions that an engine does not support natively.
+"""Reductions, and an all-to-all of lists, that an engine does not support natively.
 
-`adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has,
-with functions that prepare the inputs and finish the result. `SparseSum` sums sparse tensors on an
-engine that only moves dense ones: ranks exchange their entry counts first, then the entries padded
-to the longest.
+`adapt_reduction` rewrites a reduction in terms of the operations and dtypes that the engine has.
+`SparseSum` sums sparse tensors on an engine that only moves dense ones: ranks exchange their entry
+counts first, then the entries padded to the longest.
 
 Sums are added in rank order, as in the `local` backend, so that all engines give the same bits.
 A finishing function may be interrupted and called again; it must not apply the same step twice.
@@ -15,7 +14,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,8 +22,11 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument
-from ._engine import Engine, JointWork, RawWork, Traits
+from ._engine import Engine, JointWork, RawWork, Traits, copy_options
 from ._formatting import dtype_name, op_name
+
+if TYPE_CHECKING:
+    from ._issuer import Issuer
 
 SUM = ReduceOp.SUM
 AVG = ReduceOp.AVG
@@ -38,23 +40,11 @@ _BOOL_OPS = {SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 class AdaptedReduction:
     """A reduction that the engine supports."""
 
-    op: Any
+    start: Callable[..., RawWork]
+    opts: Any
     inputs: list[Tensor]
     outputs: list[Tensor]
-    prepare: Callable[[], None] | None = None
     finish: Callable[[], None] | None = None
-
-    def starting(self, method: Callable[..., RawWork]) -> Callable[..., RawWork]:
-        """Wrap an engine's method so that it prepares the inputs when the call starts."""
-        prepare = self.prepare
-        if prepare is None:
-            return method
-
-        def start(*args: Any) -> RawWork:
-            prepare()
-            return method(*args)
-
-        return start
 
 
 def plain_op(op: Any) -> Any:
@@ -68,28 +58,36 @@ def is_sum(op: Any) -> bool:
 
 
 def adapt_reduction(
-    traits: Traits, operation: str, op: Any, inputs: list[Tensor], outputs: list[Tensor], size: int
+    traits: Traits,
+    issuer: Issuer,
+    operation: str,
+    method: Callable[..., RawWork],
+    opts: Any,
+    inputs: list[Tensor],
+    outputs: list[Tensor],
 ) -> AdaptedReduction:
     """Rewrite a reduction as one that the engine supports; `inputs` may be `outputs`."""
-    kind, dtype, in_place = plain_op(op), inputs[0].dtype, inputs is outputs
+    op, dtype, in_place = opts.reduceOp, inputs[0].dtype, inputs is outputs
+    kind = plain_op(op)
     outs = [tensor.detach() for tensor in outputs]  # for engines made of tensor operations
     ins = outs if in_place else [tensor.detach() for tensor in inputs]
-    call = AdaptedReduction(op, ins, outs)
+    call = AdaptedReduction(method, opts, ins, outs)
     if dtype is torch.bool:
-        call.op = kind = _BOOL_OPS.get(kind, kind)
+        op = kind = _BOOL_OPS.get(kind, kind)
     can_average = dtype.is_floating_point or traits.averages_all_types
     if kind == PREMUL_SUM and not traits.premultiplies:
-        call.op = SUM
+        factor, op = op.factor, SUM
         call.inputs = products = ins if in_place else [tensor.clone() for tensor in ins]
 
-        def multiply() -> None:
+        def multiply_and_start(*args: Any) -> RawWork:
             for tensor in products:
-                tensor.mul_(op.factor)
+                tensor.mul_(factor)
+            return method(*args)
 
-        call.prepare = multiply
+        call.start = multiply_and_start
     elif kind == AVG and not (can_average and operation in traits.averages):
-        call.op = SUM
-        call.finish = averaging(outputs, size)
+        op = SUM
+        call.finish = averaging(outputs, issuer.participants)
     if traits.dtypes is not None and dtype not in traits.dtypes:
         if not (dtype.is_complex and kind in _LINEAR):
             raise InvalidArgument(
@@ -100,6 +98,7 @@ def adapt_reduction(
         # The sum of complex numbers is that of their parts.
         call.inputs = [torch.view_as_real(tensor) for tensor in call.inputs]
         call.outputs = call.inputs if in_place else [torch.view_as_real(t) for t in outs]
+    call.opts = copy_options(opts, reduceOp=op)
     return call
 
 
@@ -124,24 +123,24 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return (torch.view_as_real(flat) if flat.is_complex() else flat).view(torch.uint8)
 
 
+@dataclass
 class SparseSum:
     """An allreduce of one sparse tensor per rank, as allgathers of counts and entries."""
 
-    def __init__(self, engine: Engine, tensor: Tensor, *, rank: int, size: int) -> None:
-        self._engine = engine
-        self._tensor = tensor
-        self._rank = rank
-        self._size = size
+    engine: Engine
+    tensor: Tensor
+    rank: int
+    size: int
 
     def start(self, wait_for: Callable[[RawWork], None]) -> RawWork:
         """Exchange the numbers of entries and wait for them, then start to gather the entries."""
-        own = self._tensor.detach().coalesce()
+        own = self.tensor.detach().coalesce()
         header = torch.tensor([own._nnz(), own.sparse_dim(), *own.shape], dtype=torch.int64)
-        headers = torch.zeros(self._size, len(header), dtype=torch.int64)
+        headers = torch.zeros(self.size, len(header), dtype=torch.int64)
         headers[:, 1:] = header[1:]  # ranks that have left contribute no entries
-        headers[self._rank] = header
+        headers[self.rank] = header
         wait_for(self._gather(headers))
-        if not torch.equal(headers[:, 1:], header[1:].expand(self._size, -1)):
+        if not torch.equal(headers[:, 1:], header[1:].expand(self.size, -1)):
             shapes = sorted({str(row[2:].tolist()) for row in headers})
             raise InvalidArgument(
                 f"allreduce: ranks passed sparse tensors of different shapes: {shapes}"
@@ -153,7 +152,7 @@ class SparseSum:
 
     def finish(self) -> None:
         """Sum the gathered entries into this rank's tensor."""
-        shape = self._tensor.shape
+        shape = self.tensor.shape
         parts = [
             torch.sparse_coo_tensor(
                 self._indices[rank, :count].t(),
@@ -165,17 +164,34 @@ class SparseSum:
             if count
         ]
         with torch.no_grad():  # a detached view would not see the new entries
-            self._tensor.zero_()
+            self.tensor.zero_()
             if parts:
-                self._tensor.add_(functools.reduce(torch.add, parts).coalesce())
+                self.tensor.add_(functools.reduce(torch.add, parts).coalesce())
 
     def _rows(self, own: Tensor) -> Tensor:
-        rows = own.new_zeros((self._size, max(self._counts), *own.shape[1:]))
-        rows[self._rank, : len(own)] = own
+        rows = own.new_zeros((self.size, max(self._counts), *own.shape[1:]))
+        rows[self.rank, : len(own)] = own
         return rows
 
     def _gather(self, rows: Tensor) -> RawWork:
         """Gather every rank's row."""
-        own = rows[self._rank].reshape(-1).clone()
-        work: RawWork = self._engine._allgather_base(rows.view(-1), own, AllgatherOptions())
+        own = rows[self.rank].reshape(-1).clone()
+        work: RawWork = self.engine._allgather_base(rows.view(-1), own, AllgatherOptions())
         return work
+
+
+def flatten_lists(
+    engine: Engine, outputs: list[Tensor], inputs: list[Tensor], opts: Any
+) -> tuple[Callable[..., RawWork], tuple[Any, ...], Callable[[], None]]:
+    """Express an all-to-all of lists as one of flat tensors: (method, arguments, finish)."""
+    sizes = [tensor.numel() for tensor in outputs]
+    # A copy of the outputs: the part of a rank that has left keeps its contents.
+    received = torch.cat([tensor.detach().reshape(-1) for tensor in outputs])
+    sent = torch.cat([tensor.detach().reshape(-1) for tensor in inputs])
+
+    def unpack() -> None:
+        for output, part in zip(outputs, torch.split(received, sizes), strict=True):
+            output.detach().copy_(part.view(output.shape))
+
+    sent_sizes = [tensor.numel() for tensor in inputs]
+    return engine.alltoall_base, (received, sent, sizes, sent_sizes, opts), unpack

@@ -152,8 +152,8 @@ class Work(dist.Work, PendingCall):
 
     def exception(self) -> GroupError | None:
         """Return the error of a failed call."""
-        if self._error is not None and self._was_resumed():
-            return None
+        if self._error is not None:
+            self._was_resumed()
         return self._error
 
     def result(self) -> list[Tensor]:

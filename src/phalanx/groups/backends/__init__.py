@@ -6,8 +6,6 @@ from collections.abc import Callable
 
 from ...errors import UnknownOption
 
-__all__ = ["refuse_options"]
-
 
 def refuse_options(backend: str) -> Callable[[dict[str, object]], None]:
     """Return the options check of a backend without options."""

@@ -2,10 +2,7 @@
 
 `group.allreduce(tensor, op=ReduceOp.MAX, timeout=...)` and `group.allreduce([tensor], opts)` mean
 the same; so do the tensor and list forms of the other collectives. `ProcessGroup` reads either
-form with `CallArguments` and issues the call.
-
-Validation must be complete before a call is issued: a mistake that only one rank makes must not
-leave the other ranks waiting.
+form with `CallArguments`, which also completes the validation, and issues the call.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from torch.distributed import ReduceOp
 from ..errors import InvalidType
 from . import _validation
 from ._engine import Traits, copy_options
-from ._reductions import as_bytes, is_sum, plain_op
+from ._reductions import PREMUL_SUM, SUM, as_bytes, is_sum, plain_op
 from ._work import Work
 
-SUM = ReduceOp.SUM
-PREMUL_SUM = ReduceOp.PREMUL_SUM
 _STRIDED = torch.strided  # a module global is faster to load than an attribute of torch
 Timeout = timedelta | None
 Tensors = Sequence[Tensor]

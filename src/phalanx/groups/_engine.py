@@ -307,13 +307,16 @@ class JointWork:
                 self._finish = None
 
 
-def start_pairs(
-    method: Callable[..., RawWork], outputs: list[Tensor], inputs: list[Tensor], opts: Any
-) -> RawWork:
-    """Start one engine call for each output and input, both flat, and join the works."""
-    pairs = zip(outputs, inputs, strict=True)
-    works = [method(out.detach().view(-1), part.detach().view(-1), opts) for out, part in pairs]
+def start_each(method: Callable[..., RawWork], calls: Sequence[tuple[Any, ...]]) -> RawWork:
+    """Start one engine call for each tuple of arguments, and join the works."""
+    works = [method(*args) for args in calls]
     return works[0] if len(works) == 1 else JointWork(works)
+
+
+def flat_pairs(outs: list[Tensor], ins: list[Tensor], opts: Any) -> list[tuple[Any, ...]]:
+    """Return the arguments for `start_each` of one call for each output and input, both flat."""
+    flat = [[tensor.detach().view(-1) for tensor in tensors] for tensors in (outs, ins)]
+    return [(out, part, opts) for out, part in zip(*flat, strict=True)]
 
 
 class PythonWork:

@@ -20,19 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Store
-from torch.distributed import ReduceOp
 
 from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
 from ._collectives import CallArguments, OneTensor, Tensors, Timeout, is_plain_real, keyword_aliases
-from ._engine import REAL_DTYPES, Engine, JointWork, RawWork, Traits, start_pairs
+from ._engine import REAL_DTYPES, Engine, RawWork, Traits, flat_pairs, start_each
 from ._failure_detector import FailureDetector, register_engine, retire_engines
 from ._flight_recorder import FlightRecorder, Record, user_site
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
-from ._reductions import SparseSum, adapt_reduction, flatten_lists, is_sum
+from ._reductions import AVG, SparseSum, adapt_reduction, flatten_lists, is_sum
 from ._status_store import Failure
 from ._store import ClosedGroup
 from ._watchdog import watch
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from ._peers import Roster
     from ._status_store import StatusStore
     from ._store import HostedStore
-
-AVG = ReduceOp.AVG
 
 
 @dataclass(frozen=True)
@@ -62,19 +59,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     Made by `new_group`, `split_group` and `merge_remote_group`, not by its constructor.
     """
-
-    label: str
-    """The group's full name, equal on every rank."""
-    backend: str
-    """The name of the backend."""
-    devices: frozenset[str]
-    """The types of devices whose tensors the group accepts."""
-    compares_calls: bool
-    """Whether ranks that make different calls find out immediately, at no cost."""
-    global_ranks: tuple[int, ...]
-    """The global rank of every rank of this group."""
-    can_leave: bool
-    """Whether a rank may `leave` alone; other backends need `update_membership`."""
 
     def __init__(
         self,
@@ -101,16 +85,21 @@ class ProcessGroup(dist.ProcessGroup):
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.label = name
+        """The group's full name, equal on every rank."""
+        self.backend = backend
+        """The name of the backend."""
+        self.devices = devices
+        """The types of devices whose tensors the group accepts."""
+        self.compares_calls = traits.compares_calls
+        """Whether ranks that make different calls find out immediately, at no cost."""
+        self.global_ranks = tuple(global_ranks)
+        """The global rank of every rank of this group."""
         self._given_name = given_name
         self._name_number = name_number  # distinguishes groups of one name, equal on all ranks
         self._desc = desc
         self._rank = rank
         self._size = size
         self._recipe = recipe
-        self.backend = backend
-        self.devices = devices
-        self.compares_calls = traits.compares_calls
-        self.global_ranks = tuple(global_ranks)
         self._traits = traits
         self._store = store
         self._lent_store = lent_store  # kept alive: it may host the group's store
@@ -145,6 +134,7 @@ class ProcessGroup(dist.ProcessGroup):
         )
         self._issue = self._issuer.issue
         self.can_leave = self._issuer.can_leave
+        """Whether a rank may `leave` alone; other backends need `update_membership`."""
         self._membership = Membership(
             self._issuer, config=recipe, store=store, status_store=board, roster=roster
         )
@@ -378,11 +368,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End this rank's part in the group; peers that wait for it raise."""
-        if not self._close("was shut down"):
-            return
-        self._detector.leave(user_site())
-        self._retire()
-        self._end_lease()
+        if self._close("was shut down"):
+            self._detector.leave(user_site())
+            self._retire()
+            self._end_lease()
 
     def abort(self, why: str = "") -> None:
         """Fail the group on every rank: calls in flight raise `GroupAborted` with the reason."""
@@ -398,11 +387,10 @@ class ProcessGroup(dist.ProcessGroup):
         self._retire()
 
     def _close(self, reason: str) -> bool:
-        if not self._issuer.close(reason):
-            return False
-        if self._is_registered_with_torch:
+        is_first = self._issuer.close(reason)
+        if is_first and self._is_registered_with_torch:
             torch_tables.unregister_group(self)
-        return True
+        return is_first
 
     def _retire(self) -> None:
         """Release the engines; with calls in flight they outlive the group until these end."""
@@ -555,11 +543,11 @@ class ProcessGroup(dist.ProcessGroup):
         name, movable = "gather", self._arguments.movable
         inputs = _validation.single(name, input_tensors)
         opts = self._arguments.options(c10d.GatherOptions, name, opts, timeout, root)
-        outputs = _validation.nested_list(name, output_tensors)
-        if self._rank == opts.rootRank:
-            _validation.one_for_each_rank(name, outputs, inputs[0], self._size, word="output")
-        moved = movable(name, outputs)
-        args = ([moved] if outputs else [], movable(name, inputs), opts)
+        like = inputs[0] if self._rank == opts.rootRank else None
+        outputs = _validation.one_for_each_rank(
+            name, output_tensors, like, self._size, word="output"
+        )
+        args = ([movable(name, outputs)] if outputs else [], movable(name, inputs), opts)
         return self._issue(name, inputs, self._engine.gather, args, opts, outputs=outputs)
 
     @keyword_aliases(output_tensor="output_tensors")
@@ -576,11 +564,9 @@ class ProcessGroup(dist.ProcessGroup):
         name, movable = "scatter", self._arguments.movable
         output = _validation.single(name, output_tensors)
         opts = self._arguments.options(c10d.ScatterOptions, name, opts, timeout, root)
-        inputs = _validation.nested_list(name, input_tensors)
-        if self._rank == opts.rootRank:
-            _validation.one_for_each_rank(name, inputs, output[0], self._size, word="input")
-        moved = movable(name, inputs)
-        args = (movable(name, output), [moved] if inputs else [], opts)
+        like = output[0] if self._rank == opts.rootRank else None
+        inputs = _validation.one_for_each_rank(name, input_tensors, like, self._size, word="input")
+        args = (movable(name, output), [movable(name, inputs)] if inputs else [], opts)
         return self._issue(name, output, self._engine.scatter, args, opts)
 
     # -- all to all ------------------------------------------------------------------------
@@ -597,8 +583,9 @@ class ProcessGroup(dist.ProcessGroup):
         """Collect a tensor from every rank in a list on every rank."""
         name, movable = "allgather", self._arguments.movable
         inputs = _validation.single(name, input_tensors)
-        outputs = _validation.nested_list(name, output_tensors)
-        _validation.one_for_each_rank(name, outputs, inputs[0], self._size, word="output")
+        outputs = _validation.one_for_each_rank(
+            name, output_tensors, inputs[0], self._size, word="output"
+        )
         opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
         args = ([movable(name, outputs)], movable(name, inputs), opts)
         work = self._issue(name, inputs, self._engine.allgather, args, opts, outputs=outputs)
@@ -632,18 +619,13 @@ class ProcessGroup(dist.ProcessGroup):
             _validation.one_for_each_rank(name, column, tensor, self._size, word="output")
         opts = self._arguments.options(c10d.AllgatherOptions, name, opts, None)
         # One engine call for each, since engines differ in what they accept in one list.
-        method = self._engine.allgather
-        pairs = [
-            (movable(name, column), movable(name, [tensor]))
+        calls = [
+            ([movable(name, column)], movable(name, [tensor]), opts)
             for column, tensor in zip(columns, inputs, strict=True)
         ]
-
-        def start() -> RawWork:
-            return JointWork([method([outs], ins, opts) for outs, ins in pairs])
-
+        args, single = (self._engine.allgather, calls), len(calls) == 1
         outputs = [tensor for outputs in lists for tensor in outputs]
-        single = len(inputs) == 1
-        return self._issue(name, inputs, start, (), opts, outputs=outputs, single=single)
+        return self._issue(name, inputs, start_each, args, opts, outputs=outputs, single=single)
 
     def all_to_all_single(
         self,
@@ -769,16 +751,17 @@ class ProcessGroup(dist.ProcessGroup):
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, op: Any, timeout: Timeout
     ) -> Work:
         """Reduce whole tensors of which each rank keeps its part."""
-        kind, start = c10d.ReduceScatterOptions, self._engine._reduce_scatter_base
+        kind = c10d.ReduceScatterOptions
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         outs, ins = self._arguments.pairs(name, outputs, inputs)
         self._arguments.check_tensors(name, [*outs, *ins], op)
         for out, whole in zip(outs, ins, strict=True):
             _validation.numel(name, whole, out.numel() * self._size, word="input")
-        plan = self._adapt(name, partial(start_pairs, start), opts, ins, outs)
-        args, finish, single = (plan.outputs, plan.inputs, plan.opts), plan.finish, len(ins) == 1
+        plan = self._adapt(name, start_each, opts, ins, outs)
+        calls = flat_pairs(plan.outputs, plan.inputs, plan.opts)
+        args, finish = (self._engine._reduce_scatter_base, calls), plan.finish
         return self._issue(
-            name, ins, plan.start, args, opts, outputs=outs, finish=finish, single=single
+            name, ins, plan.start, args, opts, outputs=outs, finish=finish, single=len(ins) == 1
         )
 
     def _gather_into(
@@ -790,9 +773,9 @@ class ProcessGroup(dist.ProcessGroup):
             _validation.numel(name, out, part.numel() * self._size, word="output")
         opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
         movable, single = self._arguments.movable, len(ins) == 1
-        start = partial(start_pairs, self._engine._allgather_base)
-        args = (movable(name, outs), movable(name, ins), opts)
-        return self._issue(name, ins, start, args, opts, outputs=outs, single=single)
+        calls = flat_pairs(movable(name, outs), movable(name, ins), opts)
+        args = (self._engine._allgather_base, calls)
+        return self._issue(name, ins, start_each, args, opts, outputs=outs, single=single)
 
     def _transfer(
         self, name: str, tensors: OneTensor, peer: int | None, tag: int, timeout: Timeout, word: str

@@ -114,13 +114,16 @@ def same_length(
 
 
 def one_for_each_rank(
-    operation: str, tensors: Sequence[Tensor], like: Tensor, size: int, *, word: str
-) -> None:
-    """Reject a list that does not have one tensor like `like` for every rank."""
-    same_length(operation, tensors, size, word=word)
-    same_dtype(operation, [*tensors, like])
-    for tensor in tensors:
-        numel(operation, tensor, like.numel(), word=word)
+    operation: str, value: object, like: Tensor | None, size: int, *, word: str
+) -> list[Tensor]:
+    """Accept a list with one tensor like `like` for every rank, or any list if that is None."""
+    tensors = nested_list(operation, value)
+    if like is not None:
+        same_length(operation, tensors, size, word=word)
+        same_dtype(operation, [*tensors, like])
+        for tensor in tensors:
+            numel(operation, tensor, like.numel(), word=word)
+    return tensors
 
 
 def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:

@@ -29,8 +29,7 @@ class FakeEngine:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self.begun: list[Any] = []
-        """Stays empty: every call completes at once."""
+        self.begun: list[Any] = []  # stays empty: every call completes immediately
 
     def allreduce(self, tensors: Tensors, *_: object) -> PythonWork:
         """Leave the tensors unchanged."""
@@ -60,11 +59,9 @@ class FakeEngine:
         return _done([rows], [part.reshape(1, -1).expand_as(rows)])
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> PythonWork:
-        """Receive this rank's own tensor from every rank, on the root."""
         return _done(outputs[0], inputs * self._size) if outputs else _done([])
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> PythonWork:
-        """Keep this rank's own part, on the root."""
         return _done(outputs, [inputs[0][self._rank]]) if inputs else _done(outputs)
 
     def alltoall_base(
@@ -82,7 +79,6 @@ class FakeEngine:
         return _done([output])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> PythonWork:
-        """Receive this rank's own tensor from itself."""
         return _done([outputs[self._rank]], [inputs[self._rank]])
 
 

@@ -36,8 +36,7 @@ from phalanx.groups import (
 from phalanx.groups._peers import Member, Roster
 from phalanx.groups._rendezvous import EngineSetup
 from phalanx.groups._status_store import StatusStore
-from phalanx.groups._store import RESERVATION_PREFIX, ClosedGroup
-from phalanx.groups._store_client import StoreClient
+from phalanx.groups._store import RESERVATION_PREFIX, ClosedGroup, StoreClient
 from phalanx.groups._timing import Timing, override_timing
 from phalanx.groups.backends.shm import RegionOffer
 from phalanx.testing import Died, Fault, kill

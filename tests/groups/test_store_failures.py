@@ -10,7 +10,7 @@ from phalanx.groups import _background_threads
 from phalanx.groups._background_threads import borrow_thread
 from phalanx.groups._membership import RejoinBarrier
 from phalanx.groups._status_store import StatusStore
-from phalanx.groups._store_client import StoreClient
+from phalanx.groups._store import StoreClient
 
 
 class Failing:

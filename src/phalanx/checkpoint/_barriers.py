@@ -38,8 +38,7 @@ from ..errors import (
 from ..groups import ProcessGroup, Work
 from ..groups._factory import default_group
 from ..groups._formatting import first_line
-from ..groups._store import check_rank_and_size, open_store
-from ..groups._store_client import clone_connection
+from ..groups._store import check_rank_and_size, clone_connection, open_store
 from ..groups._text_exchange import exchange_texts
 from ._store_barrier import BarrierTimings, StoreBarrierMember
 from ._store_connection import store_address

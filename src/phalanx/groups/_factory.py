@@ -41,8 +41,15 @@ from ._rendezvous import (
     next_default_name,
 )
 from ._status_store import StatusStore
-from ._store import HostedStore, OpenStore, check_rank_and_size, open_and_reserve_store, open_store
-from ._store_client import StoreClient, clone_connection
+from ._store import (
+    HostedStore,
+    OpenStore,
+    StoreClient,
+    check_rank_and_size,
+    clone_connection,
+    open_and_reserve_store,
+    open_store,
+)
 from ._torch_integration import next_free_number
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -84,10 +91,8 @@ def new_group(
     finally:
         # The group has its own lease. Ended here, since the traceback of an error would keep the
         # store open; peers that still read from it hold reservations.
-        if opened.lease is not None:
-            opened.lease.end()
-        if opened.reservation is not None:
-            opened.reservation.end()
+        if opened.hold is not None:
+            opened.hold.end()
 
 
 def derive_config(

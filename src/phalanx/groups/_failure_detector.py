@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from .. import native
 from ..errors import GroupError, RankReport
@@ -37,9 +37,12 @@ from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore
 from ._timing import Timing, default_timing
 
+if TYPE_CHECKING:
+    from ._work import Work
+
 
 class PendingCall:
-    """A call that somebody waits for."""
+    """A call that a thread waits for."""
 
     call: Call
     timeout: float
@@ -57,22 +60,6 @@ class PendingCall:
     def deadline(self) -> float:
         """When the call must have ended."""
         return self.call.started + self.timeout
-
-
-class InFlightCall(Protocol):
-    """A call whose end has not been observed; a `Work` is one."""
-
-    def is_completed(self) -> bool:
-        """Whether the call has ended, with or without an error."""
-
-    def engine_is_done(self) -> bool:
-        """Whether the engine has finished the call, even if the group gave it up before."""
-
-    def check_future(self) -> bool:
-        """Complete the future if the call cannot succeed any more; whether it is complete."""
-
-    def settle(self) -> None:
-        """Wait until the call has ended."""
 
 
 PRUNE_IN_FLIGHT_ABOVE = 256
@@ -119,7 +106,7 @@ class FailureDetector:
         """A call that failed between two of its parts: ranks may have started different parts."""
         self.started_parts: list[object] = []
         """Keeps alive the parts of it that the engine has; never read."""
-        self.in_flight: dict[Call, InFlightCall] = {}
+        self.in_flight: dict[Call, Work] = {}
         """Calls whose end has not been observed."""
         self._roster = roster
         self._status_store = board
@@ -134,12 +121,12 @@ class FailureDetector:
         self._pid = os.getpid()
         self._lock = threading.Lock()  # guards `failure` and `_excluded`
         self._resume = _no_op
-        self._futures: list[InFlightCall] = []
+        self._futures: list[Work] = []
 
     # -- a call is overdue -----------------------------------------------------------------
 
     def look(self, pending: PendingCall, *, sure: bool = False) -> Failure | None:
-        """Check whether an overdue call can still succeed; None means to wait on.
+        """Check whether an overdue call can still succeed; None means to keep waiting.
 
         `sure` means that the engine has failed, so nothing more can arrive.
         """
@@ -156,21 +143,30 @@ class FailureDetector:
             return self.fail(known, publish=False)
         dead = self.dead()  # before `left`: a rank that leaves writes that before it exits
         left = status.left()
-        lost = self._find_dead(pending, dead - set(left), sure=sure)
-        return lost or self._find_left(pending, left)
+        lost = self._needed(pending, dead - set(left))
+        # What a rank did before it died may arrive only now, so believe the second check.
+        sure, pending.has_dead_peer = sure or pending.has_dead_peer, bool(lost)
+        call = pending.call
+        if lost and sure:
+            return self.lost_failure(lost, call)
+        gone = {rank for rank, (last, _) in left.items() if call.transfer or last < call.sequence}
+        for rank in self._needed(pending, gone):
+            return self.shutdown_failure(rank, left[rank][1], call)
+        return None
 
     def timed_out(self, pending: PendingCall, *, after: float) -> tuple[Failure, Reports]:
         """Return which ranks kept the call from completing, and what every rank is doing."""
         call, peer = pending.call, pending.peer
-        reports = self._gather_reports()
+        reports = self.gather_reports()
         mismatch = None if call.transfer else self._find_mismatch(call, reports)
         if mismatch is not None:
             return mismatch, reports
         cause = f"timed out after {after:g} s"
-        if peer is not None:
-            missing = [peer]
-        else:
-            missing = [] if call.transfer else self._missing(call, reports)
+        missing = [] if peer is None else [peer]
+        if not call.transfer:
+            others = reports.keys() - self.absent() - {self.rank}
+            done = {rank: reports[rank].collectives or 0 for rank in sorted(others)}
+            missing = [rank for rank in done if done[rank] < call.sequence]
         if missing:
             cause += f": {format_ranks(missing)} did not take part"
         elif call.transfer:
@@ -178,7 +174,7 @@ class FailureDetector:
         elif self.size > 1:
             cause += " although every rank took part"
         cause += self.store_caveat()
-        return self._failure("timeout", cause, missing, call), reports
+        return self.make_failure("timeout", cause, missing, call), reports
 
     def store_caveat(self) -> str:
         """Return a remark for errors about other ranks while the store does not answer."""
@@ -202,13 +198,28 @@ class FailureDetector:
                 return self.timed_out(pending, after=pending.timeout)[0]
             if time.monotonic() >= until:
                 cause = f"failed in its engine: {first_line(error)}"
-                return self._failure("engine", cause, (), pending.call)
+                return self.make_failure("engine", cause, (), pending.call)
             time.sleep(0.02)
 
     def lost_failure(self, ranks: Sequence[int], call: Call) -> Failure:
         """Return the failure of a group in which these ranks are dead."""
-        verb = "is" if len(ranks) == 1 else "are"
-        return self._failure("lost", f"{self.describe_ranks(ranks)} {verb} dead", ranks, call)
+        processes = []
+        for rank in ranks:
+            member = self._roster.members[rank]
+            processes.append(f"rank {rank} ({'' if member.is_dead else 'a thread of '}{member})")
+        cause = f"{' and '.join(processes)} {'is' if len(ranks) == 1 else 'are'} dead"
+        return self.make_failure("lost", cause, ranks, call)
+
+    def shutdown_failure(self, rank: int, site: str, call: Call) -> Failure:
+        """Return the failure of a call that needs a rank which has shut the group down."""
+        cause = f"rank {rank} shut the group down at {site}"
+        return self.make_failure("aborted", cause, [rank], call)
+
+    def make_failure(
+        self, kind: FailureKind, cause: str, ranks: Sequence[int], call: Call
+    ) -> Failure:
+        """Return a failure that this rank has found in `call`."""
+        return Failure(kind, self.rank, cause, tuple(ranks), call.what, call.sequence)
 
     # -- the group fails -------------------------------------------------------------------
 
@@ -244,8 +255,9 @@ class FailureDetector:
         """Make the error that this rank raises for `failure`."""
         if reports is None:
             wanted = pending is not None and failure.kind in _KINDS_WITH_REPORTS
-            after_death = failure.kind == "lost"
-            reports = self._gather_reports(after_death=after_death) if wanted else {}
+            reports = {}
+            if wanted:
+                reports = self.gather_reports(after_death=failure.kind == "lost")
         reports.pop(self.rank, None)  # the error itself describes this rank
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
@@ -305,7 +317,7 @@ class FailureDetector:
 
     # -- calls in flight -------------------------------------------------------------------
 
-    def begun(self, call: Call, work: InFlightCall) -> None:
+    def begun(self, call: Call, work: Work) -> None:
         """Track a call until its end is observed."""
         self.in_flight[call] = work
         self.prune_in_flight()
@@ -332,27 +344,23 @@ class FailureDetector:
         self._members = None
         self.in_flight.clear()
 
-    def watch_future(self, work: InFlightCall) -> None:
+    def watch_future(self, work: Work) -> None:
         """Have the watchdog complete the work's future."""
         self._futures.append(work)
 
     # -- called by the watchdog ------------------------------------------------------------
 
     def poll(self) -> None:
-        """Write a report if one was requested, and complete calls that nobody waits for."""
+        """Write a report if one was requested, and complete calls that no thread waits for."""
         status = None if self.closed else self._status_store
         if status is not None and status.answer(self.report) and self.failure is None:
             known = status.failure()
             if known is not None:
                 self.fail(known, publish=False)
-        self.drive()
-        self.check_futures()
-
-    def drive(self) -> None:
-        """Advance calls that nobody waits for, on engines without a thread."""
         for work in list(self.in_flight.values()):
-            work.engine_is_done()
+            work.engine_is_done()  # advances it, on engines without a thread
         self._drive()
+        self.check_futures()
 
     def check_futures(self) -> None:
         """Complete the futures of calls that cannot succeed any more."""
@@ -375,18 +383,9 @@ class FailureDetector:
         )
         if call is None:
             return report
-        return replace(
-            report,
-            operation=call.what,
-            sequence=call.sequence,
-            site=call.site,
-            call=call.operation,
-            transfer=call.transfer,
-        )
-
-    def ask(self) -> Reports:
-        """Collect reports of all ranks, including those that have left."""
-        return self._gather_reports(absent=set())
+        operation, transfer = call.operation, call.transfer
+        report = replace(report, operation=call.what, call=operation, transfer=transfer)
+        return replace(report, sequence=call.sequence, site=call.site)
 
     # -- finding the cause -----------------------------------------------------------------
 
@@ -394,46 +393,16 @@ class FailureDetector:
         """Return the other ranks that are known to be dead."""
         return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
 
-    def describe_ranks(self, ranks: Sequence[int]) -> str:
-        """Name ranks together with their processes."""
-        return " and ".join(f"rank {rank} ({self._describe_process(rank)})" for rank in ranks)
-
-    def _describe_process(self, rank: int) -> str:
-        member = self._roster.members[rank]
-        return str(member) if member.is_dead else f"a thread of {member}"
-
-    def _failure(self, kind: FailureKind, cause: str, ranks: Sequence[int], call: Call) -> Failure:
-        return Failure(kind, self.rank, cause, tuple(ranks), call.what, call.sequence)
-
-    def _find_dead(self, pending: PendingCall, dead: set[int], *, sure: bool) -> Failure | None:
-        """Check whether ranks died before they did their part."""
-        needed = self._needed(pending, dead)
-        # What a rank did before it died may arrive only now, so believe the second check.
-        first, pending.has_dead_peer = not pending.has_dead_peer, bool(needed)
-        if not needed or (first and not sure):
-            return None
-        return self.lost_failure(needed, pending.call)
-
-    def _find_left(self, pending: PendingCall, left: dict[int, tuple[int, str]]) -> Failure | None:
-        """Check whether ranks shut the group down before this call."""
-        call = pending.call
-        gone = {rank for rank, (last, _) in left.items() if call.transfer or last < call.sequence}
-        for rank in self._needed(pending, gone):
-            cause = f"rank {rank} shut the group down at {left[rank][1]}"
-            return self._failure("aborted", cause, (rank,), call)
-        return None
-
     def _needed(self, pending: PendingCall, gone: set[int]) -> list[int]:
         """Of the ranks that are gone, return those without which the call cannot complete."""
-        gone = gone - {self.rank} - self.absent()
+        needed = set(range(self.size)) - {self.rank} - self.absent()
         if pending.peer is not None:
-            return sorted(gone & {pending.peer})
-        others = self.size - 1 - len(self.absent() - {self.rank})
-        if pending.call.transfer and len(gone) < others:
+            needed &= {pending.peer}
+        elif pending.call.transfer and not needed <= gone:
             return []  # a receive from any rank: one sender is enough
-        return sorted(gone)
+        return sorted(gone & needed)
 
-    def _gather_reports(
+    def gather_reports(
         self, *, after_death: bool = False, absent: set[int] | None = None
     ) -> Reports:
         """Collect what every rank is doing, giving the watchdogs time to answer."""
@@ -460,18 +429,13 @@ class FailureDetector:
         state = "busy" if after_death else "silent"
         return reports | {rank: RankReport(rank, state) for rank in silent}
 
-    def _missing(self, call: Call, reports: Reports) -> list[int]:
-        excused = self.absent() | {self.rank}
-        others = (report for rank, report in sorted(reports.items()) if rank not in excused)
-        return [r.rank for r in others if r.collectives is None or r.collectives < call.sequence]
-
     def _engine_mismatch(self, call: Call, error: EngineMismatch) -> Failure:
         """Name both sides of a mismatch that the engine found; the peer reports its own."""
         known = None if self._status_store is None else self._status_store.failure()
         if known is not None:
             return known
         other = error.ranks[0] if error.ranks[1] == self.rank else error.ranks[1]
-        report = self._gather_reports().get(other) or RankReport(other, "silent")
+        report = self.gather_reports().get(other) or RankReport(other, "silent")
         what = report.operation or "something else"
         if report.operation is not None and report.sequence != call.sequence:
             what = f"something else before {what} #{report.sequence}"  # it has moved on since
@@ -521,7 +485,7 @@ def register_engine(detector: FailureDetector, engine: Engine) -> None:
             atexit.register(_leak_busy_engines)
         _live_engines.setdefault(detector, []).append(engine)
     if hasattr(engine, "rest"):
-        # The group owns the memory of calls that nobody waits for. The engine's thread must stop
+        # The group owns the memory of calls that no thread waits for. The engine's thread must stop
         # before that memory is freed, at interpreter exit too.
         weakref.finalize(detector, _stop_engine_thread, weakref.ref(engine))
 

@@ -42,7 +42,7 @@ from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._issuer import Issuer
 from ._rendezvous import EngineSetup, KnownPeers, Rendezvous, RendezvousTerms
 from ._status_store import Failure, FailureKind, StatusStore
-from ._store_client import BlockingStoreClient, StoreClient
+from ._store import BlockingStoreClient, StoreClient
 from .backends._subset import SubsetEngine
 from .backends.local import single_rank_engine
 
@@ -277,7 +277,7 @@ class Membership:
                 failure = detector.lost_failure(lost, call)
             elif failure is None:
                 late = time.monotonic() - began >= self._issuer.timeout
-                reports = detector.ask()
+                reports = detector.gather_reports(absent=set())
                 mute = [r for r in ranks if r in reports and reports[r].operation is None]
                 kind: FailureKind = "timeout" if late or mute else "engine"
                 cause = (
@@ -499,7 +499,7 @@ class _RejoinCall(PendingCall):
     def _overdue(self) -> GroupError | None:
         """Ask whether the missing ranks still make calls, and time out if they do not."""
         detector, missing = self._detector, self._entrance.awaited()
-        reports = detector.ask()
+        reports = detector.gather_reports(absent=set())
         quiet = [r.quiet for r in reports.values() if r.rank in missing and r.quiet is not None]
         if quiet:
             self._counts_from = time.monotonic() - min(quiet)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,12 +31,7 @@ class Member:
     def here(cls) -> Member:
         """Describe the calling process."""
         pid = os.getpid()
-        return cls(
-            host=socket.gethostname(),
-            machine=_machine_id(),
-            pid=pid,
-            started=_process_status(pid)[0],
-        )
+        return cls(socket.gethostname(), _machine_id(), pid, _process_status(pid)[0])
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Member:
@@ -75,10 +71,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of a group, by rank."""
+    """The members of a group, by rank, and a unique id of the group."""
 
     token: str
-    """A unique id of the group."""
     members: tuple[Member, ...] = ()
 
     def dead(self) -> list[int]:
@@ -103,9 +98,7 @@ def _machine_id() -> str:
 def process_state(pid: int) -> str:
     """Return ``alive``, ``stopped`` or ``dead`` for a process of this machine."""
     started, state = _process_status(pid)
-    if not started:
-        return "dead"
-    return "stopped" if state == "T" else "alive"
+    return "dead" if not started else "stopped" if state == "T" else "alive"
 
 
 def _process_status(pid: int) -> tuple[str, str]:
@@ -113,19 +106,15 @@ def _process_status(pid: int) -> tuple[str, str]:
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
-        return ("", "") if Path("/proc/self").exists() else _process_status_without_proc(pid)
+        if Path("/proc/self").exists():
+            return "", ""
+        with suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return "", ""
+        return "unknown", ""  # without /proc, any process with that pid counts as the same
     # The command is in parentheses and may contain anything, so split after the last one.
     fields = stat.rpartition(")")[2].split()
     state, started = fields[0], fields[19]
     return ("", "") if state in "ZX" else (started, state)  # a zombie is dead
-
-
-def _process_status_without_proc(pid: int) -> tuple[str, str]:
-    """Without /proc, any process with that pid counts as the same."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "", ""
-    except PermissionError:
-        pass
-    return "unknown", ""

@@ -25,6 +25,7 @@ from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
+from ._background_threads import watch
 from ._collectives import CallArguments, OneTensor, Tensors, Timeout, is_plain_real, keyword_aliases
 from ._engine import REAL_DTYPES, Engine, RawWork, Traits, flat_pairs, start_each
 from ._failure_detector import FailureDetector, register_engine, retire_engines
@@ -34,7 +35,6 @@ from ._membership import LEAVES, STAYS, Membership
 from ._reductions import AVG, SparseSum, adapt_reduction, flatten_lists, is_sum
 from ._status_store import Failure
 from ._store import ClosedGroup
-from ._watchdog import watch
 from ._work import Work
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ from ._engine import Engine
 from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._peers import Member, Roster
 from ._status_store import Failure, StatusStore
-from ._store_client import BlockingStoreClient, StoreClient, clone_connection
+from ._store import BlockingStoreClient, StoreClient, clone_connection
 from ._timing import Timing, default_timing
 
 T = TypeVar("T")

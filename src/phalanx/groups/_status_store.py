@@ -10,18 +10,19 @@ No method blocks for longer than a store request: a store that does not answer r
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeVar
 
+import msgspec
 from torch.distributed import DistNetworkError
 
 from .. import errors
 from ..errors import RankReport, RendezvousTimeout
 from ._flight_recorder import Call
 from ._formatting import first_line
-from ._store_client import StoreClient
+from ._store import StoreClient
 
 FailureKind = Literal["timeout", "lost", "mismatch", "aborted", "engine"]
 
@@ -42,25 +43,12 @@ class Failure:
     by: int
     """The rank that found it."""
     cause: str
-    """A clause. If `names_its_subject` it is complete (``rank 2 is dead``); otherwise its subject
-    is the rank `by` (``timed out after 5 s``)."""
+    """A clause. If it names the ranks at fault it is complete (``rank 2 is dead``); otherwise its
+    subject is the rank `by` (``timed out after 5 s``)."""
     ranks: tuple[int, ...] = ()
     """The ranks at fault."""
     operation: str = ""
     sequence: int | None = None
-
-    @classmethod
-    def from_json(cls, text: bytes | str) -> Failure:
-        data = json.loads(text)
-        return cls(**{**data, "ranks": tuple(data["ranks"])})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @property
-    def names_its_subject(self) -> bool:
-        """Whether `cause` itself names the ranks at fault."""
-        return bool(self.ranks) and self.kind in ("lost", "mismatch", "aborted")
 
     def error(
         self,
@@ -74,21 +62,21 @@ class Failure:
         where = f"group {group!r}, rank {rank}"
         if call is not None:
             where = f"{call.what} #{call.sequence} at {call.site} ({where})"
+        cause = self.cause
+        names_its_subject = self.ranks and self.kind in ("lost", "mismatch", "aborted")
+        if rank != self.by and not names_its_subject:
+            mine = None if call is None else (call.what, call.sequence)
+            in_another_call = self.operation and mine != (self.operation, self.sequence)
+            there = f" in {self.operation} #{self.sequence}" if in_another_call else ""
+            cause = f"rank {self.by}{there} {cause}"
         return _ERROR_BY_KIND[self.kind](
-            f"{where}: {self._cause_for(rank, call)}",
+            f"{where}: {cause}",
             group=group,
             operation=self.operation or (call.what if call else ""),
             sequence=self.sequence if self.sequence is not None or call is None else call.sequence,
             ranks=self.ranks,
             reports=reports,
         )
-
-    def _cause_for(self, rank: int, call: Call | None) -> str:
-        if rank == self.by or self.names_its_subject:
-            return self.cause
-        same = call is not None and (call.what, call.sequence) == (self.operation, self.sequence)
-        where = "" if same or not self.operation else f" in {self.operation} #{self.sequence}"
-        return f"rank {self.by}{where} {self.cause}"
 
 
 T = TypeVar("T")
@@ -119,30 +107,26 @@ class StatusStore:
         if requests == self._answered_request:
             return False
         self._answered_request = requests
-        self._write(f"report/{self._rank}", {"request": requests, **asdict(report())})
+        self._write(f"report/{self._rank}", (requests, report()))
         return True
 
     def reports(self, *, since: int) -> dict[int, RankReport]:
         """Read the reports that answer request `since` or a later one."""
-        found = {}
-        for rank in range(self._size):
-            data = self._read(f"report/{rank}")
-            if data is not None and data.pop("request") >= since:
-                found[rank] = RankReport(**data)
-        return found
+        found = self._read_all("report", tuple[int, RankReport])
+        return {rank: report for rank, (request, report) in found.items() if request >= since}
 
     def fail(self, failure: Failure) -> Failure:
         """Record the cause of a failure; returns the first one, which may be another rank's."""
-        mine = failure.to_json()
+        mine = msgspec.json.encode(failure)
         key = self._failure_key
-        first = self._try(lambda: self._store.write_once(key, mine), mine.encode())
+        first = self._try(lambda: self._store.write_once(key, mine.decode()), mine)
         self.request_reports()
-        return Failure.from_json(first)
+        return msgspec.json.decode(first, type=Failure)
 
     def failure(self) -> Failure | None:
         """Read the cause of the group's failure, if there is one."""
         text = self._try(lambda: self._store.read(self._failure_key), None)
-        return None if text is None else Failure.from_json(text)
+        return None if text is None else msgspec.json.decode(text, type=Failure)
 
     def reset_failure(self, without: str) -> None:
         """Continue after a failure; ranks that exclude the same ranks use the same key."""
@@ -150,20 +134,15 @@ class StatusStore:
 
     def leave(self, *, sequence: int, site: str) -> None:
         """Record that this rank shut the group down after its call number `sequence`."""
-        self._write(f"left/{self._rank}", {"sequence": sequence, "site": site})
+        self._write(f"left/{self._rank}", (sequence, site))
 
     def left(self) -> dict[int, tuple[int, str]]:
         """Return the ranks that shut the group down: rank -> (number of last call, call site)."""
-        found = {}
-        for rank in range(self._size):
-            data = self._read(f"left/{rank}")
-            if data is not None:
-                found[rank] = (int(data["sequence"]), str(data["site"]))
-        return found
+        return self._read_all("left", tuple[int, str])
 
     def close(self) -> None:
         """Record that this rank has closed the group after a failure and reads nothing more."""
-        self._write(f"closed/{self._rank}", {})
+        self._write(f"closed/{self._rank}", ())
 
     def has_closed(self, rank: int) -> bool:
         """Whether a rank has shut the group down or closed it."""
@@ -174,12 +153,17 @@ class StatusStore:
         requests = self._try(lambda: self._store.read("report_requests"), None)
         return int(requests or self._answered_request)
 
-    def _write(self, key: str, data: dict[str, Any]) -> None:
-        self._try(lambda: self._store.set(key, json.dumps(data)), None)
+    def _write(self, key: str, data: tuple[object, ...]) -> None:
+        self._try(lambda: self._store.set(key, msgspec.json.encode(data).decode()), None)
 
-    def _read(self, key: str) -> dict[str, Any] | None:
-        text = self._try(lambda: self._store.read(key), None)
-        return None if text is None else json.loads(text)
+    def _read_all(self, key: str, kind: type[T]) -> dict[int, T]:
+        """Read what each rank has written under `key`, by rank."""
+        found = {}
+        for rank in range(self._size):
+            text = self._try(partial(self._store.read, f"{key}/{rank}"), None)
+            if text is not None:
+                found[rank] = msgspec.json.decode(text, type=kind)
+        return found
 
     def _try(self, request: Callable[[], T], default: T) -> T:
         if self._is_disconnected:

@@ -1,4 +1,9 @@
-"""Opening the store that a URL or the environment names, and hosting it for peers.
+"""Stores: clients with per-request timeouts, opening the store that a URL names, hosting it.
+
+torch's stores block until the server answers, so a stopped server would void every deadline.
+Requests of a `StoreClient` run on a borrowed thread; the caller stops waiting after the timeout
+and the thread is abandoned, not joined. While a request is unanswered, further requests on the
+same connection fail immediately.
 
 `open_store` accepts a store, `env://`, `tcp://`, `file://` or a scheme registered with torch.
 Rank 0 hosts the TCP store unless a launcher does.
@@ -14,8 +19,8 @@ forked keeps its stores, since the child holds the socket.
 
 from __future__ import annotations
 
+import copy
 import errno
-import json
 import logging
 import os
 import socket
@@ -25,33 +30,138 @@ import time
 import uuid
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import parse_qsl, urlparse
 
+import msgspec
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from ..env import is_launched, read_rank_env
 from ..errors import InvalidArgument, InvalidState, InvalidType, RendezvousError, RendezvousTimeout
+from ._background_threads import BackgroundCall, watch
 from ._formatting import first_line
 from ._peers import Member, Roster
-from ._store_client import StoreClient, clone_connection
 from ._timing import Timing, default_timing
-from ._watchdog import watch
 
 if TYPE_CHECKING:
     from ._status_store import StatusStore
 
 _log = logging.getLogger(__name__)
 
-
+T = TypeVar("T")
+MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = 5e-5, 2e-2  # seconds
 CLOSING_KEY = "phalanx/closing"
 RESERVATION_PREFIX = "phalanx/reservation/"
+
+
+def clone_connection(store: Store) -> Store:
+    """Open a second connection to a store."""
+    # Out of descriptors, torch would retry until the store's timeout; this raises immediately.
+    socket.socket().close()
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+    return clone
+
+
+class BlockingStoreClient:
+    """A store client whose requests block until the store answers."""
+
+    def __init__(self, store: Store) -> None:
+        self.raw = store
+
+    def under(self, prefix: str) -> Self:
+        """Return the part of the store whose keys begin with `prefix`, on the same connection."""
+        part = copy.copy(self)
+        part.raw = PrefixStore(prefix, self.raw)
+        return part
+
+    def connect(self) -> Store:
+        """Open another connection to the same part of the store."""
+        return self._request(lambda: clone_connection(self.raw))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return self._request(lambda: self.raw.add(key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self._request(lambda: self.raw.set(key, value))
+
+    def set_all(self, values: dict[str, str]) -> None:
+        """Write several values, with one request if the store supports it."""
+        keys, texts = list(values), list(values.values())
+        self._request(lambda: self.raw.multi_set(keys, texts))  # type: ignore[attr-defined]  # no stub
+
+    def read(self, key: str) -> bytes | None:
+        """Return a value, or None if the key does not exist."""
+        return self._request(lambda: self.raw.get(key) if self.raw.check([key]) else None)
+
+    def fetch(self, key: str) -> bytes:
+        """Return the value of a key that exists."""
+        return self.write_once(key, "")  # one request, where `read` makes two
+
+    def has(self, *keys: str) -> bool:
+        """Whether all these keys exist."""
+        return self._request(lambda: self.raw.check(list(keys)))
+
+    def write_once(self, key: str, value: str) -> bytes:
+        """Write a value unless the key exists, and return its value."""
+        return self._request(lambda: self.raw.compare_set(key, "", value))
+
+    def all_keys(self) -> list[str]:
+        """Return all keys."""
+        return self._request(self.raw.list_keys)
+
+    def delete(self, key: str) -> None:
+        """Delete a key, if it exists."""
+        self._request(lambda: self.raw.delete_key(key))
+
+    def await_all(self, keys: Sequence[str], seconds: float) -> bool:
+        """Wait until all these keys exist; whether they do.
+
+        Polls, since torch logs two lines whenever a store's own wait times out.
+        """
+
+        def poll() -> bool:
+            until = time.monotonic() + seconds
+            pause = MIN_POLL_INTERVAL
+            while not self.raw.check(list(keys)):
+                left = until - time.monotonic()
+                if left <= 0:
+                    return False
+                time.sleep(min(pause, left))
+                pause = min(pause * 1.25, MAX_POLL_INTERVAL)
+            return True
+
+        return self._request(poll)
+
+    def _request(self, request: Callable[[], T]) -> T:
+        return request()
+
+
+class StoreClient(BlockingStoreClient):
+    """A store client whose requests raise `RendezvousTimeout` when they take too long."""
+
+    def __init__(self, store: Store, *, timeout: float | None = None) -> None:
+        super().__init__(store)
+        self._timeout = default_timing().request_timeout if timeout is None else timeout
+        # The end of the last request that timed out. All clients of the connection share the list.
+        self._unanswered: list[threading.Event] = []
+
+    def _request(self, request: Callable[[], T]) -> T:
+        if any(not ended.is_set() for ended in self._unanswered):
+            raise RendezvousTimeout("the store does not answer")
+        call = BackgroundCall(request)
+        if not call.ended.wait(self._timeout):
+            self._unanswered[:] = [call.ended]
+            raise RendezvousTimeout(f"the store did not answer within {self._timeout:g} s")
+        return call.result()
 
 
 class Lease:
@@ -72,23 +182,19 @@ class ClosedGroup:
         self, status: StatusStore, roster: Roster, rank: int, *, timing: Timing | None = None
     ) -> None:
         self._status = status
-        self._members = roster.members
-        self._open_ranks = [each for each in range(len(roster.members)) if each != rank]
-        self._closed_at = time.monotonic()
-        self._remote_timeout = (timing or default_timing()).remote_close_timeout
+        self._open = [each for each in enumerate(roster.members) if each[0] != rank]
+        timeout = (timing or default_timing()).remote_close_timeout
+        self._remote_deadline = time.monotonic() + timeout
 
     def is_over(self) -> bool:
         """Whether every other member has closed it or died."""
-        while self._open_ranks and self._is_gone(self._open_ranks[-1]):
-            self._open_ranks.pop()
-        return not self._open_ranks
-
-    def _is_gone(self, rank: int) -> bool:
-        member = self._members[rank]
-        is_late = time.monotonic() - self._closed_at > self._remote_timeout
-        if is_late and not member.is_here:
-            return True
-        return member.is_dead or self._status.has_closed(rank)
+        while self._open:
+            rank, member = self._open[-1]
+            is_late = time.monotonic() > self._remote_deadline and not member.is_here
+            if not (is_late or member.is_dead or self._status.has_closed(rank)):
+                return False
+            self._open.pop()
+        return True
 
 
 class HostedStore:
@@ -121,7 +227,7 @@ class HostedStore:
         self._closed_groups.append(group)
 
     def poll(self) -> None:
-        """Close the store if nobody needs it any more; called by the watchdog."""
+        """Close the store if nothing needs it any more; called by the watchdog."""
         if self.store is None or not self._is_unused() or self._has_reservations(self.store):
             return
         with _lock:
@@ -140,26 +246,21 @@ class HostedStore:
         return self.stays or len(self._leases) > 0
 
     def _is_unused(self) -> bool:
-        now = time.monotonic()
-        had_closed = bool(self._closed_groups)
+        closed, had_closed = self._closed_groups, bool(self._closed_groups)
         if self._is_leased():
             self._idle_since = None
-            self._drop_one_closed_group()
+            if closed:  # a program may close many groups: check one per poll
+                oldest = closed.popleft()
+                if not oldest.is_over():
+                    closed.append(oldest)
             return False
         if self._idle_since is None:
-            self._idle_since = now
-        while self._closed_groups and self._closed_groups[0].is_over():
-            self._closed_groups.popleft()
-        if self._closed_groups:
+            self._idle_since = time.monotonic()
+        while closed and closed[0].is_over():
+            closed.popleft()
+        if closed:
             return False
-        return had_closed or now - self._idle_since >= self._timing.idle_linger
-
-    def _drop_one_closed_group(self) -> None:
-        """Forget a closed group that is over, since a program may close many; one per poll."""
-        if self._closed_groups:
-            oldest = self._closed_groups.popleft()
-            if not oldest.is_over():
-                self._closed_groups.append(oldest)
+        return had_closed or time.monotonic() - self._idle_since >= self._timing.idle_linger
 
     def _has_reservations(self, store: Store) -> bool:
         """Announce that the store closes, and check whether a peer waits in it."""
@@ -176,10 +277,9 @@ class HostedStore:
         text = store.compare_set(key, "", "")  # unlike `get`, this does not wait for a value
         if not text:
             return False
-        data = json.loads(text)
+        member, seconds = msgspec.json.decode(text, type=tuple[Member, float])
         first = self._reservations_seen.setdefault(key, time.monotonic())
-        is_late = time.monotonic() - first > data["seconds"]
-        return not is_late and not Member.from_json(data["member"]).is_dead
+        return time.monotonic() - first <= seconds and not member.is_dead
 
 
 class StoreReservation:
@@ -190,8 +290,7 @@ class StoreReservation:
         self._store = StoreClient(store, timeout=seconds)
         self._key = f"{RESERVATION_PREFIX}{uuid.uuid4().hex}"
         until = time.monotonic() + seconds
-        data = {"member": Member.here().to_json(), "seconds": seconds}
-        self._store.set(self._key, json.dumps(data))
+        self._store.set(self._key, msgspec.json.encode((Member.here(), seconds)).decode())
         while self._store.has(CLOSING_KEY):
             if time.monotonic() >= until:
                 raise RendezvousTimeout(
@@ -215,14 +314,14 @@ _hosted_stores: dict[tuple[int, int], HostedStore] = {}
 _lock = threading.Lock()  # guards `_hosted_stores` and the leases; no other lock is taken under it
 
 
-def find_hosted_store(port: int) -> tuple[HostedStore, Lease] | None:
+def _find_hosted_store(port: int) -> tuple[HostedStore, Lease] | None:
     """Return the store that this process hosts at a port, with a lease, if there is one."""
     with _lock:
         found = _hosted_stores.get((os.getpid(), port))
         return None if found is None else (found, Lease(found))
 
 
-def host_store(store: Store, port: int) -> tuple[HostedStore, Lease]:
+def _host_store(store: Store, port: int) -> tuple[HostedStore, Lease]:
     """Host a store, with a lease; returns the one that is hosted at that port already, if any."""
     _register_fork_hook()
     made = HostedStore(store, port)
@@ -255,10 +354,8 @@ class OpenStore:
     """The store that the caller passed; kept alive, since it may be the server."""
     hosted: HostedStore | None = None
     """The server, if this process hosts it."""
-    lease: Lease | None = None
-    """Keeps `hosted` open until the group has its own lease."""
-    reservation: StoreReservation | None = None
-    """Keeps a store open that a peer hosts."""
+    hold: Lease | StoreReservation | None = None
+    """Keeps a store open that this process or a peer hosts, until the group has formed."""
     is_remote: bool = False
     """Whether rank 0, another process or thread, hosts it."""
 
@@ -268,7 +365,7 @@ def open_and_reserve_store(
 ) -> OpenStore:
     """Open a store and reserve it, so that the peer that hosts it does not close it.
 
-    The caller ends the reservation when the group has formed or failed to form.
+    The caller ends `hold` when the group has formed or failed to form.
     """
     until = time.monotonic() + timeout.total_seconds()
     while True:
@@ -276,8 +373,9 @@ def open_and_reserve_store(
         if not opened.is_remote:
             return opened
         try:
-            reservation = StoreReservation(opened.store, seconds=timeout.total_seconds())
-            return replace(opened, reservation=reservation)
+            return replace(
+                opened, hold=StoreReservation(opened.store, seconds=timeout.total_seconds())
+            )
         except dist.DistNetworkError:  # it was closed meanwhile: wait for the next one
             timeout = timedelta(seconds=max(until - time.monotonic(), 0.001))
 
@@ -313,7 +411,14 @@ def open_store(
         return _open_tcp(url.hostname, url.port, rank, size, rank == 0, timeout)
     if url.scheme == "file":
         return OpenStore(_file_store(where, url.netloc + url.path, size), rank, size)
-    return OpenStore(_open_registered_scheme(where, rank, size), rank, size)
+    try:  # a scheme that the user has registered with torch
+        store: Store = next(iter(rendezvous(where, rank, size)))[0]
+    except RuntimeError as error:
+        raise InvalidArgument(
+            f"unknown store {where!r}. Use env://, tcp://host:port, file:///path or a scheme "
+            "registered with torch.distributed.rendezvous"
+        ) from error
+    return OpenStore(store, rank, size)
 
 
 @lru_cache(maxsize=1)
@@ -363,34 +468,32 @@ def _open_tcp(
     address: str, port: int, rank: int, size: int, hosts: bool, timeout: timedelta
 ) -> OpenStore:
     if not hosts:
-        store = _connect_tcp_store(address, port, timeout)
+        until = time.monotonic() + timeout.total_seconds()
+        wait_for_listener(address, port, timeout)
+        left = timedelta(seconds=max(until - time.monotonic(), 0.001))
+        store = _tcp_store(address, port, False, left)
+        store.set_timeout(timeout)  # for later requests
         return OpenStore(store, rank, size, is_remote=True)
-    found = find_hosted_store(port) or host_store(_host_tcp_store(address, port, timeout), port)
-    hosted, lease = found
+    found = _find_hosted_store(port)
+    hosted, lease = found or _host_store(_host_tcp_store(address, port, timeout), port)
     assert hosted.store is not None, "the lease keeps it open"
     # A plain connection: holding the server itself would keep it from closing.
-    return OpenStore(clone_connection(hosted.store), rank, size, hosted=hosted, lease=lease)
-
-
-def _connect_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
-    """Connect to a store that a peer hosts, within `timeout`."""
-    until = time.monotonic() + timeout.total_seconds()
-    wait_for_listener(address, port, timeout)
-    left = timedelta(seconds=max(until - time.monotonic(), 0.001))
-    store = _tcp_store(address, port, False, left)
-    store.set_timeout(timeout)  # for later requests
-    return store
+    return OpenStore(clone_connection(hosted.store), rank, size, hosted=hosted, hold=lease)
 
 
 def _host_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
     try:
         return _tcp_store(address, port, True, timeout)
     except RendezvousError as error:
-        if not _wait_for_free_port(port):
-            raise RendezvousError(
-                f"port {port} on {address} is in use by another program. Choose another "
-                "MASTER_PORT, or start with `phalanx run`, which finds a free port"
-            ) from error
+        # Another process may be about to release the port.
+        until = time.monotonic() + default_timing().port_release_timeout
+        while _is_in_use(port):
+            if time.monotonic() >= until:
+                raise RendezvousError(
+                    f"port {port} on {address} is in use by another program. Choose another "
+                    "MASTER_PORT, or start with `phalanx run`, which finds a free port"
+                ) from error
+            time.sleep(0.02)
     return _tcp_store(address, port, True, timeout)
 
 
@@ -411,20 +514,13 @@ def _tcp_store(address: str, port: int, hosts: bool, timeout: timedelta) -> Stor
         ) from error
 
 
-def _wait_for_free_port(port: int) -> bool:
-    """Wait for a port that another process may be about to release; False if it does not."""
-    until = time.monotonic() + default_timing().port_release_timeout
-    while time.monotonic() < until:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    return True  # opening the store raises the error
-            else:
-                return True
-        time.sleep(0.02)
+def _is_in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE  # opening the store raises other errors
     return False
 
 
@@ -456,15 +552,3 @@ def _file_store(url: str, path: str, size: int) -> Store:
     if not os.path.isdir(folder):
         raise InvalidArgument(f"store {url!r}: directory {folder} does not exist")
     return FileStore(path, size)
-
-
-def _open_registered_scheme(url: str, rank: int, size: int) -> Store:
-    """Open a store with a scheme that the user has registered with torch."""
-    try:
-        store: Store = next(iter(rendezvous(url, rank, size)))[0]
-    except RuntimeError as error:
-        raise InvalidArgument(
-            f"unknown store {url!r}. Use env://, tcp://host:port, file:///path or a scheme "
-            "registered with torch.distributed.rendezvous"
-        ) from error
-    return store

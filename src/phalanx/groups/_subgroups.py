@@ -33,7 +33,7 @@ from ._factory import (
 from ._flight_recorder import user_site
 from ._process_group import GroupConfig, ProcessGroup
 from ._rendezvous import Purpose, RendezvousTerms
-from ._store_client import StoreClient, clone_connection
+from ._store import StoreClient, clone_connection
 
 
 @dataclass(frozen=True)

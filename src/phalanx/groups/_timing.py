@@ -22,7 +22,7 @@ class Timing:
     report_timeout: float = 0.75
     """For healthy ranks to write their reports: three polls of their watchdogs."""
     report_timeout_after_death: float = 0.03
-    """The same after a death, which is raised at once. Ranks that wait too still report in time."""
+    """The same after a death, which is raised immediately. Ranks that also wait report in time."""
     query_interval: float = 0.1
     """Between two store queries about one overdue call."""
     overdue_after: float = 0.25
@@ -51,6 +51,10 @@ class Timing:
     """For members on other machines to close their group before the hosted store closes."""
     port_release_timeout: float = 1.0
     """For another process to release the port that a store needs."""
+    rejoin_check_interval: float = 0.5
+    """Between two checks of a rank in `rejoin`; a death or an abort ends a wait sooner."""
+    rejoin_retry_delay: float = 0.01
+    """Before a rank in `rejoin` waits again after a wait that ended early."""
 
     @cached_property
     def first_wait(self) -> timedelta:

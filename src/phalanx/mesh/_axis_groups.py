@@ -35,7 +35,7 @@ from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_
 from .layout import FlatLayout, MeshLayout, format_ranks
 
 if TYPE_CHECKING:
-    from ..groups._store_client import BlockingStoreClient, StoreClient
+    from ..groups._store import BlockingStoreClient, StoreClient
 
 
 MAX_MESHES_KEPT = 256  # the last ones made

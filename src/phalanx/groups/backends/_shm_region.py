@@ -38,7 +38,7 @@ from ...env import usable_cores
 from ...errors import InvalidState, PeerLost, RendezvousError, RendezvousTimeout
 from .._background_threads import is_abandoned
 from .._peers import Member
-from .._store_client import BlockingStoreClient
+from .._store import BlockingStoreClient
 from .._timing import default_timing
 
 if TYPE_CHECKING:

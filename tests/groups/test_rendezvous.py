@@ -29,7 +29,6 @@ from phalanx.errors import (
 from phalanx.groups import (
     _backend_registry,
     _background_threads,
-    _factory,
     _store,
     _torch_integration,
 )
@@ -541,7 +540,7 @@ def fail_in_factory(monkeypatch, error):
 FAILING = {
     "factory": lambda patch: fail_in_factory(patch, no_reason),
     "exit": lambda patch: fail_in_factory(patch, leave_the_program),
-    "check": lambda patch: patch.setattr(_factory, "_require_one_process", no_reason),
+    "check": lambda patch: patch.setattr(EngineSetup, "_require_one_process", no_reason),
     "others": lambda patch: patch.setattr(EngineSetup, "_await_others", no_reason),
     "offer": lambda patch: patch.setattr(RegionOffer, "absent", no_reason),
     "construct": lambda patch: patch.setattr(_torch_integration, "register_group", no_reason),

@@ -1,8 +1,7 @@
 """Creating groups: from a store, by splitting a group, by merging groups, and on behalf of torch.
 
-`form_group` is the one path to a `ProcessGroup` whose ranks communicate: rendezvous, engine, group.
-The module also holds the thread's current group, which is what `default_group` returns wherever no
-group is given.
+`form_group` is the one path to a `ProcessGroup`: rendezvous, engine, group. The module also holds
+the thread's current group, which is what `default_group` returns wherever no group is given.
 
 A rank that fails after its peers have their engines must report it (`EngineSetup.give_up`);
 otherwise they would wait in their first call.
@@ -12,23 +11,23 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, _set_process_group
 
-from ..errors import InvalidArgument, InvalidState, UnknownOption
+from ..errors import InvalidArgument, UnknownOption
 from . import _validation
-from ._backend_registry import Backend, find_backend
+from ._backend_registry import find_backend
 from ._flight_recorder import user_site
 from ._formatting import format_rank_ranges
-from ._peers import Member, Roster
+from ._peers import Roster
 from ._process_group import GroupConfig, ProcessGroup
 from ._rendezvous import (
     EngineSetup,
@@ -43,12 +42,10 @@ from ._rendezvous import (
 from ._status_store import StatusStore
 from ._store import (
     HostedStore,
-    OpenStore,
     StoreClient,
     check_rank_and_size,
     clone_connection,
     open_and_reserve_store,
-    open_store,
 )
 from ._torch_integration import next_free_number
 
@@ -78,16 +75,21 @@ def new_group(
     trip. Other arguments go to the backend.
     """
     config = _checked_config(GroupConfig(backend, torch.device(device), timeout, checks, kwargs))
-    found = find_backend(backend)
-    if not found.traits.needs_store:
+    if not find_backend(backend).traits.needs_store:
         rank, world_size = check_rank_and_size(rank, world_size)
-        return _make_without_store(found, config, name or backend, rank, range(world_size))
+        return form_group(config, None, rank, name or backend, global_ranks=range(world_size))
     opened = open_and_reserve_store(store, rank=rank, size=world_size, timeout=timeout)
     try:
-        ranks = range(opened.size)
         client = StoreClient(opened.store, timeout=timeout.total_seconds())
-        label = name or next_default_name(client, opened.rank)
-        return form_group(found, config, opened, label, store_ranks=ranks, global_ranks=ranks)
+        return form_group(
+            config,
+            opened.store,
+            opened.rank,
+            name or next_default_name(client, opened.rank),
+            global_ranks=range(opened.size),
+            lent_store=opened.lent_store,
+            hosted=opened.hosted,
+        )
     finally:
         # The group has its own lease. Ended here, since the traceback of an error would keep the
         # store open; peers that still read from it hold reservations.
@@ -125,19 +127,28 @@ def _checked_config(config: GroupConfig) -> GroupConfig:
     return config
 
 
+class GroupNames(TypedDict, total=False):
+    """What a group is called besides its label."""
+
+    torch_name: str
+    """The name of a group that torch itself registers."""
+    given_name: str
+    """Its name in torch's tables; the label by default."""
+    desc: str
+
+
 def split_group(
     parent: ProcessGroup,
     ranks: Sequence[int],
     config: GroupConfig,
     *,
     name: str | None = None,
-    given_name: str = "",
-    desc: str = "",
     purpose: Purpose | None = None,
+    **names: Unpack[GroupNames],
 ) -> ProcessGroup | None:
     """Create a group of some ranks of another; returns None on the other ranks.
 
-    `name` is its name in the store, below the parent's; `given_name` its name in torch's tables.
+    `name` is its name in the store, below the parent's.
     """
     ranks = list(ranks)
     if not ranks or len(set(ranks)) != len(ranks):
@@ -147,100 +158,32 @@ def split_group(
     if parent.rank() not in ranks:
         return None
     label = f"{parent.label}/{name or parent._name_split(ranks)}"
-    return split_from_store(
-        parent.get_group_store(),
-        config,
-        label,
-        rank=parent.rank(),
-        ranks=ranks,
-        global_ranks=parent.global_ranks,
-        members=parent._roster.members,
-        next_attempt=parent._count_split,
-        lent_store=parent._lent_store,
-        hosted=parent._hosted,
-        given_name=given_name,
-        desc=desc,
-        purpose=purpose,
-    )
-
-
-def split_from_store(
-    store: Store | None,
-    config: GroupConfig,
-    label: str,
-    *,
-    rank: int,
-    ranks: Sequence[int],
-    global_ranks: Sequence[int],
-    members: Sequence[Member] | None = None,
-    next_attempt: Callable[[str], int] | None = None,
-    lent_store: Store | None = None,
-    hosted: HostedStore | None = None,
-    given_name: str = "",
-    desc: str = "",
-    purpose: Purpose | None = None,
-) -> ProcessGroup:
-    """Create a group of `ranks`, numbered as all users of the store are; `rank` is one of them.
-
-    `members` are the processes of all users of the store, if known; that makes it faster.
-    """
-    backend = find_backend(config.backend)
-    ranks = list(ranks)
-    group_rank, members_global = ranks.index(rank), [global_ranks[each] for each in ranks]
-    if not backend.traits.needs_store:
-        return _make_without_store(
-            backend, config, label, group_rank, members_global, given_name=given_name, desc=desc
-        )
-    if store is None:
-        raise UnknownOption(
-            f"backend {config.backend!r} needs ranks that communicate; a group split from a 'fake' "
-            "group must be 'fake' too"
-        )
-    known_peers = None
-    if not members or next_attempt is None:
-        store = clone_connection(store)
-    else:
-        machine = members[rank].machine
+    members, known_peers = parent._roster.members, None
+    if members:
+        machine = members[parent.rank()].machine
         known_peers = KnownPeers(
             tuple(members[each] for each in ranks),
-            next_attempt=partial(next_attempt, f"{label} {ranks}"),
+            next_attempt=partial(parent._count_split, f"{label} {ranks}"),
             ranks_on_machine=sum(member.machine == machine for member in members),
         )
-    lease = None if hosted is None else hosted.lease()
-    opened = OpenStore(store, group_rank, len(ranks), lent_store=lent_store, hosted=hosted)
+    lease = None if parent._hosted is None else parent._hosted.lease()
     try:
         return form_group(
-            backend,
             config,
-            opened,
+            parent.get_group_store(),
+            ranks.index(parent.rank()),
             label,
             store_ranks=ranks,
-            global_ranks=members_global,
-            given_name=given_name,
-            desc=desc,
+            global_ranks=[parent.global_ranks[each] for each in ranks],
+            lent_store=parent._lent_store,
+            hosted=parent._hosted,
             known_peers=known_peers,
             purpose=purpose,
+            **names,
         )
     finally:
         if lease is not None:
             lease.end()
-
-
-def rendezvous_only(
-    store: Store,
-    rank: int,
-    terms: RendezvousTerms,
-    *,
-    timeout: timedelta,
-    purpose: Purpose | None = None,
-) -> str:
-    """Rendezvous of ranks that create the group by other means; returns a unique token."""
-    rendezvous = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
-    result = rendezvous.run_in_background(lambda: rendezvous.join(lambda: None))
-    contradiction = None if result.same_purpose else rendezvous.contradiction()
-    if contradiction is not None:
-        raise contradiction
-    return result.token
 
 
 def merge_groups(
@@ -271,166 +214,10 @@ def merge_groups(
         global_ranks += each.global_ranks
     if len(set(global_ranks)) < size:  # the groups come from different launchers
         global_ranks = list(range(size))
-    opened = OpenStore(merge_store.raw, first + group.rank(), size, lent_store=store)
-    backend = find_backend(config.backend)
+    rank = first + group.rank()
     return form_group(
-        backend,
-        config,
-        opened,
-        label,
-        store_ranks=range(size),
-        global_ranks=global_ranks,
-        desc=desc,
+        config, merge_store.raw, rank, label, global_ranks=global_ranks, lent_store=store, desc=desc
     )
-
-
-def form_group(
-    backend: Backend,
-    config: GroupConfig,
-    opened: OpenStore,
-    label: str,
-    *,
-    store_ranks: Sequence[int],
-    global_ranks: Sequence[int],
-    torch_name: str = "",
-    given_name: str = "",
-    desc: str = "",
-    known_peers: KnownPeers | None = None,
-    purpose: Purpose | None = None,
-) -> ProcessGroup:
-    """Form a group; `torch_name` is the name of one that torch itself registers."""
-    terms = RendezvousTerms(
-        name=label,
-        store_ranks=tuple(store_ranks),
-        backend=backend.name,
-        options=_options_text(config, backend.traits.own_options),
-        site=user_site(),
-    )
-    rendezvous = Rendezvous(
-        opened.store,
-        rank=opened.rank,
-        terms=terms,
-        timeout=config.timeout,
-        known_peers=known_peers,
-        purpose=purpose,
-        name_number=0 if torch_name else next_free_number(given_name or label),
-    )
-    setup = _engine_setup(rendezvous, backend, config, known_peers)
-    engine = setup.run(
-        lambda: _require_one_process(backend, rendezvous),
-        background=backend.traits.connects_in_background,
-    )
-    assert rendezvous.roster is not None, "the ranks have met"
-    name_of = backend.traits.name_of
-    chosen = backend if name_of is None else find_backend(name_of(engine))
-    store = setup.group_store.raw
-    try:
-        group = ProcessGroup(
-            name=label,
-            rank=opened.rank,
-            size=opened.size,
-            recipe=config,
-            backend=chosen.name,
-            engine=engine,
-            traits=chosen.traits,
-            devices=chosen.traits.devices | {config.device.type},
-            store=store,
-            lent_store=opened.lent_store,
-            hosted=opened.hosted,
-            board=StatusStore(
-                StoreClient(PrefixStore("status", store)), rank=opened.rank, size=opened.size
-            ),
-            roster=rendezvous.roster,
-            global_ranks=global_ranks,
-            torch_name=torch_name,
-            given_name=given_name,
-            name_number=setup.result.name_number,
-            desc=desc,
-        )
-    except BaseException as error:
-        setup.give_up(error)
-        raise
-    contradiction = None if setup.result.same_purpose else rendezvous.contradiction()
-    if contradiction is not None:
-        group.abort()
-        group._end_lease()  # since the error's traceback keeps the group
-        raise contradiction
-    return group
-
-
-def _engine_setup(
-    rendezvous: Rendezvous, backend: Backend, config: GroupConfig, known_peers: KnownPeers | None
-) -> EngineSetup:
-    rank, size = rendezvous.rank, rendezvous.terms.size
-    offer_type = backend.traits.offer
-    offer = None
-    on_cpu = config.device.type == "cpu"
-    if offer_type is not None and on_cpu and known_peers and known_peers.one_machine:
-        offer = offer_type(rank, known_peers.members, known_peers.ranks_on_machine, config.options)
-    return EngineSetup(
-        rendezvous,
-        make=lambda store: backend.factory(
-            store, rank, size, config.timeout, config.device, **config.options
-        ),
-        offer=offer,
-        lends_store=known_peers is not None,
-    )
-
-
-def _require_one_process(backend: Backend, rendezvous: Rendezvous) -> None:
-    members = () if rendezvous.roster is None else rendezvous.roster.members
-    if backend.traits.ranks_are_threads and len({(m.machine, m.pid) for m in members}) > 1:
-        raise InvalidState(
-            f"ranks of a {backend.name!r} group must be threads of one process; use 'gloo' for "
-            "several processes"
-        )
-
-
-def _make_without_store(
-    backend: Backend,
-    config: GroupConfig,
-    label: str,
-    rank: int,
-    global_ranks: Sequence[int],
-    *,
-    given_name: str = "",
-    desc: str = "",
-) -> ProcessGroup:
-    """Create a group whose ranks never communicate."""
-    size = len(global_ranks)
-    engine = backend.factory(
-        cast("Store", None),
-        rank,
-        size,
-        config.timeout,
-        config.device,
-        **config.options,
-    )
-    return ProcessGroup(
-        name=label,
-        rank=rank,
-        size=size,
-        recipe=config,
-        backend=backend.name,
-        engine=engine,
-        traits=backend.traits,
-        devices=backend.traits.devices | {config.device.type},
-        store=None,
-        board=None,
-        roster=Roster(token=uuid.uuid4().hex),
-        global_ranks=global_ranks,
-        given_name=given_name,
-        desc=desc,
-    )
-
-
-def _options_text(config: GroupConfig, own: frozenset[str]) -> str:
-    """Describe what ranks must agree on besides the backend."""
-    shared = {name: value for name, value in config.options.items() if name not in own}
-    facts = {"device": config.device.type, **shared}
-    if config.checks is not None:
-        facts["checks"] = config.checks
-    return ", ".join(f"{key}={value!r}" for key, value in sorted(facts.items()))
 
 
 def make_for_torch(backend: str, asked: Any, options: Any) -> ProcessGroup:
@@ -439,22 +226,111 @@ def make_for_torch(backend: str, asked: Any, options: Any) -> ProcessGroup:
         raise InvalidArgument(
             f"backend {backend!r} has no pg_options; got {type(options).__name__}"
         )
-    found = find_backend(backend)
-    if found.traits.check_options is not None:
-        found.traits.check_options({})
-    ranks = list(asked.global_ranks_in_group) or list(range(asked.group_size))
-    is_world = not asked.global_ranks_in_group
+    ranks = list(asked.global_ranks_in_group)
+    label = f"world/{format_rank_ranges(ranks)}" if ranks else "world"
+    ranks = ranks or list(range(asked.group_size))
     return form_group(
-        found,
-        GroupConfig(backend, torch.device("cpu"), asked.timeout, None, {}),
-        open_store(
-            asked.store, rank=asked.group_rank, size=asked.group_size, timeout=asked.timeout
-        ),
-        "world" if is_world else f"world/{format_rank_ranges(ranks)}",
+        _checked_config(GroupConfig(backend, torch.device("cpu"), asked.timeout, None, {})),
+        clone_connection(asked.store),
+        asked.group_rank,
+        label,
         store_ranks=ranks,
         global_ranks=ranks,
+        lent_store=asked.store,
         torch_name=asked.group_id,
     )
+
+
+def form_group(
+    config: GroupConfig,
+    store: Store | None,
+    rank: int,
+    label: str,
+    *,
+    global_ranks: Sequence[int],
+    store_ranks: Sequence[int] | None = None,
+    lent_store: Store | None = None,
+    hosted: HostedStore | None = None,
+    known_peers: KnownPeers | None = None,
+    purpose: Purpose | None = None,
+    **names: Unpack[GroupNames],
+) -> ProcessGroup:
+    """Form a group; `store` is a connection of its own, or None for ranks of a fake group.
+
+    `store_ranks` are its ranks in the numbering of all users of the store, by default all.
+    """
+    chosen = backend = find_backend(config.backend)
+    size, traits = len(global_ranks), backend.traits
+    if not traits.needs_store:
+        setup = status_store = store = None
+        roster, name_number = Roster(uuid.uuid4().hex), 0
+        engine = backend.factory(
+            cast("Store", None), rank, size, config.timeout, config.device, **config.options
+        )
+    elif store is None:
+        raise UnknownOption(
+            f"backend {config.backend!r} needs ranks that communicate; a group split from a 'fake' "
+            "group must be 'fake' too"
+        )
+    else:
+        ranks = tuple(range(size) if store_ranks is None else store_ranks)
+        options = _options_text(config, traits.own_options)
+        given_name = names.get("given_name") or label
+        name_number = 0 if names.get("torch_name") else next_free_number(given_name)
+        rendezvous = Rendezvous(
+            store,
+            rank=rank,
+            terms=RendezvousTerms(label, ranks, backend.name, options, user_site()),
+            timeout=config.timeout,
+            known_peers=known_peers,
+            purpose=purpose,
+            name_number=name_number,
+        )
+        setup = EngineSetup(rendezvous, backend, config)
+        engine = setup.run()
+        if traits.name_of is not None:
+            chosen = find_backend(traits.name_of(engine))
+        store, roster = rendezvous.group_store.raw, rendezvous.roster
+        name_number = rendezvous.result.name_number
+        status_store = StatusStore(StoreClient(PrefixStore("status", store)), rank=rank, size=size)
+    try:
+        group = ProcessGroup(
+            name=label,
+            rank=rank,
+            size=size,
+            recipe=config,
+            backend=chosen.name,
+            engine=engine,
+            traits=chosen.traits,
+            devices=chosen.traits.devices | {config.device.type},
+            store=store,
+            lent_store=lent_store,
+            hosted=hosted,
+            board=status_store,
+            roster=roster,
+            global_ranks=global_ranks,
+            name_number=name_number,
+            **names,
+        )
+    except BaseException as error:
+        if setup is not None:
+            setup.give_up(error)
+        raise
+    contradiction = None if setup is None else rendezvous.contradiction()
+    if contradiction is not None:
+        group.abort()
+        group._end_lease()  # since the error's traceback keeps the group
+        raise contradiction
+    return group
+
+
+def _options_text(config: GroupConfig, own: frozenset[str]) -> str:
+    """Describe what ranks must agree on besides the backend."""
+    facts = {name: value for name, value in config.options.items() if name not in own}
+    facts = {"device": config.device.type, **facts}
+    if config.checks is not None:
+        facts["checks"] = config.checks
+    return ", ".join(f"{key}={value!r}" for key, value in sorted(facts.items()))
 
 
 class _Current(threading.local):

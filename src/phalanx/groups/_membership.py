@@ -14,11 +14,13 @@ point.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from torch._C._distributed_c10d import Store
@@ -36,13 +38,14 @@ from ..errors import (
 from . import _validation
 from ._backend_registry import find_backend
 from ._engine import Engine
-from ._failure_detector import FailureDetector, PendingCall, register_engine, release_engine
+from ._failure_detector import PendingCall, register_engine, release_engine
 from ._flight_recorder import Call, user_site
 from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._issuer import Issuer
 from ._rendezvous import EngineSetup, KnownPeers, Rendezvous, RendezvousTerms
-from ._status_store import Failure, FailureKind, StatusStore
+from ._status_store import FailureKind, StatusStore
 from ._store import BlockingStoreClient, StoreClient
+from ._timing import default_timing
 from .backends._subset import SubsetEngine
 from .backends.local import single_rank_engine
 
@@ -54,10 +57,6 @@ LEAVES, STAYS = 1, 2  # a rank's answer in `update_membership`; 0 is a rank that
 
 MAX_KEPT_DEPARTURES = 4
 """Departures between two rejoins whose engines are kept for the next time."""
-
-MIN_STORE_WAIT = 0.01  # seconds; a store gives up shorter waits before looking
-REJOIN_CHECK_INTERVAL = 0.5  # seconds between two checks; a death or an abort ends a wait sooner
-REJOIN_RETRY_DELAY = 0.01  # seconds
 
 _UNSUPPORTED_HINTS = {
     "leave": "call update_membership on every rank",
@@ -104,7 +103,7 @@ class Membership:
         self._barrier: RejoinBarrier | None = None
         self._full_engine: Engine | None = None  # of all ranks, while a subset's is in use
         self.kept_engines: dict[tuple[int, ...], _KeptEngine] = {}
-        self._attempts: dict[str, int] = {}
+        self._attempts: defaultdict[str, count[int]] = defaultdict(partial(count, 1))
         self._rejoins = 0
         self._departures = 0
 
@@ -263,88 +262,49 @@ class Membership:
                 del self.kept_engines[members]
                 release_engine(self._detector, kept.engine)
                 if kept.store is not None and self._rank == members[0]:
-                    _delete_rendezvous_keys(StoreClient(kept.store.raw))
+                    with suppress(Exception):  # the store does not answer
+                        store = StoreClient(kept.store.raw)
+                        # Other ranks may still look whether there is a result.
+                        for key in set(store.all_keys()) - {"result"}:
+                            store.delete(key)
 
-    def _connect(self, ranks: Sequence[int], call: Call) -> tuple[Engine, BlockingStoreClient]:
+    def _connect(self, ranks: tuple[int, ...], call: Call) -> tuple[Engine, BlockingStoreClient]:
         """Connect an engine of some ranks; also return the store that they used for it."""
-        detector, began = self._detector, time.monotonic()
+        issuer, detector = self._issuer, self._detector
+        assert self._store is not None, "a group of several ranks has a store"
+        backend, began = find_backend(issuer.backend), time.monotonic()
+        name = f"{detector.name}/{format_rank_ranges(ranks)} left"
+        members = tuple(self._roster.members[rank] for rank in ranks)
+
+        def check() -> None:
+            if detector.failure is not None:
+                raise detector.error(detector.failure, None, None)
+
+        rendezvous = Rendezvous(
+            self._store,
+            rank=ranks.index(self._rank),
+            terms=RendezvousTerms(name, ranks, backend.name, "", user_site()),
+            timeout=timedelta(seconds=issuer.timeout),
+            known_peers=KnownPeers(members, partial(next, self._attempts[name])),
+            check=check,
+        )
         try:
-            return self._connect_engine(ranks)
+            return EngineSetup(rendezvous, backend, self._config).run(), rendezvous.group_store
         except PhalanxError as error:
             failure, reports = detector.failure, None
             if failure is None and isinstance(error, PeerLost):
-                lost = [ranks[place] for place in error.ranks]
-                failure = detector.lost_failure(lost, call)
+                failure = detector.lost_failure([ranks[place] for place in error.ranks], call)
             elif failure is None:
-                late = time.monotonic() - began >= self._issuer.timeout
+                late = time.monotonic() - began >= issuer.timeout
                 reports = detector.gather_reports(absent=set())
                 mute = [r for r in ranks if r in reports and reports[r].operation is None]
-                kind: FailureKind = "timeout" if late or mute else "engine"
                 cause = (
                     f"could not connect ranks {format_rank_ranges(ranks)}, which stay: "
                     f"{first_line(error)}"
                 )
-                failure = _failure(kind, detector, cause, mute, call)
+                kind: FailureKind = "timeout" if late or mute else "engine"
+                failure = detector.make_failure(kind, cause, mute, call)
             raise detector.error(detector.fail(failure), None, call, reports) from error
-
-    def _connect_engine(self, ranks: Sequence[int]) -> tuple[Engine, BlockingStoreClient]:
-        issuer, config, peers = self._issuer, self._config, self._roster.members
-        assert self._store is not None, "a group of several ranks has a store"
-        backend, rank = find_backend(issuer.backend), list(ranks).index(self._rank)
-        name = f"{self._detector.name}/{format_rank_ranges(ranks)} left"
-        timeout = timedelta(seconds=issuer.timeout)
-        rendezvous = _SubsetRendezvous(
-            self._store,
-            rank=rank,
-            terms=RendezvousTerms(name, tuple(ranks), backend.name, "", user_site()),
-            timeout=timeout,
-            known_peers=KnownPeers(
-                tuple(peers[rank] for rank in ranks),
-                next_attempt=partial(self._count_attempt, name),
-            ),
-        )
-        rendezvous.detector = self._detector
-        setup = EngineSetup(
-            rendezvous,
-            make=lambda store: backend.factory(
-                store, rank, len(ranks), timeout, config.device, **config.options
-            ),
-            offer=None,
-            lends_store=True,
-        )
-        engine = setup.run(lambda: None, background=backend.traits.connects_in_background)
-        return engine, rendezvous.group_store
-
-    def _count_attempt(self, name: str) -> int:
-        self._attempts[name] = self._attempts.get(name, 0) + 1
-        return self._attempts[name]
-
-
-class _SubsetRendezvous(Rendezvous):
-    """A rendezvous that ends when the group fails."""
-
-    detector: FailureDetector
-
-    def check(self) -> None:
-        """Raise if the engine cannot be connected any more."""
-        failure = self.detector.failure
-        if failure is not None:
-            raise self.detector.error(failure, None, None)
-        super().check()
-
-
-def _failure(
-    kind: FailureKind, detector: FailureDetector, cause: str, ranks: Sequence[int], call: Call
-) -> Failure:
-    return Failure(kind, detector.rank, cause, tuple(ranks), call.what, call.sequence)
-
-
-def _delete_rendezvous_keys(store: StoreClient) -> None:
-    """Delete what ranks wrote to connect an engine, but for what others may still read."""
-    with suppress(Exception):  # the store does not answer
-        for key in store.all_keys():
-            if key != "verdict":
-                store.delete(key)
 
 
 class RejoinBarrier:
@@ -354,10 +314,10 @@ class RejoinBarrier:
         self._group_store = None if store is None else StoreClient(store)
         self._store: StoreClient | None = None
         self._rank = rank
-        self._size = size
+        self._others = [other for other in range(size) if other != rank]
+        self._missing = self._others
         self._round = 1
         self._has_arrived = False
-        self._missing = self._others()
         self._is_disconnected = False
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
@@ -367,22 +327,19 @@ class RejoinBarrier:
         if self._is_disconnected:
             time.sleep(seconds)
             return "waiting", 0
+        most = None
         try:
-            most = self._take_step(self._connect(self._group_store), calls, seconds)
+            if self._store is None:
+                # A separate connection: a wait in the store blocks other requests on the same one.
+                self._store = StoreClient(self._group_store.connect()).under("rejoin")
+            most = self._take_step(self._store, calls, seconds)
         except RendezvousTimeout:  # the store's host is stopped or unreachable, and may come back
-            most = None
+            pass
         except DistNetworkError:  # the connection is closed for good; torch logs further attempts
             self._is_disconnected = True
-            most = None
         except Exception:  # noqa: BLE001 - out of threads, a user's store: it may pass
-            time.sleep(max(seconds, MIN_STORE_WAIT))
-            most = None
-        if most is None:
-            return "waiting", 0
-        self._round += 1
-        self._has_arrived = False
-        self._missing = self._others()
-        return "entered", most
+            time.sleep(max(seconds, default_timing().rejoin_retry_delay))
+        return ("waiting", 0) if most is None else ("entered", most)
 
     def awaited(self) -> list[int]:
         """List the ranks that have not arrived, as far as is known."""
@@ -392,28 +349,21 @@ class RejoinBarrier:
                 self._missing = [r for r in self._missing if not store.has(f"{round_}/{r}")]
         return self._missing
 
-    def _connect(self, store: StoreClient) -> StoreClient:
-        # A separate connection: a wait in the store blocks other requests on the same one.
-        if self._store is None:
-            self._store = StoreClient(store.connect()).under("hall")
-        return self._store
-
     def _take_step(self, store: StoreClient, calls: int, seconds: float) -> int | None:
         """Return the sequence number to continue from, if every rank has arrived."""
+        mine = f"{self._round}/{self._rank}"
         if not self._has_arrived:
-            store.set(f"{self._round}/{self._rank}", str(calls))
+            store.set(mine, str(calls))
             self._has_arrived = True
             return None
-        keys = [f"{self._round}/{rank}" for rank in range(self._size)]
-        if not (store.await_all(keys, seconds) if seconds > MIN_STORE_WAIT else store.has(*keys)):
+        keys = [mine, *(f"{self._round}/{rank}" for rank in self._others)]
+        if not store.await_all(keys, seconds):
             return None
         most = max(int(store.fetch(key)) for key in keys)
         if self._round > 1:
             store.delete(f"{self._round - 1}/{self._rank}")
+        self._round, self._has_arrived, self._missing = self._round + 1, False, self._others
         return most
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank != self._rank]
 
 
 class _RejoinCall(PendingCall):
@@ -457,14 +407,14 @@ class _RejoinCall(PendingCall):
         return max(self.call.started, self._counts_from) + self.timeout
 
     def _await_all(self) -> int:
-        calls = self._recorder.collectives
+        calls, timing = self._recorder.collectives, default_timing()
         error: GroupError | None = None
         previous = ""
         while True:
             began = time.monotonic()
             wait = 0.0
             if error is None:
-                wait = min(REJOIN_CHECK_INTERVAL, max(self.deadline - began, 0.001))
+                wait = min(timing.rejoin_check_interval, max(self.deadline - began, 0.001))
             stage, most = self._entrance.rejoin(calls, wait)
             if stage != previous:
                 error = None
@@ -475,9 +425,9 @@ class _RejoinCall(PendingCall):
                 if error is not None:  # no rank has arrived since it was found
                     raise error
                 error = self._check()
-                woken = time.monotonic() - began < REJOIN_RETRY_DELAY
+                woken = time.monotonic() - began < timing.rejoin_retry_delay
                 if error is None and woken:
-                    time.sleep(REJOIN_RETRY_DELAY)
+                    time.sleep(timing.rejoin_retry_delay)
             previous = stage
 
     def _check(self) -> GroupError | None:
@@ -489,9 +439,14 @@ class _RejoinCall(PendingCall):
         if known is not None:
             detector.fail(known, publish=False)
         closed = {} if status is None else status.left()
-        if detector.failure is None:
-            self._check_deaths(set(closed))
-        failure = detector.failure or self._closed_by(closed)
+        dead = detector.dead() - closed.keys()
+        # A rank that arrived before it died or closed the group counts.
+        missing = set(self._entrance.awaited()) if dead or closed else set()
+        if detector.failure is None and (lost := sorted(dead & missing)):
+            detector.fail(detector.lost_failure(lost, self.call))
+        failure = detector.failure
+        if failure is None and (left := sorted(closed.keys() & missing)):
+            failure = detector.shutdown_failure(left[0], closed[left[0]][1], self.call)
         if failure is not None:
             return detector.error(failure, self, self.call)
         return None if time.monotonic() < self.deadline else self._overdue()
@@ -510,21 +465,8 @@ class _RejoinCall(PendingCall):
             who = f": {format_ranks(missing)} did not call rejoin(), and made no other call"
         cause = f"timed out after {self.timeout:g} s{who}{detector.store_caveat()}"
         # This does not fail the group: the others continue, and this rank may wait again.
-        failure = _failure("timeout", detector, cause, missing, self.call)
+        failure = detector.make_failure("timeout", cause, missing, self.call)
         return detector.error(failure, self, self.call, reports)
-
-    def _check_deaths(self, closed: set[int]) -> None:
-        """Fail the group if a missing rank is dead; a rank that arrived before its death counts."""
-        dead = self._detector.dead() - closed
-        if lost := sorted(dead and dead & set(self._entrance.awaited())):
-            self._detector.fail(self._detector.lost_failure(lost, self.call))
-
-    def _closed_by(self, closed: dict[int, tuple[int, str]]) -> Failure | None:
-        """Return the failure if a missing rank has shut the group down."""
-        for rank in sorted(closed and closed.keys() & set(self._entrance.awaited())):
-            cause = f"rank {rank} shut the group down at {closed[rank][1]}"
-            return _failure("aborted", self._detector, cause, [rank], self.call)
-        return None
 
 
 def _fault_point(point: str) -> None:

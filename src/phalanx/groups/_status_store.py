@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
-import msgspec
 from torch.distributed import DistNetworkError
 
 from .. import errors
 from ..errors import RankReport, RendezvousTimeout
 from ._flight_recorder import Call
 from ._formatting import first_line
-from ._store import StoreClient
+from ._store import StoreClient, from_json, to_json
 
 FailureKind = Literal["timeout", "lost", "mismatch", "aborted", "engine"]
 
@@ -117,16 +116,16 @@ class StatusStore:
 
     def fail(self, failure: Failure) -> Failure:
         """Record the cause of a failure; returns the first one, which may be another rank's."""
-        mine = msgspec.json.encode(failure)
+        mine = to_json(failure)
         key = self._failure_key
-        first = self._try(lambda: self._store.write_once(key, mine.decode()), mine)
+        first = self._try(lambda: self._store.write_once(key, mine), mine.encode())
         self.request_reports()
-        return msgspec.json.decode(first, type=Failure)
+        return from_json(first, Failure)
 
     def failure(self) -> Failure | None:
         """Read the cause of the group's failure, if there is one."""
         text = self._try(lambda: self._store.read(self._failure_key), None)
-        return None if text is None else msgspec.json.decode(text, type=Failure)
+        return None if text is None else from_json(text, Failure)
 
     def reset_failure(self, without: str) -> None:
         """Continue after a failure; ranks that exclude the same ranks use the same key."""
@@ -154,7 +153,7 @@ class StatusStore:
         return int(requests or self._answered_request)
 
     def _write(self, key: str, data: tuple[object, ...]) -> None:
-        self._try(lambda: self._store.set(key, msgspec.json.encode(data).decode()), None)
+        self._try(lambda: self._store.set(key, to_json(data)), None)
 
     def _read_all(self, key: str, kind: type[T]) -> dict[int, T]:
         """Read what each rank has written under `key`, by rank."""
@@ -162,7 +161,7 @@ class StatusStore:
         for rank in range(self._size):
             text = self._try(partial(self._store.read, f"{key}/{rank}"), None)
             if text is not None:
-                found[rank] = msgspec.json.decode(text, type=kind)
+                found[rank] = from_json(text, kind)
         return found
 
     def _try(self, request: Callable[[], T], default: T) -> T:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import logging
 import os
 import socket
@@ -35,7 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import parse_qsl, urlparse
 
 import msgspec
@@ -59,6 +60,19 @@ T = TypeVar("T")
 MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = 5e-5, 2e-2  # seconds
 CLOSING_KEY = "phalanx/closing"
 RESERVATION_PREFIX = "phalanx/reservation/"
+
+
+def to_json(value: object, encode: Callable[[Any], object] | None = None) -> str:
+    """Encode a dataclass or plain value; `encode` turns objects of other types into such."""
+    # Not `msgspec.json`, which refuses the surrogates in names of files that are not UTF-8.
+    return json.dumps(msgspec.to_builtins(value, enc_hook=encode))
+
+
+def from_json(
+    text: bytes | str, kind: type[T], decode: Callable[[type, Any], object] | None = None
+) -> T:
+    """Decode what `to_json` has encoded."""
+    return msgspec.convert(json.loads(text), kind, dec_hook=decode)
 
 
 def clone_connection(store: Store) -> Store:
@@ -277,7 +291,7 @@ class HostedStore:
         text = store.compare_set(key, "", "")  # unlike `get`, this does not wait for a value
         if not text:
             return False
-        member, seconds = msgspec.json.decode(text, type=tuple[Member, float])
+        member, seconds = from_json(text, tuple[Member, float])
         first = self._reservations_seen.setdefault(key, time.monotonic())
         return time.monotonic() - first <= seconds and not member.is_dead
 
@@ -290,7 +304,7 @@ class StoreReservation:
         self._store = StoreClient(store, timeout=seconds)
         self._key = f"{RESERVATION_PREFIX}{uuid.uuid4().hex}"
         until = time.monotonic() + seconds
-        self._store.set(self._key, msgspec.json.encode((Member.here(), seconds)).decode())
+        self._store.set(self._key, to_json((Member.here(), seconds)))
         while self._store.has(CLOSING_KEY):
             if time.monotonic() >= until:
                 raise RendezvousTimeout(

@@ -9,7 +9,6 @@ ranks with different numbers of groups would wait for each other forever.
 from __future__ import annotations
 
 import uuid
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,17 +21,10 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_pro
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ._backend_registry import find_backend
-from ._factory import (
-    default_group,
-    derive_config,
-    new_group,
-    rendezvous_only,
-    split_from_store,
-    split_group,
-)
+from ._factory import default_group, derive_config, form_group, new_group, split_group
 from ._flight_recorder import user_site
 from ._process_group import GroupConfig, ProcessGroup
-from ._rendezvous import Purpose, RendezvousTerms
+from ._rendezvous import Purpose, Rendezvous, RendezvousTerms
 from ._store import StoreClient, clone_connection
 
 
@@ -63,9 +55,7 @@ class GroupOptions:
 DEFAULT_OPTIONS = GroupOptions()
 
 
-class ParentGroup(ABC):
-    """A group from which subgroups are created."""
-
+class _Parent:
     def __init__(self, group: dist.ProcessGroup, *, label: str, store: Store | None) -> None:
         self.group = group
         self.rank = group.rank()
@@ -84,53 +74,24 @@ class ParentGroup(ABC):
         assert self._store is not None, "its ranks communicate"
         return StoreClient(clone_connection(self._store))
 
-    @property
-    def is_gone(self) -> bool:
-        """Whether it was destroyed; survivors of our groups can always create subgroups."""
-        return False
 
-    @property
-    @abstractmethod
-    def global_ranks(self) -> Sequence[int]:
-        """The global rank of every rank."""
-
-    @abstractmethod
-    def takes(self, device_type: str) -> bool:
-        """Whether the group itself can serve as the subgroup of all its ranks."""
-
-    @abstractmethod
-    def check(self, options: GroupOptions) -> None:
-        """Raise for options with which no subgroup can be created."""
-
-    @abstractmethod
-    def make(
-        self,
-        ranks: Sequence[int],
-        options: GroupOptions,
-        *,
-        name: str,
-        desc: str,
-        device_type: str,
-        purpose: Purpose | None,
-    ) -> dist.ProcessGroup:
-        """Create a group of some ranks, including this one; only those ranks call it."""
-
-
-class _PhalanxParent(ParentGroup):
+class _PhalanxParent(_Parent):
     """A group of phalanx."""
+
+    is_gone = False
+    """Whether it was destroyed; survivors of our groups can always create subgroups."""
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group, label=group.label, store=group.get_group_store())
         self._ours = group
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        return self._ours.global_ranks
+        self.global_ranks: Sequence[int] = group.global_ranks
 
     def takes(self, device_type: str) -> bool:
+        """Whether the group itself can serve as the subgroup of all its ranks."""
         return device_type in self._ours.devices
 
     def check(self, options: GroupOptions) -> None:
+        """Raise for options with which no subgroup can be created."""
         options.applied_to(self._ours._recipe)
 
     def make(
@@ -143,6 +104,7 @@ class _PhalanxParent(ParentGroup):
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
+        """Create a group of some ranks, including this one; only those ranks call it."""
         device = None if self.takes(device_type) else device_type
         config = derive_config(options.applied_to(self._ours._recipe), device=device)
         made = split_group(self._ours, ranks, config, name=name, desc=desc, purpose=purpose)
@@ -150,7 +112,7 @@ class _PhalanxParent(ParentGroup):
         return made
 
 
-class _TorchParent(ParentGroup):
+class _TorchParent(_Parent):
     """A group of torch's; subgroups are ours if we have a backend of the same name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -189,27 +151,54 @@ class _TorchParent(ParentGroup):
         device_type: str,
         purpose: Purpose | None,
     ) -> dist.ProcessGroup:
-        backend, label = options.backend or self._backend_for(device_type), f"{self.label}/{name}"
-        if options.native is not None or not _has_backend(backend):
-            return self._torch_group(ranks, options, backend, label, desc, purpose)
-        return split_from_store(
-            self._store,
-            options.applied_to(self._config(backend, device_type)),
-            label,
-            rank=self.rank,
-            ranks=ranks,
-            global_ranks=self.global_ranks,
-            desc=desc,
-            purpose=purpose,
+        default = "fake" if self._is_fake else self._backends().get(device_type, "auto")
+        backend, label = options.backend or default, f"{self.label}/{name}"
+        rank, ranks = list(ranks).index(self.rank), tuple(ranks)
+        members = [self.global_ranks[each] for each in ranks]
+        store = None if self._store is None else clone_connection(self._store)
+        if options.native is None and _has_backend(backend):
+            config = options.applied_to(self._config(backend, device_type))
+            return form_group(
+                config,
+                store,
+                rank,
+                label,
+                store_ranks=ranks,
+                global_ranks=members,
+                desc=desc,
+                purpose=purpose,
+            )
+        timeout = options.timeout or self._timeout()
+        token = uuid.uuid4().hex
+        if store is not None:
+            terms = RendezvousTerms(label, ranks, backend, options.label, user_site())
+            rendezvous = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
+            rendezvous.run_in_background(lambda: rendezvous.join(lambda: None), rendezvous.check)
+            contradiction = rendezvous.contradiction()
+            if contradiction is not None:
+                raise contradiction
+            token = rendezvous.roster.token
+        group, _ = c10d._new_process_group_helper(
+            len(ranks),
+            rank,
+            members,
+            dist.Backend(backend),
+            c10d._get_default_store(),
+            # Unique, since torch refuses a used name, and old keys in the store could be misread.
+            # It does not depend on this process's groups, as the names that torch chooses do.
+            c10d.GroupName(f"{label} {token}"),
+            backend_options=options.native,
+            timeout=timeout,
+            group_desc=desc,
         )
+        c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
+        made: dist.ProcessGroup = group
+        return made
 
     def _backends(self) -> dict[str, str]:
         """Parse torch's ``cpu:gloo,cuda:nccl``."""
         config = dist.get_backend_config(self.group)
         return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
-
-    def _backend_for(self, device_type: str) -> str:
-        return "fake" if self._is_fake else self._backends().get(device_type, "auto")
 
     def _config(self, backend: str, device_type: str) -> GroupConfig:
         return GroupConfig(backend, torch.device(device_type), self._timeout(), None, {})
@@ -222,39 +211,9 @@ class _TorchParent(ParentGroup):
                 return timeout
         return c10d.default_pg_timeout
 
-    def _torch_group(
-        self,
-        ranks: Sequence[int],
-        options: GroupOptions,
-        backend: str,
-        label: str,
-        desc: str,
-        purpose: Purpose | None,
-    ) -> dist.ProcessGroup:
-        """Create a group of torch's, under a name that does not depend on this process's groups."""
-        mine, everyone = list(ranks).index(self.rank), self.global_ranks
-        members = [everyone[rank] for rank in ranks]
-        timeout = options.timeout or self._timeout()
-        token = uuid.uuid4().hex
-        if self._store is not None:
-            terms = RendezvousTerms(label, tuple(ranks), backend, options.label, user_site())
-            store = clone_connection(self._store)
-            token = rendezvous_only(store, mine, terms, timeout=timeout, purpose=purpose)
-        group, _ = c10d._new_process_group_helper(
-            len(ranks),
-            mine,
-            members,
-            dist.Backend(backend),
-            c10d._get_default_store(),
-            # Unique, since torch refuses a used name, and old keys in the store could be misread.
-            c10d.GroupName(f"{label} {token}"),
-            backend_options=options.native,
-            timeout=timeout,
-            group_desc=desc,
-        )
-        c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
-        made: dist.ProcessGroup = group
-        return made
+
+ParentGroup = _PhalanxParent | _TorchParent
+"""A group from which subgroups are created."""
 
 
 def _has_backend(backend: str) -> bool:

@@ -33,7 +33,7 @@ from phalanx.groups import (
     _torch_integration,
 )
 from phalanx.groups._peers import Member, Roster
-from phalanx.groups._rendezvous import EngineSetup
+from phalanx.groups._rendezvous import Rendezvous
 from phalanx.groups._status_store import StatusStore
 from phalanx.groups._store import RESERVATION_PREFIX, ClosedGroup, StoreClient
 from phalanx.groups._timing import Timing, override_timing
@@ -540,8 +540,8 @@ def fail_in_factory(monkeypatch, error):
 FAILING = {
     "factory": lambda patch: fail_in_factory(patch, no_reason),
     "exit": lambda patch: fail_in_factory(patch, leave_the_program),
-    "check": lambda patch: patch.setattr(EngineSetup, "_require_one_process", no_reason),
-    "others": lambda patch: patch.setattr(EngineSetup, "_await_others", no_reason),
+    "check": lambda patch: patch.setattr(Rendezvous, "_require_one_process", no_reason),
+    "others": lambda patch: patch.setattr(Rendezvous, "_await_others", no_reason),
     "offer": lambda patch: patch.setattr(RegionOffer, "absent", no_reason),
     "construct": lambda patch: patch.setattr(_torch_integration, "register_group", no_reason),
 }

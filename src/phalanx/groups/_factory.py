@@ -3,7 +3,7 @@
 `form_group` is the one path to a `ProcessGroup`: rendezvous, engine, group. The module also holds
 the thread's current group, which is what `default_group` returns wherever no group is given.
 
-A rank that fails after its peers have their engines must report it (`EngineSetup.give_up`);
+A rank that fails after its peers have their engines must report it (`Rendezvous.give_up`);
 otherwise they would wait in their first call.
 """
 
@@ -20,7 +20,7 @@ from typing import Any, TypedDict, Unpack, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, _set_process_group
+from torch._C._distributed_c10d import Store, _set_process_group
 
 from ..errors import InvalidArgument, UnknownOption
 from . import _validation
@@ -30,14 +30,12 @@ from ._formatting import format_rank_ranges
 from ._peers import Roster
 from ._process_group import GroupConfig, ProcessGroup
 from ._rendezvous import (
-    EngineSetup,
     KnownPeers,
     MergingGroup,
     Purpose,
     Rendezvous,
     RendezvousTerms,
     gather_merging_groups,
-    next_default_name,
 )
 from ._status_store import StatusStore
 from ._store import (
@@ -85,7 +83,7 @@ def new_group(
             config,
             opened.store,
             opened.rank,
-            name or next_default_name(client, opened.rank),
+            name or f"group{client.add(f'phalanx/unnamed/{opened.rank}', 1) - 1}",
             global_ranks=range(opened.size),
             lent_store=opened.lent_store,
             hosted=opened.hosted,
@@ -262,7 +260,7 @@ def form_group(
     chosen = backend = find_backend(config.backend)
     size, traits = len(global_ranks), backend.traits
     if not traits.needs_store:
-        setup = status_store = store = None
+        rendezvous = status_store = store = None
         roster, name_number = Roster(uuid.uuid4().hex), 0
         engine = backend.factory(
             cast("Store", None), rank, size, config.timeout, config.device, **config.options
@@ -286,13 +284,12 @@ def form_group(
             purpose=purpose,
             name_number=name_number,
         )
-        setup = EngineSetup(rendezvous, backend, config)
-        engine = setup.run()
+        engine = rendezvous.connect(backend, config)
         if traits.name_of is not None:
             chosen = find_backend(traits.name_of(engine))
         store, roster = rendezvous.group_store.raw, rendezvous.roster
         name_number = rendezvous.result.name_number
-        status_store = StatusStore(StoreClient(PrefixStore("status", store)), rank=rank, size=size)
+        status_store = StatusStore(StoreClient(store).under("status"), rank=rank, size=size)
     try:
         group = ProcessGroup(
             name=label,
@@ -313,10 +310,10 @@ def form_group(
             **names,
         )
     except BaseException as error:
-        if setup is not None:
-            setup.give_up(error)
+        if rendezvous is not None:
+            rendezvous.give_up(error)
         raise
-    contradiction = None if setup is None else rendezvous.contradiction()
+    contradiction = None if rendezvous is None else rendezvous.contradiction()
     if contradiction is not None:
         group.abort()
         group._end_lease()  # since the error's traceback keeps the group

@@ -42,7 +42,7 @@ from ._failure_detector import PendingCall, register_engine, release_engine
 from ._flight_recorder import Call, user_site
 from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._issuer import Issuer
-from ._rendezvous import EngineSetup, KnownPeers, Rendezvous, RendezvousTerms
+from ._rendezvous import KnownPeers, Rendezvous, RendezvousTerms
 from ._status_store import FailureKind, StatusStore
 from ._store import BlockingStoreClient, StoreClient
 from ._timing import default_timing
@@ -289,7 +289,7 @@ class Membership:
             check=check,
         )
         try:
-            return EngineSetup(rendezvous, backend, self._config).run(), rendezvous.group_store
+            return rendezvous.connect(backend, self._config), rendezvous.group_store
         except PhalanxError as error:
             failure, reports = detector.failure, None
             if failure is None and isinstance(error, PeerLost):

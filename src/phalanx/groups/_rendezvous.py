@@ -2,9 +2,8 @@
 
 Every rank writes a `RendezvousRequest`; rank 0 compares them and writes one `RendezvousResult`,
 which all ranks read. Ranks that already know each other, as in a split, skip reading the
-requests. Then each rank builds its engine (`EngineSetup`), either from something that rank 0
-offers with the result or by connecting through the store; the group exists when all ranks have
-an engine.
+requests. Then each rank builds its engine, either from something that rank 0 offers with the
+result or by connecting through the store; the group exists when all ranks have an engine.
 
 Everything that could make ranks wait for each other without end is checked while they wait: a
 rank that does not join, forms another group, disagrees on size or backend, claims a rank that is
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from .backends.shm import RegionOffer
 
 T = TypeVar("T")
-MakeOffer = Callable[[], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,6 @@ class RendezvousTerms:
 
     @property
     def size(self) -> int:
-        """The world size of the group."""
         return len(self.store_ranks)
 
     @property
@@ -106,7 +103,6 @@ class RendezvousResult:
     members: tuple[Member, ...] = ()
     """The group's processes, unless all ranks know them already."""
     same_purpose: bool = True
-    """Whether all ranks gave the same purpose."""
     offer: dict[str, Any] | None = None
     """What rank 0 offers the others to build their engines on."""
     name_number: int = 0
@@ -150,31 +146,23 @@ class KnownPeers(NamedTuple):
 
 
 class Purpose(Protocol):
-    """What a group is for; reveals that ranks which meant different groups have met."""
+    """What a group is for; reveals that ranks which meant different groups have met.
+
+    `text` describes it, usually equally on all members. `notes` are written into the store, by
+    key, for others to read. `contradiction` returns the error if one of these members cannot mean
+    the same group; it is called for members with another purpose, and for those that do not join.
+    """
 
     @property
-    def text(self) -> str:
-        """A description, usually equal on all members."""
-
-    def notes(self) -> dict[str, str]:
-        """Return what to write into the store, by key, for others to read."""
-
+    def text(self) -> str: ...
+    def notes(self) -> dict[str, str]: ...
     def contradiction(
         self, store: BlockingStoreClient, members: Sequence[int]
-    ) -> RankMismatch | None:
-        """Return the error if one of these members cannot mean the same group.
-
-        Called for members with another purpose, and for members that do not join.
-        """
-
-
-def next_default_name(store: StoreClient, rank: int) -> str:
-    """Name a group that the user did not name, by its number among those of this store."""
-    return f"group{store.add(f'phalanx/unnamed/{rank}', 1) - 1}"
+    ) -> RankMismatch | None: ...
 
 
 class Rendezvous:
-    """One rank's part in forming a group.
+    """One rank's part in forming a group: `meet` the others, or meet them and `connect` an engine.
 
     `check`, if given, is called while this rank waits; it raises if the group cannot form.
     """
@@ -191,110 +179,163 @@ class Rendezvous:
         name_number: int = 0,
         check: Callable[[], None] | None = None,
     ) -> None:
-        self.terms = terms
-        self.rank = rank
-        self.timing = default_timing()
-        self.timeout = timeout.total_seconds()
-        self.known_peers = known_peers
         self.roster = Roster("", () if known_peers is None else known_peers.members)
         """The members, as far as they are known."""
         self.result = RendezvousResult()
-        self.store = BlockingStoreClient(store)
-        self.prefix = terms.key_prefix
+        self._store = BlockingStoreClient(store)
+        self._prefix = terms.key_prefix
         """The group's prefix in the store; that of this attempt once this rank has joined."""
-        self.has_joined = False
-        """Whether other ranks may know that this rank has joined."""
-        self.group_store = self.store.under(self.prefix)
+        self.group_store = self._store.under(self._prefix)
         """The group's own part of the store, once this rank has joined."""
-        self._member = Member.here() if known_peers is None else known_peers.members[rank]
+        self._has_joined = False
+        """Whether other ranks may know that this rank has joined."""
+        self._terms = terms
+        self._rank = rank
         self._others = [each for each in range(terms.size) if each != rank]
+        self._known_peers = known_peers
+        self._member = Member.here() if known_peers is None else known_peers.members[rank]
         self._purpose = purpose
         self._purpose_text = "" if purpose is None else purpose.text
         self._name_number = name_number
         self._extra_check = check
+        self._timing = default_timing()
+        self._timeout = timeout.total_seconds()
         self._started = time.monotonic()
-        self.deadline = self._started + self.timeout
+        self._deadline = self._started + self._timeout
         self._abandoned: PhalanxError | None = None
+        self._offer: RegionOffer | None = None
+        """What rank 0 creates and the other ranks open, to build their engines on."""
+        self._connection: StoreClient | None = None
+        self._has_reported = False
 
-    def run_in_background(self, work: Callable[[], T], check: Callable[[], None]) -> T:
-        """Run a step on a borrowed thread; `check` raises on deaths and at the deadline."""
+    def meet(self) -> None:
+        """Agree with the other ranks on the group, without an engine."""
+        self._in_background(self._join)
+
+    def connect(self, backend: Backend, config: GroupConfig) -> Engine:
+        """Meet the other ranks and return an engine."""
+        peers, make_offer = self._known_peers, backend.traits.offer
+        if peers is not None and make_offer is not None and config.device.type == "cpu":
+            members, on_machine = peers.members, peers.ranks_on_machine
+            if len({member.machine for member in members}) == 1:
+                self._offer = make_offer(self._rank, members, on_machine, config.options)
         try:
-            return in_background(work, check)
+            if backend.traits.connects_in_background:
+                return self._in_background(lambda: self._join_and_connect(backend, config))
+            self._in_background(lambda: self._join(backend))
+            engine = self._connect(backend, config)
+            self._in_background(self._await_others)
+            return engine
         except BaseException as error:
-            self._abandoned = (
-                error
-                if isinstance(error, PhalanxError)
-                else RendezvousError(f"rank {self.rank} abandoned {self.terms}")
-            )
+            # Deaths, deadlines and results are known to the others without this rank.
+            known = (PeerLost, RendezvousTimeout) if self.result.token else PhalanxError
+            if self._has_joined and not isinstance(error, known):
+                self.give_up(error)
             raise
 
-    def check_abandoned(self) -> None:
-        """Raise, on the borrowed thread, what the caller has raised already."""
-        if self._abandoned is not None:
-            raise self._abandoned
-
-    def check(self) -> None:
-        """Raise if the group cannot form; makes no request, since the store may not answer."""
-        if self._extra_check is not None:
-            self._extra_check()
-        self._check_alive(dict(enumerate(self.roster.members)))
-        if time.monotonic() >= self.deadline + self.timing.deadline_grace:
-            raise self.timeout_error(
-                "the store does not answer, or the engine of some rank does not connect"
-            )
-
-    def timeout_error(self, cause: str) -> RendezvousTimeout:
-        return RendezvousTimeout(
-            f"{self.terms} did not form within {self.timeout:g} s on rank {self.rank}; {cause}"
-        )
-
-    def join(self, make_offer: MakeOffer) -> None:
-        """Write the request and wait for the result; rank 0 adds what `make_offer` returns."""
-        while True:
-            self._write_request()
-            try:
-                result = self._write_result(make_offer) if self.rank == 0 else self._read_result()
-            except PhalanxError as error:
-                result = self._close(error)
-            if result.present is None or self.rank in result.present:
-                break  # otherwise that attempt ended before this rank joined it
-        if result.error is not None:
-            raise result.error
-        members = result.members if self.known_peers is None else self.known_peers.members
-        self.roster = Roster(result.token, members)
-        self.result = result
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks why this rank has no group, whether or not they have theirs."""
+        with suppress(Exception):  # otherwise they find out at the deadline
+            client = self._client()
+            self._report(error, client.set)
+            status = StatusStore(client.under("status"), rank=self._rank, size=self._terms.size)
+            cause = f"could not form the group: {_error_text(error)}"
+            status.fail(Failure("engine", self._rank, cause))
+            status.close()
 
     def contradiction(self) -> RankMismatch | None:
         """Return the error if ranks that meant different groups have met."""
         purpose = self._purpose
         if purpose is None or self.result.same_purpose:
             return None
-        return self.run_in_background(
-            lambda: purpose.contradiction(self.store, self._others), self.check
-        )
+        return self._in_background(lambda: purpose.contradiction(self._store, self._others))
+
+    # -- this rank's own thread ------------------------------------------------------------
+
+    def _in_background(self, work: Callable[[], T]) -> T:
+        """Run a step on a borrowed thread, and check for deaths, errors and the deadline here."""
+        try:
+            return in_background(work, self._check)
+        except BaseException as error:
+            abandoned = RendezvousError(f"rank {self._rank} abandoned {self._terms}")
+            self._abandoned = error if isinstance(error, PhalanxError) else abandoned
+            raise
+
+    def _check(self) -> None:
+        """Raise if the group cannot form; an engine may wait for a peer that has failed."""
+        self._check_locally()
+        if self._has_joined:
+            error = None
+            with suppress(Exception):  # this rank raises at the deadline instead
+                error = self._client().read("error")
+            self._raise_peer_error(error)
+
+    def _check_locally(self) -> None:
+        """The same without a request, since the store may not answer."""
+        if self._extra_check is not None:
+            self._extra_check()
+        self._require_alive(dict(enumerate(self.roster.members)))
+        if time.monotonic() >= self._deadline + self._timing.deadline_grace:
+            raise self._timed_out(
+                "the store does not answer, or the engine of some rank does not connect"
+            )
+
+    def _client(self) -> StoreClient:
+        """Return the group's part of the store, on a connection on which no engine waits."""
+        if self._connection is None:
+            self._connection = StoreClient(StoreClient(self._store.raw).connect())
+        return self._connection.under(self._prefix)
+
+    # -- joining ---------------------------------------------------------------------------
+
+    def _join(self, backend: Backend | None = None) -> None:
+        """Write the request and wait for the result; rank 0 adds an offer, if it can make one."""
+        while True:
+            self._write_request()
+            try:
+                result = self._write_result() if self._rank == 0 else self._read_result()
+            except PhalanxError as error:
+                result = self._close(error)
+            if result.present is None or self._rank in result.present:
+                break  # otherwise that attempt ended before this rank joined it
+        if result.error is not None:
+            raise result.error
+        members = result.members if self._known_peers is None else self._known_peers.members
+        self.roster = Roster(result.token, members)
+        self.result = result
+        if backend is not None:
+            self._require_one_process(backend)
+
+    def _require_one_process(self, backend: Backend) -> None:
+        processes = {(member.machine, member.pid) for member in self.roster.members}
+        if backend.traits.ranks_are_threads and len(processes) > 1:
+            raise InvalidState(
+                f"ranks of a {backend.name!r} group must be threads of one process; use 'gloo' for "
+                "several processes"
+            )
 
     def _write_request(self) -> None:
-        if self.known_peers is not None:
-            attempt = self.known_peers.next_attempt()
+        if self._known_peers is not None:
+            attempt = self._known_peers.next_attempt()
         else:
-            attempt = self.store.add(f"{self.terms.key_prefix}/attempt/{self.rank}", 1)
+            attempt = self._store.add(f"{self._terms.key_prefix}/attempt/{self._rank}", 1)
             if attempt > 1:
                 self._refuse_duplicate_rank(attempt - 1)
-        self.prefix = f"{self.terms.key_prefix}/{attempt}"
-        self.group_store = self.store.under(self.prefix)
-        self.has_joined = True
+        self._prefix = f"{self._terms.key_prefix}/{attempt}"
+        self.group_store = self._store.under(self._prefix)
+        self._has_joined = True
         request = to_json(
             RendezvousRequest(
-                self.terms, self._member, attempt, self._purpose_text, self._name_number
+                self._terms, self._member, attempt, self._purpose_text, self._name_number
             )
         )
         notes = {} if self._purpose is None else self._purpose.notes()
-        self.store.set_all(
+        self._store.set_all(
             {
                 **notes,
-                self._forming_key(self.rank): request,
-                f"{self.prefix}/request/{self.rank}": request,
-                f"{self.prefix}/{self._agreement_key(self.rank)}": "",
+                self._forming_key(self._rank): request,
+                f"{self._prefix}/request/{self._rank}": request,
+                f"{self._prefix}/{self._agreement_key(self._rank)}": "",
             }
         )
         if faultpoints.armed:
@@ -302,33 +343,33 @@ class Rendezvous:
 
     def _refuse_duplicate_rank(self, last_attempt: int) -> None:
         """A name may be used again, but not by another process while the first one lives."""
-        text = self.store.read(f"{self.terms.key_prefix}/{last_attempt}/request/{self.rank}")
+        text = self._store.read(f"{self._terms.key_prefix}/{last_attempt}/request/{self._rank}")
         if text is None:
             return
         holder = from_json(text, RendezvousRequest).member
         same_process = (holder.machine, holder.pid) == (self._member.machine, self._member.pid)
         if not same_process and not holder.is_dead:
             # The counter is the holder's.
-            self.store.add(f"{self.terms.key_prefix}/attempt/{self.rank}", -1)
+            self._store.add(f"{self._terms.key_prefix}/attempt/{self._rank}", -1)
             raise InvalidState(
-                f"rank {self.rank} of {self.terms} is already taken by {holder}. Two processes "
+                f"rank {self._rank} of {self._terms} is already taken by {holder}. Two processes "
                 "have the same rank: check RANK or the rank argument"
             )
 
     def _forming_key(self, rank: int) -> str:
-        return f"phalanx/forming/{self.terms.store_ranks[rank]}"
+        return f"phalanx/forming/{self._terms.store_ranks[rank]}"
 
     def _agreement_key(self, rank: int) -> str:
         """Return a key that a rank writes only if its request agrees in everything."""
-        request = repr((self.terms, self._purpose_text, self._name_number)).encode()
+        request = repr((self._terms, self._purpose_text, self._name_number)).encode()
         return f"agrees/{hashlib.blake2b(request, digest_size=8).hexdigest()}/{rank}"
 
     # -- the result ------------------------------------------------------------------------
 
-    def _write_result(self, make_offer: MakeOffer) -> RendezvousResult:
+    def _write_result(self) -> RendezvousResult:
         """Compare the requests and write the result, on rank 0; return the one that holds."""
         requests: dict[int, RendezvousRequest] = {}
-        known = self.known_peers is not None
+        known = self._known_peers is not None
         key = self._agreement_key if known else "request/{}".format
         result = self._wait([key(rank) for rank in self._others], self._others, requests)
         if result is not None:  # written by a rank that waits for us in another group
@@ -340,7 +381,7 @@ class Rendezvous:
             token=uuid.uuid4().hex,
             members=members,
             same_purpose=all(r.purpose == self._purpose_text for r in requests.values()),
-            offer=make_offer(),
+            offer=self._create_offer(),
             name_number=max([self._name_number, *(r.name_number for r in requests.values())]),
         )
         return RendezvousResult.from_json(self.group_store.write_once("result", result.to_json()))
@@ -350,16 +391,15 @@ class Rendezvous:
         result = self._wait(["result"], [0], {})
         if result is None:
             result = RendezvousResult.from_json(self.group_store.fetch("result"))
-        if result.error is not None or self.known_peers is not None:
-            return result
-        if len(result.members) != self.terms.size:  # rank 0 has a smaller world size than this
+        lists_members = result.error is None and self._known_peers is None
+        if lists_members and len(result.members) != self._terms.size:  # rank 0 has a smaller size
             first = from_json(self.group_store.fetch("request/0"), RendezvousRequest)
             return RendezvousResult(error=self._disagreement(0, first.terms))
         return result
 
     def _close(self, error: PhalanxError) -> RendezvousResult:
         """End this attempt, so that a rank that joins later does not wait in it."""
-        present = tuple(set(range(self.terms.size)) - set(self._missing()))
+        present = tuple(set(range(self._terms.size)) - set(self._missing()))
         mine = RendezvousResult(error=error, present=present).to_json()
         holds = self.group_store.write_once("result", mine)
         if holds == mine.encode():
@@ -377,26 +417,26 @@ class Rendezvous:
         suspects: dict[int, bytes] = {}
         checked = self._started
         store = self.group_store
-        interval = self.timing.poll_interval
+        interval = self._timing.poll_interval
         while keys and not store.await_all(
-            keys, min(interval, max(self.deadline - time.monotonic(), 0.001))
+            keys, min(interval, max(self._deadline - time.monotonic(), 0.001))
         ):
-            self.check_abandoned()
+            self._check_abandoned()
             result = store.read("result")
             if result is not None:
                 return RendezvousResult.from_json(result)
             self._read_requests(ranks, requests, store.read)
-            self._check_alive({rank: request.member for rank, request in requests.items()})
-            if self.rank == 0 and len(requests) == len(ranks):
+            self._require_alive({rank: request.member for rank, request in requests.items()})
+            if self._rank == 0 and len(requests) == len(ranks):
                 break
             now = time.monotonic()
-            if now >= self.deadline:
+            if now >= self._deadline:
                 missing = self._missing()
                 who = f"missing: {format_ranks(missing)}" if missing else "rank 0 wrote no result"
-                raise self.timeout_error(
+                raise self._timed_out(
                     f"{who}. Check that all ranks were started, with the same store and world size"
                 )
-            if now - checked >= self.timing.other_groups_interval:
+            if now - checked >= self._timing.other_groups_interval:
                 checked = now
                 suspects = self._check_other_groups(self._missing(), suspects)
         return None
@@ -411,19 +451,19 @@ class Rendezvous:
             text = None if rank in requests else read(f"request/{rank}")
             if text is not None:
                 requests[rank] = from_json(text, RendezvousRequest)
-                if requests[rank].terms != self.terms:
+                if requests[rank].terms != self._terms:
                     raise self._disagreement(rank, requests[rank].terms)
 
     def _missing(self) -> list[int]:
-        ranks = range(self.terms.size)
+        ranks = range(self._terms.size)
         return [rank for rank in ranks if not self.group_store.has(f"request/{rank}")]
 
-    def _check_alive(self, members: dict[int, Member]) -> None:
+    def _require_alive(self, members: dict[int, Member]) -> None:
         dead = [rank for rank, member in members.items() if member.is_dead]
         if dead:
             who = f"rank {dead[0]} ({members[dead[0]]})"
-            message = f"{who} died during the rendezvous of {self.terms}"
-            raise PeerLost(message, group=self.terms.name, ranks=dead)
+            message = f"{who} died during the rendezvous of {self._terms}"
+            raise PeerLost(message, group=self._terms.name, ranks=dead)
 
     def _check_other_groups(self, missing: list[int], before: dict[int, bytes]) -> dict[int, bytes]:
         """Raise if a missing rank is forming another group that needs this rank.
@@ -431,19 +471,19 @@ class Rendezvous:
         Only if it was so at the check before, too: another thread of this process may be about
         to join that group. Otherwise both sides would wait forever.
         """
-        contradiction = self._purpose and self._purpose.contradiction(self.store, missing)
+        contradiction = self._purpose and self._purpose.contradiction(self._store, missing)
         if contradiction:
             raise contradiction
         found = {}
         for rank in missing:
-            text = self.store.read(self._forming_key(rank))
+            text = self._store.read(self._forming_key(rank))
             if not text:
                 continue
             request = from_json(text, RendezvousRequest)
             theirs = request.terms
-            needs_me = self.terms.store_ranks[self.rank] in theirs.store_ranks
-            there = self.store.under(f"{theirs.key_prefix}/{request.attempt}")
-            same_group = theirs.key_prefix == self.terms.key_prefix
+            needs_me = self._terms.store_ranks[self._rank] in theirs.store_ranks
+            there = self._store.under(f"{theirs.key_prefix}/{request.attempt}")
+            same_group = theirs.key_prefix == self._terms.key_prefix
             if same_group or not needs_me or there.has("result") or request.member.is_dead:
                 continue
             found[rank] = text
@@ -455,117 +495,34 @@ class Rendezvous:
         return found
 
     def _disagreement(self, rank: int, theirs: RendezvousTerms) -> RankMismatch:
-        sides = sorted([(self.rank, self.terms), (rank, theirs)], key=lambda side: side[0])
+        sides = sorted([(self._rank, self._terms), (rank, theirs)], key=lambda side: side[0])
         calls = "; ".join(f"rank {rank} forms {terms}" for rank, terms in sides)
         return RankMismatch(
             f"ranks disagree on the group to form: {calls}. Form the same groups in the same order "
             "on every rank",
-            group=self.terms.name,
+            group=self._terms.name,
             ranks=[side[0] for side in sides],
         )
 
+    def _timed_out(self, cause: str) -> RendezvousTimeout:
+        return RendezvousTimeout(
+            f"{self._terms} did not form within {self._timeout:g} s on rank {self._rank}; {cause}"
+        )
 
-class EngineSetup:
-    """One rank's way from a rendezvous to a connected engine."""
+    def _check_abandoned(self) -> None:
+        """Raise, on the borrowed thread, what the caller has raised already."""
+        if self._abandoned is not None:
+            raise self._abandoned
 
-    def __init__(self, rendezvous: Rendezvous, backend: Backend, config: GroupConfig) -> None:
-        self._rendezvous = rendezvous
-        self._backend = backend
-        self._config = config
-        self._has_reported = False
-        self._connection: StoreClient | None = None
-        self._offer: RegionOffer | None = None
-        """What rank 0 creates and the other ranks open, to build their engines on."""
-        peers, make_offer = rendezvous.known_peers, backend.traits.offer
-        if peers is not None and make_offer is not None and config.device.type == "cpu":
-            members, on_machine = peers.members, peers.ranks_on_machine
-            if len({member.machine for member in members}) == 1:
-                self._offer = make_offer(rendezvous.rank, members, on_machine, config.options)
+    # -- the engine, by an offer -----------------------------------------------------------
 
-    def run(self) -> Engine:
-        """Join the other ranks and return an engine."""
-        rendezvous = self._rendezvous
-        try:
-            if self._backend.traits.connects_in_background:
-                return rendezvous.run_in_background(self._join_and_connect, self._check)
-            rendezvous.run_in_background(self._join, self._check)
-            engine = self._connect()
-            rendezvous.run_in_background(self._await_others, self._check)
-            return engine
-        except BaseException as error:
-            # Deaths, deadlines and results are known to the others without this rank.
-            known = (PeerLost, RendezvousTimeout) if rendezvous.result.token else PhalanxError
-            if rendezvous.has_joined and not isinstance(error, known):
-                self.give_up(error)
-            raise
-
-    def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why this rank has no group, whether or not they have theirs."""
-        rank, size = self._rendezvous.rank, self._rendezvous.terms.size
-        with suppress(Exception):  # otherwise they find out at the deadline
-            client = self._client()
-            self._report(error, client.set)
-            status = StatusStore(client.under("status"), rank=rank, size=size)
-            status.fail(Failure("engine", rank, f"could not form the group: {_error_text(error)}"))
-            status.close()
-
-    def _join(self) -> None:
-        self._rendezvous.join(self._create_offer)
-        self._require_one_process()
-
-    def _join_and_connect(self) -> Engine:
-        self._join()
+    def _join_and_connect(self, backend: Backend, config: GroupConfig) -> Engine:
+        self._join(backend)
         engine = self._engine_from_offer()
         if engine is None:
-            engine = self._connect()
+            engine = self._connect(backend, config)
             self._await_others()
         return engine
-
-    def _require_one_process(self) -> None:
-        processes = {(member.machine, member.pid) for member in self._rendezvous.roster.members}
-        if self._backend.traits.ranks_are_threads and len(processes) > 1:
-            raise InvalidState(
-                f"ranks of a {self._backend.name!r} group must be threads of one process; use "
-                "'gloo' for several processes"
-            )
-
-    # -- failures --------------------------------------------------------------------------
-
-    def _report(self, error: BaseException, write: Callable[[str, str], None]) -> None:
-        """Write down, once, why this rank has no engine."""
-        if not self._has_reported:
-            self._has_reported = True
-            write("error", f"rank {self._rendezvous.rank}: {_error_text(error)}")
-
-    def _client(self) -> StoreClient:
-        """Return the group's part of the store, on a connection on which no engine waits."""
-        if self._connection is None:
-            self._connection = StoreClient(StoreClient(self._rendezvous.store.raw).connect())
-        return self._connection.under(self._rendezvous.prefix)
-
-    def _check(self) -> None:
-        """Raise if the group cannot form; an engine may wait for a peer that has failed."""
-        self._rendezvous.check()
-        if self._rendezvous.has_joined:
-            error = None
-            with suppress(Exception):  # this rank raises at the deadline instead
-                error = self._client().read("error")
-            self._raise_peer_error(error)
-
-    def _raise_peer_error(self, error: bytes | None) -> None:
-        if error is not None:
-            self._has_reported = True  # a peer has
-            raise self._connect_error(error.decode())
-
-    def _connect_error(self, cause: str) -> RendezvousError:
-        return RendezvousError(f"{self._rendezvous.terms} could not connect its engines: {cause}")
-
-    def _check_time(self, cause: str) -> None:
-        self._rendezvous.check_abandoned()
-        if time.monotonic() >= self._rendezvous.deadline:
-            raise self._rendezvous.timeout_error(cause)
-
-    # -- by an offer -----------------------------------------------------------------------
 
     def _create_offer(self) -> dict[str, Any] | None:
         try:
@@ -579,70 +536,85 @@ class EngineSetup:
     def _engine_from_offer(self) -> Engine | None:
         # Taken out of `self`, so that a refused offer closes what it has opened.
         offer, self._offer = self._offer, None
-        data, store = self._rendezvous.result.offer, self._rendezvous.group_store
-        if offer is None or data is None:
+        if offer is None or self.result.offer is None:
             return None
-        if self._rendezvous.rank != 0:
+        if self._rank != 0:
             try:
-                offer.take(data)
+                offer.take(self.result.offer)
             except PeerLost:
                 raise
             except Exception as error:  # noqa: BLE001 - the others must not go ahead
-                store.set("refused", f"rank {self._rendezvous.rank}: {_error_text(error)}")
+                self.group_store.set("refused", f"rank {self._rank}: {_error_text(error)}")
                 return None
         pause, checked = 0.00005, time.monotonic()
         while offer.absent():
             time.sleep(pause)
             pause = min(pause * 1.5, 0.002)
-            if time.monotonic() - checked >= self._rendezvous.timing.poll_interval:
+            if time.monotonic() - checked >= self._timing.poll_interval:
                 checked = time.monotonic()
-                if store.has("refused"):
+                if self.group_store.has("refused"):
                     return None
                 missing = format_ranks(offer.absent())
                 self._check_time(f"{missing} did not map the memory that rank 0 offered")
         return offer.engine()
 
-    # -- through the store -----------------------------------------------------------------
+    # -- the engine, through the store -----------------------------------------------------
 
-    def _connect(self) -> Engine:
-        rendezvous, config = self._rendezvous, self._config
+    def _connect(self, backend: Backend, config: GroupConfig) -> Engine:
         try:
-            if rendezvous.known_peers is not None:
+            if self._known_peers is not None:
                 # Others may need the parent group's connection while the engine connects.
-                clone = clone_connection(rendezvous.group_store.raw)
-                rendezvous.group_store = BlockingStoreClient(clone)
-            return self._backend.factory(
-                rendezvous.group_store.under("engine").raw,
-                rendezvous.rank,
-                rendezvous.terms.size,
-                timedelta(seconds=rendezvous.timeout),
+                self.group_store = BlockingStoreClient(clone_connection(self.group_store.raw))
+            return backend.factory(
+                self.group_store.under("engine").raw,
+                self._rank,
+                self._terms.size,
+                timedelta(seconds=self._timeout),
                 config.device,
                 **config.options,
             )
         except (PeerLost, RendezvousTimeout):
             raise
         except Exception as error:
-            self._report(error, rendezvous.group_store.set)
+            self._report(error, self.group_store.set)
             if isinstance(error, PhalanxError) or not isinstance(error, RuntimeError | OSError):
                 raise
-            rendezvous.check()  # a death is the better explanation
+            self._check_locally()  # a death is the better explanation
             raise self._connect_error(_error_text(error)) from error
 
     def _await_others(self) -> None:
-        store = self._rendezvous.group_store
-        if store.add("connected", 1) == self._rendezvous.terms.size:
+        store = self.group_store
+        if store.add("connected", 1) == self._terms.size:
             store.set("complete", "")
             return
-        while not store.await_all(["complete"], self._rendezvous.timing.poll_interval):
+        while not store.await_all(["complete"], self._timing.poll_interval):
             self._raise_peer_error(store.read("error"))
             self._check_time("the engine of some rank does not connect")
 
+    def _report(self, error: BaseException, write: Callable[[str, str], None]) -> None:
+        """Write down, once, why this rank has no engine."""
+        if not self._has_reported:
+            self._has_reported = True
+            write("error", f"rank {self._rank}: {_error_text(error)}")
+
+    def _raise_peer_error(self, error: bytes | None) -> None:
+        if error is not None:
+            self._has_reported = True  # a peer has
+            raise self._connect_error(error.decode())
+
+    def _connect_error(self, cause: str) -> RendezvousError:
+        return RendezvousError(f"{self._terms} could not connect its engines: {cause}")
+
+    def _check_time(self, cause: str) -> None:
+        self._check_abandoned()
+        if time.monotonic() >= self._deadline:
+            raise self._timed_out(cause)
+
 
 def _error_text(error: BaseException) -> str:
-    name = type(error).__name__
-    if not isinstance(error, Exception):  # the text of an exit is only its code
-        return name
-    return first_line(error) or name
+    # The text of an exit is only its code.
+    text = first_line(error) if isinstance(error, Exception) else ""
+    return text or type(error).__name__
 
 
 @dataclass(frozen=True)

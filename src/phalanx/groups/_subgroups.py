@@ -173,7 +173,7 @@ class _TorchParent(_Parent):
         if store is not None:
             terms = RendezvousTerms(label, ranks, backend, options.label, user_site())
             rendezvous = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
-            rendezvous.run_in_background(lambda: rendezvous.join(lambda: None), rendezvous.check)
+            rendezvous.meet()
             contradiction = rendezvous.contradiction()
             if contradiction is not None:
                 raise contradiction

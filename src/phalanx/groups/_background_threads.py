@@ -80,7 +80,6 @@ _pool_lock = threading.Lock()
 
 
 def is_exiting() -> bool:
-    """Whether the interpreter is exiting."""
     return _pool is not None and _pool.is_exiting
 
 
@@ -93,16 +92,13 @@ def borrow_thread(job: Callable[[], None]) -> None:
     _pool.borrow(job)
 
 
-class _ThreadState(threading.local):
-    abandoned: threading.Event | None = None
-
-
-_state = _ThreadState()
+_call = threading.local()  # with the `BackgroundCall` that this thread runs, as `.running`
 
 
 def is_abandoned() -> bool:
     """Whether the caller of this thread's `BackgroundCall` has stopped waiting."""
-    return _state.abandoned is not None and _state.abandoned.is_set()
+    running: BackgroundCall[object] | None = getattr(_call, "running", None)
+    return running is not None and running.is_abandoned
 
 
 class BackgroundCall(Generic[T]):
@@ -110,24 +106,23 @@ class BackgroundCall(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.ended = threading.Event()
-        self.abandoned = threading.Event()
+        self.is_abandoned = False
         self._results: list[T] = []
         self._error: BaseException | None = None
 
         def run() -> None:
-            _state.abandoned = self.abandoned
+            _call.running = self
             try:
                 self._results.append(function())
             except BaseException as error:  # noqa: BLE001 - raised by `result`
                 self._error = error
             finally:
-                _state.abandoned = None
+                _call.running = None
                 self.ended.set()
 
         borrow_thread(run)
 
     def result(self) -> T:
-        """Return what the function returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._results[0]
@@ -149,19 +144,16 @@ def in_background(work: Callable[[], T], check: Callable[[], None]) -> T:
         while not call.ended.wait(default_timing().background_check_interval):
             check()
     except BaseException:
-        call.abandoned.set()
+        call.is_abandoned = True
         raise
     return call.result()
 
 
 class Watched(Protocol):
-    """An object that the watchdog polls."""
+    """An object that the watchdog polls; `poll` must not block. `exit`: the program ends well."""
 
-    def poll(self) -> None:
-        """Do what is due; must not block or raise."""
-
-    def exit(self) -> None:
-        """The program ends without an error."""
+    def poll(self) -> None: ...
+    def exit(self) -> None: ...
 
 
 class _Watchdog:

@@ -35,7 +35,7 @@ from ._flight_recorder import Call, FlightRecorder, describe_frame
 from ._formatting import RankCall, first_line, format_rank_ranges, format_ranks
 from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore
-from ._timing import Timing, default_timing
+from ._timing import default_timing
 
 if TYPE_CHECKING:
     from ._work import Work
@@ -46,7 +46,6 @@ class PendingCall:
 
     call: Call
     timeout: float
-    """Seconds that the call may take."""
     peer: int | None = None
     """The one rank that a send or receive depends on; None if it depends on all."""
 
@@ -58,7 +57,6 @@ class PendingCall:
 
     @property
     def deadline(self) -> float:
-        """When the call must have ended."""
         return self.call.started + self.timeout
 
 
@@ -91,13 +89,11 @@ class FailureDetector:
         wake: Callable[[], None] | None = None,
         drive: Callable[[], None] | None = None,
         members: Callable[[], list[int]] | None = None,
-        timing: Timing | None = None,
     ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self.closed = False
-        """Whether this rank has closed the group."""
         self.streams = streams
         """Whether waiting orders a device's stream instead of blocking the caller."""
         self.failure: Failure | None = None
@@ -115,7 +111,7 @@ class FailureDetector:
         self._wake = wake or _no_op
         self._drive = drive or _no_op
         self._members = members
-        self._timing = timing or default_timing()
+        self._timing = default_timing()
         self._excluded: set[int] = set()
         self._owner = threading.get_ident()
         self._pid = os.getpid()
@@ -138,9 +134,9 @@ class FailureDetector:
             return None
         pending.next_query = now + self._timing.query_interval
         status.request_reports()
-        known = status.failure()
+        known = self.learn_failure()
         if known is not None:
-            return self.fail(known, publish=False)
+            return known
         dead = self.dead()  # before `left`: a rank that leaves writes that before it exits
         left = status.left()
         lost = self._needed(pending, dead - set(left))
@@ -178,12 +174,10 @@ class FailureDetector:
 
     def store_caveat(self) -> str:
         """Return a remark for errors about other ranks while the store does not answer."""
-        if self._status_store is None or not self._status_store.last_error:
-            return ""
-        return f" (and {self._status_store.last_error})"
+        error = "" if self._status_store is None else self._status_store.last_error
+        return error and f" (and {error})"
 
     def diagnose(self, pending: PendingCall, error: Exception) -> Failure:
-        """Find the cause of an engine's error."""
         if isinstance(error, EngineMismatch):
             return self._engine_mismatch(pending.call, error)
         timeout = self._timing.diagnosis_timeout if is_peer_failure(error) else 0
@@ -241,6 +235,11 @@ class FailureDetector:
                 self._resume()
         return holds
 
+    def learn_failure(self) -> Failure | None:
+        """Fail the group if another rank has; returns what holds."""
+        known = None if self._status_store is None else self._status_store.failure()
+        return None if known is None else self.fail(known, publish=False)
+
     def _is_outdated(self, failure: Failure) -> bool:
         """Whether it is the death of ranks that have been excluded since."""
         return failure.kind == "lost" and set(failure.ranks) <= self._excluded
@@ -255,9 +254,8 @@ class FailureDetector:
         """Make the error that this rank raises for `failure`."""
         if reports is None:
             wanted = pending is not None and failure.kind in _KINDS_WITH_REPORTS
-            reports = {}
-            if wanted:
-                reports = self.gather_reports(after_death=failure.kind == "lost")
+            lost = failure.kind == "lost"
+            reports = self.gather_reports(after_death=lost) if wanted else {}
         reports.pop(self.rank, None)  # the error itself describes this rank
         return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
 
@@ -310,11 +308,6 @@ class FailureDetector:
         """Whether a rank died and the group continues without it."""
         return rank in self._excluded
 
-    def settle_all(self) -> None:
-        """Wait for every collective in flight."""
-        for work in list(self.in_flight.values()):
-            work.settle()
-
     # -- calls in flight -------------------------------------------------------------------
 
     def begun(self, call: Call, work: Work) -> None:
@@ -329,7 +322,6 @@ class FailureDetector:
                 known.is_completed()  # drops it if so
 
     def ended(self, call: Call) -> None:
-        """Stop tracking a call."""
         self.in_flight.pop(call, None)
 
     def is_busy(self) -> bool:
@@ -354,9 +346,7 @@ class FailureDetector:
         """Write a report if one was requested, and complete calls that no thread waits for."""
         status = None if self.closed else self._status_store
         if status is not None and status.answer(self.report) and self.failure is None:
-            known = status.failure()
-            if known is not None:
-                self.fail(known, publish=False)
+            self.learn_failure()
         for work in list(self.in_flight.values()):
             work.engine_is_done()  # advances it, on engines without a thread
         self._drive()
@@ -370,7 +360,6 @@ class FailureDetector:
                     self._futures.remove(work)
 
     def report(self) -> RankReport:
-        """Describe what this rank is doing."""
         waiting, last = self.waiting, self._recorder.last
         call = waiting or last
         state = "failed" if self.failure else "waiting" if waiting else "idle"
@@ -390,7 +379,6 @@ class FailureDetector:
     # -- finding the cause -----------------------------------------------------------------
 
     def dead(self) -> set[int]:
-        """Return the other ranks that are known to be dead."""
         return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
 
     def _needed(self, pending: PendingCall, gone: set[int]) -> list[int]:
@@ -431,7 +419,7 @@ class FailureDetector:
 
     def _engine_mismatch(self, call: Call, error: EngineMismatch) -> Failure:
         """Name both sides of a mismatch that the engine found; the peer reports its own."""
-        known = None if self._status_store is None else self._status_store.failure()
+        known = self.learn_failure()
         if known is not None:
             return known
         other = error.ranks[0] if error.ranks[1] == self.rank else error.ranks[1]
@@ -471,9 +459,7 @@ def mismatch_failure(mine: RankCall, theirs: RankCall, call: Call) -> Failure:
 
 
 _engines_lock = threading.Lock()
-_live_engines: weakref.WeakKeyDictionary[FailureDetector, list[Engine]] = (
-    weakref.WeakKeyDictionary()
-)
+_live_engines = weakref.WeakKeyDictionary[FailureDetector, list[Engine]]()
 _retired_engines: list[tuple[FailureDetector, list[Engine]]] = []
 
 

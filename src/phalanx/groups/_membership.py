@@ -118,7 +118,6 @@ class Membership:
         self._leave("leave")
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        """Continue without dead ranks."""
         engine, detector = self._engine_supporting("exclude"), self._detector
         excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
         if self._issuer.closed and not self._issuer.has_left:
@@ -169,7 +168,27 @@ class Membership:
             elif self._detector.failure is not None:
                 issuer.refuse("rejoin")
             _fault_point("away")
-            self._wait_and_enter(seconds)
+            entrance: Any = issuer.engine
+            if not issuer.can_leave:
+                if self._barrier is None:
+                    self._barrier = RejoinBarrier(self._store, rank=self._rank, size=self._size)
+                entrance = self._barrier
+            waiting = _RejoinCall(issuer, entrance, self._status_store, seconds)
+            sequence = waiting.run()
+            with issuer.issue_lock, issuer.state_lock:
+                if not issuer.has_left:  # closed meanwhile
+                    issuer.refuse("rejoin")
+                waiting.complete(sequence)
+                self._leaving = set()
+                if not issuer.can_leave:
+                    issuer.use_engine(self._full_engine or issuer.engine, None)
+                self._rejoins += 1
+                self._departures = 0
+                issuer.reopen()
+            self._release_kept(
+                lambda kept: kept.departure > MAX_KEPT_DEPARTURES or kept.used < self._rejoins - 2
+            )
+            _fault_point("after")
         finally:
             self.is_rejoining = False
 
@@ -191,7 +210,8 @@ class Membership:
         issuer = self._issuer
         issuer.pause(operation)
         try:
-            self._detector.settle_all()
+            for work in list(self._detector.in_flight.values()):
+                work.settle()
             in_flight = issuer.engine.leave() if issuer.can_leave else ""
             if in_flight:
                 raise InvalidState(f"{operation}: wait for this rank's {in_flight} first")
@@ -200,30 +220,6 @@ class Membership:
                 if issuer.has_left:  # not closed meanwhile
                     issuer.reopen()
             raise
-
-    def _wait_and_enter(self, seconds: float) -> None:
-        issuer = self._issuer
-        entrance: Any = issuer.engine
-        if not issuer.can_leave:
-            if self._barrier is None:
-                self._barrier = RejoinBarrier(self._store, rank=self._rank, size=self._size)
-            entrance = self._barrier
-        waiting = _RejoinCall(issuer, entrance, self._status_store, seconds)
-        sequence = waiting.run()
-        with issuer.issue_lock, issuer.state_lock:
-            if not issuer.has_left:  # closed meanwhile
-                issuer.refuse("rejoin")
-            waiting.complete(sequence)
-            self._leaving = set()
-            if not issuer.can_leave:
-                issuer.use_engine(self._full_engine or issuer.engine, None)
-            self._rejoins += 1
-            self._departures = 0
-            issuer.reopen()
-        self._release_kept(
-            lambda kept: kept.departure > MAX_KEPT_DEPARTURES or kept.used < self._rejoins - 2
-        )
-        _fault_point("after")
 
     # -- engines of subsets ----------------------------------------------------------------
 
@@ -386,9 +382,29 @@ class _RejoinCall(PendingCall):
 
     def run(self) -> int:
         """Wait for all ranks; return the sequence number to continue from."""
+        calls, timing = self._recorder.collectives, default_timing()
+        error: GroupError | None = None
+        previous = ""
         self._detector.waiting = self.call
         try:
-            return self._await_all()
+            while True:
+                began, wait = time.monotonic(), 0.0
+                if error is None:
+                    wait = min(timing.rejoin_check_interval, max(self.deadline - began, 0.001))
+                stage, most = self._entrance.rejoin(calls, wait)
+                if stage != previous:
+                    error = None
+                    _fault_point(stage)
+                if stage == "entered":
+                    return int(most)
+                if stage == previous:
+                    if error is not None:  # no rank has arrived since it was found
+                        raise error
+                    error = self._check()
+                    woken = time.monotonic() - began < timing.rejoin_retry_delay
+                    if error is None and woken:
+                        time.sleep(timing.rejoin_retry_delay)
+                previous = stage
         except BaseException:
             self._recorder.undo(self.call)
             raise
@@ -406,38 +422,12 @@ class _RejoinCall(PendingCall):
         """When the wait ends: `timeout` after the last call of a missing rank."""
         return max(self.call.started, self._counts_from) + self.timeout
 
-    def _await_all(self) -> int:
-        calls, timing = self._recorder.collectives, default_timing()
-        error: GroupError | None = None
-        previous = ""
-        while True:
-            began = time.monotonic()
-            wait = 0.0
-            if error is None:
-                wait = min(timing.rejoin_check_interval, max(self.deadline - began, 0.001))
-            stage, most = self._entrance.rejoin(calls, wait)
-            if stage != previous:
-                error = None
-                _fault_point(stage)
-            if stage == "entered":
-                return int(most)
-            if stage == previous:
-                if error is not None:  # no rank has arrived since it was found
-                    raise error
-                error = self._check()
-                woken = time.monotonic() - began < timing.rejoin_retry_delay
-                if error is None and woken:
-                    time.sleep(timing.rejoin_retry_delay)
-            previous = stage
-
     def _check(self) -> GroupError | None:
         """Return the error if this cannot succeed any more, or not in time."""
         if not self._issuer.has_left:  # closed meanwhile
             self._issuer.refuse("rejoin")
         detector, status = self._detector, self._status_store
-        known = None if status is None else status.failure()
-        if known is not None:
-            detector.fail(known, publish=False)
+        detector.learn_failure()
         closed = {} if status is None else status.left()
         dead = detector.dead() - closed.keys()
         # A rank that arrived before it died or closed the group counts.
@@ -460,10 +450,10 @@ class _RejoinCall(PendingCall):
             self._counts_from = time.monotonic() - min(quiet)
         if time.monotonic() < self.deadline:
             return None
-        who = ""
+        cause = f"timed out after {self.timeout:g} s"
         if missing:
-            who = f": {format_ranks(missing)} did not call rejoin(), and made no other call"
-        cause = f"timed out after {self.timeout:g} s{who}{detector.store_caveat()}"
+            cause += f": {format_ranks(missing)} did not call rejoin(), and made no other call"
+        cause += detector.store_caveat()
         # This does not fail the group: the others continue, and this rank may wait again.
         failure = detector.make_failure("timeout", cause, missing, self.call)
         return detector.error(failure, self, self.call, reports)

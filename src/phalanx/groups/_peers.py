@@ -29,7 +29,6 @@ class Member:
 
     @classmethod
     def here(cls) -> Member:
-        """Describe the calling process."""
         pid = os.getpid()
         return cls(socket.gethostname(), _machine_id(), pid, _process_status(pid)[0])
 
@@ -77,11 +76,9 @@ class Roster:
     members: tuple[Member, ...] = ()
 
     def dead(self) -> list[int]:
-        """Return the ranks whose process is known to be dead."""
         return [rank for rank, member in enumerate(self.members) if member.is_dead]
 
     def stopped(self) -> list[int]:
-        """Return the ranks whose process is stopped by a signal."""
         return [rank for rank, member in enumerate(self.members) if member.is_stopped]
 
 

@@ -123,7 +123,6 @@ class StatusStore:
         return from_json(first, Failure)
 
     def failure(self) -> Failure | None:
-        """Read the cause of the group's failure, if there is one."""
         text = self._try(lambda: self._store.read(self._failure_key), None)
         return None if text is None else from_json(text, Failure)
 
@@ -156,7 +155,6 @@ class StatusStore:
         self._try(lambda: self._store.set(key, to_json(data)), None)
 
     def _read_all(self, key: str, kind: type[T]) -> dict[int, T]:
-        """Read what each rank has written under `key`, by rank."""
         found = {}
         for rank in range(self._size):
             text = self._try(partial(self._store.read, f"{key}/{rank}"), None)

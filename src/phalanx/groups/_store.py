@@ -71,7 +71,6 @@ def to_json(value: object, encode: Callable[[Any], object] | None = None) -> str
 def from_json(
     text: bytes | str, kind: type[T], decode: Callable[[type, Any], object] | None = None
 ) -> T:
-    """Decode what `to_json` has encoded."""
     return msgspec.convert(json.loads(text), kind, dec_hook=decode)
 
 
@@ -100,11 +99,9 @@ class BlockingStoreClient:
         return self._request(lambda: clone_connection(self.raw))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter and return its new value."""
         return self._request(lambda: self.raw.add(key, amount))
 
     def set(self, key: str, value: str) -> None:
-        """Write a value."""
         self._request(lambda: self.raw.set(key, value))
 
     def set_all(self, values: dict[str, str]) -> None:
@@ -121,7 +118,6 @@ class BlockingStoreClient:
         return self.write_once(key, "")  # one request, where `read` makes two
 
     def has(self, *keys: str) -> bool:
-        """Whether all these keys exist."""
         return self._request(lambda: self.raw.check(list(keys)))
 
     def write_once(self, key: str, value: str) -> bytes:
@@ -129,11 +125,9 @@ class BlockingStoreClient:
         return self._request(lambda: self.raw.compare_set(key, "", value))
 
     def all_keys(self) -> list[str]:
-        """Return all keys."""
         return self._request(self.raw.list_keys)
 
     def delete(self, key: str) -> None:
-        """Delete a key, if it exists."""
         self._request(lambda: self.raw.delete_key(key))
 
     def await_all(self, keys: Sequence[str], seconds: float) -> bool:
@@ -214,13 +208,13 @@ class ClosedGroup:
 class HostedStore:
     """A store that this process hosts."""
 
-    def __init__(self, store: Store, port: int, *, timing: Timing | None = None) -> None:
+    def __init__(self, store: Store, key: tuple[int, int]) -> None:
         self.store: Store | None = store
         """None when it is closed."""
-        self.key = os.getpid(), port
         self.stays = False
         """Whether it stays open until the process ends."""
-        self._timing = timing or default_timing()
+        self._key = key
+        self._linger = default_timing().idle_linger
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._idle_since: float | None = None
         self._closed_groups: deque[ClosedGroup] = deque()
@@ -242,16 +236,22 @@ class HostedStore:
 
     def poll(self) -> None:
         """Close the store if nothing needs it any more; called by the watchdog."""
-        if self.store is None or not self._is_unused() or self._has_reservations(self.store):
+        store, is_reserved = self.store, False
+        if store is None or not self._is_unused():
             return
+        with suppress(RuntimeError):
+            store.set(CLOSING_KEY, "")  # before the reservations are read, see above
+            keys = [key for key in store.list_keys() if key.startswith(RESERVATION_PREFIX)]
+            is_reserved = any(self._is_valid(store, key) for key in keys)
         with _lock:
-            store, leased = self.store, self._is_leased()
-            if not leased:
+            is_needed = is_reserved or self._is_leased()
+            if not is_needed:
                 self.store = None
-                _hosted_stores.pop(self.key, None)
-        if leased:
-            _cancel_closing(store)
-        # The last reference is dropped here, with no lock held; that stops the server.
+                _hosted_stores.pop(self._key, None)
+        if is_needed:
+            with suppress(RuntimeError):
+                store.delete_key(CLOSING_KEY)
+        # `store`, the last reference, is dropped here, with no lock held; that stops the server.
 
     def exit(self) -> None:
         """Do nothing: the end of the process frees the port."""
@@ -274,18 +274,7 @@ class HostedStore:
             closed.popleft()
         if closed:
             return False
-        return had_closed or time.monotonic() - self._idle_since >= self._timing.idle_linger
-
-    def _has_reservations(self, store: Store) -> bool:
-        """Announce that the store closes, and check whether a peer waits in it."""
-        with suppress(RuntimeError):
-            store.set(CLOSING_KEY, "")
-            keys = store.list_keys()
-            reservations = [key for key in keys if key.startswith(RESERVATION_PREFIX)]
-            if any(self._is_valid(store, key) for key in reservations):
-                _cancel_closing(store)
-                return True
-        return False
+        return had_closed or time.monotonic() - self._idle_since >= self._linger
 
     def _is_valid(self, store: Store, key: str) -> bool:
         text = store.compare_set(key, "", "")  # unlike `get`, this does not wait for a value
@@ -317,44 +306,19 @@ class StoreReservation:
             self._store.delete(self._key)
 
 
-def _cancel_closing(store: Store | None) -> None:
-    with suppress(RuntimeError):
-        if store is not None:
-            store.delete_key(CLOSING_KEY)
-
-
 _hosted_stores: dict[tuple[int, int], HostedStore] = {}
 """By pid and port; a forked child does not host its parent's stores."""
 _lock = threading.Lock()  # guards `_hosted_stores` and the leases; no other lock is taken under it
 
 
-def _find_hosted_store(port: int) -> tuple[HostedStore, Lease] | None:
-    """Return the store that this process hosts at a port, with a lease, if there is one."""
-    with _lock:
-        found = _hosted_stores.get((os.getpid(), port))
-        return None if found is None else (found, Lease(found))
-
-
-def _host_store(store: Store, port: int) -> tuple[HostedStore, Lease]:
-    """Host a store, with a lease; returns the one that is hosted at that port already, if any."""
-    _register_fork_hook()
-    made = HostedStore(store, port)
-    with _lock:
-        made = _hosted_stores.setdefault(made.key, made)
-        lease = Lease(made)
-    watch(made)
-    return made, lease
-
-
 @lru_cache(maxsize=1)
-def _register_fork_hook() -> None:
-    os.register_at_fork(after_in_parent=_keep_stores_open)
+def _keep_stores_open_after_forks() -> None:
+    def keep() -> None:
+        # Without the lock, which another thread may hold during the fork.
+        for hosted in list(_hosted_stores.values()):
+            hosted.stays = True
 
-
-def _keep_stores_open() -> None:
-    # Without the lock, which another thread may hold during the fork.
-    for hosted in list(_hosted_stores.values()):
-        hosted.stays = True
+    os.register_at_fork(after_in_parent=keep)
 
 
 @dataclass(frozen=True)
@@ -424,7 +388,13 @@ def open_store(
             )
         return _open_tcp(url.hostname, url.port, rank, size, rank == 0, timeout)
     if url.scheme == "file":
-        return OpenStore(_file_store(where, url.netloc + url.path, size), rank, size)
+        path = url.netloc + url.path
+        if not path:
+            raise InvalidArgument(f"store {where!r} must have a path, as in file:///shared/job-17")
+        folder = os.path.dirname(path)
+        if not os.path.isdir(folder):
+            raise InvalidArgument(f"store {where!r}: directory {folder} does not exist")
+        return OpenStore(FileStore(path, size), rank, size)
     try:  # a scheme that the user has registered with torch
         store: Store = next(iter(rendezvous(where, rank, size)))[0]
     except RuntimeError as error:
@@ -444,7 +414,6 @@ def _warn_no_launcher() -> None:
 
 
 def check_rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
-    """Check a rank and a world size."""
     if rank is None or size is None:
         raise InvalidArgument(
             "rank and world_size are required with a store. Without a store, all three come from "
@@ -488,8 +457,17 @@ def _open_tcp(
         store = _tcp_store(address, port, False, left)
         store.set_timeout(timeout)  # for later requests
         return OpenStore(store, rank, size, is_remote=True)
-    found = _find_hosted_store(port)
-    hosted, lease = found or _host_store(_host_tcp_store(address, port, timeout), port)
+    key = os.getpid(), port
+    with _lock:
+        hosted = _hosted_stores.get(key)
+        lease = None if hosted is None else Lease(hosted)
+    if hosted is None:
+        _keep_stores_open_after_forks()
+        made = HostedStore(_host_tcp_store(address, port, timeout), key)
+        with _lock:  # another thread may have been faster
+            hosted = _hosted_stores.setdefault(key, made)
+            lease = Lease(hosted)
+        watch(hosted)
     assert hosted.store is not None, "the lease keeps it open"
     # A plain connection: holding the server itself would keep it from closing.
     return OpenStore(clone_connection(hosted.store), rank, size, hosted=hosted, hold=lease)
@@ -557,12 +535,3 @@ def wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
             )
         time.sleep(pause)
         pause = min(pause * 1.5, 0.25)
-
-
-def _file_store(url: str, path: str, size: int) -> Store:
-    if not path:
-        raise InvalidArgument(f"store {url!r} must have a path, as in file:///shared/job-17")
-    folder = os.path.dirname(path)
-    if not os.path.isdir(folder):
-        raise InvalidArgument(f"store {url!r}: directory {folder} does not exist")
-    return FileStore(path, size)

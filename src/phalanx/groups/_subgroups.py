@@ -47,7 +47,6 @@ class GroupOptions:
         return "".join(f" {part}" for part in parts)
 
     def applied_to(self, config: GroupConfig) -> GroupConfig:
-        """Return a config with these differences."""
         options = dict(self.options)
         return derive_config(config, backend=self.backend, options=options, timeout=self.timeout)
 
@@ -62,12 +61,9 @@ class _Parent:
         self.size = group.size()
         self.label = label
         """The name of the group, the same on every rank."""
-        self._store = store
-
-    @property
-    def talks(self) -> bool:
+        self.talks = store is not None
         """Whether its ranks communicate; those of a fake group do not exist."""
-        return self._store is not None
+        self._store = store
 
     def connect(self) -> StoreClient:
         """Return the group's store, on a new connection that no wait can block."""
@@ -123,7 +119,7 @@ class _TorchParent(_Parent):
 
     @property
     def is_gone(self) -> bool:
-        return not _is_in_torch_tables(self.group)
+        return self.group not in c10d._world.pg_map
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -224,17 +220,13 @@ def _has_backend(backend: str) -> bool:
     return True
 
 
-def _is_in_torch_tables(group: dist.ProcessGroup) -> bool:
-    return group in c10d._world.pg_map
-
-
 def parent_group(group: dist.ProcessGroup) -> ParentGroup:
     """Return the `ParentGroup` of a group."""
     if isinstance(group, ProcessGroup):
         return _PhalanxParent(group)
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidType(f"group must be a process group, got {group!r}")
-    if not _is_in_torch_tables(group):
+    if group not in c10d._world.pg_map:
         raise InvalidState("group was destroyed, or was not created by torch.distributed")
     return _TorchParent(group)
 
@@ -260,5 +252,5 @@ def end_group(group: dist.ProcessGroup) -> None:
     """Close a subgroup on this rank, unless it is closed."""
     if isinstance(group, ProcessGroup):
         group.shutdown()
-    elif _is_in_torch_tables(group):
+    elif group in c10d._world.pg_map:
         dist.destroy_process_group(group)

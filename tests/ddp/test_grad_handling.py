@@ -36,7 +36,7 @@ def test_where_a_gradient_lies(group, keeps):
     ddp, whole = wrapped(mlp, group, gradient_as_bucket_view=keeps)
     for step in range(3):
         both(ddp, whole, group, step)
-        flats = {b.flat.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
+        flats = {b.payload.untyped_storage().data_ptr() for b in ddp.reducer.buckets}
         for parameter in ddp.parameters():
             assert (parameter.grad.untyped_storage().data_ptr() in flats) is keeps
         ddp.zero_grad()

@@ -27,8 +27,8 @@ import math
 import sys
 import weakref
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from types import BuiltinFunctionType, FrameType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
@@ -87,19 +87,14 @@ def _attributes(item: Any) -> list[Any]:
     """List the values of attributes without running code of the class."""
     if isinstance(item, _OPAQUE):
         return []
-    try:
-        found = list(object.__getattribute__(item, "__dict__").values())
-    except AttributeError:
-        found = []
+    found: list[Any] = []
+    with suppress(AttributeError):
+        found.extend(object.__getattribute__(item, "__dict__").values())
     for kind in type(item).__mro__:
-        if "__slots__" not in vars(kind):
-            continue
-        for slot in vars(kind).values():
+        for slot in vars(kind).values() if "__slots__" in vars(kind) else ():
             if isinstance(slot, MemberDescriptorType):
-                try:
+                with suppress(AttributeError):  # not set
                     found.append(slot.__get__(item))
-                except AttributeError:  # not set
-                    continue
     return found
 
 
@@ -115,83 +110,37 @@ def on_backward(value: Any, callback: Callable[[], None]) -> None:
         node.register_prehook(lambda _: callback())
 
 
-class AccumulateGradNodes:
-    """The autograd nodes that accumulate into ``.grad`` of some parameters."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self._parameters = parameters
-
-    def may_run(self) -> bool:
-        """Whether the current graph task may accumulate a gradient of these parameters."""
-        if Variable._execution_engine.is_checkpoint_valid():
-            # A plain ``backward()``. Reentrant checkpoints hide the parameters that it reaches, and
-            # peers may reach some although this rank reaches none.
-            return any(p.requires_grad for p in self._parameters)
-        nodes = (accumulate_grad_node(p) for p in self._parameters if p.requires_grad)
-        try:
-            return any(map(torch._C._will_engine_execute_node, nodes))
-        except RuntimeError:  # ``autograd.grad`` asks for a leaf
-            return False
-
-    def runs(self, i: int) -> bool:
-        """Whether the current graph task accumulates the gradient of one parameter."""
-        try:
-            return bool(
-                torch._C._will_engine_execute_node(accumulate_grad_node(self._parameters[i]))
-            )
-        except RuntimeError:
-            return False
-
-
 def accumulate_grad_node(parameter: Parameter) -> Any:
     """Return the node that accumulates into ``.grad``; a change of dtype replaces it."""
     return torch.autograd.graph.get_gradient_edge(original_parameter(parameter)).node
 
 
-def current_graph_task() -> int | None:
-    """Return the id of the graph task that calls us; None outside of one."""
-    number = torch._C._current_graph_task_id()
-    return None if number == -1 else number
-
-
-class OuterGraphTask:
-    """The outermost of several nested graph tasks.
+def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
+    """Find the outermost of several nested graph tasks; None if the current one is not nested.
 
     A reentrant checkpoint runs autograd in its backward. A pass that is first seen there is part of
     the outer graph task and ends with it. The checkpoint function is on the stack, and the nodes
     that it passes gradients to run next in the outer task. On threads that autograd starts for deep
     recursion the stack ends early, and only the inner task is known.
+
+    Return a node that runs next in the outer task, and a function that returns True while the task
+    runs, and None when it has ended, even by an error.
     """
-
-    def __init__(self, next_node: Any, frame: FrameType) -> None:
-        self.next_node = next_node
-        """A node that runs next in the outer task."""
-        self._frame = frame
-
-    @staticmethod
-    def find() -> OuterGraphTask | None:
-        """Find the task that contains the current one, if any."""
-        function, outermost = None, None
-        for frame in _stack():
-            if frame.f_code is _PYTHON_BACKWARD:
-                function, outermost = frame.f_locals["self"], frame
-            elif function is not None and frame.f_code is _RUN_BACKWARD:
-                outermost = frame
-        if function is None or outermost is None:
-            return None
-        if not Variable._execution_engine.is_checkpoint_valid():
-            return None  # it may not reach the next node
-        following = (node for node, _ in function.next_functions if node is not None)
-        node = next(following, None)
-        return None if node is None else OuterGraphTask(node, outermost)
-
-    def is_running(self) -> bool | None:
-        """Return True while the task runs, and None when it has ended, even by an error."""
-        return True if self._frame in _stack() else None
+    function: Any = None
+    outermost: Any = None
+    for frame in _stack():
+        if frame.f_code is _PYTHON_BACKWARD:
+            function, outermost = frame.f_locals["self"], frame
+        elif function is not None and frame.f_code is _RUN_BACKWARD:
+            outermost = frame
+    if function is None or not Variable._execution_engine.is_checkpoint_valid():
+        return None  # without a valid checkpoint, the task may not reach the next node
+    node = next((node for node, _ in function.next_functions if node is not None), None)
+    return None if node is None else (node, lambda: True if outermost in _stack() else None)
 
 
 def _stack() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -228,55 +177,68 @@ class AutogradHooks:
         self._arrival_handles: list[Any] = []
         self._last_arrival_hooks: list[_LastArrivalHook] = []
         self._begin_handles: list[Any] = []
-        self._seen: list[int] = []
+        self.seen: list[int] = []
+        """The parameters that arrived in a recording pass."""
         self._restore: list[Any] = []
         """At most one callback, which puts a previous gradient back before autograd adds to it."""
         self.is_recording = False
 
+    def may_run(self) -> bool:
+        """Whether the current graph task may accumulate a gradient of these parameters."""
+        if Variable._execution_engine.is_checkpoint_valid():
+            # A plain ``backward()``. Reentrant checkpoints hide the parameters that it reaches, and
+            # peers may reach some although this rank reaches none.
+            return any(p.requires_grad for p in self._parameters)
+        return self.runs(self._parameters)
+
+    def runs(self, parameters: Iterable[Parameter]) -> bool:
+        """Whether the current graph task accumulates the gradient of any of some parameters."""
+        nodes = (accumulate_grad_node(p) for p in parameters if p.requires_grad)
+        try:
+            return any(map(torch._C._will_engine_execute_node, nodes))
+        except RuntimeError:  # ``autograd.grad`` asks for a leaf
+            return False
+
     def record(self, callback: ArrivalCallback) -> None:
-        """Record every arrival, and call `callback` with the index of the parameter.
+        """Call `callback` with the index of every parameter that arrives.
 
         Users' hooks on the same parameter may not have run yet.
         """
         self.remove()
         self.is_recording = True
-        weak = weakref.WeakMethod(callback)
+        arrived = _weakly(callback)
         for i, parameter in enumerate(self._parameters):
-            hook = partial(_report_arrival, weak, self._seen, i)
-            with _hookable(parameter):
-                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._arrival_handles.append(handle)
+            register = parameter.register_post_accumulate_grad_hook
+            self._arrival_handles.append(_add_hook(parameter, register, partial(arrived, i)))
 
     def detect_begin(self, callback: ArrivalCallback, lifetime: PassLifetime) -> None:
         """Call `callback` with a parameter before its gradient is accumulated outside a pass."""
         if self._begin_handles:
             return
-        weak = weakref.WeakMethod(callback)
+        begin = _weakly(callback)
         for i, parameter in enumerate(self._parameters):
-            hook = _make_begin_hook(weak, lifetime, self._restore, i)
-            with _hookable(parameter):
-                handle = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
-            self._begin_handles.append(handle)
+            hook = _make_begin_hook(begin, lifetime, self._restore, i)
+            self._begin_handles.append(_add_hook(parameter, parameter.register_hook, hook))
 
     @property
     def order(self) -> list[int]:
         """The parameters that arrived, by their last arrival."""
-        latest = {i: turn for turn, i in enumerate(self._seen)}
-        return sorted(latest, key=latest.__getitem__)
+        return [*dict.fromkeys(reversed(self.seen))][::-1]
 
     def report_pieces(self, pieces: Iterable[Sequence[int]], callback: ArrivalCallback) -> None:
         """Call `callback` with the number of a piece when the last of its parameters arrived."""
-        order, counts = self.order, Counter(self._seen)
-        turn = {i: position for position, i in enumerate(order)}
+        turn = {i: position for position, i in enumerate(self.order)}
+        counts = Counter(self.seen)
         self.remove()
-        weak = weakref.WeakMethod(callback)
+        ready = _weakly(callback)
         for number, members in enumerate(pieces):
-            arrived = [i for i in members if i in turn]
-            if arrived:
-                last = max(arrived, key=turn.__getitem__)
-                report = partial(_report_ready, weak, number)
-                hook = _LastArrivalHook(self._find_node(last), counts[last], report)
-                self._last_arrival_hooks.append(hook)
+            last = max((i for i in members if i in turn), key=turn.__getitem__, default=None)
+            if last is None:
+                continue
+            if self._parameters[last].requires_grad:  # a change of dtype replaces the node
+                self._nodes[last] = accumulate_grad_node(self._parameters[last])
+            hook = _LastArrivalHook(self._nodes[last], counts[last], partial(ready, number))
+            self._last_arrival_hooks.append(hook)
 
     def restore_previous(self, callback: ArrivalCallback) -> None:
         """Call `callback` with a parameter before its gradient is accumulated, in this pass."""
@@ -284,7 +246,7 @@ class AutogradHooks:
 
     def restart(self) -> None:
         """Begin a new pass."""
-        self._seen.clear()
+        self.seen.clear()
         for hook in self._last_arrival_hooks:
             hook.run_last()
         self.rearm()
@@ -293,7 +255,7 @@ class AutogradHooks:
         """Count from the start again, since the next pass may begin unnoticed."""
         self._restore.clear()
         for hook in self._last_arrival_hooks:
-            hook.restart()
+            hook.left = hook.times
 
     def close(self) -> None:
         """Remove all hooks."""
@@ -303,70 +265,55 @@ class AutogradHooks:
 
     def remove(self) -> None:
         """Remove the hooks that record arrivals or report pieces."""
-        for handle in (*self._arrival_handles, *self._last_arrival_hooks):
+        for handle in self._arrival_handles:
             handle.remove()
+        for hook in self._last_arrival_hooks:
+            hook.handle.remove()
         self._arrival_handles, self._last_arrival_hooks = [], []
         self.is_recording = False
-
-    def _find_node(self, i: int) -> Any:
-        if self._parameters[i].requires_grad:  # a change of dtype replaces the node
-            self._nodes[i] = accumulate_grad_node(self._parameters[i])
-        return self._nodes[i]
-
-
-@contextmanager
-def _hookable(parameter: Parameter) -> Generator[None, None, None]:
-    """Let torch accept a hook on a frozen parameter, which may be unfrozen at any time."""
-    is_frozen = not parameter.requires_grad
-    if is_frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        if is_frozen:
-            parameter.requires_grad_(False)
 
 
 class _LastArrivalHook:
     """A post-hook that reports when its node has run as often as in the recorded pass."""
 
     def __init__(self, node: Any, times: int, ready: Callable[[], None]) -> None:
-        self._times = self._left = times
+        self.times = self.left = times
         self._ready = ready
-        self._handle = node.register_hook(self)
-        self._id: int = self._handle.id
+        self.handle = node.register_hook(self)
+        self._id: int = self.handle.id
 
     def __call__(self, *_: object) -> None:
-        self._left -= 1
+        self.left -= 1
         # If users' hooks were registered behind this one during the pass, do not report: they have
         # yet to run. The piece is gathered at the end of the pass.
-        if self._left == 0 and self._is_last(self._handle.hooks_dict_ref()):
+        if self.left == 0 and next(reversed(self.handle.hooks_dict_ref())) == self._id:
             self._ready()
-
-    def restart(self) -> None:
-        self._left = self._times
 
     def run_last(self) -> None:
         """Move behind hooks that were registered later."""
-        hooks = self._handle.hooks_dict_ref()
-        if not self._is_last(hooks):
+        hooks: OrderedDict[int, object] = self.handle.hooks_dict_ref()
+        if next(reversed(hooks)) != self._id:
             hooks[self._id] = hooks.pop(self._id)
 
-    def _is_last(self, hooks: OrderedDict[int, object]) -> bool:
-        return next(reversed(hooks)) == self._id
 
-    def remove(self) -> None:
-        self._handle.remove()
+def _weakly(callback: ArrivalCallback) -> Callable[..., None]:
+    """Return a function that calls a method, or does nothing if its object is gone."""
+    weak = weakref.WeakMethod(callback)
+
+    def call(number: int, *_: object) -> None:
+        method = weak()
+        if method is not None:
+            method(number)
+
+    return call
 
 
 def _make_begin_hook(
-    weak_callback: Any, lifetime: PassLifetime, restore: list[Any], i: int
+    begin: ArrivalCallback, lifetime: PassLifetime, restore: list[Any], i: int
 ) -> Callable[[Tensor], None]:
     def begin_hook(_: Tensor) -> None:
         if lifetime[0]() is None:
-            callback = weak_callback()
-            if callback is not None:
-                callback(i)
+            begin(i)
         if restore:
             put_back = restore[0]()
             if put_back is not None:
@@ -375,14 +322,11 @@ def _make_begin_hook(
     return begin_hook
 
 
-def _report_arrival(weak_callback: Any, seen: list[int], i: int, _: Parameter) -> None:
-    callback = weak_callback()
-    if callback is not None:
-        callback(i)
-        seen.append(i)
-
-
-def _report_ready(weak_callback: Any, number: int) -> None:
-    callback = weak_callback()
-    if callback is not None:
-        callback(number)
+def _add_hook(parameter: Parameter, register: Callable[[Any], Any], hook: Any) -> Any:
+    """Register a hook, on a frozen parameter too: it may be unfrozen at any time."""
+    required = parameter.requires_grad
+    parameter.requires_grad_(True)
+    try:
+        return register(hook)
+    finally:
+        parameter.requires_grad_(required)

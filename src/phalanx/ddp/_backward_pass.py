@@ -2,11 +2,11 @@
 
 Every bucket goes through the same states, in plan order:
 
-WAITING    gradients are arriving as tensors that autograd allocates; when all of a piece are there
+waiting    gradients are arriving as tensors that autograd allocates; when all of a piece are there
            they are copied into the bucket and `.grad` is None again
-GATHERED   all gradients are in the bucket
-LAUNCHED   the bucket is being reduced
-FINISHED   the bucket holds the result and `.grad` shows it
+gathered   all gradients are in the bucket
+launched   the bucket is being reduced
+finished   the bucket holds the result and `.grad` shows it
 
 Autograd must never write into a launched bucket. A pass therefore starts with every `.grad` set
 aside, and a gradient that comes after its piece was gathered is a new tensor, a *late*
@@ -21,27 +21,26 @@ round.
 
 from __future__ import annotations
 
-import enum
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._formatting import format_ranks
 from ..errors import GroupError, HookError, InvalidState, RankMismatch
-from ._buckets import Bucket, BucketPiece, Gradients, count_missing, scale_gradient
+from ._buckets import Bucket, BucketLayout, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
 from ._communicator import AnyWork, Communicator
 from ._dtensor import LocalShard
 from ._optimizer_in_backward import OptimizersInBackward
 from ._parameter_consistency import NamedTensors, assert_same_values, fingerprint
 from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
-from ._previous_grads import first_grads, take_previous_grads
 from ._scaling import Scale
 from ._stats import PassTiming
 
@@ -53,10 +52,7 @@ class PassConfig:
     comm: Communicator
     names: Sequence[str]
     parameters: Sequence[Parameter]
-    buckets: Sequence[Bucket]
-    pieces: Sequence[BucketPiece]
-    """Of all buckets, in order."""
-    header: PassHeader
+    layout: BucketLayout
     keeps_views: bool
     """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
     absent: Sequence[int]
@@ -73,30 +69,25 @@ def assert_same_pass(
 
     `compared`: the parameters whose values to compare.
     """
-    group = getattr(comm.group, "label", "")
-    if not header.same_number() and not _others_have_left(header, comm, number):
-        text = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in enumerate(header.numbers()))
-        raise RankMismatch(
-            f"ranks reduced the gradients of different backward passes ({text}). The gradients are "
-            "invalid. Call backward and no_sync() the same number of times on every rank",
-            group=group,
-            operation="backward",
-        )
+    about: dict[str, Any] = {"group": getattr(comm.group, "label", ""), "operation": "backward"}
+    if not header.same_number():
+        numbers = list(enumerate(header.numbers()))
+        others = {rank for rank, theirs in numbers if theirs != number}
+        if not others.isdisjoint(comm.members()):  # they have not all left
+            text = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in numbers)
+            raise RankMismatch(
+                f"ranks reduced the gradients of different backward passes ({text}). The gradients "
+                "are invalid. Call backward and no_sync() the same number of times on every rank",
+                **about,
+            )
     without = header.without_weight()
     if without and without != header.with_data():
         raise RankMismatch(
-            f"rank {', '.join(map(str, without))} has no weight and the others have. "
-            "Set ddp.weight on every rank",
-            group=group,
-            operation="backward",
+            f"ddp.weight is set on some ranks, but not on {format_ranks(without)}. Set it on all",
+            **about,
         )
     if compared and not header.same_fingerprints():
         assert_same_values(compared, comm)
-
-
-def _others_have_left(header: PassHeader, comm: Communicator, number: int) -> bool:
-    away = {rank for rank, theirs in enumerate(header.numbers()) if theirs != number}
-    return away.isdisjoint(comm.members())
 
 
 class LocalPass:
@@ -111,32 +102,16 @@ class LocalPass:
         for parameter in unweighted:
             parameter.grad = None
 
-    def arrived(self, i: int) -> None:
-        """Do nothing."""
-
-    def ready(self, number: int) -> None:
-        """Do nothing."""
-
     def abandon(self) -> None:
         """End a pass that failed."""
-        self._restore()
-
-    def finish(self) -> AnyWork | None:
-        """Announce the pass where that is free, so that a peer that reduces it does not hang."""
-        self._restore()
-        return self._comm.announce_local_pass() if self._comm.compares_calls else None
-
-    def _restore(self) -> None:
         for parameter, before in self._before:
             is_new = before is None and parameter.grad is not None  # used, with weight 0
             parameter.grad = torch.zeros_like(parameter) if is_new else before
 
-
-class BucketState(enum.Enum):
-    WAITING = enum.auto()
-    GATHERED = enum.auto()
-    LAUNCHED = enum.auto()
-    FINISHED = enum.auto()
+    def finish(self) -> AnyWork | None:
+        """Announce the pass where that is free, so that a peer that reduces it does not hang."""
+        self.abandon()
+        return self._comm.announce_local_pass() if self._comm.compares_calls else None
 
 
 class ReducedPass:
@@ -156,6 +131,7 @@ class ReducedPass:
         optimizers: OptimizersInBackward | None = None,
     ) -> None:
         self._config = config
+        self._buckets, self._pieces = config.layout.buckets, config.layout.pieces
         self._scale = scale
         self._number = (number - 1) % PASS_NUMBER_CYCLE + 1
         self._previous_are_local = previous_are_local
@@ -174,13 +150,10 @@ class ReducedPass:
         """This rank's graph differs from the recorded one."""
         self.any_graph_changed = False
         """Some rank's graph differs; known when the header is reduced."""
-        self._states = [
-            BucketState.WAITING if b.pieces else BucketState.GATHERED for b in config.buckets
-        ]
-        self._waiting = [len(bucket.pieces) for bucket in config.buckets]
+        self._waiting = [len(bucket.pieces) for bucket in self._buckets]
         """How many pieces of each bucket are not gathered."""
-        self._is_gathered = [False] * len(config.pieces)
-        self._is_shown = [False] * len(config.pieces)
+        self._is_gathered = [False] * len(self._pieces)
+        self._is_shown = [False] * len(self._pieces)
         # With create_graph, autograd replaces `.grad` instead of adding to it. What it adds to a
         # bucket is not scaled.
         self._shows_early = (
@@ -190,18 +163,21 @@ class ReducedPass:
             and scale.adds_new
         )
         self._late_factor = scale.factor if scale.adds_new else 0.0
-        self._left = [len(piece.members) for piece in config.pieces] if config.is_recording else []
-        self._piece_of = (
-            {i: number for number, piece in enumerate(config.pieces) for i in piece.members}
-            if config.is_recording
-            else {}
-        )
+        recorded = enumerate(self._pieces) if config.is_recording else ()
+        self._piece_of = {i: number for number, piece in recorded for i in piece.members}
+        self._left = [len(piece.members) for piece in self._pieces]
+        """How many gradients of each piece have not arrived in a recording pass."""
         self._arrived: set[int] = set()
         self._complete: list[int] = []
         """Pieces of a recording pass that have arrived and are not gathered."""
         self._works: list[AnyWork | HookWork] = []
+        """Of the buckets that are launched."""
         self._unused: list[int] = []
-        self._previous_grads = take_previous_grads(config.parameters)
+        previous = [parameter.grad for parameter in config.parameters]
+        self._previous_grads = previous if count_missing(previous) < len(previous) else []
+        if self._previous_grads:
+            for parameter in config.parameters:
+                parameter.grad = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         """Previous gradients of parameters that this rank does not use, in case no rank does. Each
         with a copy, since it may be a view of the bucket."""
@@ -231,7 +207,7 @@ class ReducedPass:
         number = self._piece_of[i]
         for complete in [each for each in self._complete if each != number]:
             self._complete.remove(complete)
-            self._gather(complete, self._new_grads(complete))
+            self._gather(complete, [p.grad for p in self._pieces[complete].parameters])
             self._release(complete)
         if i not in self._arrived:
             self._arrived.add(i)
@@ -241,30 +217,33 @@ class ReducedPass:
 
     def ready(self, number: int) -> None:
         """Note that the last gradient of a piece has probably arrived."""
-        new = self._new_grads(number)
+        new = [p.grad for p in self._pieces[number].parameters]
         if self._is_gathered[number] or count_missing(new) != self._config.absent[number]:
             self.graph_changed = True
             return
         self._gather(number, new)
         self._release(number)
-        last = len(self._states) - 1 if self._launches_early else 0
-        while (turn := len(self._works)) < last and self._states[turn] is BucketState.GATHERED:
-            self._mark_arrival()
-            self._launch(self._config.buckets[turn])
-
-    def _new_grads(self, number: int) -> list[Tensor | None]:
-        return [p.grad for p in self._config.pieces[number].parameters]
+        last = len(self._buckets) - 1 if self._launches_early else 0
+        while (turn := len(self._works)) < last and not self._waiting[turn]:
+            self._launch(self._buckets[turn])
 
     def _gather(self, number: int, new: Gradients) -> None:
-        piece = self._config.pieces[number]
+        piece = self._pieces[number]
+        bucket = self._buckets[piece.bucket_index]
         previous: Gradients = (
             [self._previous_grads[i] for i in piece.members] if self._previous_grads else []
         )
         if count_missing(new):
-            self._note_unused(piece, new, previous)
+            for place, i in enumerate(piece.members):
+                old = previous[place] if previous else None
+                if new[place] is None and not (self._previous_are_local and old is not None):
+                    self._unused.append(i)
+                    if old is not None:
+                        self._kept[i] = old, old.clone()
         if not self._config.keeps_views:
-            self._own.update(zip(piece.members, first_grads(previous, new), strict=True))
-        bucket = self._config.buckets[piece.bucket_index]
+            pairs = zip(previous or [None] * len(new), new, strict=True)
+            own = [gradient if old is None else old for old, gradient in pairs]
+            self._own.update(zip(piece.members, own, strict=True))
         if not self._scale.adds_new:
             new = [None] * len(new)
         bucket.gather(piece, new, previous, self._scale.factor)
@@ -273,8 +252,6 @@ class ReducedPass:
                 self._previous_grads[i] = None
         self._is_gathered[number] = True
         self._waiting[bucket.index] -= 1
-        if not self._waiting[bucket.index]:
-            self._states[bucket.index] = BucketState.GATHERED
 
     def _release(self, number: int) -> None:
         """Release gathered tensors, so that late gradients cannot write into a bucket.
@@ -282,57 +259,41 @@ class ReducedPass:
         The last bucket is not launched before backward is over. Until then autograd may add to it,
         so its views can be in ``.grad`` already. For other buckets autograd must make new tensors.
         """
-        piece = self._config.pieces[number]
-        if self._shows_early and piece.bucket_index == len(self._states) - 1:
-            views = self._config.buckets[piece.bucket_index].results()[piece.places]
-            if not self._config.absent[number]:
-                for parameter, view in zip(piece.parameters, views, strict=True):
-                    parameter.grad = view
-                self._is_shown[number] = True
-                return
+        piece = self._pieces[number]
+        is_last = piece.bucket_index == len(self._buckets) - 1
+        if self._shows_early and is_last and not self._config.absent[number]:
+            self._show(number, None)
+            return
         for parameter in piece.parameters:
             parameter.grad = None
 
-    def _note_unused(self, piece: BucketPiece, new: Gradients, previous: Gradients) -> None:
-        for place, i in enumerate(piece.members):
-            old = previous[place] if previous else None
-            if new[place] is None and not (self._previous_are_local and old is not None):
-                self._unused.append(i)
-                if old is not None:
-                    self._kept[i] = old, old.clone()
-
     def _launch(self, bucket: Bucket) -> None:
-        assert self._states[bucket.index] is BucketState.GATHERED
-        self._works.append(self._start(bucket))
-        self._states[bucket.index] = BucketState.LAUNCHED
+        assert not self._waiting[bucket.index]
+        self.timing.arrivals.append(time.perf_counter() - self.timing.since)
+        work: AnyWork | HookWork
+        if self._config.hook is None:
+            work = self._scale.start(bucket.payload)
+        elif not bucket.members:  # only a header, which is not for the hook
+            work = self._config.comm.sum(bucket.payload)
+        else:
+            if self._works:
+                # A hook may call the group until its future has ended. Calls of two buckets must
+                # not interleave, and their order must be the same on all ranks.
+                self._works[-1].wait()
+            work = self._start_hook(self._config.hook, bucket)
+        self._works.append(work)
 
-    def _start(self, bucket: Bucket) -> AnyWork | HookWork:
-        hook, comm = self._config.hook, self._config.comm
-        if hook is None:
-            return self._scale.start(comm, bucket.payload)
-        if not bucket.members:  # only a header, which is not for the hook
-            return comm.sum(bucket.payload)
-        if self._works:
-            # A hook may call the group until its future has ended. Calls of two buckets must not
-            # interleave, and their order must be the same on all ranks.
-            self._works[-1].wait()
-        return hook.start(
-            self._shown(bucket), bucket.take, describe=partial(self._describe, bucket)
-        )
-
-    def _shown(self, bucket: Bucket) -> GradBucket:
-        return GradBucket(
+    def _start_hook(self, hook: CommHook, bucket: Bucket) -> HookWork:
+        shown = GradBucket(
             bucket.index,
             bucket.buffer,
-            bucket.results(),
+            bucket.views,
             bucket.parameters,
-            all(not later.members for later in self._config.buckets[bucket.index + 1 :]),
+            all(not later.members for later in self._buckets[bucket.index + 1 :]),
             group=self._config.comm.group,
             names=[self._config.names[i] for i in bucket.members],
         )
-
-    def _mark_arrival(self) -> None:
-        self.timing.arrivals.append(time.perf_counter() - self.timing.since)
+        return hook.start(shown, bucket.take, describe=partial(self._describe, bucket))
 
     def abandon(self) -> None:
         """End a pass that failed: wait until peers no longer read the buckets.
@@ -347,188 +308,152 @@ class ReducedPass:
 
     def finish(self) -> None:
         """Reduce the remaining buckets, wait for all of them, and put the results in ``.grad``."""
-        *others, last = self._config.buckets
-        backward = time.perf_counter() - self.timing.began
+        header, comm, timing = self._config.layout.header, self._config.comm, self.timing
+        *others, last = self._buckets
+        backward = time.perf_counter() - timing.began
         late = self._collect_late()
-        for number in range(len(self._config.pieces)):
-            if not self._is_gathered[number]:
-                self._gather_at_last(number)
+        self._gather_remaining()
         for bucket in others[len(self._works) :]:
-            self._mark_arrival()
             self._launch(bucket)
-        self._mark_arrival()
-        self._write_header(backward, late)
+        arrivals = *timing.arrivals, time.perf_counter() - timing.since
+        has_data = self._scale.weight != NO_DATA
+        header.write(
+            self._number,
+            self._scale.weight,
+            fingerprint(self._compared) if self._compared else 0,
+            [timing.forward, backward, *arrivals],
+            unused=self._unused,
+            late=late,
+            graph_changed=self.graph_changed and has_data,
+            keeps_reduced=self._keeps_reduced and has_data,
+        )
         self._launch(last)
         began = time.perf_counter()
-        self._wait(steps=self._optimizers is not None and not (late or self._compared))
-        header = self._config.header
+        self._wait(steps=not (late or self._compared))
         if self._config.hook is not None and last.members:
-            self._config.comm.sum(header.space).wait()  # the hook reduced only the gradients
+            comm.sum(header.space).wait()  # the hook reduced only the gradients
         header.receive(self._number)
-        assert_same_pass(header, self._config.comm, self._number, self._compared)
+        assert_same_pass(header, comm, self._number, self._compared)
         self.any_graph_changed = header.any_graph_changed()
-        self._scale.finish(self._config.buckets, header)
+        self._scale.finish(self._buckets, header)
         lates = header.late()
         if lates:
-            if self._optimizers is not None:
-                self._raise_late_gradients(lates)
             self._add_late(lates, late)
-        self.timing.exposed = time.perf_counter() - began
-        self._show(self._used(header, lates))
-        self.timing.ended = time.perf_counter()
-
-    def _gather_at_last(self, number: int) -> None:
-        """Gather a piece that was not reported: none of it arrives, or the graph has changed."""
-        new = self._new_grads(number)
-        is_expected = count_missing(new) == self._config.absent[number] == len(new)
-        self.graph_changed |= not (is_expected or self._config.is_recording)
-        self._gather(number, new)
+        timing.exposed = time.perf_counter() - began
+        used = header.used()
+        for number, is_shown in enumerate(self._is_shown):
+            if not is_shown:
+                self._show(number, used)
+        timing.ended = time.perf_counter()
 
     def _collect_late(self) -> dict[int, Tensor]:
         """Add gradients that arrived after gathering; return those that arrived after launch."""
         late: dict[int, Tensor] = {}
-        for number, piece in enumerate(self._config.pieces):
+        for number, piece in enumerate(self._pieces):
             if not self._is_gathered[number] or self._is_shown[number]:
                 continue
-            new = self._new_grads(number)
-            if count_missing(new) < len(new):
-                self._take_late(piece, new, late)
+            new = [p.grad for p in piece.parameters]
+            if count_missing(new) == len(new):
+                continue
+            for offset, gradient in enumerate(new):
+                i, place = piece.members[offset], piece.places.start + offset
+                if gradient is None:
+                    continue
+                if piece.bucket_index < len(self._works):  # launched
+                    late[i] = gradient
+                    self.graph_changed = True
+                    continue
+                self._buckets[piece.bucket_index].add(place, gradient, self._late_factor)
+                if i in self._unused:
+                    self._unused.remove(i)
+                    self.graph_changed = True
         return late
 
-    def _take_late(self, piece: BucketPiece, new: Gradients, late: dict[int, Tensor]) -> None:
-        is_launched = self._states[piece.bucket_index] is BucketState.LAUNCHED
-        for offset, gradient in enumerate(new):
-            if gradient is None:
-                continue
-            if is_launched:
-                late[piece.members[offset]] = gradient
-                self.graph_changed = True
-            else:
-                place = piece.places.start + offset
-                self._config.buckets[piece.bucket_index].add(place, gradient, self._late_factor)
-                if piece.members[offset] in self._unused:
-                    self._unused.remove(piece.members[offset])
-                    self.graph_changed = True
-
-    def _write_header(self, backward: float, late: dict[int, Tensor]) -> None:
-        self._config.header.write(
-            number=self._number,
-            weight=self._scale.weight,
-            fingerprint=fingerprint(self._compared) if self._compared else 0,
-            forward=self.timing.forward,
-            backward=backward,
-            arrivals=self.timing.arrivals,
-            unused=self._unused,
-            late=list(late),
-            graph_changed=self.graph_changed and self._scale.weight != NO_DATA,
-            keeps_reduced=self._keeps_reduced and self._scale.weight != NO_DATA,
-        )
+    def _gather_remaining(self) -> None:
+        """Gather pieces that were not reported: none of it arrives, or the graph has changed."""
+        for number, piece in enumerate(self._pieces):
+            if not self._is_gathered[number]:
+                new = [p.grad for p in piece.parameters]
+                is_expected = count_missing(new) == self._config.absent[number] == len(new)
+                self.graph_changed |= not (is_expected or self._config.is_recording)
+                self._gather(number, new)
 
     def _wait(self, *, steps: bool) -> None:
-        for bucket, work in zip(self._config.buckets, self._works, strict=True):
+        """Wait for all buckets; step their optimizers, unless the header can change gradients."""
+        for bucket, work in zip(self._buckets, self._works, strict=True):
             try:
                 work.wait()
             except GroupError as error:
                 error.add_note(f"This is {self._describe(bucket)}.")
                 raise
-            self._states[bucket.index] = BucketState.FINISHED
-            if steps and bucket is not self._config.buckets[-1]:
-                self._step(bucket)
-
-    def _step(self, bucket: Bucket) -> None:
-        """Step the parameters of a bucket, unless the header can still change its gradients."""
-        if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self._unused):
-            return
-        for number, piece in enumerate(self._config.pieces):
-            if piece.bucket_index == bucket.index:
-                self._show_piece(number, None)
-        assert self._optimizers is not None
-        self._optimizers.step_parameters(bucket.parameters)
-        self.stepped.update(map(id, bucket.parameters))
+            if self._optimizers is None or not steps or bucket is self._buckets[-1]:
+                continue
+            if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self._unused):
+                continue
+            for number, piece in enumerate(self._pieces):
+                if piece.bucket_index == bucket.index:
+                    self._show(number, None)
+            self._optimizers.step_parameters(bucket.parameters)
+            self.stepped.update(map(id, bucket.parameters))
 
     def _describe(self, bucket: Bucket) -> str:
         names = [self._config.names[i] for i in bucket.members]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
-            f"bucket {bucket.index + 1} of {len(self._states)} of backward pass {self._number}, "
+            f"bucket {bucket.index + 1} of {len(self._buckets)} of backward pass {self._number}, "
             f"with the gradients of {shown or 'no parameter'}"
         )
 
-    def _add_late(self, which: list[int], mine: dict[int, Tensor]) -> None:
-        homes = {i: (b, place) for b in self._config.buckets for place, i in enumerate(b.members)}
+    def _add_late(self, late: list[int], mine: dict[int, Tensor]) -> None:
+        """Reduce the gradients that were late on any rank, and add them to the results."""
+        if self._optimizers is not None:
+            names = ", ".join(repr(self._config.names[i]) for i in late)
+            raise InvalidState(
+                f"gradients of {names} arrived after their bucket was reduced and its optimizer in "
+                "backward had stepped, so the parameters are invalid: the graph has changed in "
+                "spite of static_graph=True. Return to a checkpoint and remove static_graph=True"
+            )
+        homes = {i: (b, place) for b in self._buckets for place, i in enumerate(b.members)}
         if self._config.hook is not None:
-            for bucket in {homes[i][0].index: homes[i][0] for i in which}.values():
-                self._add_late_by_hook(bucket, mine)
+            for bucket in {homes[i][0]: None for i in late}:
+                more = bucket.zeroed_copy()
+                for place, i in enumerate(bucket.members):
+                    if i in mine:
+                        more.add(place, mine[i], self._late_factor)
+                self._start_hook(self._config.hook, more).wait()
+                for place, part in enumerate(more.views):
+                    bucket.add(place, self._scale.finish_one(part))
             return
         works = []
-        for i in which:
+        for i in late:
             bucket, place = homes[i]
             part = scale_gradient(bucket.as_payload(place, mine.get(i)), self._late_factor)
-            works.append((bucket, place, part, self._scale.start(self._config.comm, part)))
+            works.append((bucket, place, part, self._scale.start(part)))
         for bucket, place, part, work in works:
             work.wait()
             bucket.add(place, self._scale.finish_one(part))
 
-    def _add_late_by_hook(self, bucket: Bucket, mine: dict[int, Tensor]) -> None:
-        """Reduce the late gradients of a bucket with the hook, as one more bucket."""
-        assert self._config.hook is not None
-        rest = bucket.zeroed_copy()
-        for place, i in enumerate(bucket.members):
-            if i in mine:
-                rest.add(place, mine[i], self._late_factor)
-        shown = self._shown(rest)
-        describe = partial(self._describe, bucket)
-        self._config.hook.start(shown, rest.take, describe=describe).wait()
-        for place, part in enumerate(rest.results()):
-            bucket.add(place, self._scale.finish_one(part))
-
-    def _raise_late_gradients(self, late: list[int]) -> NoReturn:
-        names = ", ".join(repr(self._config.names[i]) for i in late)
-        raise InvalidState(
-            f"gradients of {names} arrived after their bucket was reduced and its optimizer in "
-            "backward had stepped, so the parameters are invalid: the graph has changed in spite "
-            "of static_graph=True. Return to a checkpoint and remove static_graph=True"
-        )
-
-    def _used(self, header: PassHeader, late: list[int]) -> list[bool] | None:
-        """Return for every parameter whether any rank has a gradient; None if all have."""
-        if not header.has_unused():
-            return None
-        used = header.used()
-        for i in late:
-            used[i] = True
-        return used
-
-    # -- the results -----------------------------------------------------------------------
-
-    def _show(self, used: list[bool] | None) -> None:
-        for number in range(len(self._config.pieces)):
-            if not self._is_shown[number]:
-                self._show_piece(number, used)
-
-    def _show_piece(self, number: int, used: list[bool] | None) -> None:
-        piece = self._config.pieces[number]
+    def _show(self, number: int, used: list[bool] | None) -> None:
+        """Put the results of a piece in ``.grad``; `used`: by some rank, None if all are."""
+        piece, keeps_views = self._pieces[number], self._config.keeps_views
         self._is_shown[number] = True
-        results = self._config.buckets[piece.bucket_index].results()[piece.places]
-        if used is None and self._config.keeps_views:
+        results = self._buckets[piece.bucket_index].views[piece.places]
+        if used is None and keeps_views:
             for parameter, result in zip(piece.parameters, results, strict=True):
                 parameter.grad = result
             return
         for parameter, i, result in zip(piece.parameters, piece.members, results, strict=True):
-            is_used = used is None or used[i]
-            parameter.grad = self._result(i, result) if is_used else self._as_it_was(i)
+            if used is None or used[i]:
+                parameter.grad = result if keeps_views else self._copied(i, result)
+            elif i in self._kept:
+                old, copy = self._kept[i]
+                parameter.grad = old.copy_(copy)
+            else:
+                parameter.grad = None
 
-    def _result(self, i: int, result: Tensor) -> Tensor:
-        if self._config.keeps_views:
-            return result
+    def _copied(self, i: int, result: Tensor) -> Tensor:
         own, dtype = self._own[i], self._config.parameters[i].dtype
         if own is None or result.is_sparse or (own.layout, own.dtype) != (result.layout, dtype):
             return result.to(dtype, copy=True)
         with torch.no_grad():
             return own.copy_(result)
-
-    def _as_it_was(self, i: int) -> Tensor | None:
-        if i not in self._kept:
-            return None
-        old, copy = self._kept[i]
-        return old.copy_(copy)

@@ -1,9 +1,8 @@
 """Gradient buckets: which gradients are reduced together, and the flat tensors they are in.
 
-`plan_buckets` is pure arithmetic and must give the same result on every rank.
-`BucketLayoutBuilder` allocates what the plan says. A bucket is reduced as a whole but filled in
-pieces: a gradient that is copied early is still in the cache, and its memory is reused for the
-next one.
+`plan_buckets` is pure arithmetic and must give the same result on every rank. `BucketLayout`
+allocates what the plan says. A bucket is reduced as a whole but filled in pieces: a gradient that
+is copied early is still in the cache, and its memory is reused for the next one.
 
 The last bucket of a plan can carry the pass header, so its dtype is float32 or float64. If no
 parameter has such a dtype, the last bucket has no parameters.
@@ -11,8 +10,7 @@ parameter has such a dtype, the last bucket has no parameters.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import is_
@@ -49,6 +47,26 @@ class BucketCaps:
         return self.first if number == 0 and self.first is not None else self.rest
 
 
+@dataclass(frozen=True)
+class DelayedReduction:
+    """Parameters whose gradients are reduced in one call, whatever their size."""
+
+    names: frozenset[str] = frozenset()
+    after: str = ""
+    """The parameter whose gradient triggers the call; if empty, it comes last."""
+
+
+class BucketOptions(NamedTuple):
+    """The user's choices and the properties of a module that a layout depends on."""
+
+    caps: BucketCaps
+    sparse: frozenset[str]
+    """The names of parameters whose gradients are sparse."""
+    delay: DelayedReduction
+    dtype: torch.dtype | None
+    """The dtype in which floating-point gradients are reduced; None for their own."""
+
+
 class ParameterSpec(NamedTuple):
     """The properties of a parameter that a plan depends on."""
 
@@ -58,16 +76,7 @@ class ParameterSpec(NamedTuple):
     is_sparse: bool = False
     """A sparse gradient is alone in its bucket."""
     is_delayed: bool = False
-    """All delayed gradients are reduced together."""
-
-
-@dataclass(frozen=True)
-class DelayedReduction:
-    """Parameters whose gradients are reduced in one call, whatever their size."""
-
-    names: frozenset[str] = frozenset()
-    after: str = ""
-    """The parameter whose gradient triggers the call; if empty, it comes last."""
+    """All delayed gradients are reduced together, except sparse ones."""
 
 
 @dataclass
@@ -83,15 +92,6 @@ class BucketPlan:
     ready: int = -1
     """The position of its last member in the order of arrival."""
 
-    def add(self, member: int, spec: ParameterSpec, position: int) -> None:
-        self.members.append(member)
-        self.nbytes += spec.numel * spec.dtype.itemsize
-        self.ready = position
-
-    @property
-    def can_carry_header(self) -> bool:
-        return not self.is_sparse and self.dtype in HEADER_DTYPES
-
 
 def plan_buckets(
     specs: Sequence[ParameterSpec],
@@ -106,35 +106,32 @@ def plan_buckets(
     header; if no parameter has a suitable dtype, it has no parameters.
     """
     plans: list[BucketPlan] = []
-    filling: dict[tuple[torch.dtype, torch.device, bool], tuple[BucketPlan, int]] = {}
+    filling: dict[tuple[torch.dtype, torch.device, bool, bool], tuple[BucketPlan, int]] = {}
     for position, i in enumerate(order):
         spec = specs[i]
-        if spec.is_sparse:
-            plans.append(BucketPlan(spec.dtype, spec.device, is_sparse=True))
-            plans[-1].add(i, spec, position)
-            continue
-        key = spec.dtype, spec.device, spec.is_delayed
+        is_delayed = spec.is_delayed and not spec.is_sparse
+        key = spec.dtype, spec.device, spec.is_sparse, is_delayed
         if key not in filling:
-            plan = BucketPlan(spec.dtype, spec.device, is_delayed=spec.is_delayed)
-            filling[key] = plan, caps.of(len(plans))
-            plans.append(plan)
+            filling[key] = BucketPlan(*key), 0 if spec.is_sparse else caps.of(len(plans))
+            plans.append(filling[key][0])
         plan, cap = filling[key]
-        plan.add(i, spec, position)
+        plan.members.append(i)
+        plan.nbytes += spec.numel * spec.dtype.itemsize
+        plan.ready = position
         if plan.nbytes >= cap and not plan.is_delayed:
             del filling[key]
     turn = order.index(after) if after is not None else len(order)
     for plan in plans:
         plan.ready = max(plan.ready, turn) if plan.is_delayed else plan.ready
     plans.sort(key=lambda plan: (plan.ready, plan.is_delayed))
-    carriers = [plan for plan in plans if plan.can_carry_header]
+    carriers = [plan for plan in plans if not plan.is_sparse and plan.dtype in HEADER_DTYPES]
     last = carriers[-1] if carriers else BucketPlan(torch.float32, specs[0].device)
     return [*(plan for plan in plans if plan is not last), last]
 
 
 PIECE_BYTES = 256 << 10
-"""The least number of bytes that are gathered at once."""
+"""The least number of bytes that are gathered together."""
 Gradients = Sequence[Tensor | None]
-Allocate = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True)
@@ -150,128 +147,81 @@ class BucketPiece:
     parameters: list[Parameter]
 
 
-class Bucket(ABC):
-    """The gradients of some parameters, which are reduced together."""
+class Bucket:
+    """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
-    def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
-        self.index = index
-        self.members = plan.members
-        """The indices of the parameters."""
-        self.parameters = [parameters[i] for i in plan.members]
-        self.pieces = [
-            BucketPiece(index, places, self.members[places], self.parameters[places])
-            for places in _divide_into_pieces(self.parameters)
-        ]
-        self._plan, self._all_parameters = plan, parameters
-
-    @property
-    @abstractmethod
-    def payload(self) -> Tensor:
-        """The tensor that is reduced."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """The size of the payload."""
-
-    @property
-    @abstractmethod
-    def buffer(self) -> Tensor:
-        """The gradients in one tensor, without the header."""
-
-    @property
-    def holds_values(self) -> bool:
-        """Whether the bucket has the dtype of its parameters."""
-        return True
-
-    @abstractmethod
-    def take(self, result: Any) -> str:
-        """Replace the gradients by a tensor like `buffer`; return what is wrong with it, or ""."""
-
-    @abstractmethod
-    def gather(
-        self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
-    ) -> None:
-        """Store the sum of new and previous gradients, times a factor."""
-
-    @abstractmethod
-    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
-        """Add to the gradient at a place."""
-
-    @abstractmethod
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients; by 0 they become zero even if they are not finite."""
-
-    @abstractmethod
-    def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
-        """Return a gradient, or zeros, as a tensor that can be reduced by itself."""
-
-    @abstractmethod
-    def results(self) -> Sequence[Tensor]:
-        """List the gradients by position."""
-
-    @abstractmethod
-    def zeroed_copy(self) -> Bucket:
-        """Return a bucket of the same parameters with zero gradients."""
-
-
-class DenseBucket(Bucket):
-    """Gradients in a flat tensor, with room for `extra` numbers behind them."""
+    payload: Tensor
+    """The tensor that is reduced."""
+    buffer: Tensor
+    """The gradients in one tensor, without the header."""
+    views: list[Tensor]
+    """The gradients by position, with the shapes and strides of the parameters."""
 
     def __init__(
-        self,
-        index: int,
-        plan: BucketPlan,
-        parameters: Sequence[Parameter],
-        allocate: Allocate,
-        *,
-        extra: int = 0,
+        self, index: int, members: list[int], parameters: list[Parameter], payload: Tensor
     ) -> None:
-        super().__init__(index, plan, parameters)
-        numel = sum(p.numel() for p in self.parameters)
-        self.flat = allocate(numel + extra, plan.dtype, plan.device)
-        self.gradients = self.flat[:numel]
-        self.extra = self.flat[numel:]
-        self.views = _views(self.gradients, self.parameters)
+        self.index = index
+        self.members = members
+        """The indices of the parameters."""
+        self.parameters = parameters
+        self.pieces: list[BucketPiece] = []
+        start = nbytes = 0
+        for stop, parameter in enumerate(parameters, 1):
+            nbytes += parameter.nbytes
+            if nbytes >= PIECE_BYTES or stop == len(parameters):
+                places = slice(start, stop)
+                self.pieces.append(BucketPiece(index, places, members[places], parameters[places]))
+                start, nbytes = stop, 0
+        self._hold(payload)
+
+    def _hold(self, payload: Tensor) -> None:
+        self.payload = payload
+        self.buffer = payload[: sum(p.numel() for p in self.parameters)]
+        self.views = _views(self.buffer, self.parameters)
         self._sizes = [view.nbytes for view in self.views]
         # Computed, not taken from the views: an empty view has no address.
-        offsets = accumulate(self._sizes, initial=self.flat.data_ptr())
+        offsets = accumulate(self._sizes, initial=payload.data_ptr())
         can_copy_bytes = (
-            self.flat.device.type == "cpu"
-            and self.flat.dtype in DTYPE_NUMBERS
+            payload.device.type == "cpu"
+            and payload.dtype in DTYPE_NUMBERS
             and can_read_tensors()
             and all(view.is_contiguous() for view in self.views)
         )
         self._addresses = list(offsets) if can_copy_bytes else None
 
     @property
-    def payload(self) -> Tensor:
-        return self.flat
-
-    @property
     def holds_values(self) -> bool:
-        return all(p.dtype == self.flat.dtype for p in self.parameters)
-
-    @property
-    def buffer(self) -> Tensor:
-        return self.gradients
-
-    def take(self, result: Any) -> str:
-        if wrong := _mismatch(result, self.gradients, layout=torch.strided):
-            return wrong
-        if result.data_ptr() != self.gradients.data_ptr() or result.dtype != self.flat.dtype:
-            self.gradients.copy_(result.detach().reshape(-1))
-        return ""
+        """Whether the bucket has the dtype of its parameters, which a module may change."""
+        return all(p.dtype == self.payload.dtype for p in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        return self.flat.nbytes
+        """The size of the payload."""
+        if self.payload.is_sparse:
+            return self.payload._values().nbytes + self.payload._indices().nbytes
+        return self.payload.nbytes
+
+    def take(self, result: Any) -> str:
+        """Replace the gradients by a tensor like `buffer`; return what is wrong with it, or ""."""
+        wrong = _mismatch(result, self.buffer)
+        if not wrong and (
+            result.data_ptr() != self.buffer.data_ptr() or result.dtype != self.buffer.dtype
+        ):
+            self.buffer.copy_(result.detach().reshape(-1))
+        return wrong
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
     ) -> None:
-        if not previous and self._copy_plain(piece.places, new, factor):
-            return
+        """Store the sum of new and previous gradients, times a factor."""
+        places = piece.places
+        if not previous and self._addresses is not None:
+            # Contiguous gradients are copied natively, in a third of torch's time.
+            assert native.engine is not None
+            into, sizes = self._addresses[places.start], self._sizes[places]
+            number = DTYPE_NUMBERS[self.payload.dtype]
+            if native.engine.flatten(into, new, sizes, number, factor):
+                return
         if factor != 1 and not self.holds_values:
             # Before rounding: gradients that are accumulated by weight may overflow unscaled.
             new, previous = (
@@ -279,177 +229,117 @@ class DenseBucket(Bucket):
                 for gradients in (new, previous)
             )
             factor = 1.0
-        if previous or not self._copy_all(piece.places, new):
-            self._copy_each(piece.places, new, previous)
+        views = self.views[places]
+        if previous or any(each is None or each.is_sparse for each in new):
+            for view, old, gradient in zip(views, previous or [None] * len(new), new, strict=True):
+                first, second = (gradient, None) if old is None else (old, gradient)
+                if first is None:
+                    view.zero_()
+                elif first is not view:
+                    view.copy_(first.to_dense() if first.is_sparse else first)
+                if second is not None:
+                    view.add_(second)
+        else:
+            torch._foreach_copy_(views, new)  # type: ignore[arg-type]
         if factor != 1:
-            _scale(self.views[piece.places], factor)
-
-    def _copy_each(self, places: slice, new: Gradients, previous: Gradients) -> None:
-        for place, (view, gradient) in enumerate(zip(self.views[places], new, strict=True)):
-            old = previous[place] if previous else None
-            first, second = (gradient, None) if old is None else (old, gradient)
-            _fill_view(view, first)
-            if second is not None:
-                view.add_(second)
-
-    def _copy_all(self, places: slice, new: Gradients) -> bool:
-        """Copy all gradients at once; return False if some are sparse or missing."""
-        if count_missing(new):
-            return False
-        try:
-            torch._foreach_copy_(self.views[places], new)  # type: ignore[arg-type]
-        except RuntimeError:
-            return False
-        return True
-
-    def _copy_plain(self, places: slice, new: Gradients, factor: float) -> bool:
-        """Copy contiguous gradients natively, in a third of torch's time; False if impossible."""
-        if native.engine is None or self._addresses is None:
-            return False
-        into, sizes = self._addresses[places.start], self._sizes[places]
-        return bool(native.engine.flatten(into, new, sizes, DTYPE_NUMBERS[self.flat.dtype], factor))
+            _scale(views, factor)
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
+        """Add to the gradient at a place."""
         if factor:
             self.views[place].add_(gradient, alpha=factor)  # works with a sparse gradient, too
 
     def scale(self, factor: float) -> None:
-        _scale([self.gradients], factor)
-
-    def broadcast_through(self, broadcast: Callable[[Tensor], object], *, is_root: bool) -> None:
-        """Broadcast the root's parameters through the flat tensor."""
-        values = [p.detach() for p in self.parameters]
-        if is_root:
-            torch._foreach_copy_(self.views, values)
-        broadcast(self.gradients)
-        if not is_root:
-            torch._foreach_copy_(values, self.views)
+        """Multiply all gradients; by 0 they become zero even if they are not finite."""
+        _scale([self.buffer], factor)
 
     def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
+        """Return a gradient, or zeros, as a tensor that can be reduced by itself."""
         if gradient is None:
-            return torch.zeros(
-                self.views[place].shape, dtype=self.flat.dtype, device=self.flat.device
-            )
+            return self.payload.new_zeros(self.views[place].shape)
         dense = gradient.to_dense() if gradient.is_sparse else gradient
-        return dense.to(self.flat.dtype).contiguous()
+        return dense.to(self.payload.dtype).contiguous()
 
-    def results(self) -> Sequence[Tensor]:
-        return self.views
+    def zeroed_copy(self) -> Bucket:
+        """Return a bucket of the same parameters with zero gradients."""
+        return Bucket(self.index, self.members, self.parameters, torch.zeros_like(self.buffer))
 
-    def zeroed_copy(self) -> DenseBucket:
-        return DenseBucket(self.index, self._plan, self._all_parameters, _allocate_zeros)
+    def broadcast_parameters(self, comm: Communicator, root: int) -> None:
+        """Give every rank the root's parameters, which pass through the bucket."""
+        values = [p.detach() for p in self.parameters]
+        if comm.rank == root:
+            torch._foreach_copy_(self.views, values)
+        comm.broadcast(self.buffer, root).wait()
+        if comm.rank != root:
+            torch._foreach_copy_(values, self.views)
 
 
 class SparseBucket(Bucket):
-    """One sparse gradient."""
+    """One sparse gradient. It is replaced, not written to."""
 
-    def __init__(self, index: int, plan: BucketPlan, parameters: Sequence[Parameter]) -> None:
-        super().__init__(index, plan, parameters)
-        (self._parameter,) = self.parameters
-        self._sum = _empty_sparse(self._parameter)
+    def __init__(self, index: int, members: list[int], parameters: list[Parameter]) -> None:
+        super().__init__(index, members, parameters, _empty_sparse(parameters[0]))
 
-    @property
-    def payload(self) -> Tensor:
-        return self._sum
-
-    @property
-    def buffer(self) -> Tensor:
-        return self._sum
+    def _hold(self, payload: Tensor) -> None:
+        self.payload = self.buffer = payload
+        self.views = [payload]
 
     def take(self, result: Any) -> str:
-        if wrong := _mismatch(result, self._sum, layout=torch.sparse_coo):
-            return wrong
-        self._sum = result.detach().to(self._sum.dtype).coalesce()
-        return ""
-
-    @property
-    def nbytes(self) -> int:
-        return self._sum._values().nbytes + self._sum._indices().nbytes
+        wrong = _mismatch(result, self.buffer)
+        if not wrong:
+            self._hold(result.detach().to(self.buffer.dtype).coalesce())
+        return wrong
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
     ) -> None:
-        del piece
-        parts = [part for part in (*previous, *new) if part is not None]
-        total = _empty_sparse(self._parameter)
-        for part in parts:
-            total = total + self._sparse(part)
-        self._sum = total.coalesce()
+        total = _empty_sparse(*piece.parameters)
+        for part in (*previous, *new):
+            if part is not None:
+                total = total + self.as_payload(0, part)
+        self._hold(total.coalesce())
         if factor != 1:
             self.scale(factor)
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
-        del place
         if factor:
-            self._sum = (self._sum + self._sparse(gradient) * factor).coalesce()
+            self._hold((self.payload + self.as_payload(place, gradient) * factor).coalesce())
 
     def scale(self, factor: float) -> None:
-        self._sum = self._sum * factor if factor else _empty_sparse(self._parameter)
+        self._hold(self.payload * factor if factor else _empty_sparse(*self.parameters))
 
     def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
         del place
-        return _empty_sparse(self._parameter) if gradient is None else self._sparse(gradient)
+        if gradient is None:
+            return _empty_sparse(*self.parameters)
+        return gradient if gradient.is_sparse else gradient.to_sparse(self.payload.sparse_dim())
 
-    def _sparse(self, gradient: Tensor) -> Tensor:
-        return gradient if gradient.is_sparse else gradient.to_sparse(self._sum.sparse_dim())
-
-    def results(self) -> Sequence[Tensor]:
-        return [self._sum]
-
-    def zeroed_copy(self) -> SparseBucket:
-        return SparseBucket(self.index, self._plan, self._all_parameters)
+    def zeroed_copy(self) -> Bucket:
+        return SparseBucket(self.index, self.members, self.parameters)
 
 
 def count_missing(gradients: Gradients) -> int:
     return sum(map(is_, gradients, repeat(None)))  # no Python frame per gradient
 
 
-def _divide_into_pieces(parameters: Sequence[Parameter]) -> list[slice]:
-    pieces, start, nbytes = [], 0, 0
-    for place, parameter in enumerate(parameters, 1):
-        nbytes += parameter.nbytes
-        if nbytes >= PIECE_BYTES or place == len(parameters):
-            pieces.append(slice(start, place))
-            start, nbytes = place, 0
-    return pieces
-
-
 def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
-    """Return views of a flat tensor with the shapes and strides of parameters."""
     if not parameters:
         return []
     views = list(torch._C._nn.unflatten_dense_tensors(flat, [local_tensor(p) for p in parameters]))
     for place, parameter in enumerate(parameters):
-        if not parameter.is_contiguous() and _is_dense(parameter):
-            part = views[place]
-            stride = parameter.stride()
-            views[place] = part.as_strided(parameter.shape, stride, part.storage_offset())
+        shard, part = local_tensor(parameter), views[place]
+        # Without gaps in memory, in whichever order of dims.
+        if not shard.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(shard):
+            views[place] = part.as_strided(shard.shape, shard.stride(), part.storage_offset())
     return views
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has no gaps in memory, in whichever order of dims."""
-    expected = 1
-    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if extent != 1 and stride != expected:
-            return False
-        expected *= extent
-    return True
-
-
-def _fill_view(view: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None:
-        view.zero_()
-    elif gradient is not view:
-        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-def _mismatch(result: Any, wanted: Tensor, *, layout: torch.layout) -> str:
+def _mismatch(result: Any, wanted: Tensor) -> str:
     """Return how a result differs from what is wanted; "" if it does not."""
     if not isinstance(result, Tensor):
         return f"a {type(result).__name__}, not a tensor"
-    if result.layout != layout:
-        return f"a tensor that is {result.layout}, not {layout}"
+    if result.layout != wanted.layout:
+        return f"a tensor that is {result.layout}, not {wanted.layout}"
     if result.numel() != wanted.numel():
         return f"{list(result.shape)}, not {list(wanted.shape)}"
     return ""
@@ -479,75 +369,40 @@ def scale_gradient(gradient: Tensor, factor: float) -> Tensor:
     return gradient * factor if factor else torch.zeros_like(gradient)
 
 
-def _allocate_zeros(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(count, dtype=dtype, device=device)
-
-
-@dataclass(frozen=True)
 class BucketLayout:
-    """The buckets of all parameters."""
+    """The buckets of all parameters, for gradients that arrive in one order."""
 
-    buckets: list[Bucket]
-    pieces: list[BucketPiece]
-    """Of all buckets, in order."""
-    header: PassHeader
-
-    def parameters_in_buckets(self) -> list[Parameter]:
-        """List the parameters that `broadcast_values` sends."""
-        return [p for bucket in self._dense_with_values() for p in bucket.parameters]
-
-    def broadcast_values(self, comm: Communicator, root: int) -> None:
-        """Broadcast the root's parameters, using the buckets as buffers."""
-        with torch.no_grad():
-            for bucket in self._dense_with_values():
-                bucket.broadcast_through(
-                    lambda flat: comm.broadcast(flat, root).wait(), is_root=comm.rank == root
-                )
-
-    def _dense_with_values(self) -> list[DenseBucket]:
-        dense = (bucket for bucket in self.buckets if isinstance(bucket, DenseBucket))
-        return [bucket for bucket in dense if bucket.holds_values and bucket.members]
-
-
-@dataclass(frozen=True)
-class BucketLayoutBuilder:
-    """Makes the buckets for an order of gradients."""
-
-    comm: Communicator
-    caps: BucketCaps
-    sparse: frozenset[str]
-    """The names of parameters whose gradients are sparse."""
-    delay: DelayedReduction
-    dtype: torch.dtype | None
-    """The dtype in which floating-point gradients are reduced; None for their own."""
-
-    def arrange(self, named: Sequence[tuple[str, Parameter]], order: Sequence[int]) -> BucketLayout:
-        """Make the buckets for gradients that arrive in this order."""
-        specs = [self._spec(*each) for each in named]
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Parameter]],
+        order: Sequence[int],
+        comm: Communicator,
+        options: BucketOptions,
+    ) -> None:
         names = [name for name, _ in named]
-        after = names.index(self.delay.after) if self.delay.after in names else None
-        plans = plan_buckets(specs, order, self.caps, after=after)
-        room = {"size": self.comm.size, "parameters": len(named), "buckets": len(plans)}
-        extras = [0] * (len(plans) - 1) + [PassHeader.room(**room)]
-        parameters = [parameter for _, parameter in named]
-        buckets = [
-            self._make(number, plan, parameters, extra)
-            for number, (plan, extra) in enumerate(zip(plans, extras, strict=True))
-        ]
-        last = buckets[-1]
-        assert isinstance(last, DenseBucket)  # it carries the header
-        header = PassHeader(last.extra, rank=self.comm.rank, **room)
-        return BucketLayout(buckets, [piece for b in buckets for piece in b.pieces], header)
-
-    def _spec(self, name: str, p: Parameter) -> ParameterSpec:
-        is_sparse = name in self.sparse
-        is_cast = p.dtype.is_floating_point and not is_sparse
-        dtype = self.dtype if self.dtype is not None and is_cast else p.dtype
-        return ParameterSpec(p.numel(), dtype, p.device, is_sparse, name in self.delay.names)
-
-    def _make(
-        self, number: int, plan: BucketPlan, parameters: Sequence[Parameter], extra: int
-    ) -> Bucket:
-        if plan.is_sparse:
-            return SparseBucket(number, plan, parameters)
-        return DenseBucket(number, plan, parameters, self.comm.allocate, extra=extra)
+        specs = []
+        for name, p in named:
+            is_sparse = name in options.sparse
+            is_cast = p.dtype.is_floating_point and not is_sparse
+            dtype = (options.dtype if is_cast else None) or p.dtype
+            is_delayed = name in options.delay.names
+            specs.append(ParameterSpec(p.numel(), dtype, p.device, is_sparse, is_delayed))
+        trigger = options.delay.after
+        after = names.index(trigger) if trigger in names else None
+        plans = plan_buckets(specs, order, options.caps, after=after)
+        room = PassHeader.room(comm.size, len(named), len(plans))
+        self.buckets: list[Bucket] = []
+        for index, plan in enumerate(plans):
+            parameters = [named[i][1] for i in plan.members]
+            if plan.is_sparse:
+                self.buckets.append(SparseBucket(index, plan.members, parameters))
+                continue
+            extra = room if plan is plans[-1] else 0
+            numel = sum(p.numel() for p in parameters)
+            flat = comm.allocate(numel + extra, plan.dtype, plan.device)
+            self.buckets.append(Bucket(index, plan.members, parameters, flat))
+        self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        last = self.buckets[-1]
+        self.header = PassHeader(
+            last.payload[last.buffer.numel() :], comm.rank, comm.size, len(named), len(plans)
+        )

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import Variable
 
-from ..errors import InvalidArgument, InvalidHook
+from ..errors import InvalidHook
 from ._autograd_hooks import on_backward
 from ._comm_hook import HookCall, hook_name
-from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
+from ._communicator import Communicator, broadcast_coalesced
 from ._module_inspection import ModuleInventory
 
 BufferHook = Callable[[Any, Any], Any]
@@ -64,23 +63,15 @@ class BufferSynchronizer:
         self._futures: list[Any] = []
 
     @property
-    def has_buffers(self) -> bool:
-        """Whether there is anything to synchronize."""
-        return bool(self._inventory.buffers())
-
-    @property
     def runs_after_forward(self) -> bool:
         """Whether a hook synchronizes the buffers, after forward."""
-        hook = self.hook
-        return (
-            hook is not None
-            and hook.buffer_comm_hook_location is _BufferCommHookLocation.POST_FORWARD
-        )
+        after = _BufferCommHookLocation.POST_FORWARD
+        return self.hook is not None and self.hook.buffer_comm_hook_location is after
 
     def sync(self, root: int) -> None:
         """Broadcast the root's buffers, or call the hook."""
         if self.hook is None:
-            self.broadcast(root=root)
+            broadcast_coalesced(self._inventory.buffers(), self._comm, root=root)
             return
         self.wait()
         hook, name = self.hook.buffer_comm_hook, hook_name(self.hook.buffer_comm_hook)
@@ -88,19 +79,10 @@ class BufferSynchronizer:
         with torch.no_grad(), self._call:
             returned = hook(self.hook.buffer_comm_hook_state, self._inventory.named_buffers())
         if returned is not None:
-            futures = returned if isinstance(returned, (list, tuple)) else (returned,)
+            futures = list(returned) if isinstance(returned, (list, tuple)) else [returned]
             for future in futures:
                 self._call.check_future(future)
-            self._futures = list(futures)
-
-    def broadcast(
-        self, tensors: Sequence[Tensor] | None = None, *, root: int, chunk: int | None = None
-    ) -> None:
-        """Broadcast the root's tensors in chunks of so many bytes; by default its buffers."""
-        if tensors is None:
-            tensors = self._inventory.buffers()
-        chunk = BROADCAST_BUCKET_BYTES if chunk is None else chunk
-        broadcast_coalesced(tensors, self._comm, root=root, chunk=chunk)
+            self._futures = futures
 
     def wait(self) -> None:
         """Wait for the futures that the hook returned."""
@@ -121,12 +103,3 @@ class BufferSynchronizer:
         for future in futures:
             assert self._call is not None
             self._call.result(future)
-
-    def common_rank(self, rank: int, *, is_candidate: bool) -> int:
-        """Agree on the highest rank of those that are candidates."""
-        # Counted from 1: ranks that left the group contribute 0.
-        card = torch.tensor([rank + 1 if is_candidate else 0], device=self._comm.device)
-        highest = max(int(part) for part in self._comm.gather(card))
-        if not highest:
-            raise InvalidArgument("no candidate for the common rank: rank_cond is False on all")
-        return highest - 1

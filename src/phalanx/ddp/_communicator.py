@@ -106,6 +106,20 @@ class Communicator:
         options.rootRank = root
         return self.group.broadcast([tensor], options)
 
+    def broadcast_numbers(
+        self, numbers: Sequence[float], root: int, dtype: torch.dtype = torch.int64
+    ) -> list[Any]:
+        """Return the root's numbers; all ranks pass as many."""
+        card = self._small(list(numbers), dtype)
+        self.broadcast(card, root).wait()
+        return card.tolist()
+
+    def gather_numbers(
+        self, numbers: Sequence[float], dtype: torch.dtype = torch.int64
+    ) -> list[list[Any]]:
+        """Return the numbers of every rank; zeros for a rank that has left."""
+        return [part.tolist() for part in self.gather(self._small(list(numbers), dtype))]
+
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank and wait; zeros for a rank that has left."""
         parts = [torch.zeros_like(tensor) for _ in range(self.size)]
@@ -118,7 +132,7 @@ class Communicator:
         return [texts.get(rank, "") for rank in range(self.size)]
 
     def announce_local_pass(self) -> AnyWork:
-        """Issue a barrier that nobody waits for, so that a peer that reduces instead raises."""
+        """Issue a barrier that is not waited for, so that a peer that reduces instead raises."""
         return self.group.barrier(c10d.BarrierOptions())
 
 
@@ -139,21 +153,17 @@ def broadcast_coalesced(
     """
     with torch.no_grad():
         for group in _chunks([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
-            _broadcast_together(group, comm, root)
-
-
-def _broadcast_together(tensors: list[Tensor], comm: Communicator, root: int) -> None:
-    first = tensors[0]
-    flat = comm.allocate(sum(t.numel() for t in tensors), first.dtype, first.device)
-    parts = torch.split(flat, [t.numel() for t in tensors])
-    if comm.rank == root:
-        torch._foreach_copy_(list(parts), [t.reshape(-1) for t in tensors])
-    comm.broadcast(flat, root).wait()
-    if comm.rank != root:
-        for tensor, part in zip(tensors, parts, strict=True):
-            received = part.view(tensor.shape)
-            if not torch.equal(tensor, received):
-                tensor.copy_(received)
+            sizes = [t.numel() for t in group]
+            flat = comm.allocate(sum(sizes), group[0].dtype, group[0].device)
+            parts = torch.split(flat, sizes)
+            if comm.rank == root:
+                torch._foreach_copy_(list(parts), [t.reshape(-1) for t in group])
+            comm.broadcast(flat, root).wait()
+            if comm.rank != root:
+                for tensor, part in zip(group, parts, strict=True):
+                    received = part.view(tensor.shape)
+                    if not torch.equal(tensor, received):
+                        tensor.copy_(received)
 
 
 def _chunks(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:

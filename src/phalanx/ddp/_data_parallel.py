@@ -33,6 +33,7 @@ from ..errors import InvalidArgument, InvalidState, InvalidType, MisuseError
 from ..join import Join, Joinable, JoinHook, _JoinConfig
 from . import _config
 from ._autograd_hooks import on_backward
+from ._buckets import BucketOptions
 from ._buffer_sync import (
     BufferHook,
     BufferSynchronizer,
@@ -40,7 +41,7 @@ from ._buffer_sync import (
     _BufferCommHookLocation,
 )
 from ._comm_hook import CommHook, check_hook
-from ._communicator import Communicator, broadcast_coalesced
+from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
 from ._interop import (
     ActiveModule,
     active_module,
@@ -165,7 +166,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
     ) -> None:
         nn.Module.__init__(self)  # torch's constructor would build its own reducer
         self.register_load_state_dict_pre_hook(_accept_unprefixed_names)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(_rebuild_after_load)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(DistributedDataParallel._rebuild_if_replaced)  # type: ignore[no-untyped-call]
         self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
         if reduce not in REDUCTIONS:
             raise InvalidArgument(f"reduce must be 'mean' or 'sum', got {reduce!r}")
@@ -214,29 +215,27 @@ class DistributedDataParallel(Joinable, TorchDDP):
         if init_sync:
             verify_parameters(named, comm)
         _config.check_trainable(named)
-        self._prepare_precision(comm)
+        precision = self.mixed_precision
+        if precision is not None and precision.buffer_dtype is not None:
+            cast_buffers(module, precision.buffer_dtype, ignored=self.parameters_to_ignore)
+        if precision is not None and precision.gradient_dtype is not None:
+            # Not every group and device can sum every dtype. Fail here, not in backward.
+            trial = torch.zeros(1, dtype=precision.gradient_dtype, device=self.device)
+            comm.sum(trial).wait()
         self._connect()
         if init_sync:
             self.reducer.broadcast_parameters()
             if sync_buffers_at_start:
                 self._sync_buffers()
 
-    def _prepare_precision(self, comm: Communicator) -> None:
-        config = self.mixed_precision
-        if config is not None and config.buffer_dtype is not None:
-            cast_buffers(self.module, config.buffer_dtype, ignored=self.parameters_to_ignore)
-        if config is not None and config.gradient_dtype is not None:
-            # Not every group and device can sum every dtype. Fail here, not in backward.
-            trial = torch.zeros(1, dtype=config.gradient_dtype, device=self.device)
-            comm.sum(trial).wait()
-
     def _connect(self) -> None:
         """Build everything that refers to the process group."""
         self._comm = Communicator(self.process_group, self.device)
         _config.set_sync_batch_norm_group(self._inventory.sync_norms, self.process_group)
         self._buffer_sync = BufferSynchronizer(self._inventory, self._comm, self.buffer_hook)
-        self._precision_policy = None
+        self._precision_policy = reduce_dtype = None
         if self.mixed_precision is not None:
+            reduce_dtype = self.mixed_precision.gradient_dtype
             parameters = [p for _, p in self._inventory.parameters]
             self._precision_policy = PrecisionPolicy(self.mixed_precision, self.module, parameters)
         caps = _config.resolve_bucket_caps(*self._bucket_sizes, shared=self._comm.shares_memory)
@@ -244,9 +243,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self.reducer = Reducer(
             self._inventory.parameters,
             self._comm,
-            caps=caps,
-            sparse=self._inventory.sparse,
-            delay=self._delay,
+            BucketOptions(caps, self._inventory.sparse, self._delay, reduce_dtype),
             reduce=self._reduce,
             keeps_views=self.gradient_as_bucket_view,
             is_static=self.static_graph,
@@ -262,13 +259,12 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self._connect()
         self.reducer.take_settings_from(before)
 
-    def _rebuild_if_replaced(self) -> None:
-        """Build a new reducer if the module's parameters are no longer the same objects."""
+    def _rebuild_if_replaced(self, _: object) -> None:
+        """Build a new reducer if loading a state has replaced parameters."""
         inventory = ModuleInventory.of(
             self.module, self.parameters_to_ignore, self._extra_parameters
         )
-        known = {id(parameter) for _, parameter in self._inventory.parameters}
-        if known != {id(parameter) for _, parameter in inventory.parameters}:
+        if {p for _, p in self._inventory.parameters} != {p for _, p in inventory.parameters}:
             self._inventory = inventory
             self._reconnect()
 
@@ -287,14 +283,23 @@ class DistributedDataParallel(Joinable, TorchDDP):
     @not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Begin a step; return the inputs, on the device of the module."""
-        if self._join_config.enable:
-            self._begin_join_step()
-        if torch.is_grad_enabled():
+        is_join, tracks = self._join_config.enable, torch.is_grad_enabled()
+        is_join_step = is_join and tracks  # evaluation is not a step
+        if is_join_step:
+            Join.notify_join_context(self)
+            self.reducer.scaling.divide_by_initial_world_size = self._divide_by_initial_world_size
+            self.reducer.may_lack_data = True
+        if tracks:
             self.reducer.prepare()
-        if self._join_config.enable:
-            self._announce_backward()
-        elif self._check_sync_bufs_pre_fwd():
+        if (is_join_step or not is_join) and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
+        if is_join_step and self._ranks_leave:
+            self.reducer.weights.unit = None  # the remaining ranks choose one with the pass
+        elif is_join_step:
+            # Tell ranks that shadow this one which backward pass follows.
+            is_reduced = self.require_backward_grad_sync
+            follows = NextBackward.REDUCED if is_reduced else NextBackward.LOCAL
+            agree_on_next_backward(self.reducer, follows)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
@@ -322,7 +327,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         if is_step and self.require_forward_param_sync != syncs:
             self.require_forward_param_sync = syncs
         if tracks:
-            on_backward(output, backward_callback(self.reducer, adds_up=self._reduce == "sum"))
+            on_backward(output, backward_callback(self.reducer))
         return output
 
     @property
@@ -418,7 +423,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and self._buffer_sync.has_buffers
+            and bool(self._inventory.buffers())
         )
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
@@ -456,15 +461,22 @@ class DistributedDataParallel(Joinable, TorchDDP):
         bucket_size: int | None = None,
         authoritative_rank: int = 0,
     ) -> None:
-        self._buffer_sync.broadcast(bufs, root=authoritative_rank, chunk=bucket_size)
+        buffers = self._inventory.buffers() if bufs is None else bufs
+        chunk = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
+        broadcast_coalesced(buffers, self._comm, root=authoritative_rank, chunk=chunk)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        self._buffer_sync.broadcast(tensors, root=authoritative_rank, chunk=buffer_size)
+        broadcast_coalesced(tensors, self._comm, root=authoritative_rank, chunk=buffer_size)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        return self._buffer_sync.common_rank(input_rank, is_candidate=rank_cond)
+        """Agree on the highest rank for which `rank_cond` is true."""
+        # Counted from 1: ranks that left the group contribute 0.
+        (highest,) = max(self._comm.gather_numbers([input_rank + 1 if rank_cond else 0]))
+        if not highest:
+            raise InvalidArgument("no candidate for the common rank: rank_cond is False on all")
+        return int(highest) - 1
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         _config.check_sync_batch_norms(ModuleInventory.of(module, ()).sync_norms, self.device)
@@ -522,36 +534,15 @@ class DistributedDataParallel(Joinable, TorchDDP):
         """Whether ranks without data leave the group, so that no rank shadows the others."""
         return self._join_block is not None and self._join_block.leaves
 
-    def _begin_join_step(self) -> None:
-        if torch.is_grad_enabled():  # evaluation is not a step
-            Join.notify_join_context(self)
-            scaling = self.reducer.scaling
-            scaling.divide_by_initial_world_size = self._divide_by_initial_world_size
-            self.reducer.may_lack_data = True
-
-    def _announce_backward(self) -> None:
-        """Sync buffers, and tell ranks that shadow this one which backward pass follows."""
-        if not torch.is_grad_enabled():
-            return
-        if self._check_sync_bufs_pre_fwd():
-            self._sync_buffers()
-        if self._ranks_leave:
-            self.reducer.weights.unit = None  # the remaining ranks choose one with the pass
-        else:
-            is_reduced = self.require_backward_grad_sync
-            follows = NextBackward.REDUCED if is_reduced else NextBackward.LOCAL
-            agree_on_next_backward(self.reducer, follows)
-
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give every rank the training state of a rank that had data to the end."""
-        cards = self._comm.gather(torch.tensor([int(is_last_joiner)], device=self.device))
-        last = [rank for rank, card in enumerate(cards) if card.item()]
-        root = last[-1]
-        if len(last) < len(cards):
+        flags = [is_last for (is_last,) in self._comm.gather_numbers([is_last_joiner])]
+        root = max(rank for rank, is_last in enumerate(flags) if is_last)
+        if not all(flags):
             if self._ranks_leave:
                 broadcast_progress(self.reducer, root)
             broadcast_gradients(self.reducer, root)
-            self.reducer.record_again()
+            self.reducer.must_record = True
             self.require_forward_param_sync = True  # ranks may differ in their last pass
         parameters = [parameter for _, parameter in self._inventory.parameters]
         tensors = [*parameters, *self._inventory.buffers()]
@@ -767,10 +758,6 @@ def _unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
 
 for _name, _instead in UNSUPPORTED.items():
     setattr(DistributedDataParallel, _name, _unsupported(_name, _instead))
-
-
-def _rebuild_after_load(wrapper: DistributedDataParallel, _: Any) -> None:
-    wrapper._rebuild_if_replaced()
 
 
 def _accept_unprefixed_names(

@@ -37,10 +37,10 @@ class NextBackward(enum.IntEnum):
 def agree_on_next_backward(reducer: Reducer, mine: NextBackward) -> NextBackward:
     """Exchange which backward pass follows, and the weight of this rank's loss in it."""
     weight = reducer.weights.current if mine is not NextBackward.UNKNOWN else None
-    numbers = [float(mine), weight or 0.0]
-    card = torch.tensor(numbers, dtype=torch.float64, device=reducer.comm.device)
-    rows = [part.tolist() for part in reducer.comm.gather(card)]
-    reducer.weights.agree([weight for _, weight in rows])
+    rows = reducer.comm.gather_numbers([mine, weight or 0.0], torch.float64)
+    total = sum(weight for _, weight in rows)
+    if total:
+        reducer.weights.unit = total
     return NextBackward(max(int(theirs) for theirs, _ in rows))
 
 
@@ -84,37 +84,29 @@ def broadcast_progress(reducer: Reducer, root: int) -> None:
     trained = [name in mine for name, _ in reducer.named]
     padding = [0.0] * (len(trained) - len(mine))  # all ranks send as if all were trained
     numbers = [*trained, reducer.weights.unit or 0.0, *reducer.progress(), *padding]
-    card = torch.tensor(numbers, dtype=torch.float64, device=reducer.comm.device)
-    reducer.comm.broadcast(card, root).wait()
-    numbers = card.tolist()
+    numbers = reducer.comm.broadcast_numbers(numbers, root, torch.float64)
     unit, *progress = numbers[len(trained) :]
-    _set_trainable(reducer, [bool(flag) for flag in numbers[: len(trained)]])
+    changed = False
+    for (name, parameter), is_trained in zip(reducer.named, numbers, strict=False):
+        if is_trained != (name in mine):
+            parameter.requires_grad_(bool(is_trained))
+            changed = True
+    if changed:
+        reducer.track_trainable_parameters()
     reducer.weights.unit = unit or None
     frozen = len(reducer.named) - len(reducer.names)
     reducer.load_progress([int(number) for number in progress[: len(progress) - frozen]])
 
 
-def _set_trainable(reducer: Reducer, trained: list[bool]) -> None:
-    mine = set(reducer.names)
-    changed = False
-    for (name, parameter), is_trained in zip(reducer.named, trained, strict=True):
-        if is_trained != (name in mine):
-            parameter.requires_grad_(is_trained)
-            changed = True
-    if changed:
-        reducer.track_trainable_parameters()
-
-
 def broadcast_gradients(reducer: Reducer, root: int) -> None:
     """Give every rank the root's reduced gradients, except sparse ones."""
     shared = [
-        int(p.grad is not None and not p.grad.is_sparse and not reducer.has_local_grads)
+        p.grad is not None and not p.grad.is_sparse and not reducer.has_local_grads
         for p in reducer.parameters
     ]
-    card = torch.tensor(shared, device=reducer.comm.device)
-    reducer.comm.broadcast(card, root).wait()
+    shared = reducer.comm.broadcast_numbers(shared, root)
     with torch.no_grad():
-        for parameter, is_shared in zip(reducer.parameters, card.tolist(), strict=True):
+        for parameter, is_shared in zip(reducer.parameters, shared, strict=True):
             if not is_shared:
                 parameter.grad = None
             elif parameter.grad is None or parameter.grad.is_sparse:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -37,7 +36,8 @@ class ModuleInventory:
         """Inspect a module; leave out the `ignored` names, and add the `extra` parameters."""
         found: dict[Parameter, str] = {}
         sparse, sync_norms, parts = set(), [], []
-        for prefix, part in _walk(module):
+        for path, part in module.named_modules():
+            prefix = path and f"{path}."
             parts.append((prefix, part))
             for name, parameter in part._parameters.items():
                 if parameter is not None and prefix + name not in ignored:
@@ -45,7 +45,7 @@ class ModuleInventory:
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 sparse.add(f"{prefix}weight")
             elif isinstance(part, nn.SyncBatchNorm):
-                sync_norms.append((prefix.removesuffix("."), part))
+                sync_norms.append((path, part))
         for name, parameter in extra:
             found.setdefault(parameter, name)
         named = [(name, parameter) for parameter, name in found.items()]
@@ -60,10 +60,10 @@ class ModuleInventory:
         """
         if not any(self._buffer_tables):  # a shortcut, as this is called before every forward
             return []
-        found = {
-            id(buffer): buffer.data if _is_training_norm(part) else buffer
-            for _, part, buffer in self._walk_buffers()
-        }
+        found = {}
+        for _, part, buffer in self._walk_buffers():
+            is_training_norm = part.training and isinstance(part, nn.modules.batchnorm._NormBase)
+            found[id(buffer)] = buffer.data if is_training_norm else buffer
         return list(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -78,21 +78,3 @@ class ModuleInventory:
             for name, buffer in table.items():
                 if buffer is not None and prefix + name not in self._ignored:
                     yield prefix + name, part, buffer
-
-
-def _is_training_norm(part: nn.Module) -> bool:
-    return part.training and isinstance(part, nn.modules.batchnorm._NormBase)
-
-
-def _walk(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield every module once, with the prefix of its names, in the order of ``named_modules``."""
-    seen: set[nn.Module] = set()
-    pending = [("", module)]
-    while pending:
-        prefix, part = pending.pop()
-        if part in seen:
-            continue
-        seen.add(part)
-        yield prefix, part
-        children = [(f"{prefix}{name}.", child) for name, child in part._modules.items()]
-        pending += [(name, child) for name, child in reversed(children) if child is not None]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .._formatting import format_ranks
 from ..errors import RankMismatch
 from ._communicator import Communicator
 from ._dtensor import local_tensor
@@ -29,11 +30,9 @@ def verify_parameters(
 ) -> None:
     """Raise unless all ranks have parameters of the same names, shapes, strides and dtypes."""
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
-    card = torch.tensor([_digest(repr(short))], dtype=torch.int64, device=comm.device)
-    if len({int(part) for part in comm.gather(card)} - {0}) > 1:  # 0: the rank has left
-        mine = [_describe(name, tensor) for name, tensor in named]
-        texts = enumerate(comm.exchange("\n".join(mine)))
-        theirs = {rank: text.split("\n") for rank, text in texts if text}
+    if len({digest for (digest,) in comm.gather_numbers([_digest(repr(short))])} - {0}) > 1:
+        texts = enumerate(comm.exchange("\n".join(_describe(*each) for each in named)))
+        theirs = {rank: text.split("\n") for rank, text in texts if text}  # "": it has left
         raise RankMismatch(
             f"ranks have different {what}: {_first_difference(theirs)}. {advice}",
             group=getattr(comm.group, "label", ""),
@@ -43,9 +42,7 @@ def verify_parameters(
 
 def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     """Raise, naming the first parameter whose value is not the same on all ranks."""
-    mine = [1, *(_fingerprint_of(tensor) for _, tensor in named)]
-    card = torch.tensor(mine, dtype=torch.int64, device=comm.device)
-    rows = [part.tolist() for part in comm.gather(card)]
+    rows = comm.gather_numbers([1, *(_fingerprint_of(tensor) for _, tensor in named)])
     cards = {rank: row[1:] for rank, row in enumerate(rows) if row[0]}  # 0: the rank has left
     first = min(cards)
     for place, (name, _) in enumerate(named):
@@ -53,9 +50,8 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
         if odd:
             later = range(place + 1, len(named))
             more = sum(len({card[i] for card in cards.values()}) > 1 for i in later)
-            ranks = ", ".join(map(str, odd))
             raise RankMismatch(
-                f"parameter {name!r} differs: rank{'s' * (len(odd) > 1)} {ranks} and rank {first} "
+                f"parameter {name!r} differs: {format_ranks(odd)} and rank {first} "
                 f"have different values{f' (and {more} more parameters differ)' if more else ''}. "
                 "Something other than the optimizer step changed it on some ranks",
                 group=getattr(comm.group, "label", ""),

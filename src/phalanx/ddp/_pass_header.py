@@ -12,7 +12,7 @@ cost as much as the rest of a pass. Every value must be exact in float32.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -27,16 +27,13 @@ PASS_NUMBER_CYCLE = 1 << 20
 NO_WEIGHT = -1.0
 NO_DATA = -2.0
 """The weight of a rank without data, whose peers may or may not use weights."""
-_NO_FINGERPRINT = [0, 0, 0]
 _C_TYPES: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
 
 
 class PassHeader:
     """The numbers behind the gradients of the last bucket."""
 
-    def __init__(
-        self, space: Tensor, *, rank: int, size: int, parameters: int, buckets: int
-    ) -> None:
+    def __init__(self, space: Tensor, rank: int, size: int, parameters: int, buckets: int) -> None:
         self.space = space
         """The end of the last bucket, which is reduced with it."""
         self._host = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
@@ -52,34 +49,31 @@ class PassHeader:
         self._divisor = 1
 
     @staticmethod
-    def room(*, size: int, parameters: int, buckets: int) -> int:
+    def room(size: int, parameters: int, buckets: int) -> int:
         """Return how many numbers a header has."""
         return size * (FIXED_FIELDS + buckets) + 2 * parameters
 
     def write(
         self,
-        *,
         number: int,
         weight: float,
         fingerprint: int,
-        forward: float,
-        backward: float,
-        arrivals: Sequence[float],
-        unused: Sequence[int],
-        late: Sequence[int],
+        times: Sequence[float],
+        *,
+        unused: Collection[int],
+        late: Collection[int],
         graph_changed: bool,
         keeps_reduced: bool,
     ) -> None:
-        """Write this rank's row and counts; times in seconds, parameters by index."""
+        """Write this rank's row and counts.
+
+        `times`: seconds in forward and backward, and when each bucket was ready. `unused`, `late`:
+        parameters by index.
+        """
         ctypes.memmove(self._numbers, self._blank, ctypes.sizeof(self._blank))
-        digits = _NO_FINGERPRINT
-        if fingerprint:
-            digits = [
-                (fingerprint >> shift) % (1 << DIGIT_BITS)
-                for shift in (0, DIGIT_BITS, 2 * DIGIT_BITS)
-            ]
+        digits = [(fingerprint >> place * DIGIT_BITS) % (1 << DIGIT_BITS) for place in range(3)]
         counts = len(unused), len(late), graph_changed, keeps_reduced
-        row = [number, weight, *counts, *digits, forward, backward, *arrivals]
+        row = [number, weight, *counts, *digits, *times]
         self._numbers[self._mine : self._mine + self._width] = row
         for i in unused:
             self._numbers[self._used.start + i] = 0.0
@@ -123,10 +117,6 @@ class PassHeader:
         column = self._column(WEIGHT)
         return [r for r, weight in enumerate(column) if weight * self._divisor == NO_WEIGHT]
 
-    def has_unused(self) -> bool:
-        """Whether any rank has parameters without a gradient."""
-        return any(self._column(UNUSED))
-
     def any_graph_changed(self) -> bool:
         return any(self._column(GRAPH_CHANGED))
 
@@ -134,9 +124,12 @@ class PassHeader:
         """Whether any rank will add earlier reduced gradients to the result of this pass."""
         return any(self._column(KEPT_REDUCED))
 
-    def used(self) -> list[bool]:
-        """Return for every parameter whether any rank used it."""
-        return [count > 0 for count in self._numbers[self._used]]
+    def used(self) -> list[bool] | None:
+        """Return for every parameter whether any rank has a gradient; None if all have."""
+        if not any(self._column(UNUSED)):
+            return None
+        counts = zip(self._numbers[self._used], self._numbers[self._late], strict=True)
+        return [used > 0 or late > 0 for used, late in counts]
 
     def late(self) -> list[int]:
         """List the parameters for which any rank has a late gradient."""

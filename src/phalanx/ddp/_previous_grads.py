@@ -1,6 +1,6 @@
 """Gradients that are in `.grad` when a backward pass begins.
 
-*Reduced* gradients that nobody zeroed are equal on every rank. In a plain mean each rank
+*Reduced* gradients that were not zeroed are equal on every rank. In a plain mean each rank
 contributes its share of them, and the reduction leaves them unchanged. Where shares do not add up
 to one (sums, weights, ranks that may leave) they are set aside and added after the pass. If local
 passes are added first (`no_sync`), a copy is kept and subtracted before the reduction.
@@ -11,60 +11,27 @@ or if they were nonzero after the last local pass and are all zero now.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._buckets import Gradients, count_missing
 from ._dtensor import LocalShard, local_tensor, original_parameter
-
-
-def take_previous_grads(parameters: Sequence[Parameter]) -> list[Tensor | None]:
-    """Return the gradients and set every `.grad` to None; return nothing if there are none."""
-    previous = [parameter.grad for parameter in parameters]
-    if count_missing(previous) == len(previous):
-        return []
-    for parameter in parameters:
-        parameter.grad = None
-    return previous
-
-
-def first_grads(previous: Gradients, new: Gradients) -> Gradients:
-    """Return the previous gradient of each parameter, or the new one if there is none."""
-    if not previous:
-        return new
-    pairs = zip(previous, new, strict=True)
-    return [gradient if old is None else old for old, gradient in pairs]
-
-
-@dataclass
-class _ReducedGrad:
-    """A gradient that was reduced before."""
-
-    value: Tensor
-    sum: Tensor | None = None
-    """What a local pass left in ``.grad``: `value` and what was added to it."""
-    version: int = 0
-
-    def note(self, parameter: Parameter) -> None:
-        self.sum = original_parameter(parameter).grad
-        self.version = 0 if self.sum is None else self.sum._version
-
-    def was_changed(self, parameter: Parameter) -> bool:
-        now = original_parameter(parameter).grad
-        return now is not self.sum or (now is not None and now._version != self.version)
 
 
 class PreviousGrads:
     """The part of the previous gradients that is already reduced."""
 
     def __init__(self) -> None:
-        self._reduced: dict[Parameter, _ReducedGrad] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything: the gradients have been reduced, or are gone."""
+        self._reduced: dict[Parameter, Tensor] = {}
+        self._local_state: dict[Parameter, tuple[Tensor | None, int]] = {}
+        """What a local pass left in ``.grad`` of a parameter in `_reduced`, and its version."""
         self._held: list[Parameter] = []
         """The parameters that had a gradient after the last local pass."""
         self._had_values = False
@@ -78,39 +45,23 @@ class PreviousGrads:
     def keep_reduced(self, parameters: Sequence[Parameter]) -> None:
         """Keep a copy of the gradients, before local ones are added to them."""
         self.set_aside(parameters)
-        for parameter, kept in self._reduced.items():
+        for parameter, value in self._reduced.items():
             # Not the view of a bucket that it was: all views of a bucket share one version.
-            parameter.grad = kept.value.clone()
+            parameter.grad = value.clone()
 
     def set_aside(self, parameters: Sequence[Parameter]) -> None:
         """Keep the gradients, and set `.grad` to None."""
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and _has_values(gradient):
-                self._reduced[parameter] = _ReducedGrad(gradient.detach().clone())
+                self._reduced[parameter] = gradient.detach().clone()
                 parameter.grad = None
 
-    def subtract(self) -> None:
-        """Leave in ``.grad`` what is not reduced yet."""
-        self._add(-1)
-
-    def add(self) -> None:
-        """Add the kept gradients to ``.grad``."""
-        self._add(1)
-
-    @contextmanager
-    def subtracted(self) -> Generator[None, None, None]:
-        """Leave only local gradients in ``.grad`` in the body."""
-        self.subtract()
-        try:
-            yield
-        finally:
-            self.add()
-
-    def _add(self, alpha: int) -> None:
+    def add(self, alpha: int = 1) -> None:
+        """Add the kept gradients to ``.grad``; with -1, leave there what is not reduced yet."""
         with torch.no_grad():
-            for parameter, kept in self._reduced.items():
-                gradient, value = parameter.grad, kept.value
+            for parameter, value in self._reduced.items():
+                gradient = parameter.grad
                 if gradient is None:
                     parameter.grad = value if alpha == 1 else -value
                 elif gradient.is_sparse or value.is_sparse or isinstance(parameter, LocalShard):
@@ -122,8 +73,7 @@ class PreviousGrads:
         """Note the gradients that a local pass begins with or has left, to detect changes."""
         self._held = [p for p in parameters if original_parameter(p).grad is not None]
         self._had_values = any(_has_values(p.grad) for p in self._held)
-        for parameter, kept in self._reduced.items():
-            kept.note(parameter)
+        self._local_state = {p: _state(p) for p in self._reduced}
         self._is_known = True
 
     def note_failure(self) -> None:
@@ -135,23 +85,26 @@ class PreviousGrads:
 
         Raises `InvalidState` if they were modified in a way that hides what is already reduced.
         """
-        for parameter, kept in [*self._reduced.items()]:
+        for parameter in [*self._reduced]:
             if not _has_values(parameter.grad):
                 del self._reduced[parameter]
-            elif self._is_known and kept.was_changed(parameter):
-                raise InvalidState(
-                    ".grad was modified after a backward pass in no_sync() added to reduced "
-                    "gradients, so the reduced part cannot be separated. Call zero_grad() before "
-                    "accumulating, or modify gradients only after they are reduced"
-                )
+            elif self._is_known:
+                now, version = _state(parameter)
+                before, version_before = self._local_state[parameter]
+                if now is not before or version != version_before:
+                    raise InvalidState(
+                        ".grad was modified after a backward pass in no_sync() added to reduced "
+                        "gradients, so the reduced part cannot be separated. Call zero_grad() "
+                        "before accumulating, or modify gradients only after they are reduced"
+                    )
         if self._had_values:
             return not any(_has_values(p.grad) for p in self._held)
         return bool(self._held) and all(original_parameter(p).grad is None for p in self._held)
 
-    def clear(self) -> None:
-        """Forget everything: the gradients have been reduced, or are gone."""
-        self._reduced, self._held = {}, []
-        self._had_values, self._is_known = False, True
+
+def _state(parameter: Parameter) -> tuple[Tensor | None, int]:
+    gradient = original_parameter(parameter).grad
+    return gradient, 0 if gradient is None else gradient._version
 
 
 def _has_values(gradient: Tensor | None) -> bool:

@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,16 +32,9 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
-from ._autograd_hooks import (
-    AccumulateGradNodes,
-    AutogradHooks,
-    OuterGraphTask,
-    PassLifetime,
-    current_graph_task,
-    without_graph,
-)
+from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, PassConfig, ReducedPass
-from ._buckets import Bucket, BucketCaps, BucketLayoutBuilder, DelayedReduction
+from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook
 from ._communicator import AnyWork, Communicator, broadcast_coalesced
 from ._dtensor import as_local_shard
@@ -57,7 +51,7 @@ class ReducerRegistry:
     """The reducers of one group, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._members: list[weakref.ref[Reducer]] = []
+        self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> ReducerRegistry:
@@ -66,31 +60,28 @@ class ReducerRegistry:
 
     def add(self, reducer: Reducer) -> None:
         """Register a reducer; in the same order on every rank."""
-        self._members.append(weakref.ref(reducer, self._members.remove))
+        self._members[id(reducer)] = reducer
 
     def remove(self, reducer: Reducer) -> None:
         """Unregister a reducer."""
-        self._members[:] = [known for known in self._members if known() is not reducer]
+        self._members.pop(id(reducer), None)
 
     def is_only_reducer(self, reducer: Reducer) -> bool:
         """Whether no other reducer can take part in the backward pass that begins."""
         if len(self._members) == 1:
             return True
-        others = [other for other in self._all() if other is not reducer]
+        others = [other for other in self._members.values() if other is not reducer]
         return not (reducer.has_shared_backward or any(other.expects_backward for other in others))
 
     def participants(self, reducer: Reducer) -> list[Reducer]:
         """List the reducers in the same backward pass, this one included, in order."""
         if len(self._members) == 1:
             return [reducer]
-        present = [other for other in self._all() if other.graph_task == reducer.graph_task]
+        members = self._members.values()
+        present = [other for other in members if other.graph_task == reducer.graph_task]
         for each in present:
             each.has_shared_backward |= len(present) > 1
         return present
-
-    def _all(self) -> list[Reducer]:
-        members = (known() for known in self._members)
-        return [member for member in members if member is not None]
 
 
 _registries: weakref.WeakKeyDictionary[dist.ProcessGroup, ReducerRegistry] = (
@@ -105,10 +96,8 @@ class Reducer:
         self,
         named: Sequence[tuple[str, Parameter]],
         comm: Communicator,
+        options: BucketOptions,
         *,
-        caps: BucketCaps,
-        sparse: frozenset[str] = frozenset(),
-        delay: DelayedReduction = DelayedReduction(),  # noqa: B008 - it does not change
         reduce: str = "mean",
         keeps_views: bool = True,
         is_static: bool = False,
@@ -119,8 +108,7 @@ class Reducer:
         self._precision = precision
         self.optimizers = OptimizersInBackward(named)
         self.comm = comm
-        dtype = None if precision is None else precision.gradient_dtype
-        self._layout_builder = BucketLayoutBuilder(comm, caps, sparse, delay, dtype)
+        self._options = options
         self.scaling = ScaleSelector(comm, reduce)
         self.weights = self.scaling.weights
         self.hook: CommHook | None = None
@@ -136,7 +124,7 @@ class Reducer:
         self._passes = self._reduced = 0
         self._lifetime: PassLifetime = [_no_pass]
         """Returns None once autograd has dropped the pass under way: a weak reference to the queued
-        callback, or `OuterGraphTask.is_running`."""
+        callback, or what `find_outer_graph_task` returned."""
         self.has_local_grads = False
         """Whether ``.grad`` contains gradients of this rank that are not reduced."""
         self.may_lack_data = False
@@ -162,7 +150,7 @@ class Reducer:
         """Reduce the buckets with a hook from now on."""
         self.hook = hook
         self.scaling.has_hook = True
-        if not self._must_record:
+        if not self.must_record:
             self._update_pass_config()
 
     # -- the plan --------------------------------------------------------------------------
@@ -173,27 +161,22 @@ class Reducer:
         self.names = [name for name, _ in taken]
         self.parameters = [p for _, p in taken]
         self._frozen = [p for _, p in self.named if not p.requires_grad]
-        self._accumulators = AccumulateGradNodes(self.parameters)
         self._autograd_hooks.close()
         self._autograd_hooks = AutogradHooks(self.parameters)
         self._has_agreed_order, self._order = False, None
         # Modules are usually registered in the order of forward; backward is the reverse.
         self._arrange(list(reversed(range(len(taken)))))
-        self._must_record = True
+        self.must_record = True
+        """Whether the next pass records the order of gradients; equal on all ranks."""
 
     def _arrange(self, order: list[int]) -> None:
         self._arranged_by = order
         taken = list(zip(self.names, self.parameters, strict=True))
-        self._layout = self._layout_builder.arrange(taken, order)
+        self._layout = BucketLayout(taken, order, self.comm, self._options)
+        self.buckets = self._layout.buckets
         self._absent = [0] * len(self._layout.pieces)
-        self._may_overflow = any(
-            bucket.payload.dtype in OVERFLOW_PRONE_DTYPES for bucket in self.buckets
-        )
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """The buckets, in the order of reduction."""
-        return self._layout.buckets
+        dtypes = {bucket.payload.dtype for bucket in self.buckets}
+        self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
 
     def prepare(self) -> None:
         """Prepare for a forward pass: apply a new bucket order, or track unfrozen parameters."""
@@ -205,7 +188,7 @@ class Reducer:
         if self._frozen and any(p.requires_grad for p in self._frozen):
             verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
-        if self._must_record:
+        if self.must_record:
             self._start_recording()
         elif self._order is not None:
             seen = set(self._autograd_hooks.order)
@@ -219,13 +202,9 @@ class Reducer:
     def prepare_for_backward(self, outputs: object) -> None:
         """Do nothing; torch's pipelines call this. A pass is detected when it begins."""
 
-    def record_again(self) -> None:
-        """Record the order of gradients in the next pass, on all ranks."""
-        self._must_record = True
-
     def _start_recording(self) -> None:
-        self._must_record = False
-        self._autograd_hooks.detect_begin(self.begin_from_parameter, self._lifetime)
+        self.must_record = False
+        self._autograd_hooks.detect_begin(self._begin_from_parameter, self._lifetime)
         self._autograd_hooks.record(self._on_arrival)
         self._update_pass_config()
 
@@ -242,10 +221,14 @@ class Reducer:
 
     def broadcast_parameters(self, root: int = 0) -> None:
         """Give every rank the root's parameters. The buckets serve as buffers."""
-        self._layout.broadcast_values(self.comm, root)
-        taken = {id(p) for p in self._layout.parameters_in_buckets()}
-        rest = [p for _, p in self.named if id(p) not in taken]
-        broadcast_coalesced(rest, self.comm, root=root)
+        sent: set[int] = set()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.members and bucket.holds_values and not bucket.payload.is_sparse:
+                    bucket.broadcast_parameters(self.comm, root)
+                    sent.update(map(id, bucket.parameters))
+        others = [p for _, p in self.named if id(p) not in sent]
+        broadcast_coalesced(others, self.comm, root=root)
 
     # -- a pass ----------------------------------------------------------------------------
 
@@ -253,17 +236,17 @@ class Reducer:
         """Begin a backward pass, unless it accumulates no gradients."""
         if self._precision is not None:
             self._precision.use_copies_in_backward()
-        if not self._is_closed and self._accumulators.may_run():
-            self.begin()
+        if not self._is_closed and self._autograd_hooks.may_run():
+            self._begin()
 
-    def begin_from_parameter(self, i: int) -> None:
+    def _begin_from_parameter(self, i: int) -> None:
         """Begin a backward pass that reached a parameter, but no output that was found."""
         if self._precision is not None:
             self._precision.use_copies_in_backward()
-        if not self._is_closed and self._accumulators.runs(i):
-            self.begin()
+        if not self._is_closed and self._autograd_hooks.runs([self.parameters[i]]):
+            self._begin()
 
-    def begin(self) -> None:
+    def _begin(self) -> None:
         """Begin a backward pass, unless one is in flight; before any gradient arrives."""
         self._abandon_if_dead()
         if self._in_flight is not None:
@@ -272,20 +255,31 @@ class Reducer:
         self._forget_dropped()
         self._passes += 1
         self._autograd_hooks.restart()
-        outer = OuterGraphTask.find()
+        outer = find_outer_graph_task()
         if outer is None:
             self._end_with_this_run()
         else:
-            self._end_with_outer_run(outer)
+            next_node, self._lifetime[0] = outer
+            self._end_with_outer_run(next_node)
+        # Whether the ranks' shares of reduced gradients might not add up to one.
+        sets_reduced_aside = (
+            self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
+        )
         if not self.syncs_gradients:
-            self._accumulate()
+            if not self.has_local_grads and sets_reduced_aside:
+                self._previous.keep_reduced(self.parameters)
+            self.has_local_grads = True
+            self._previous.add(-1)
+            self.weights.accumulate(self.parameters)
+            self._previous.add()
+            self._note_local()
             unweighted = self.parameters if self.weights.current == 0 else ()
             self._in_flight = LocalPass(self.comm, unweighted)
             return
         self._reduced += 1
         if self.has_local_grads:
-            self._previous.subtract()
-        elif self._sets_reduced_aside:
+            self._previous.add(-1)
+        elif sets_reduced_aside:
             self._previous.set_aside(self.parameters)
         self._in_flight = self._make_pass(
             self.scaling.scale(self.parameters, may_overflow=self._may_overflow),
@@ -299,11 +293,10 @@ class Reducer:
         callback = partial(self._end_all)
         self._lifetime[0] = weakref.ref(callback)
         Variable._execution_engine.queue_callback(callback)
-        self.graph_task = current_graph_task()
+        self.graph_task = torch._C._current_graph_task_id()
 
-    def _end_with_outer_run(self, outer: OuterGraphTask) -> None:
+    def _end_with_outer_run(self, next_node: Any) -> None:
         """End the pass with the graph task that contains the current one."""
-        self._lifetime[0] = outer.is_running
         number = self._passes
 
         def end_with_it(_: object) -> None:
@@ -311,38 +304,25 @@ class Reducer:
             if self._in_flight is not None and self._passes == number:
                 self._end_with_this_run()
 
-        handle = outer.next_node.register_prehook(end_with_it)
+        handle = next_node.register_prehook(end_with_it)
 
     def _make_pass(self, scale: Scale, *, previous_are_local: bool = False) -> ReducedPass:
         steps_early = self.is_static and self.optimizers and not self._previous
+        is_check_due = self._check_every > 0 and self._reduced % self._check_every == 0
         return ReducedPass(
             self._pass_config,
             scale,
             number=self._passes,
             previous_are_local=previous_are_local,
             keeps_reduced=bool(self._previous),
-            compared=self.named if self._is_check_due() else (),
+            compared=self.named if is_check_due else (),
             launches_early=self._registry.is_only_reducer(self),
             timing=PassTiming(self._since, self.forward_seconds),
             optimizers=self.optimizers if steps_early else None,
         )
 
-    def _accumulate(self) -> None:
-        """Prepare ``.grad`` for a local pass."""
-        if not self.has_local_grads and self._sets_reduced_aside:
-            self._previous.keep_reduced(self.parameters)
-        self.has_local_grads = True
-        with self._previous.subtracted():
-            self.weights.accumulate(self.parameters)
-        self._note_local()
-
-    @property
-    def _sets_reduced_aside(self) -> bool:
-        """Whether the ranks' shares of reduced gradients might not add up to one."""
-        return self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
-
     def _note_local(self) -> None:
-        if self.weights.is_counting or self._previous:
+        if self.weights.last is not None or self._previous:
             self._previous.note_local(self.parameters)
 
     def _forget_dropped(self) -> None:
@@ -364,17 +344,12 @@ class Reducer:
             comm=self.comm,
             names=self.names,
             parameters=self.parameters,
-            buckets=self.buckets,
-            pieces=self._layout.pieces,
-            header=self._layout.header,
+            layout=self._layout,
             keeps_views=self._keeps_views and all(b.holds_values for b in self.buckets),
             absent=self._absent,
             is_recording=self._autograd_hooks.is_recording,
             hook=self.hook,
         )
-
-    def _is_check_due(self) -> bool:
-        return self._check_every > 0 and self._reduced % self._check_every == 0
 
     def shadow(self, *, reduces: bool) -> None:
         """Take part in a backward pass of the others without gradients."""
@@ -393,9 +368,8 @@ class Reducer:
             shadow = self._make_pass(self.scaling.without_data())
             shadow.finish()
             shadow.graph_changed = False
-            if (
-                self._layout.header.any_kept_reduced()
-            ):  # ranks with data know whether they are zeroed
+            # Ranks with data know whether the gradients are zeroed.
+            if self._layout.header.any_kept_reduced():
                 self._previous.add()
             if not self._has_agreed_order:
                 self._agree_on_order()
@@ -404,12 +378,13 @@ class Reducer:
             self.optimizers.step(besides=shadow.stepped)
 
     def _on_arrival(self, i: int) -> None:
-        if self._in_flight is not None:
+        if isinstance(self._in_flight, ReducedPass):
             with without_graph():
                 self._in_flight.arrived(i)
+        self._autograd_hooks.seen.append(i)
 
     def _on_ready(self, number: int) -> None:
-        if self._in_flight is not None:
+        if isinstance(self._in_flight, ReducedPass):
             with without_graph():
                 self._in_flight.ready(number)
 
@@ -469,12 +444,9 @@ class Reducer:
         """Use one rank's order of gradients from the next forward pass on."""
         seen = self._autograd_hooks.order
         unseen = set(range(len(self.parameters))) - set(seen)
-        order = torch.tensor(
-            [*seen, *sorted(unseen, reverse=True)], dtype=torch.int64, device=self.comm.device
-        )
+        order = [*seen, *sorted(unseen, reverse=True)]
         root = self._layout.header.with_data()[0]  # rank 0, unless it has left
-        self.comm.broadcast(order, root).wait()
-        self._order = order.tolist()
+        self._order = self.comm.broadcast_numbers(order, root)
         self._has_agreed_order = True
 
     def _abandon_if_dead(self) -> None:
@@ -490,9 +462,8 @@ class Reducer:
                 self._previous.note_failure()
             else:
                 self._previous.clear()
-                self.has_local_grads = (
-                    True  # `.grad` may hold what autograd added after the failure
-                )
+                # `.grad` may hold what autograd added after the failure.
+                self.has_local_grads = True
 
     def progress(self) -> list[int]:
         """Return the numbers that must be equal on all ranks before a pass."""
@@ -534,31 +505,22 @@ def _no_pass() -> None:
     return None
 
 
-def backward_callback(reducer: Reducer, *, adds_up: bool) -> Callable[[], None]:
+def backward_callback(reducer: Reducer) -> Callable[[], None]:
     """Return what to call when the backward pass of the current forward pass begins."""
-    context = _distributed_autograd_context()
-    if context is None:
-        return reducer.begin_from_output
-    return DistributedAutogradPass(reducer, context, adds_up=adds_up).begin
-
-
-def _distributed_autograd_context() -> int | None:
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
-    if rpc is None or not rpc._is_current_rpc_agent_set():
-        return None
-    try:
-        return torch._C._distributed_autograd._current_context()._context_id()
-    except RuntimeError:  # there is none
-        return None
+    if rpc is not None and rpc._is_current_rpc_agent_set():
+        with suppress(RuntimeError):  # there is no context
+            context = torch._C._distributed_autograd._current_context()._context_id()
+            return DistributedAutogradPass(reducer, context).begin
+    return reducer.begin_from_output
 
 
 class DistributedAutogradPass:
     """The backward passes of one forward pass in a context of `torch.distributed.autograd`."""
 
-    def __init__(self, reducer: Reducer, context: int, *, adds_up: bool) -> None:
+    def __init__(self, reducer: Reducer, context: int) -> None:
         self._reducer = reducer
         self._context = context
-        self._adds_up = adds_up
         self._has_begun = False
 
     def begin(self) -> None:
@@ -570,39 +532,31 @@ class DistributedAutogradPass:
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
-        self._has_begun = self._reducer.expects_backward = False
-        if self._reducer.hook is not None:
+        reducer = self._reducer
+        self._has_begun = reducer.expects_backward = False
+        if reducer.hook is not None:
             raise InvalidState(
-                f"communication hook {self._reducer.hook.name} cannot reduce the gradients of a "
+                f"communication hook {reducer.hook.name} cannot reduce the gradients of a "
                 "distributed autograd context, since they are not in .grad"
             )
         found = torch._C._distributed_autograd.get_gradients(self._context)
         kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for parameter in self._reducer.parameters:
+        for parameter in reducer.parameters:
             kinds[parameter.dtype, parameter.device].append(parameter)
+        weight = reducer.weights.current
         with torch.no_grad():
             for parameters in kinds.values():
-                self._reduce(parameters, [found.get(each) for each in parameters])
-
-    def _reduce(self, parameters: list[Tensor], gradients: list[Tensor | None]) -> None:
-        """Reduce gradients of one dtype together; a missing one counts as zero."""
-        if any(gradient is not None and gradient.is_sparse for gradient in gradients):
-            raise InvalidState(
-                "sparse gradients cannot be reduced in a distributed autograd context"
-            )
-        weight = self._reducer.weights.current
-        one = torch.ones(1, dtype=parameters[0].dtype, device=parameters[0].device)
-        flat = torch.cat(
-            [
-                torch.zeros_like(each).reshape(-1) if gradient is None else gradient.reshape(-1)
-                for each, gradient in zip(parameters, gradients, strict=True)
-            ]
-            + [one]
-        )
-        flat.mul_(1 if weight is None else weight)
-        self._reducer.comm.sum(flat).wait()
-        total = 1 if self._adds_up and weight is None else flat[-1]
-        parts = torch.split(flat[:-1] / total, [each.numel() for each in parameters])
-        for gradient, part in zip(gradients, parts, strict=True):
-            if gradient is not None:
-                gradient.copy_(part.view_as(gradient))
+                # A missing gradient counts as zero. The sum of weights comes last.
+                parts = [found.get(each, torch.zeros_like(each)) for each in parameters]
+                if any(part.is_sparse for part in parts):
+                    raise InvalidState(
+                        "sparse gradients cannot be reduced in a distributed autograd context"
+                    )
+                flat = torch._C._nn.flatten_dense_tensors([*parts, parts[0].new_ones(1)])
+                flat.mul_(1 if weight is None else weight)
+                reducer.comm.sum(flat).wait()
+                total = 1 if reducer.scaling.adds_up and weight is None else flat[-1]
+                results = torch._C._nn.unflatten_dense_tensors(flat[:-1] / total, parts)
+                for each, result in zip(parameters, results, strict=True):
+                    if each in found:
+                        found[each].copy_(result)

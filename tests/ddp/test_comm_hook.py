@@ -489,6 +489,37 @@ def test_late_gradients_go_through_the_hook_too(group, hook):
         whole.zero_grad()
 
 
+class AgainSparse(Again):
+    """Makes a late gradient of an embedding, which is sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(7, 4, sparse=True)
+
+    def forward(self, rows):
+        words = self.words(torch.arange(len(rows)) % 7)
+        return super().forward(rows) + words
+
+    def part(self, rows):
+        return rows + self.words(torch.arange(len(rows)) % 5)
+
+
+@several
+def test_late_sparse_gradients_go_through_the_hook_once(group):
+    ddp, whole = hooked(AgainSparse, group, allreduce_hook, bucket_cap_mb=TINY)
+    for step in range(4):
+        ddp.module.again = whole.again = step == 3
+        rows = batch(step, group.size(), width=4)
+        squares(ddp, share(rows, group).clone()).backward()
+        parts = rows.split(len(rows) // group.size())
+        sum(squares(whole, part.clone()) / len(parts) for part in parts).backward()
+        assert_same_gradients(ddp.module, whole)
+        late = [ddp.reducer.names[i] for i in ddp.reducer._layout.header.late()]
+        assert late == (["words.weight"] if step == 3 else [])
+        ddp.zero_grad()
+        whole.zero_grad()
+
+
 @several
 def test_late_gradients_of_a_rank_without_weight(group):
     """It may have any gradients, even such as are not numbers."""

@@ -277,8 +277,14 @@ INHERITED = {
     "_build_params_for_reducer": lambda ddp: ddp._build_params_for_reducer(),
     "_check_and_sync_module_buffers": None,
     "_get_parameters": lambda ddp: list(ddp._get_parameters(ddp.module)),
+    "_log_and_throw": None,
+    "_set_ddp_sink_clone": lambda ddp: ddp._set_ddp_sink_clone(False),
+    "_set_params_and_buffers_to_ignore_for_model": None,
+    "gather": None,
+    "scatter": None,
+    "to_kwargs": None,
 }
-"""What needs nothing that torch's constructor makes, and how it is called if one rank can do it."""
+"""What needs nothing that torch's constructor makes; how one rank on a CPU calls it, if it can."""
 REFUSED = (
     "_check_global_requires_backward_grad_sync",
     "_ddp_init_helper",

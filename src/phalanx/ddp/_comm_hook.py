@@ -13,6 +13,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -90,14 +91,6 @@ class GradBucket:
         if not isinstance(tensor, Tensor):
             raise InvalidType(f"the buffer of a bucket is a Tensor, got {type(tensor).__name__}")
         old = self._buffer
-        self._check_size(tensor, old)
-        self._buffer = tensor
-        if old.is_sparse:
-            self._gradients = [tensor]
-        else:
-            self._gradients = [_same_view(view, old, tensor) for view in self._gradients]
-
-    def _check_size(self, tensor: Tensor, old: Tensor) -> None:
         if old.is_sparse:
             fits, wanted = tensor.is_sparse and tensor.shape == old.shape, f"sparse {[*old.shape]}"
         else:
@@ -114,30 +107,20 @@ class GradBucket:
                 f"the buffer of bucket {self._index} must be {wanted}, got "
                 f"{str(tensor.layout).removeprefix('torch.')} {[*tensor.shape]}"
             )
-
-
-def _same_view(view: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """Return the view of `new` that `view` is of `old`."""
-    offset = view.storage_offset() - old.storage_offset()
-    return new.as_strided(view.shape, view.stride(), new.storage_offset() + offset)
+        self._buffer = tensor
+        if old.is_sparse:
+            self._gradients = [tensor]
+        else:
+            shift = tensor.storage_offset() - old.storage_offset()
+            self._gradients = [
+                tensor.as_strided(view.shape, view.stride(), view.storage_offset() + shift)
+                for view in self._gradients
+            ]
 
 
 Hook = Callable[[Any, Any], Future[Tensor]]
-ABORT_MARGIN = 0.1
-"""The fraction of a group's timeout that is reserved for aborting before the peers time out."""
-ABORT_SECONDS = 1.0
-"""The least number of seconds to reserve, but no more than half of a short timeout."""
-DIAGNOSIS_SECONDS = 10.0
-"""How long a group whose deadline has passed may take to find out who is missing."""
-DEFAULT_HOOK_TIMEOUT = 1800.0
-"""For groups that do not report a timeout."""
 _BUCKETS = (inspect.Parameter.empty, GradBucket, c10d.GradBucket, "GradBucket", "dist.GradBucket")
 _FUTURES = ("Future[Tensor]", "Future[torch.Tensor]")
-_POSITIONAL = (
-    inspect.Parameter.POSITIONAL_ONLY,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL,
-)
 
 
 def check_hook(hook: Any) -> None:
@@ -148,13 +131,12 @@ def check_hook(hook: Any) -> None:
         signature = inspect.signature(hook)
     except ValueError:
         return  # some C functions have no signature
-    positional = [p for p in signature.parameters.values() if p.kind in _POSITIONAL]
-    if not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in positional) and not (
-        len(positional) >= 2 and all(p.default is not p.empty for p in positional[2:])
-    ):
+    try:
+        signature.bind(None, None)
+    except TypeError:
         raise InvalidArgument(
             f"a communication hook takes (state, bucket), but {hook_name(hook)} takes {signature}"
-        )
+        ) from None
     bucket = signature.parameters.get("bucket")
     if bucket is not None and bucket.annotation not in _BUCKETS:
         raise InvalidArgument(
@@ -169,23 +151,37 @@ def check_hook(hook: Any) -> None:
         )
 
 
-def hook_timeout(comm: Communicator) -> float:
-    """Return how many seconds a hook may take, so that an abort reaches the peers in time."""
-    timeout = comm.timeout or DEFAULT_HOOK_TIMEOUT
-    return timeout - max(ABORT_MARGIN * timeout, min(ABORT_SECONDS, timeout / 2))
-
-
 def hook_name(hook: Any) -> str:
     return str(getattr(hook, "__qualname__", None) or repr(hook))
+
+
+@dataclass(frozen=True)
+class HookTiming:
+    """How long to wait for hooks, in seconds; an abort must reach peers before they time out."""
+
+    abort_margin: float = 0.1
+    """The fraction of a group's timeout that is reserved for aborting."""
+    abort_seconds: float = 1.0
+    """The least to reserve, but no more than half of a short timeout."""
+    diagnosis_timeout: float = 10.0
+    """For a group whose deadline has passed to find out which ranks are missing."""
+    default_timeout: float = 1800.0
+    """Of groups that do not report a timeout."""
+
+
+DEFAULT_TIMING = HookTiming()
 
 
 class CommHook:
     """A hook, its state, and the group in which it reduces."""
 
-    def __init__(self, state: Any, hook: Hook, comm: Communicator) -> None:
+    def __init__(
+        self, state: Any, hook: Hook, comm: Communicator, timing: HookTiming = DEFAULT_TIMING
+    ) -> None:
         self._state = state
         self._hook = hook
         self._comm = comm
+        self._timing = timing
         self.name = hook_name(hook)
 
     def start(
@@ -196,7 +192,8 @@ class CommHook:
         `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
         called for an error message.
         """
-        work = HookWork(take, self._comm, f"communication hook {self.name}", describe)
+        work = HookWork(self._comm, f"communication hook {self.name}", describe, self._timing)
+        work.take = take
         with work:
             work.future = self._hook(self._state, shown)
         return work
@@ -206,13 +203,20 @@ class HookCall:
     """One call of a user's hook. A fault in it aborts the group and raises on every rank."""
 
     def __init__(
-        self, comm: Communicator, name: str, describe: Callable[[], str] | None = None
+        self,
+        comm: Communicator,
+        name: str,
+        describe: Callable[[], str] | None = None,
+        timing: HookTiming = DEFAULT_TIMING,
     ) -> None:
         self._comm = comm
         self._name = name
         self._describe = describe
-        self._timeout = hook_timeout(comm)
+        timeout = comm.timeout or timing.default_timeout
+        reserved = max(timing.abort_margin * timeout, min(timing.abort_seconds, timeout / 2))
+        self._timeout = timeout - reserved
         self._deadline = time.monotonic() + self._timeout
+        self._diagnosis_timeout = self._timeout + timing.diagnosis_timeout
 
     def error(self, why: str) -> HookError | GroupError:
         """Abort the group; return the error to raise, which is an earlier one if there is one."""
@@ -241,37 +245,24 @@ class HookCall:
 
     def result(self, future: Any) -> Any:
         """Wait for a future that the hook returned."""
-        if not self._is_done_in_time(future):
-            raise self.error(f"did not end its future within {self._timeout:.3g} s")
+        if not future.done():
+            done = threading.Event()
+            future.add_done_callback(lambda _: done.set())
+            # If the hook waits for peers in this group, the group will name the missing ranks.
+            if not done.wait(max(0.0, self._deadline - time.monotonic())) and not (
+                self._comm.is_busy() and done.wait(self._diagnosis_timeout)
+            ):
+                raise self.error(f"did not end its future within {self._timeout:.3g} s")
         with self:
             return future.wait()
-
-    def _is_done_in_time(self, future: Any) -> bool:
-        if future.done():
-            return True
-        done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
-        if done.wait(max(0.0, self._deadline - time.monotonic())):
-            return True
-        # If the hook waits for peers in this group, the group will name the missing ranks.
-        return self._comm.is_busy() and done.wait(self._timeout + DIAGNOSIS_SECONDS)
 
 
 class HookWork(HookCall):
     """A bucket that a hook is reducing."""
 
+    take: Callable[[Any], str]
     future: Any = None
-
-    def __init__(
-        self,
-        take: Callable[[Any], str],
-        comm: Communicator,
-        name: str,
-        describe: Callable[[], str],
-    ) -> None:
-        super().__init__(comm, name, describe)
-        self._take = take
-        self._has_ended = False
+    _has_ended = False
 
     def wait(self) -> bool:
         """Block until the bucket holds the result of the hook."""
@@ -282,7 +273,7 @@ class HookWork(HookCall):
         if isinstance(result, (list, tuple)) and len(result) == 1:
             (result,) = result
         with self:
-            wrong = self._take(result)
+            wrong = self.take(result)
         if wrong:
             raise self.error(f"returned a future of {wrong}")
         self._has_ended = True

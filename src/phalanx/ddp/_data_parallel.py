@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
 from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, MisuseError
@@ -58,7 +57,7 @@ from ._join_hook import (
     broadcast_progress,
 )
 from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers
-from ._module_inspection import ModuleInventory
+from ._module_inspection import ModuleInventory, NamedParameter
 from ._parameter_consistency import assert_same_values, verify_parameters
 from ._reducer import Reducer, backward_callback
 from ._stats import StepStats
@@ -137,6 +136,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
     _buffer_sync: BufferSynchronizer
     _divide_by_initial_world_size = True
     _ddp_sink_clone = True
+    logger = None  # as the next one, for what is inherited from torch
+    use_side_stream_for_tensor_copies = False
 
     def __init__(
         self,
@@ -175,14 +176,14 @@ class DistributedDataParallel(Joinable, TorchDDP):
                 "check_reduction is deprecated and does nothing", FutureWarning, stacklevel=2
             )
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self._inventory = ModuleInventory.of(module, self.parameters_to_ignore)
+        self.module = module
+        self._extra_parameters: list[NamedParameter] = []
+        self._inventory = self._inspect_module()
         self._delay, self._extra_parameters = _config.resolve_delayed(
             self._inventory.parameters, delay_all_reduce_named_params, param_to_hook_all_reduce
         )
         if self._extra_parameters:
-            self._inventory = ModuleInventory.of(
-                module, self.parameters_to_ignore, self._extra_parameters
-            )
+            self._inventory = self._inspect_module()
         named = self._inventory.parameters
         _config.check_parameters(named)
         _config.check_sync_batch_norms(self._inventory.sync_norms, named[0][1].device)
@@ -196,7 +197,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
             broadcast_buffers, forward_sync_buffers
         )
         self.dim = dim
-        self.module = module
         self.device = named[0][1].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({p.device for _, p in named}) > 1
@@ -227,6 +227,9 @@ class DistributedDataParallel(Joinable, TorchDDP):
             self.reducer.broadcast_parameters()
             if sync_buffers_at_start:
                 self._sync_buffers()
+
+    def _inspect_module(self) -> ModuleInventory:
+        return ModuleInventory.of(self.module, self.parameters_to_ignore, self._extra_parameters)
 
     def _connect(self) -> None:
         """Build everything that refers to the process group."""
@@ -261,9 +264,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     def _rebuild_if_replaced(self, _: object) -> None:
         """Build a new reducer if loading a state has replaced parameters."""
-        inventory = ModuleInventory.of(
-            self.module, self.parameters_to_ignore, self._extra_parameters
-        )
+        inventory = self._inspect_module()
         if {p for _, p in self._inventory.parameters} != {p for _, p in inventory.parameters}:
             self._inventory = inventory
             self._reconnect()
@@ -301,7 +302,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
             follows = NextBackward.REDUCED if is_reduced else NextBackward.LOCAL
             agree_on_next_backward(self.reducer, follows)
         if self.device_ids:
-            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
+            moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
@@ -588,28 +589,10 @@ class DistributedDataParallel(Joinable, TorchDDP):
                 "no default group. Enter one first: with phalanx.groups.process_group(group)"
             ) from error
         self.device_mesh = None
-        self._inventory = ModuleInventory.of(
-            self.module, self.parameters_to_ignore, self._extra_parameters
-        )
+        self._inventory = self._inspect_module()
         self._connect()
         self.reducer.syncs_gradients = syncs_gradients
         self.reducer.weights.current = weight
-
-    # -- devices ---------------------------------------------------------------------------
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[Any]) -> Any:
-        """Split inputs over devices, along `dim`."""
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        """Move inputs to a device."""
-        from torch.distributed.utils import _to_kwargs
-
-        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), False)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        """Concatenate outputs on a device, along `dim`."""
-        return gather(outputs, output_device, dim=self.dim)
 
     # -- torch's underscore names ----------------------------------------------------------
 
@@ -627,9 +610,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
     def _distributed_rank(self) -> int:
         return self._comm.rank
 
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> NoReturn:
-        raise err_type(err_msg)
-
     def _check_default_group(self) -> None:
         """Do nothing: a module can be copied and pickled with any group."""
 
@@ -641,16 +621,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
             if name not in ignored:
                 yield (name, parameter) if named_params else parameter
 
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Iterable[str]
-    ) -> None:
-        """Exclude parameters and buffers from synchronization when a module is wrapped later."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
     def _set_static_graph(self) -> None:
         self.static_graph = self.reducer.is_static = True
 
@@ -660,9 +630,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
     def _check_reducer_finalized(self) -> None:
         if self.reducer.is_running:
             raise InvalidState("a backward pass of this module has not finished")
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        self._ddp_sink_clone = val
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Do nothing: the entries of sparse gradients need no declaration."""

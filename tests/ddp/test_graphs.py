@@ -383,4 +383,4 @@ def test_parameters_that_come_into_use_are_learnt(group):
         ddp.zero_grad()
         whole.zero_grad()
     assert ddp.reducer.graph_ever_changed
-    assert not any(ddp.reducer._absent)
+    assert not any(ddp.reducer._layout.absent)

@@ -183,16 +183,13 @@ class AutogradHooks:
         """At most one callback, which puts a previous gradient back before autograd adds to it."""
         self.is_recording = False
 
-    def may_run(self) -> bool:
-        """Whether the current graph task may accumulate a gradient of these parameters."""
-        if Variable._execution_engine.is_checkpoint_valid():
+    def may_run(self, i: int | None) -> bool:
+        """Whether the current graph task may accumulate gradients: of parameter `i`, or of any."""
+        parameters = self._parameters if i is None else [self._parameters[i]]
+        if i is None and Variable._execution_engine.is_checkpoint_valid():
             # A plain ``backward()``. Reentrant checkpoints hide the parameters that it reaches, and
             # peers may reach some although this rank reaches none.
-            return any(p.requires_grad for p in self._parameters)
-        return self.runs(self._parameters)
-
-    def runs(self, parameters: Iterable[Parameter]) -> bool:
-        """Whether the current graph task accumulates the gradient of any of some parameters."""
+            return any(p.requires_grad for p in parameters)
         nodes = (accumulate_grad_node(p) for p in parameters if p.requires_grad)
         try:
             return any(map(torch._C._will_engine_execute_node, nodes))

@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,23 +42,6 @@ from ._parameter_consistency import NamedTensors, assert_same_values, fingerprin
 from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
 from ._scaling import Scale
 from ._stats import PassTiming
-
-
-@dataclass(frozen=True)
-class PassConfig:
-    """What stays the same from one pass to the next."""
-
-    comm: Communicator
-    names: Sequence[str]
-    parameters: Sequence[Parameter]
-    layout: BucketLayout
-    keeps_views: bool
-    """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
-    absent: Sequence[int]
-    """How many gradients of each piece did not arrive in the recorded pass."""
-    is_recording: bool
-    hook: CommHook | None
-    """Reduces the buckets instead of the group."""
 
 
 def assert_same_pass(
@@ -119,9 +101,11 @@ class ReducedPass:
 
     def __init__(
         self,
-        config: PassConfig,
+        layout: BucketLayout,
         scale: Scale,
+        hook: CommHook | None,
         *,
+        is_recording: bool,
         number: int,
         previous_are_local: bool,
         keeps_reduced: bool,
@@ -130,9 +114,12 @@ class ReducedPass:
         timing: PassTiming,
         optimizers: OptimizersInBackward | None = None,
     ) -> None:
-        self._config = config
-        self._buckets, self._pieces = config.layout.buckets, config.layout.pieces
+        self._layout = layout
+        self._buckets, self._pieces, self._comm = layout.buckets, layout.pieces, layout.comm
         self._scale = scale
+        self._hook = hook
+        """Reduces the buckets instead of the group."""
+        self._is_recording = is_recording
         self._number = (number - 1) % PASS_NUMBER_CYCLE + 1
         self._previous_are_local = previous_are_local
         """Whether previous gradients are this rank's own, not reduced yet."""
@@ -157,26 +144,25 @@ class ReducedPass:
         # With create_graph, autograd replaces `.grad` instead of adding to it. What it adds to a
         # bucket is not scaled.
         self._shows_early = (
-            config.keeps_views
+            layout.keeps_views
             and not torch.is_grad_enabled()
             and scale.factor == 1
             and scale.adds_new
         )
         self._late_factor = scale.factor if scale.adds_new else 0.0
-        recorded = enumerate(self._pieces) if config.is_recording else ()
-        self._piece_of = {i: number for number, piece in recorded for i in piece.members}
-        self._left = [len(piece.members) for piece in self._pieces]
-        """How many gradients of each piece have not arrived in a recording pass."""
-        self._arrived: set[int] = set()
+        recorded = self._pieces if is_recording else ()
+        self._piece_of = {i: n for n, piece in enumerate(recorded) for i in piece.members}
+        self._missing = [set(piece.members) for piece in recorded]
+        """The gradients of each piece that have not arrived in a recording pass."""
         self._complete: list[int] = []
         """Pieces of a recording pass that have arrived and are not gathered."""
         self._works: list[AnyWork | HookWork] = []
         """Of the buckets that are launched."""
         self._unused: list[int] = []
-        previous = [parameter.grad for parameter in config.parameters]
+        previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
         if self._previous_grads:
-            for parameter in config.parameters:
+            for parameter in layout.parameters:
                 parameter.grad = None
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         """Previous gradients of parameters that this rank does not use, in case no rank does. Each
@@ -193,7 +179,7 @@ class ReducedPass:
 
     def restore_previous(self, i: int) -> None:
         """Put a previous gradient back so that autograd adds to it, and hooks see the sum."""
-        old, parameter = self._previous_grads[i], self._config.parameters[i]
+        old, parameter = self._previous_grads[i], self._layout.parameters[i]
         if old is not None and not isinstance(parameter, LocalShard):
             parameter.grad = old
             self._previous_grads[i] = None
@@ -209,16 +195,15 @@ class ReducedPass:
             self._complete.remove(complete)
             self._gather(complete, [p.grad for p in self._pieces[complete].parameters])
             self._release(complete)
-        if i not in self._arrived:
-            self._arrived.add(i)
-            self._left[number] -= 1
-            if not self._left[number]:
+        if i in self._missing[number]:
+            self._missing[number].remove(i)
+            if not self._missing[number]:
                 self._complete.append(number)
 
     def ready(self, number: int) -> None:
         """Note that the last gradient of a piece has probably arrived."""
         new = [p.grad for p in self._pieces[number].parameters]
-        if self._is_gathered[number] or count_missing(new) != self._config.absent[number]:
+        if self._is_gathered[number] or count_missing(new) != self._layout.absent[number]:
             self.graph_changed = True
             return
         self._gather(number, new)
@@ -240,7 +225,7 @@ class ReducedPass:
                     self._unused.append(i)
                     if old is not None:
                         self._kept[i] = old, old.clone()
-        if not self._config.keeps_views:
+        if not self._layout.keeps_views:
             pairs = zip(previous or [None] * len(new), new, strict=True)
             own = [gradient if old is None else old for old, gradient in pairs]
             self._own.update(zip(piece.members, own, strict=True))
@@ -261,7 +246,7 @@ class ReducedPass:
         """
         piece = self._pieces[number]
         is_last = piece.bucket_index == len(self._buckets) - 1
-        if self._shows_early and is_last and not self._config.absent[number]:
+        if self._shows_early and is_last and not self._layout.absent[number]:
             self._show(number, None)
             return
         for parameter in piece.parameters:
@@ -271,16 +256,16 @@ class ReducedPass:
         assert not self._waiting[bucket.index]
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
         work: AnyWork | HookWork
-        if self._config.hook is None:
+        if self._hook is None:
             work = self._scale.start(bucket.payload)
         elif not bucket.members:  # only a header, which is not for the hook
-            work = self._config.comm.sum(bucket.payload)
+            work = self._comm.sum(bucket.payload)
         else:
             if self._works:
                 # A hook may call the group until its future has ended. Calls of two buckets must
                 # not interleave, and their order must be the same on all ranks.
                 self._works[-1].wait()
-            work = self._start_hook(self._config.hook, bucket)
+            work = self._start_hook(self._hook, bucket)
         self._works.append(work)
 
     def _start_hook(self, hook: CommHook, bucket: Bucket) -> HookWork:
@@ -290,8 +275,8 @@ class ReducedPass:
             bucket.views,
             bucket.parameters,
             all(not later.members for later in self._buckets[bucket.index + 1 :]),
-            group=self._config.comm.group,
-            names=[self._config.names[i] for i in bucket.members],
+            group=self._comm.group,
+            names=[self._layout.names[i] for i in bucket.members],
         )
         return hook.start(shown, bucket.take, describe=partial(self._describe, bucket))
 
@@ -308,7 +293,7 @@ class ReducedPass:
 
     def finish(self) -> None:
         """Reduce the remaining buckets, wait for all of them, and put the results in ``.grad``."""
-        header, comm, timing = self._config.layout.header, self._config.comm, self.timing
+        header, comm, timing = self._layout.header, self._comm, self.timing
         *others, last = self._buckets
         backward = time.perf_counter() - timing.began
         late = self._collect_late()
@@ -330,7 +315,7 @@ class ReducedPass:
         self._launch(last)
         began = time.perf_counter()
         self._wait(steps=not (late or self._compared))
-        if self._config.hook is not None and last.members:
+        if self._hook is not None and last.members:
             comm.sum(header.space).wait()  # the hook reduced only the gradients
         header.receive(self._number)
         assert_same_pass(header, comm, self._number, self._compared)
@@ -374,8 +359,8 @@ class ReducedPass:
         for number, piece in enumerate(self._pieces):
             if not self._is_gathered[number]:
                 new = [p.grad for p in piece.parameters]
-                is_expected = count_missing(new) == self._config.absent[number] == len(new)
-                self.graph_changed |= not (is_expected or self._config.is_recording)
+                is_expected = count_missing(new) == self._layout.absent[number] == len(new)
+                self.graph_changed |= not (is_expected or self._is_recording)
                 self._gather(number, new)
 
     def _wait(self, *, steps: bool) -> None:
@@ -397,7 +382,7 @@ class ReducedPass:
             self.stepped.update(map(id, bucket.parameters))
 
     def _describe(self, bucket: Bucket) -> str:
-        names = [self._config.names[i] for i in bucket.members]
+        names = [self._layout.names[i] for i in bucket.members]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
             f"bucket {bucket.index + 1} of {len(self._buckets)} of backward pass {self._number}, "
@@ -407,20 +392,20 @@ class ReducedPass:
     def _add_late(self, late: list[int], mine: dict[int, Tensor]) -> None:
         """Reduce the gradients that were late on any rank, and add them to the results."""
         if self._optimizers is not None:
-            names = ", ".join(repr(self._config.names[i]) for i in late)
+            names = ", ".join(repr(self._layout.names[i]) for i in late)
             raise InvalidState(
                 f"gradients of {names} arrived after their bucket was reduced and its optimizer in "
                 "backward had stepped, so the parameters are invalid: the graph has changed in "
                 "spite of static_graph=True. Return to a checkpoint and remove static_graph=True"
             )
         homes = {i: (b, place) for b in self._buckets for place, i in enumerate(b.members)}
-        if self._config.hook is not None:
+        if self._hook is not None:
             for bucket in {homes[i][0]: None for i in late}:
                 more = bucket.zeroed_copy()
                 for place, i in enumerate(bucket.members):
                     if i in mine:
                         more.add(place, mine[i], self._late_factor)
-                self._start_hook(self._config.hook, more).wait()
+                self._start_hook(self._hook, more).wait()
                 for place, part in enumerate(more.views):
                     bucket.add(place, self._scale.finish_one(part))
             return
@@ -435,7 +420,7 @@ class ReducedPass:
 
     def _show(self, number: int, used: list[bool] | None) -> None:
         """Put the results of a piece in ``.grad``; `used`: by some rank, None if all are."""
-        piece, keeps_views = self._pieces[number], self._config.keeps_views
+        piece, keeps_views = self._pieces[number], self._layout.keeps_views
         self._is_shown[number] = True
         results = self._buckets[piece.bucket_index].views[piece.places]
         if used is None and keeps_views:
@@ -452,7 +437,7 @@ class ReducedPass:
                 parameter.grad = None
 
     def _copied(self, i: int, result: Tensor) -> Tensor:
-        own, dtype = self._own[i], self._config.parameters[i].dtype
+        own, dtype = self._own[i], self._layout.parameters[i].dtype
         if own is None or result.is_sparse or (own.layout, own.dtype) != (result.layout, dtype):
             return result.to(dtype, copy=True)
         with torch.no_grad():

@@ -379,7 +379,9 @@ class BucketLayout:
         comm: Communicator,
         options: BucketOptions,
     ) -> None:
-        names = [name for name, _ in named]
+        self.comm = comm
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
         specs = []
         for name, p in named:
             is_sparse = name in options.sparse
@@ -388,12 +390,12 @@ class BucketLayout:
             is_delayed = name in options.delay.names
             specs.append(ParameterSpec(p.numel(), dtype, p.device, is_sparse, is_delayed))
         trigger = options.delay.after
-        after = names.index(trigger) if trigger in names else None
+        after = self.names.index(trigger) if trigger in self.names else None
         plans = plan_buckets(specs, order, options.caps, after=after)
         room = PassHeader.room(comm.size, len(named), len(plans))
         self.buckets: list[Bucket] = []
         for index, plan in enumerate(plans):
-            parameters = [named[i][1] for i in plan.members]
+            parameters = [self.parameters[i] for i in plan.members]
             if plan.is_sparse:
                 self.buckets.append(SparseBucket(index, plan.members, parameters))
                 continue
@@ -402,6 +404,10 @@ class BucketLayout:
             flat = comm.allocate(numel + extra, plan.dtype, plan.device)
             self.buckets.append(Bucket(index, plan.members, parameters, flat))
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
+        self.absent = [0] * len(self.pieces)
+        """How many gradients of each piece did not arrive in the recorded pass."""
+        self.keeps_views = False
+        """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
         last = self.buckets[-1]
         self.header = PassHeader(
             last.payload[last.buffer.numel() :], comm.rank, comm.size, len(named), len(plans)

@@ -6,7 +6,7 @@ Futures that a hook returns are waited for at the end of backward.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,19 +87,11 @@ class BufferSynchronizer:
     def wait(self) -> None:
         """Wait for the futures that the hook returned."""
         futures, self._futures = self._futures, []
-        self._wait_for(futures)
+        for future in futures:
+            assert self._call is not None
+            self._call.result(future)
 
     def wait_in_backward(self, output: Any) -> None:
         """Make the backward pass from an output wait for the futures that the hook returned."""
         if self._futures and torch.is_grad_enabled():
-            on_backward(output, self._wait_after_backward)
-
-    def _wait_after_backward(self) -> None:
-        futures, self._futures = self._futures, []
-        if futures:  # autograd calls this for every output
-            Variable._execution_engine.queue_callback(lambda: self._wait_for(futures))
-
-    def _wait_for(self, futures: Sequence[Any]) -> None:
-        for future in futures:
-            assert self._call is not None
-            self._call.result(future)
+            on_backward(output, lambda: Variable._execution_engine.queue_callback(self.wait))

@@ -66,16 +66,9 @@ from .hooks import allreduce_hook, fp16_compress_hook
 REDUCTIONS = ("mean", "sum")
 PREFIX = "module."
 UNPICKLED = (
-    "reducer",
-    "process_group",
-    "_comm",
-    "_inventory",
-    "_precision_policy",
-    "_buffer_sync",
-    "device_mesh",
-    "_join_config",
-    "_join_block",
-)
+    "reducer", "process_group", "_comm", "_inventory", "_precision_policy", "_buffer_sync",
+    "device_mesh", "_join_config", "_join_block",
+)  # fmt: skip
 
 
 class DistributedDataParallel(Joinable, TorchDDP):
@@ -136,7 +129,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
     _buffer_sync: BufferSynchronizer
     _divide_by_initial_world_size = True
     _ddp_sink_clone = True
-    logger = None  # as the next one, for what is inherited from torch
+    # What methods that are inherited from torch read:
+    logger = _delay_grad_buffer = None
     use_side_stream_for_tensor_copies = False
 
     def __init__(
@@ -603,9 +597,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
     def _inside_ddp_forward(self) -> AbstractContextManager[None]:  # type: ignore[override]
         return ActiveModule(self)
 
-    def _lazy_init(self) -> None:
-        """Do nothing: the constructor leaves nothing to the first forward pass."""
-
     @property
     def _distributed_rank(self) -> int:
         return self._comm.rank
@@ -633,9 +624,6 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     def _set_sparse_metadata(self, global_unique_ids: Any) -> None:
         """Do nothing: the entries of sparse gradients need no declaration."""
-
-    def _clear_grad_buffer(self) -> None:
-        """Do nothing: delayed gradients have no buffer of their own."""
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Reduce in another group from now on. Call it between steps, on every rank of it."""

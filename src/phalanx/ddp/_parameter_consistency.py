@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -87,11 +88,11 @@ def _first_difference(lists: dict[int, list[str]]) -> str:
     first = min(lists)
     mine = lists[first]
     rank, theirs = next((rank, theirs) for rank, theirs in lists.items() if theirs != mine)
-    for place, (one, other) in enumerate(zip(mine, theirs, strict=False)):
-        if one != other:
-            return f"parameter {place} is {one!r} on rank {first} and {other!r} on rank {rank}"
-    longer, who = (mine, first) if len(mine) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(mine), len(theirs))]
+    pairs = enumerate(zip_longest(mine, theirs))
+    place, one, other = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+    if one is not None and other is not None:
+        return f"parameter {place} is {one!r} on rank {first} and {other!r} on rank {rank}"
+    who, extra = (first, one) if other is None else (rank, other)
     return (
         f"rank {first} has {len(mine)} parameters and rank {rank} has {len(theirs)}; "
         f"only rank {who} has {extra!r}"

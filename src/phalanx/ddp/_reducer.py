@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from ..errors import InvalidState
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
-from ._backward_pass import LocalPass, PassConfig, ReducedPass
+from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook
 from ._communicator import AnyWork, Communicator, broadcast_coalesced
@@ -51,33 +51,26 @@ class ReducerRegistry:
     """The reducers of one group, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+        self.members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+        """By id. All ranks add reducers in the same order."""
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> ReducerRegistry:
         """Return the one registry of a group."""
         return _registries.setdefault(group, ReducerRegistry())
 
-    def add(self, reducer: Reducer) -> None:
-        """Register a reducer; in the same order on every rank."""
-        self._members[id(reducer)] = reducer
-
-    def remove(self, reducer: Reducer) -> None:
-        """Unregister a reducer."""
-        self._members.pop(id(reducer), None)
-
     def is_only_reducer(self, reducer: Reducer) -> bool:
         """Whether no other reducer can take part in the backward pass that begins."""
-        if len(self._members) == 1:
+        if len(self.members) == 1:
             return True
-        others = [other for other in self._members.values() if other is not reducer]
+        others = [other for other in self.members.values() if other is not reducer]
         return not (reducer.has_shared_backward or any(other.expects_backward for other in others))
 
     def participants(self, reducer: Reducer) -> list[Reducer]:
         """List the reducers in the same backward pass, this one included, in order."""
-        if len(self._members) == 1:
+        if len(self.members) == 1:
             return [reducer]
-        members = self._members.values()
+        members = self.members.values()
         present = [other for other in members if other.graph_task == reducer.graph_task]
         for each in present:
             each.has_shared_backward |= len(present) > 1
@@ -144,14 +137,12 @@ class Reducer:
         self._autograd_hooks = AutogradHooks([])
         self._since = time.perf_counter()
         self.track_trainable_parameters()
-        self._registry.add(self)
+        self._registry.members[id(self)] = self
 
     def use_hook(self, hook: CommHook) -> None:
         """Reduce the buckets with a hook from now on."""
         self.hook = hook
         self.scaling.has_hook = True
-        if not self.must_record:
-            self._update_pass_config()
 
     # -- the plan --------------------------------------------------------------------------
 
@@ -174,7 +165,6 @@ class Reducer:
         taken = list(zip(self.names, self.parameters, strict=True))
         self._layout = BucketLayout(taken, order, self.comm, self._options)
         self.buckets = self._layout.buckets
-        self._absent = [0] * len(self._layout.pieces)
         dtypes = {bucket.payload.dtype for bucket in self.buckets}
         self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
 
@@ -191,11 +181,10 @@ class Reducer:
         if self.must_record:
             self._start_recording()
         elif self._order is not None:
-            seen = set(self._autograd_hooks.order)
             self._arrange(self._order)
             self._order = None
             if self._autograd_hooks.is_recording:
-                self._expect_recorded_order(seen)
+                self._expect_recorded_order()
             else:  # the first forward pass had several backward passes
                 self._start_recording()
 
@@ -204,15 +193,21 @@ class Reducer:
 
     def _start_recording(self) -> None:
         self.must_record = False
-        self._autograd_hooks.detect_begin(self._begin_from_parameter, self._lifetime)
+        self._autograd_hooks.detect_begin(self._begin, self._lifetime)
         self._autograd_hooks.record(self._on_arrival)
-        self._update_pass_config()
+        self._check_layout()
 
-    def _expect_recorded_order(self, seen: set[int]) -> None:
-        members = [piece.members for piece in self._layout.pieces]
-        self._autograd_hooks.report_pieces(members, self._on_ready)
-        self._absent = [len(set(piece.members) - seen) for piece in self._layout.pieces]
-        self._update_pass_config()
+    def _expect_recorded_order(self) -> None:
+        pieces = [piece.members for piece in self._layout.pieces]
+        self._autograd_hooks.report_pieces(pieces, self._on_ready)
+        seen = set(self._autograd_hooks.order)
+        self._layout.absent = [len(set(members) - seen) for members in pieces]
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Follow what users may have done to parameters: new optimizers, another dtype."""
+        self.optimizers.check()
+        self._layout.keeps_views = self._keeps_views and all(b.holds_values for b in self.buckets)
 
     @property
     def is_running(self) -> bool:
@@ -234,20 +229,17 @@ class Reducer:
 
     def begin_from_output(self) -> None:
         """Begin a backward pass, unless it accumulates no gradients."""
+        self._begin(None)
+
+    def _begin(self, i: int | None) -> None:
+        """Begin a backward pass, unless one is in flight; before any gradient arrives.
+
+        `i`: the parameter that the pass has reached, if it reached no output that was found.
+        """
         if self._precision is not None:
             self._precision.use_copies_in_backward()
-        if not self._is_closed and self._autograd_hooks.may_run():
-            self._begin()
-
-    def _begin_from_parameter(self, i: int) -> None:
-        """Begin a backward pass that reached a parameter, but no output that was found."""
-        if self._precision is not None:
-            self._precision.use_copies_in_backward()
-        if not self._is_closed and self._autograd_hooks.runs([self.parameters[i]]):
-            self._begin()
-
-    def _begin(self) -> None:
-        """Begin a backward pass, unless one is in flight; before any gradient arrives."""
+        if self._is_closed or not self._autograd_hooks.may_run(i):
+            return
         self._abandon_if_dead()
         if self._in_flight is not None:
             return
@@ -310,8 +302,10 @@ class Reducer:
         steps_early = self.is_static and self.optimizers and not self._previous
         is_check_due = self._check_every > 0 and self._reduced % self._check_every == 0
         return ReducedPass(
-            self._pass_config,
+            self._layout,
             scale,
+            self.hook,
+            is_recording=self._autograd_hooks.is_recording,
             number=self._passes,
             previous_are_local=previous_are_local,
             keeps_reduced=bool(self._previous),
@@ -337,19 +331,6 @@ class Reducer:
             self.has_local_grads = False
             self.weights.clear()
             self._previous.clear()
-
-    def _update_pass_config(self) -> None:
-        self.optimizers.check()
-        self._pass_config = PassConfig(
-            comm=self.comm,
-            names=self.names,
-            parameters=self.parameters,
-            layout=self._layout,
-            keeps_views=self._keeps_views and all(b.holds_values for b in self.buckets),
-            absent=self._absent,
-            is_recording=self._autograd_hooks.is_recording,
-            hook=self.hook,
-        )
 
     def shadow(self, *, reduces: bool) -> None:
         """Take part in a backward pass of the others without gradients."""
@@ -427,7 +408,7 @@ class Reducer:
         if not self._has_agreed_order:
             self._agree_on_order()
         elif self._autograd_hooks.is_recording:
-            self._expect_recorded_order(set(self._autograd_hooks.order))
+            self._expect_recorded_order()
         elif done.any_graph_changed:
             # On all ranks: a recording pass launches nothing early, and collectives that a layer
             # makes in backward must come in the same order everywhere.
@@ -498,7 +479,7 @@ class Reducer:
         """Remove the hooks from the parameters and reduce nothing from now on."""
         self._is_closed = True
         self._autograd_hooks.close()
-        self._registry.remove(self)
+        self._registry.members.pop(id(self), None)
 
 
 def _no_pass() -> None:

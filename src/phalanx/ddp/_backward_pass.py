@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from .._formatting import format_ranks
 from ..errors import GroupError, HookError, InvalidState, RankMismatch
-from ._buckets import Bucket, BucketLayout, Gradients, count_missing, scale_gradient
+from ._buckets import Bucket, BucketLayout, BucketPiece, Gradients, count_missing, scale_gradient
 from ._comm_hook import CommHook, GradBucket, HookWork
 from ._communicator import AnyWork, Communicator
 from ._dtensor import LocalShard
@@ -296,8 +296,7 @@ class ReducedPass:
         header, comm, timing = self._layout.header, self._comm, self.timing
         *others, last = self._buckets
         backward = time.perf_counter() - timing.began
-        late = self._collect_late()
-        self._gather_remaining()
+        late = self._gather_remaining()
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
         arrivals = *timing.arrivals, time.perf_counter() - timing.since
@@ -331,37 +330,35 @@ class ReducedPass:
                 self._show(number, used)
         timing.ended = time.perf_counter()
 
-    def _collect_late(self) -> dict[int, Tensor]:
-        """Add gradients that arrived after gathering; return those that arrived after launch."""
+    def _gather_remaining(self) -> dict[int, Tensor]:
+        """Gather what has arrived since pieces were reported; return what came after launch."""
         late: dict[int, Tensor] = {}
         for number, piece in enumerate(self._pieces):
-            if not self._is_gathered[number] or self._is_shown[number]:
+            if self._is_shown[number]:
                 continue
             new = [p.grad for p in piece.parameters]
-            if count_missing(new) == len(new):
-                continue
-            for offset, gradient in enumerate(new):
-                i, place = piece.members[offset], piece.places.start + offset
-                if gradient is None:
-                    continue
-                if piece.bucket_index < len(self._works):  # launched
-                    late[i] = gradient
-                    self.graph_changed = True
-                    continue
-                self._buckets[piece.bucket_index].add(place, gradient, self._late_factor)
-                if i in self._unused:
-                    self._unused.remove(i)
-                    self.graph_changed = True
-        return late
-
-    def _gather_remaining(self) -> None:
-        """Gather pieces that were not reported: none of it arrives, or the graph has changed."""
-        for number, piece in enumerate(self._pieces):
-            if not self._is_gathered[number]:
-                new = [p.grad for p in piece.parameters]
+            if not self._is_gathered[number]:  # none of it arrives, or the graph has changed
                 is_expected = count_missing(new) == self._layout.absent[number] == len(new)
                 self.graph_changed |= not (is_expected or self._is_recording)
                 self._gather(number, new)
+            elif count_missing(new) < len(new):
+                self._take_late(piece, new, late)
+        return late
+
+    def _take_late(self, piece: BucketPiece, new: Gradients, late: dict[int, Tensor]) -> None:
+        for offset, gradient in enumerate(new):
+            i = piece.members[offset]
+            if gradient is None:
+                continue
+            if piece.bucket_index < len(self._works):  # launched
+                late[i] = gradient
+                self.graph_changed = True
+                continue
+            bucket = self._buckets[piece.bucket_index]
+            bucket.add(piece.places.start + offset, gradient, self._late_factor)
+            if i in self._unused:
+                self._unused.remove(i)
+                self.graph_changed = True
 
     def _wait(self, *, steps: bool) -> None:
         """Wait for all buckets; step their optimizers, unless the header can change gradients."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -49,18 +49,16 @@ class _BufferCommHook:
             )
 
 
+@dataclass
 class BufferSynchronizer:
     """Makes the buffers of a module equal on all ranks."""
 
-    def __init__(
-        self, inventory: ModuleInventory, comm: Communicator, hook: _BufferCommHook | None
-    ) -> None:
-        self._inventory = inventory
-        self._comm = comm
-        self.hook = hook
-        """Called instead of the broadcast."""
-        self._call: HookCall | None = None
-        self._futures: list[Any] = []
+    _inventory: ModuleInventory
+    _comm: Communicator
+    hook: _BufferCommHook | None
+    """Called instead of the broadcast."""
+    _call: HookCall | None = None
+    _futures: list[Any] = field(default_factory=list)
 
     @property
     def runs_after_forward(self) -> bool:

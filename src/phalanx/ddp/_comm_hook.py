@@ -28,6 +28,7 @@ from ._communicator import Communicator
 from ._dtensor import original_parameter
 
 
+@dataclass(slots=True, repr=False, eq=False)
 class GradBucket:
     """The gradients of some parameters, flat and one by one.
 
@@ -35,31 +36,18 @@ class GradBucket:
     and `group` and `names`.
     """
 
-    __slots__ = ("_buffer", "_gradients", "_index", "_is_last", "_parameters", "group", "names")
+    _index: int
+    _buffer: Tensor
+    _gradients: Sequence[Tensor]
+    _parameters: Sequence[Parameter]
+    _is_last: bool
+    group: dist.ProcessGroup | None = None
+    """The group in which the module reduces its gradients, if known."""
+    names: Sequence[str] | None = None
+    """The names of the parameters in the module, in order, if known.
 
-    def __init__(
-        self,
-        index: int,
-        buffer: Tensor,
-        gradients: Sequence[Tensor],
-        parameters: Sequence[Parameter],
-        is_last: bool,
-        *,
-        group: dist.ProcessGroup | None = None,
-        names: Sequence[str] | None = None,
-    ) -> None:
-        self._index = index
-        self._buffer = buffer
-        self._gradients = gradients
-        self._parameters = parameters
-        self._is_last = is_last
-        self.group = group
-        """The group in which the module reduces its gradients, if known."""
-        self.names = names
-        """The names of the parameters in the module, in order, if known.
-
-        Buckets can be rearranged after the first step or after a restart. A hook that keeps state
-        about gradients should key it by name."""
+    Buckets can be rearranged after the first step or after a restart. A hook that keeps state about
+    gradients should key it by name."""
 
     def __repr__(self) -> str:
         dtype = str(self._buffer.dtype).removeprefix("torch.")
@@ -172,17 +160,18 @@ class HookTiming:
 DEFAULT_TIMING = HookTiming()
 
 
+@dataclass(frozen=True)
 class CommHook:
     """A hook, its state, and the group in which it reduces."""
 
-    def __init__(
-        self, state: Any, hook: Hook, comm: Communicator, timing: HookTiming = DEFAULT_TIMING
-    ) -> None:
-        self._state = state
-        self._hook = hook
-        self._comm = comm
-        self._timing = timing
-        self.name = hook_name(hook)
+    state: Any
+    hook: Hook
+    comm: Communicator
+    timing: HookTiming = DEFAULT_TIMING
+
+    @property
+    def name(self) -> str:
+        return hook_name(self.hook)
 
     def start(
         self, shown: GradBucket, take: Callable[[Any], str], *, describe: Callable[[], str]
@@ -192,10 +181,10 @@ class CommHook:
         `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
         called for an error message.
         """
-        work = HookWork(self._comm, f"communication hook {self.name}", describe, self._timing)
+        work = HookWork(self.comm, f"communication hook {self.name}", describe, self.timing)
         work.take = take
         with work:
-            work.future = self._hook(self._state, shown)
+            work.future = self.hook(self.state, shown)
         return work
 
 

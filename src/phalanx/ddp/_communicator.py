@@ -152,7 +152,7 @@ def broadcast_coalesced(
     backward and would detect the write.
     """
     with torch.no_grad():
-        for group in _chunks([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
+        for group in chunk_tensors([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
             sizes = [t.numel() for t in group]
             flat = comm.allocate(sum(sizes), group[0].dtype, group[0].device)
             parts = torch.split(flat, sizes)
@@ -166,10 +166,10 @@ def broadcast_coalesced(
                         tensor.copy_(received)
 
 
-def _chunks(tensors: Sequence[Tensor], limit: int) -> list[list[Tensor]]:
+def chunk_tensors(tensors: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
     """Divide tensors into lists of one dtype and device, of about `limit` bytes."""
     chunks: list[list[Tensor]] = []
-    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], float]] = {}
     for tensor in tensors:
         key = tensor.dtype, tensor.device
         chunk, size = filling.get(key, ([], limit))

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, MisuseError
 from ..join import Join, Joinable, JoinHook, _JoinConfig
-from . import _config
+from . import _config, _interop, _join_hook
 from ._autograd_hooks import on_backward
 from ._buckets import BucketOptions
 from ._buffer_sync import (
@@ -41,21 +41,6 @@ from ._buffer_sync import (
 )
 from ._comm_hook import CommHook, check_hook
 from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
-from ._interop import (
-    ActiveModule,
-    active_module,
-    compilable,
-    compiler_bucket_cap,
-    exclude_package_from_compiler,
-    not_compiled,
-)
-from ._join_hook import (
-    NextBackward,
-    _DDPJoinHook,
-    agree_on_next_backward,
-    broadcast_gradients,
-    broadcast_progress,
-)
 from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers
 from ._module_inspection import ModuleInventory, NamedParameter
 from ._parameter_consistency import assert_same_values, verify_parameters
@@ -63,8 +48,10 @@ from ._reducer import Reducer, backward_callback
 from ._stats import StepStats
 from .hooks import allreduce_hook, fp16_compress_hook
 
-REDUCTIONS = ("mean", "sum")
 PREFIX = "module."
+MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e15
+"""Gradients are multiplied by weights and their quotients. Beyond these bounds the products would
+overflow or vanish."""
 UNPICKLED = (
     "reducer", "process_group", "_comm", "_inventory", "_precision_policy", "_buffer_sync",
     "device_mesh", "_join_config", "_join_block",
@@ -163,7 +150,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self.register_load_state_dict_pre_hook(_accept_unprefixed_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(DistributedDataParallel._rebuild_if_replaced)  # type: ignore[no-untyped-call]
         self._join_config, self._join_block = _JoinConfig.construct_disabled_join_config(), None
-        if reduce not in REDUCTIONS:
+        if reduce not in ("mean", "sum"):
             raise InvalidArgument(f"reduce must be 'mean' or 'sum', got {reduce!r}")
         if check_reduction:
             warnings.warn(
@@ -223,7 +210,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
                 self._sync_buffers()
 
     def _inspect_module(self) -> ModuleInventory:
-        return ModuleInventory.of(self.module, self.parameters_to_ignore, self._extra_parameters)
+        return ModuleInventory(self.module, self.parameters_to_ignore, self._extra_parameters)
 
     def _connect(self) -> None:
         """Build everything that refers to the process group."""
@@ -236,7 +223,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
             parameters = [p for _, p in self._inventory.parameters]
             self._precision_policy = PrecisionPolicy(self.mixed_precision, self.module, parameters)
         caps = _config.resolve_bucket_caps(*self._bucket_sizes, shared=self._comm.shares_memory)
-        self.bucket_bytes_cap = compiler_bucket_cap(caps.rest)
+        self.bucket_bytes_cap = _interop.compiler_bucket_cap(caps.rest)
         self.reducer = Reducer(
             self._inventory.parameters,
             self._comm,
@@ -265,17 +252,17 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     # -- training --------------------------------------------------------------------------
 
-    @not_compiled
+    @_interop.not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module on this rank's inputs; the backward pass from its outputs is reduced."""
-        exclude_package_from_compiler()
+        _interop.exclude_package_from_compiler()
         began = time.perf_counter()
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         output = self._post_forward(self._run_ddp_forward(*inputs, **kwargs))
         self.reducer.forward_seconds += time.perf_counter() - began
         return output
 
-    @not_compiled
+    @_interop.not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Begin a step; return the inputs, on the device of the module."""
         is_join, tracks = self._join_config.enable, torch.is_grad_enabled()
@@ -293,22 +280,24 @@ class DistributedDataParallel(Joinable, TorchDDP):
         elif is_join_step:
             # Tell ranks that shadow this one which backward pass follows.
             is_reduced = self.require_backward_grad_sync
-            follows = NextBackward.REDUCED if is_reduced else NextBackward.LOCAL
-            agree_on_next_backward(self.reducer, follows)
+            follows = (
+                _join_hook.NextBackward.REDUCED if is_reduced else _join_hook.NextBackward.LOCAL
+            )
+            _join_hook.agree_on_next_backward(self.reducer, follows)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
 
-    @not_compiled
+    @_interop.not_compiled
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         with self._inside_ddp_forward():
-            run = compilable(self.module)
+            run = _interop.compilable(self.module)
             if self._precision_policy is None:
                 return run(*inputs, **kwargs)
             return self._precision_policy.run(run, inputs, kwargs)
 
-    @not_compiled
+    @_interop.not_compiled
     def _post_forward(self, output: Any) -> Any:
         """Arrange that the backward pass from an output is reduced; return the output."""
         if self.buffer_hook is not None:
@@ -358,6 +347,13 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     @weight.setter
     def weight(self, weight: float | None) -> None:
+        if weight is not None:
+            weight = float(weight)
+            if weight and not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # NaN is not, either
+                raise InvalidArgument(
+                    f"weight must be 0 or between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}, "
+                    f"got {weight:g}. Only ratios matter: scale the weights of all ranks equally"
+                )
         self.reducer.weights.current = weight
 
     def backward(self, loss: Tensor, *, weight: float | None = None, **kwargs: Any) -> None:
@@ -474,7 +470,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         return int(highest) - 1
 
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
-        _config.check_sync_batch_norms(ModuleInventory.of(module, ()).sync_norms, self.device)
+        _config.check_sync_batch_norms(ModuleInventory(module, ()).sync_norms, self.device)
 
     # -- uneven inputs ---------------------------------------------------------------------
 
@@ -497,7 +493,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Make the hook for a rank without data; takes `divide_by_initial_world_size`."""
-        return _DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
+        return _join_hook._DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
     def can_leave(self) -> bool:
@@ -535,8 +531,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
         root = max(rank for rank, is_last in enumerate(flags) if is_last)
         if not all(flags):
             if self._ranks_leave:
-                broadcast_progress(self.reducer, root)
-            broadcast_gradients(self.reducer, root)
+                _join_hook.broadcast_progress(self.reducer, root)
+            _join_hook.broadcast_gradients(self.reducer, root)
             self.reducer.must_record = True
             self.require_forward_param_sync = True  # ranks may differ in their last pass
         parameters = [parameter for _, parameter in self._inventory.parameters]
@@ -592,10 +588,10 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     @classmethod
     def _get_active_ddp_module(cls) -> Any:
-        return active_module()
+        return _interop.active_module()
 
     def _inside_ddp_forward(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        return ActiveModule(self)
+        return _interop.ActiveModule(self)
 
     @property
     def _distributed_rank(self) -> int:

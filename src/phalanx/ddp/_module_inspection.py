@@ -7,7 +7,6 @@ takes longer than the rest of the construction.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -15,42 +14,38 @@ from torch.nn import Parameter
 NamedParameter = tuple[str, Parameter]
 
 
-@dataclass(frozen=True)
 class ModuleInventory:
-    """The parameters of a module, and the places of its buffers."""
+    """The parameters of a module, and the places of its buffers.
 
-    parameters: list[NamedParameter]
-    """Each once, in the order of ``named_parameters``."""
-    sparse: frozenset[str]
-    """The names of embeddings with sparse gradients."""
-    sync_norms: list[tuple[str, nn.SyncBatchNorm]]
-    _parts: list[tuple[str, nn.Module]]
-    _buffer_tables: list[dict[str, Tensor | None]]
-    """The buffers of each part, by name; empty for most."""
-    _ignored: Collection[str]
+    Leaves out the `ignored` names, and adds the `extra` parameters.
+    """
 
-    @classmethod
-    def of(
-        cls, module: nn.Module, ignored: Collection[str], extra: Collection[NamedParameter] = ()
-    ) -> ModuleInventory:
-        """Inspect a module; leave out the `ignored` names, and add the `extra` parameters."""
+    def __init__(
+        self, module: nn.Module, ignored: Collection[str], extra: Collection[NamedParameter] = ()
+    ) -> None:
         found: dict[Parameter, str] = {}
-        sparse, sync_norms, parts = set(), [], []
+        sparse = set()
+        self.sync_norms: list[tuple[str, nn.SyncBatchNorm]] = []
+        self._ignored = ignored
+        self._parts: list[tuple[str, nn.Module]] = []
         for path, part in module.named_modules():
             prefix = path and f"{path}."
-            parts.append((prefix, part))
+            self._parts.append((prefix, part))
             for name, parameter in part._parameters.items():
                 if parameter is not None and prefix + name not in ignored:
                     found.setdefault(parameter, prefix + name)
             if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
                 sparse.add(f"{prefix}weight")
             elif isinstance(part, nn.SyncBatchNorm):
-                sync_norms.append((path, part))
+                self.sync_norms.append((path, part))
         for name, parameter in extra:
             found.setdefault(parameter, name)
-        named = [(name, parameter) for parameter, name in found.items()]
-        tables = [part._buffers for _, part in parts]
-        return cls(named, frozenset(sparse), sync_norms, parts, tables, ignored)
+        self.parameters = [(name, parameter) for parameter, name in found.items()]
+        """Each once, in the order of ``named_parameters``."""
+        self.sparse = frozenset(sparse)
+        """The names of embeddings with sparse gradients."""
+        self._buffer_tables = [part._buffers for _, part in self._parts]
+        """The buffers of each part, by name; empty for most."""
 
     def buffers(self) -> list[Tensor]:
         """List the current buffers, each once. A module may replace buffers at any time.

@@ -15,19 +15,19 @@ They never reach `.grad`, so no hook on a parameter sees them.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.autograd import Variable
 from torch.nn import Parameter
 
@@ -36,7 +36,7 @@ from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task,
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook
-from ._communicator import AnyWork, Communicator, broadcast_coalesced
+from ._communicator import AnyWork, Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
 from ._interop import refuse_compiled_backward
 from ._mixed_precision import PrecisionPolicy
@@ -53,11 +53,6 @@ class ReducerRegistry:
     def __init__(self) -> None:
         self.members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         """By id. All ranks add reducers in the same order."""
-
-    @staticmethod
-    def of(group: dist.ProcessGroup) -> ReducerRegistry:
-        """Return the one registry of a group."""
-        return _registries.setdefault(group, ReducerRegistry())
 
     def is_only_reducer(self, reducer: Reducer) -> bool:
         """Whether no other reducer can take part in the backward pass that begins."""
@@ -133,7 +128,7 @@ class Reducer:
         """Whether another reducer ever took part in a backward pass of this one."""
         self.graph_task: int | None = None
         """The autograd graph task of the pass in flight."""
-        self._registry = ReducerRegistry.of(comm.group)
+        self._registry = _registries.setdefault(comm.group, ReducerRegistry())
         self._autograd_hooks = AutogradHooks([])
         self._since = time.perf_counter()
         self.track_trainable_parameters()
@@ -244,7 +239,7 @@ class Reducer:
         if self._in_flight is not None:
             return
         refuse_compiled_backward()
-        self._forget_dropped()
+        self._drop_zeroed_grads()
         self._passes += 1
         self._autograd_hooks.restart()
         outer = find_outer_graph_task()
@@ -319,8 +314,7 @@ class Reducer:
         if self.weights.last is not None or self._previous:
             self._previous.note_local(self.parameters)
 
-    def _forget_dropped(self) -> None:
-        """Forget local passes if the user has zeroed their gradients."""
+    def _drop_zeroed_grads(self) -> None:
         if self.has_local_grads and self._previous.drop_zeroed():
             self.drop_local_grads()
 
@@ -341,7 +335,7 @@ class Reducer:
             return
         self._reduced += 1
         with torch.no_grad():
-            self._forget_dropped()
+            self._drop_zeroed_grads()
             if not self.has_local_grads:
                 self._previous.set_aside(self.parameters)
             for parameter in self.parameters:
@@ -496,13 +490,13 @@ def backward_callback(reducer: Reducer) -> Callable[[], None]:
     return reducer.begin_from_output
 
 
+@dataclass
 class DistributedAutogradPass:
     """The backward passes of one forward pass in a context of `torch.distributed.autograd`."""
 
-    def __init__(self, reducer: Reducer, context: int) -> None:
-        self._reducer = reducer
-        self._context = context
-        self._has_begun = False
+    _reducer: Reducer
+    _context: int
+    _has_begun: bool = False
 
     def begin(self) -> None:
         """Note that a backward pass has begun. Every output calls this."""
@@ -521,12 +515,9 @@ class DistributedAutogradPass:
                 "distributed autograd context, since they are not in .grad"
             )
         found = torch._C._distributed_autograd.get_gradients(self._context)
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-        for parameter in reducer.parameters:
-            kinds[parameter.dtype, parameter.device].append(parameter)
         weight = reducer.weights.current
         with torch.no_grad():
-            for parameters in kinds.values():
+            for parameters in chunk_tensors(reducer.parameters, math.inf):
                 # A missing gradient counts as zero. The sum of weights comes last.
                 parts = [found.get(each, torch.zeros_like(each)) for each in parameters]
                 if any(part.is_sparse for part in parts):

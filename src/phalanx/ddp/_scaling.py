@@ -18,15 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..errors import InvalidArgument
 from ._buckets import Bucket
 from ._communicator import AnyWork, Communicator
 from ._dtensor import LocalShard
 from ._pass_header import NO_DATA, NO_WEIGHT, PassHeader
 
-MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e15
-"""Gradients are multiplied by weights and their quotients. Beyond these bounds the products would
-overflow or vanish."""
 OVERFLOW_PRONE_DTYPES = (torch.float16,)
 """Dtypes that would overflow if a gradient were multiplied by the number of tokens in a batch."""
 
@@ -102,7 +98,8 @@ class LossWeights:
     """The weights of one rank since the last reduction."""
 
     def __init__(self) -> None:
-        self._current: float | None = None
+        self.current: float | None = None
+        """The weight of the following passes; None to weigh all ranks equally."""
         self.last: float | None = None
         """The weight of the last pass that had one; gradients are accumulated relative to it."""
         self.total = 0.0
@@ -112,25 +109,9 @@ class LossWeights:
 
         Unless it is close to the sum of all weights, narrow dtypes overflow or lose digits."""
 
-    @property
-    def current(self) -> float | None:
-        """The weight of the following passes; None to weigh all ranks equally."""
-        return self._current
-
-    @current.setter
-    def current(self, weight: float | None) -> None:
-        if weight is not None:
-            weight = float(weight)
-            if weight and not MIN_WEIGHT <= weight <= MAX_WEIGHT:  # NaN is not, either
-                raise InvalidArgument(
-                    f"weight must be 0 or between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}, "
-                    f"got {weight:g}. Only ratios matter: scale the weights of all ranks equally"
-                )
-        self._current = weight
-
     def accumulate(self, parameters: Sequence[Parameter]) -> None:
         """Count the current weight, before autograd adds to the gradients of a pass."""
-        weight = self._current
+        weight = self.current
         self._total_before = self.total
         if not weight:
             return

@@ -66,7 +66,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
             parts = _parts(item)
             if parts is None:
                 left = min(left, _MAX_VISITED)
-                parts = _attributes(item)
+                parts = [] if isinstance(item, _OPAQUE) else _attributes(item)
             pending.extend(reversed(parts))
 
 
@@ -85,8 +85,6 @@ def _parts(item: Any) -> list[Any] | None:
 
 def _attributes(item: Any) -> list[Any]:
     """List the values of attributes without running code of the class."""
-    if isinstance(item, _OPAQUE):
-        return []
     found: list[Any] = []
     with suppress(AttributeError):
         found.extend(object.__getattribute__(item, "__dict__").values())

@@ -118,25 +118,21 @@ class ReducedPass:
         self._buckets, self._pieces, self._comm = layout.buckets, layout.pieces, layout.comm
         self._scale = scale
         self._hook = hook
-        """Reduces the buckets instead of the group."""
         self._is_recording = is_recording
         self._number = (number - 1) % PASS_NUMBER_CYCLE + 1
         self._previous_are_local = previous_are_local
         """Whether previous gradients are this rank's own, not reduced yet."""
         self._keeps_reduced = keeps_reduced
         """Whether reduced gradients were set aside and will be added after the pass."""
-        self._compared = compared
-        """The parameters whose values ranks compare in this pass."""
+        self._compared = compared  # between ranks
         self._launches_early = launches_early
         self._optimizers = optimizers
         """Step a bucket's parameters when it is reduced; static_graph rules out late gradients."""
-        self.stepped: set[int] = set()
-        """The ids of the parameters that have been stepped."""
+        self.stepped: set[int] = set()  # ids of parameters
         self.timing = timing
         self.graph_changed = False
         """This rank's graph differs from the recorded one."""
-        self.any_graph_changed = False
-        """Some rank's graph differs; known when the header is reduced."""
+        self.any_graph_changed = False  # on some rank; known when the header is reduced
         self._waiting = [len(bucket.pieces) for bucket in self._buckets]
         """How many pieces of each bucket are not gathered."""
         self._is_gathered = [False] * len(self._pieces)
@@ -156,8 +152,7 @@ class ReducedPass:
         """The gradients of each piece that have not arrived in a recording pass."""
         self._complete: list[int] = []
         """Pieces of a recording pass that have arrived and are not gathered."""
-        self._works: list[AnyWork | HookWork] = []
-        """Of the buckets that are launched."""
+        self._works: list[AnyWork | HookWork] = []  # of the buckets that are launched
         self._unused: list[int] = []
         previous = [parameter.grad for parameter in layout.parameters]
         self._previous_grads = previous if count_missing(previous) < len(previous) else []
@@ -299,13 +294,13 @@ class ReducedPass:
         late = self._gather_remaining()
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
-        arrivals = *timing.arrivals, time.perf_counter() - timing.since
+        now = time.perf_counter() - timing.since
         has_data = self._scale.weight != NO_DATA
         header.write(
             self._number,
             self._scale.weight,
             fingerprint(self._compared) if self._compared else 0,
-            [timing.forward, backward, *arrivals],
+            [timing.forward, backward, *timing.arrivals, now],
             unused=self._unused,
             late=late,
             graph_changed=self.graph_changed and has_data,

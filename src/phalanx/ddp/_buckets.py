@@ -24,11 +24,9 @@ from .. import native
 from ..groups._fast_path import DTYPE_NUMBERS, can_read_tensors
 from ._communicator import Communicator
 from ._dtensor import local_tensor
-from ._pass_header import PassHeader
+from ._pass_header import HEADER_DTYPES, PassHeader
 
 MIB = 1 << 20
-HEADER_DTYPES = (torch.float32, torch.float64)
-"""Dtypes that hold the counts and times of a header exactly enough."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +100,7 @@ def plan_buckets(
 ) -> list[BucketPlan]:
     """Divide parameters into buckets, in the order in which their gradients are expected.
 
-    Delayed gradients follow that of parameter `after`, or come last. The last bucket can carry a
-    header; if no parameter has a suitable dtype, it has no parameters.
+    Delayed gradients follow that of parameter `after`, or come last.
     """
     plans: list[BucketPlan] = []
     filling: dict[tuple[torch.dtype, torch.device, bool, bool], tuple[BucketPlan, int]] = {}

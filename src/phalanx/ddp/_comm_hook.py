@@ -169,10 +169,6 @@ class CommHook:
     comm: Communicator
     timing: HookTiming = DEFAULT_TIMING
 
-    @property
-    def name(self) -> str:
-        return hook_name(self.hook)
-
     def start(
         self, shown: GradBucket, take: Callable[[Any], str], *, describe: Callable[[], str]
     ) -> HookWork:
@@ -181,7 +177,8 @@ class CommHook:
         `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
         called for an error message.
         """
-        work = HookWork(self.comm, f"communication hook {self.name}", describe, self.timing)
+        name = f"communication hook {hook_name(self.hook)}"
+        work = HookWork(self.comm, name, describe, self.timing)
         work.take = take
         with work:
             work.future = self.hook(self.state, shown)

@@ -2,9 +2,6 @@
 
 phalanx groups and torch groups differ in what they support. `Communicator` hides the
 difference; no other module of this package asks which kind a group is.
-
-`broadcast_coalesced` sends many tensors in few calls. It does not write to a tensor whose value is
-already right, since autograd may have saved it for backward.
 """
 
 from __future__ import annotations
@@ -140,11 +137,7 @@ BROADCAST_BUCKET_BYTES = 250 << 20
 
 
 def broadcast_coalesced(
-    tensors: Sequence[Tensor],
-    comm: Communicator,
-    *,
-    root: int = 0,
-    chunk: int = BROADCAST_BUCKET_BYTES,
+    tensors: Sequence[Tensor], comm: Communicator, *, root: int, chunk: int = BROADCAST_BUCKET_BYTES
 ) -> None:
     """Give every rank the root's values, with tensors of one dtype in one message.
 

@@ -19,6 +19,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partialmethod
 from typing import Any, NoReturn
 
 import torch
@@ -33,13 +34,8 @@ from ..join import Join, Joinable, JoinHook, _JoinConfig
 from . import _config, _interop, _join_hook
 from ._autograd_hooks import on_backward
 from ._buckets import BucketOptions
-from ._buffer_sync import (
-    BufferHook,
-    BufferSynchronizer,
-    _BufferCommHook,
-    _BufferCommHookLocation,
-)
-from ._comm_hook import CommHook, check_hook
+from ._buffer_sync import BufferHook, BufferSynchronizer, _BufferCommHook, _BufferCommHookLocation
+from ._comm_hook import CommHook, check_hook, hook_name
 from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
 from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers
 from ._module_inspection import ModuleInventory, NamedParameter
@@ -384,8 +380,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
         check_hook(hook)
         if self._hook is not None:
             raise InvalidState(
-                f"this module already has a communication hook, "
-                f"{CommHook(*self._hook, self._comm).name}; it can have one communication hook"
+                f"this module already has a communication hook, {hook_name(self._hook[1])}; it can "
+                "have one communication hook"
             )
         self._hook = state, hook
         self.reducer.use_hook(CommHook(state, hook, self._comm))
@@ -696,19 +692,16 @@ UNSUPPORTED = {
 """Methods that work on the internals of torch's class, and what to use instead."""
 
 
-def _unsupported(name: str, instead: str) -> Callable[..., NoReturn]:
-    def refuse(*_args: Any, **_kwargs: Any) -> NoReturn:
-        raise InvalidState(
-            f"{name}() works on internals of torch's DDP that phalanx does not have. "
-            f"Instead, {instead}"
-        )
-
-    refuse.__name__, refuse.__qualname__ = name, f"DistributedDataParallel.{name}"
-    return refuse
+def _refuse(
+    _: DistributedDataParallel, name: str, instead: str, *_args: Any, **_kwargs: Any
+) -> NoReturn:
+    raise InvalidState(
+        f"{name}() works on internals of torch's DDP that phalanx does not have. Instead, {instead}"
+    )
 
 
 for _name, _instead in UNSUPPORTED.items():
-    setattr(DistributedDataParallel, _name, _unsupported(_name, _instead))
+    setattr(DistributedDataParallel, _name, partialmethod(_refuse, _name, _instead))
 
 
 def _accept_unprefixed_names(

@@ -53,13 +53,12 @@ class _DDPJoinHook(JoinHook):
                 f"the join hook is for DistributedDataParallel, got {type(ddp).__name__}"
             )
         self.ddp = cast("DistributedDataParallel", ddp)
-        self._divide_by_initial_world_size = divide_by_initial_world_size
         self.ddp._divide_by_initial_world_size = divide_by_initial_world_size
 
     def main_hook(self) -> None:
         """Make the calls of one forward and one backward pass."""
         ddp, reducer = self.ddp, self.ddp.reducer
-        reducer.scaling.divide_by_initial_world_size = self._divide_by_initial_world_size
+        reducer.scaling.divide_by_initial_world_size = ddp._divide_by_initial_world_size
         reducer.prepare()
         if ddp._check_sync_bufs_pre_fwd():
             ddp._sync_module_buffers(ddp._find_common_rank(reducer.comm.rank, False))

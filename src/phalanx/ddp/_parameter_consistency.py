@@ -46,19 +46,19 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     rows = comm.gather_numbers([1, *(_fingerprint_of(tensor) for _, tensor in named)])
     cards = {rank: row[1:] for rank, row in enumerate(rows) if row[0]}  # 0: the rank has left
     first = min(cards)
-    for place, (name, _) in enumerate(named):
+    differing = [i for i in range(len(named)) if len({card[i] for card in cards.values()}) > 1]
+    if differing:
+        place, *more = differing
         odd = [rank for rank, card in cards.items() if card[place] != cards[first][place]]
-        if odd:
-            later = range(place + 1, len(named))
-            more = sum(len({card[i] for card in cards.values()}) > 1 for i in later)
-            raise RankMismatch(
-                f"parameter {name!r} differs: {format_ranks(odd)} and rank {first} "
-                f"have different values{f' (and {more} more parameters differ)' if more else ''}. "
-                "Something other than the optimizer step changed it on some ranks",
-                group=getattr(comm.group, "label", ""),
-                operation="assert_in_sync",
-                ranks=odd,
-            )
+        also = f" (and {len(more)} more parameters differ)" if more else ""
+        raise RankMismatch(
+            f"parameter {named[place][0]!r} differs: {format_ranks(odd)} and rank {first} have "
+            f"different values{also}. Something other than the optimizer step changed it on some "
+            "ranks",
+            group=getattr(comm.group, "label", ""),
+            operation="assert_in_sync",
+            ranks=odd,
+        )
 
 
 def fingerprint(named: NamedTensors) -> int:

@@ -27,7 +27,8 @@ PASS_NUMBER_CYCLE = 1 << 20
 NO_WEIGHT = -1.0
 NO_DATA = -2.0
 """The weight of a rank without data, whose peers may or may not use weights."""
-_C_TYPES: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+HEADER_DTYPES = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+"""Dtypes that hold the counts and times of a header exactly enough, and their C types."""
 
 
 class PassHeader:
@@ -37,7 +38,7 @@ class PassHeader:
         self.space = space
         """The end of the last bucket, which is reduced with it."""
         self._host = space if space.device.type == "cpu" else torch.empty_like(space, device="cpu")
-        kind = _C_TYPES[space.dtype]
+        kind: Any = HEADER_DTYPES[space.dtype]
         self._numbers = (kind * space.numel()).from_address(self._host.data_ptr())
         self._width = FIXED_FIELDS + buckets
         self._rows = size * self._width

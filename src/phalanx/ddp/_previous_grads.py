@@ -35,8 +35,8 @@ class PreviousGrads:
         self._held: list[Parameter] = []
         """The parameters that had a gradient after the last local pass."""
         self._had_values = False
-        self._is_known = True
-        """Whether the last local pass finished."""
+        self.is_known = True
+        """Whether the last local pass finished. If it raised, changes cannot be detected."""
 
     def __bool__(self) -> bool:
         """Whether there are reduced gradients that must not be reduced again."""
@@ -74,11 +74,7 @@ class PreviousGrads:
         self._held = [p for p in parameters if original_parameter(p).grad is not None]
         self._had_values = any(_has_values(p.grad) for p in self._held)
         self._local_state = {p: _state(p) for p in self._reduced}
-        self._is_known = True
-
-    def note_failure(self) -> None:
-        """Note that a local pass raised, so that changes cannot be detected."""
-        self._is_known = False
+        self.is_known = True
 
     def drop_zeroed(self) -> bool:
         """Forget gradients that were zeroed after the last local pass; return whether all were.
@@ -88,7 +84,7 @@ class PreviousGrads:
         for parameter in [*self._reduced]:
             if not _has_values(parameter.grad):
                 del self._reduced[parameter]
-            elif self._is_known:
+            elif self.is_known:
                 now, version = _state(parameter)
                 before, version_before = self._local_state[parameter]
                 if now is not before or version != version_before:

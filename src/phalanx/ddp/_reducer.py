@@ -35,7 +35,7 @@ from ..errors import InvalidState
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
-from ._comm_hook import CommHook
+from ._comm_hook import CommHook, hook_name
 from ._communicator import AnyWork, Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
 from ._interop import refuse_compiled_backward
@@ -110,7 +110,7 @@ class Reducer:
         self.syncs_gradients = True
         """Whether backward passes are reduced; read when a pass begins."""
         self._passes = self._reduced = 0
-        self._lifetime: PassLifetime = [_no_pass]
+        self._lifetime: PassLifetime = [lambda: None]
         """Returns None once autograd has dropped the pass under way: a weak reference to the queued
         callback, or what `find_outer_graph_task` returned."""
         self.has_local_grads = False
@@ -143,22 +143,21 @@ class Reducer:
 
     def track_trainable_parameters(self) -> None:
         """Start again with the parameters that require gradients now."""
-        taken = [(name, p) for name, p in self.named if p.requires_grad]
-        self.names = [name for name, _ in taken]
-        self.parameters = [p for _, p in taken]
+        self._trainable = [(name, p) for name, p in self.named if p.requires_grad]
+        self.names = [name for name, _ in self._trainable]
+        self.parameters = [p for _, p in self._trainable]
         self._frozen = [p for _, p in self.named if not p.requires_grad]
         self._autograd_hooks.close()
         self._autograd_hooks = AutogradHooks(self.parameters)
         self._has_agreed_order, self._order = False, None
         # Modules are usually registered in the order of forward; backward is the reverse.
-        self._arrange(list(reversed(range(len(taken)))))
+        self._arrange(list(reversed(range(len(self.names)))))
         self.must_record = True
         """Whether the next pass records the order of gradients; equal on all ranks."""
 
     def _arrange(self, order: list[int]) -> None:
         self._arranged_by = order
-        taken = list(zip(self.names, self.parameters, strict=True))
-        self._layout = BucketLayout(taken, order, self.comm, self._options)
+        self._layout = BucketLayout(self._trainable, order, self.comm, self._options)
         self.buckets = self._layout.buckets
         dtypes = {bucket.payload.dtype for bucket in self.buckets}
         self._may_overflow = not dtypes.isdisjoint(OVERFLOW_PRONE_DTYPES)
@@ -348,9 +347,7 @@ class Reducer:
                 self._previous.add()
             if not self._has_agreed_order:
                 self._agree_on_order()
-            self._note(shadow)
-        if self.optimizers:
-            self.optimizers.step(besides=shadow.stepped)
+        self._complete(shadow)
 
     def _on_arrival(self, i: int) -> None:
         if isinstance(self._in_flight, ReducedPass):
@@ -385,11 +382,10 @@ class Reducer:
             if isinstance(current, ReducedPass):
                 self._previous.add()
                 self._update_order(current)
-                self._note(current)
-        if isinstance(current, ReducedPass) and self.optimizers:
-            self.optimizers.step(besides=current.stepped)
+        if isinstance(current, ReducedPass):
+            self._complete(current)
 
-    def _note(self, done: ReducedPass) -> None:
+    def _complete(self, done: ReducedPass) -> None:
         self.has_local_grads = False
         self._announced = None
         self.graph_ever_changed |= done.graph_changed
@@ -397,6 +393,8 @@ class Reducer:
         self._previous.clear()
         self.stats.add(done.timing, self._layout.header.clocks(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
+        if self.optimizers:
+            self.optimizers.step(besides=done.stepped)
 
     def _update_order(self, done: ReducedPass) -> None:
         if not self._has_agreed_order:
@@ -429,13 +427,13 @@ class Reducer:
         if self._in_flight is not None and self._lifetime[0]() is None:
             current, self._in_flight = self._in_flight, None
             self.graph_task = None
-            self._lifetime[0] = _no_pass
+            self._lifetime[0] = lambda: None
             current.abandon()
-            is_local = isinstance(current, LocalPass)
-            self.weights.undo_last_pass(keeps_gradients=is_local)
-            if is_local:
-                self._previous.note_failure()
+            if isinstance(current, LocalPass):
+                self.weights.undo_last_pass()
+                self._previous.is_known = False
             else:
+                self.weights.clear()
                 self._previous.clear()
                 # `.grad` may hold what autograd added after the failure.
                 self.has_local_grads = True
@@ -476,10 +474,6 @@ class Reducer:
         self._registry.members.pop(id(self), None)
 
 
-def _no_pass() -> None:
-    return None
-
-
 def backward_callback(reducer: Reducer) -> Callable[[], None]:
     """Return what to call when the backward pass of the current forward pass begins."""
     rpc: Any = sys.modules.get("torch.distributed.rpc.api")
@@ -511,8 +505,8 @@ class DistributedAutogradPass:
         self._has_begun = reducer.expects_backward = False
         if reducer.hook is not None:
             raise InvalidState(
-                f"communication hook {reducer.hook.name} cannot reduce the gradients of a "
-                "distributed autograd context, since they are not in .grad"
+                f"communication hook {hook_name(reducer.hook.hook)} cannot reduce the gradients of "
+                "a distributed autograd context, since they are not in .grad"
             )
         found = torch._C._distributed_autograd.get_gradients(self._context)
         weight = reducer.weights.current

@@ -12,7 +12,7 @@ of all samples times the sum of all weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -120,16 +120,9 @@ class LossWeights:
         self.last = weight
         self.total += weight
 
-    def undo_last_pass(self, *, keeps_gradients: bool) -> None:
-        """Undo the last pass, which failed.
-
-        If the gradients from before it still exist, they have been scaled to the pass's weight, so
-        that weight stays the last one.
-        """
-        if keeps_gradients:
-            self.total = self._total_before
-        else:
-            self.clear()
+    def undo_last_pass(self) -> None:
+        """Undo a local pass that failed; gradients from before it stay scaled to its weight."""
+        self.total = self._total_before
 
     def clear(self) -> None:
         """Start again after a reduction."""
@@ -186,9 +179,7 @@ class ScaleSelector:
 
     def without_data(self) -> Scale:
         """Choose the scale of a pass to which this rank contributes nothing."""
-        scale = self._make()
-        scale.weight = NO_DATA
-        return scale
+        return replace(self._make(), weight=NO_DATA)
 
     def _make(self) -> Scale:
         unit = self.weights.unit or 1.0

@@ -64,7 +64,7 @@ class Communicator:
 
     @property
     def compares_calls(self) -> bool:
-        """Whether the group detects at once that ranks make different calls."""
+        """Whether the group itself detects that ranks make different calls."""
         return self._ours is not None and self._ours.compares_calls
 
     @property
@@ -107,9 +107,9 @@ class Communicator:
         self, numbers: Sequence[float], root: int, dtype: torch.dtype = torch.int64
     ) -> list[Any]:
         """Return the root's numbers; all ranks pass as many."""
-        card = self._small(list(numbers), dtype)
-        self.broadcast(card, root).wait()
-        return card.tolist()
+        tensor = self._small(list(numbers), dtype)
+        self.broadcast(tensor, root).wait()
+        return tensor.tolist()
 
     def gather_numbers(
         self, numbers: Sequence[float], dtype: torch.dtype = torch.int64

@@ -44,12 +44,12 @@ def verify_parameters(
 def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     """Raise, naming the first parameter whose value is not the same on all ranks."""
     rows = comm.gather_numbers([1, *(_fingerprint_of(tensor) for _, tensor in named)])
-    cards = {rank: row[1:] for rank, row in enumerate(rows) if row[0]}  # 0: the rank has left
-    first = min(cards)
-    differing = [i for i in range(len(named)) if len({card[i] for card in cards.values()}) > 1]
+    values = {rank: row[1:] for rank, row in enumerate(rows) if row[0]}  # 0: the rank has left
+    first = min(values)
+    differing = [i for i in range(len(named)) if len({row[i] for row in values.values()}) > 1]
     if differing:
         place, *more = differing
-        odd = [rank for rank, card in cards.items() if card[place] != cards[first][place]]
+        odd = [rank for rank, row in values.items() if row[place] != values[first][place]]
         also = f" (and {len(more)} more parameters differ)" if more else ""
         raise RankMismatch(
             f"parameter {named[place][0]!r} differs: {format_ranks(odd)} and rank {first} have "

@@ -111,7 +111,7 @@ class Reducer:
         """Whether backward passes are reduced; read when a pass begins."""
         self._passes = self._reduced = 0
         self._lifetime: PassLifetime = [lambda: None]
-        """Returns None once autograd has dropped the pass under way: a weak reference to the queued
+        """Returns None once autograd has dropped the pass in flight: a weak reference to the queued
         callback, or what `find_outer_graph_task` returned."""
         self.has_local_grads = False
         """Whether ``.grad`` contains gradients of this rank that are not reduced."""
@@ -205,7 +205,7 @@ class Reducer:
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass has begun and not finished."""
+        """Whether a backward pass is in flight."""
         return self._in_flight is not None
 
     def broadcast_parameters(self, root: int = 0) -> None:
@@ -490,19 +490,19 @@ class DistributedAutogradPass:
 
     _reducer: Reducer
     _context: int
-    _has_begun: bool = False
+    _has_started: bool = False
 
     def begin(self) -> None:
-        """Note that a backward pass has begun. Every output calls this."""
+        """Note the start of a backward pass. Every output calls this."""
         self._reducer.begin_from_output()  # it may be a plain backward pass all the same
-        if self._reducer.is_running or self._has_begun or not self._reducer.syncs_gradients:
+        if self._reducer.is_running or self._has_started or not self._reducer.syncs_gradients:
             return
-        self._has_begun = True
+        self._has_started = True
         Variable._execution_engine.queue_callback(self._finish)
 
     def _finish(self) -> None:
         reducer = self._reducer
-        self._has_begun = reducer.expects_backward = False
+        self._has_started = reducer.expects_backward = False
         if reducer.hook is not None:
             raise InvalidState(
                 f"communication hook {hook_name(reducer.hook.hook)} cannot reduce the gradients of "

@@ -115,10 +115,6 @@ REWORD = {
         "one, or give each a prefix of its own"
     ),
     (
-        "rank {} is not in the group any more, and the state of its share with it: make "
-        "another optimizer on a group of those who are left, and load a checkpoint"
-    ),
-    (
         "ranks have come to the end of different joins of their group (by rank, counted from "
         "the first: {}). A join inside of another one's loop cannot end on a rank that has "
         "no data for the outer one: put both around the same loop"

@@ -213,7 +213,7 @@ def test_settings_that_are_refused(group):
     ):
         with pytest.raises(error, match=told):
             DDP(mlp(), process_group=group, mixed_precision=setting)
-    with pytest.raises(InvalidArgument, match="no full values"):
+    with pytest.raises(InvalidArgument, match="no full-precision parameters"):
         DDP(mlp().to(LOW), process_group=group, mixed_precision=MixedPrecision(LOW))
     with pytest.raises(InvalidArgument, match="floating-point"):
         MixedPrecision(param_dtype=torch.int8)

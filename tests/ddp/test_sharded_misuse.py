@@ -38,12 +38,12 @@ def test_bad_arguments(group):
         ShardedOptimizer(nn.LazyLinear(2).parameters(), SGD, process_group=group)
     with pytest.raises(errors.InvalidState, match="no values"):
         ShardedOptimizer(nn.Linear(2, 2, device="meta").parameters(), SGD, process_group=group)
-    with pytest.raises(errors.InvalidType, match="Linear is none"):
+    with pytest.raises(errors.InvalidType, match="got .*Linear"):
         ShardedOptimizer(module.parameters(), nn.Linear, process_group=group)
-    with pytest.raises(errors.InvalidType, match="SGD is none"):
+    with pytest.raises(errors.InvalidType, match="got SGD"):
         ShardedOptimizer(module.parameters(), SGD(module.parameters()), process_group=group)
     for refused in (torch.optim.LBFGS, ShardedOptimizer):
-        with pytest.raises(errors.InvalidArgument, match="step each parameter by itself"):
+        with pytest.raises(errors.InvalidArgument, match="step each parameter independently"):
             ShardedOptimizer(module.parameters(), refused, process_group=group)
     with pytest.raises(ValueError, match="learning rate"):
         ShardedOptimizer(module.parameters(), SGD, process_group=group, lr=-1.0)
@@ -54,7 +54,7 @@ def test_bad_arguments(group):
 @on_pairs
 def test_bad_groups(group):
     module = nn.Linear(3, 2)
-    with pytest.raises(errors.InvalidArgument, match="this rank is not in the group"):
+    with pytest.raises(errors.InvalidArgument, match="this rank is not in the process group"):
         ShardedOptimizer(module.parameters(), SGD, process_group=dist.GroupMember.NON_GROUP_MEMBER)
     with pytest.raises(errors.InvalidType, match="got str"):
         ShardedOptimizer(module.parameters(), SGD, process_group="world")
@@ -97,7 +97,7 @@ def test_bad_states(group):
     ):
         with pytest.raises(ValueError, match=told):
             pair.sharded.load_state_dict(state)
-    with pytest.raises(errors.InvalidArgument, match="no rank 2 among 2"):
+    with pytest.raises(errors.InvalidArgument, match="0 to 1.*got 2"):
         pair.sharded.consolidate_state_dict(to=2)
     for copied in (copy.deepcopy, pickle.dumps):
         with pytest.raises(errors.InvalidState, match="cannot be copied"):
@@ -112,7 +112,7 @@ def test_a_share_whose_owner_has_left_is_missed(group):
     if group.rank() == 2:
         group.leave()
         return
-    with pytest.raises(errors.InvalidState, match="rank 2 is not in the group any more"):
+    with pytest.raises(errors.InvalidState, match="rank 2 left the group"):
         for _ in range(1000):  # until the departure is known here
             group.barrier().wait()
             pair.sharded._check_members()

@@ -197,7 +197,7 @@ def test_wrong_shapes_and_groups_are_refused(group):
     norm = SyncBatchNorm(CHANNELS, process_group=group)
     with pytest.raises(ValueError, match="at least 2D"):
         norm(torch.ones(3))
-    with pytest.raises(TypeError, match="process_group is a group, not str"):
+    with pytest.raises(TypeError, match="process_group must be a ProcessGroup or None, got str"):
         SyncBatchNorm(CHANNELS, process_group="world")
 
 
@@ -356,7 +356,7 @@ def test_conversion_keeps_what_a_layer_has():
 
 
 def test_conversion_of_a_layer_without_a_shape_is_refused():
-    with pytest.raises(RuntimeError, match="run the module once, then convert"):
+    with pytest.raises(RuntimeError, match="Run the module once, then convert"):
         SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.LazyBatchNorm1d()))
 
 

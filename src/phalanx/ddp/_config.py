@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..errors import InvalidArgument, InvalidState, InvalidType
 from ..groups._factory import default_group
 from ._buckets import MIB, BucketCaps, DelayedReduction
-from ._mixed_precision import MixedPrecision, as_mixed_precision, check_precision
+from ._mixed_precision import resolve_mixed_precision as resolve_mixed_precision
 from ._module_inspection import NamedParameter
-from ._sync_batch_norm import SyncBatchNorm
+from ._sync_batch_norm import GroupRef, SyncBatchNorm
 
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
@@ -50,46 +50,39 @@ def resolve_group(process_group: Any, device_mesh: Any) -> dist.ProcessGroup:
                 f"device_mesh must have one axis, but has {device_mesh.ndim}. "
                 "Slice it, as in mesh['dp']"
             )
-        found: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
-        return found
+        process_group = device_mesh.get_group(mesh_dim=0)
     if process_group is None:
         return require_default_group()
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidArgument("this rank is not in the process group")
     if not isinstance(process_group, dist.ProcessGroup):
-        raise InvalidType(
-            f"process_group must be a ProcessGroup, got {type(process_group).__name__}"
-        )
+        kind = type(process_group).__name__
+        raise InvalidType(f"process_group must be a ProcessGroup, got {kind}")
     return process_group
 
 
-def check_parameters(named: Sequence[NamedParameter]) -> None:
+def check_materialized(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise for parameters without a shape, and for those without values."""
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidState(
-                f"parameter {name!r} has no shape yet. Run the module once before wrapping it"
-            )
+            raise InvalidState(f"parameter {name!r} has no shape yet. Run the module once before")
+        if parameter.device.type == "meta":
+            raise InvalidState(f"parameter {name!r} has no values: it is on the meta device")
+
+
+def check_parameters(named: Sequence[NamedParameter]) -> None:
     if not named:
         raise InvalidState("the module has no parameters, so no parameter requires a gradient")
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
-    if types == ["meta"]:
-        raise InvalidState(f"parameter {named[0][0]!r} has no values: it is on the meta device")
+    check_materialized(named)
 
 
 def check_trainable(named: Sequence[NamedParameter]) -> None:
     """Raise if nothing requires a gradient; called after ranks have compared their modules."""
     if not any(parameter.requires_grad for _, parameter in named):
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
-
-
-def resolve_mixed_precision(
-    mixed_precision: Any, named: Sequence[NamedParameter]
-) -> MixedPrecision | None:
-    if mixed_precision is None:
-        return None
-    config = as_mixed_precision(mixed_precision)
-    check_precision(config, named)
-    return config
 
 
 def check_sync_batch_norms(
@@ -109,7 +102,7 @@ def set_sync_batch_norm_group(
     """Give the group to layers that have none."""
     for _, layer in sync_norms:
         if isinstance(layer, SyncBatchNorm):
-            layer.lend(group)
+            layer.wrapper_group = GroupRef(group)
 
 
 def resolve_devices(
@@ -179,14 +172,12 @@ def resolve_bucket_caps(
 ) -> BucketCaps:
     """Return the sizes of buckets; `shared`: ranks can read each other's memory."""
     if bucket_cap_mb_list:
-        return BucketCaps(
-            BUCKET_BYTES, each=tuple(_cap_in_bytes(cap) for cap in bucket_cap_mb_list)
-        )
-    if bucket_cap_mb is None and shared:
+        return BucketCaps(BUCKET_BYTES, each=tuple(map(_cap_in_bytes, bucket_cap_mb_list)))
+    if bucket_cap_mb is not None:
+        return BucketCaps(_cap_in_bytes(bucket_cap_mb))
+    if shared:
         return BucketCaps(SHARED_MEMORY_BUCKET_BYTES)
-    if bucket_cap_mb is None:
-        return BucketCaps(BUCKET_BYTES, first=FIRST_BUCKET_BYTES)
-    return BucketCaps(_cap_in_bytes(bucket_cap_mb))
+    return BucketCaps(BUCKET_BYTES, first=FIRST_BUCKET_BYTES)
 
 
 def _cap_in_bytes(mebibytes: float) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,12 +34,11 @@ class MixedPrecision:
     """Of buffers, permanently."""
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            dtype = getattr(self, each.name)
-            if dtype is not None and not isinstance(dtype, torch.dtype):
-                raise InvalidType(f"{each.name} is a torch.dtype or None, not {dtype!r}")
+        for name, dtype in vars(self).items():
+            if not isinstance(dtype, torch.dtype | None):
+                raise InvalidType(f"{name} must be a torch.dtype or None, got {dtype!r}")
             if dtype is not None and not dtype.is_floating_point:
-                raise InvalidArgument(f"{each.name} is a floating-point type, not {dtype}")
+                raise InvalidArgument(f"{name} must be a floating-point dtype, got {dtype}")
 
     @property
     def gradient_dtype(self) -> torch.dtype | None:
@@ -47,33 +46,32 @@ class MixedPrecision:
         return self.reduce_dtype or self.param_dtype
 
 
-def as_mixed_precision(given: Any) -> MixedPrecision:
-    """Accept our class or torch's."""
-    if isinstance(given, MixedPrecision):
-        return given
+def resolve_mixed_precision(
+    given: Any, named: Sequence[tuple[str, Parameter]]
+) -> MixedPrecision | None:
+    """Accept our class or torch's; raise if parameters have no higher precision to keep."""
+    if given is None:
+        return None
     try:
-        return MixedPrecision(*(getattr(given, each.name) for each in fields(MixedPrecision)))
+        config = MixedPrecision(given.param_dtype, given.reduce_dtype, given.buffer_dtype)
     except AttributeError:
         kind = type(given).__name__
-        raise InvalidType(f"mixed_precision is a MixedPrecision, not a {kind}") from None
-
-
-def check_precision(config: MixedPrecision, named: Sequence[tuple[str, Parameter]]) -> None:
+        raise InvalidType(f"mixed_precision must be a MixedPrecision, got {kind}") from None
     wanted = config.param_dtype
-    if wanted is None:
-        return
-    lowered = [(name, p) for name, p in named if p.is_floating_point()]
+    lowered = [(name, p) for name, p in named if wanted and p.is_floating_point()]
     for name, parameter in lowered:
+        assert wanted is not None
         if torch.finfo(parameter.dtype).bits < torch.finfo(wanted).bits:
             raise InvalidArgument(
-                f"param_dtype is {wanted}, but parameter {name!r} is only {parameter.dtype}: what "
-                "is more precise than it would be lost; keep the module in full precision"
+                f"param_dtype={wanted} is wider than parameter {name!r} ({parameter.dtype}), so "
+                "the extra precision would be lost. Keep the module in full precision"
             )
     if lowered and all(p.dtype == wanted for _, p in lowered):
         raise InvalidArgument(
-            f"the module is in {wanted} already, so that there are no full values to keep: wrap it "
-            "in full precision, or leave mixed_precision out"
+            f"the module is already in {wanted} and has no full-precision parameters to keep. Wrap "
+            "it in full precision, or omit mixed_precision"
         )
+    return config
 
 
 class PrecisionPolicy:
@@ -82,8 +80,8 @@ class PrecisionPolicy:
     def __init__(
         self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
     ) -> None:
-        self._config = config
-        wanted = config.param_dtype
+        self._dtype = wanted = config.param_dtype
+        self.gradient_dtype = config.gradient_dtype
         lowered = {p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted}
         self._places: list[tuple[nn.Module, str, Parameter]] = [
             (part, name, p)
@@ -96,11 +94,6 @@ class PrecisionPolicy:
         self._task: int | None = None
         """The graph task that holds the copies."""
 
-    @property
-    def gradient_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients are reduced, if it is not their own."""
-        return self._config.gradient_dtype
-
     # -- forward -----------------------------------------------------------------------------
 
     def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
@@ -112,19 +105,17 @@ class PrecisionPolicy:
         for copy, name in copies:
             if copy._version:
                 raise InvalidState(
-                    f"forward wrote to parameter {name!r}, which is a copy of another type there: "
-                    "the change would be lost; do it outside of forward"
+                    f"forward wrote to the low-precision copy of parameter {name!r}, so the change "
+                    "would be lost. Change parameters outside forward"
                 )
         return output
 
     def _cast(self, value: Any) -> Any:
-        wanted = self._config.param_dtype
+        def lower(item: Any) -> Any:
+            is_float = isinstance(item, Tensor) and item.is_floating_point()
+            return item.to(self._dtype) if is_float else item
 
-        def smaller(item: Any) -> Any:
-            is_number = isinstance(item, Tensor) and item.is_floating_point()
-            return item.to(wanted) if is_number else item
-
-        return value if wanted is None else tree_map(smaller, value)
+        return value if self._dtype is None else tree_map(lower, value)
 
     # -- backward ----------------------------------------------------------------------------
 
@@ -138,10 +129,6 @@ class PrecisionPolicy:
             # Autograd keeps the callback until the task ends or fails; either way it is released.
             Variable._execution_engine.queue_callback(_ReleaseCopies(self))
 
-    def end_backward(self) -> None:
-        self._task = None
-        self._release()
-
     # -- the copies --------------------------------------------------------------------------
 
     def _hold(self) -> list[tuple[Tensor, str]]:
@@ -149,12 +136,10 @@ class PrecisionPolicy:
         self._holders += 1
         if self._holders > 1:
             return []
-        wanted = self._config.param_dtype
         for part, _, parameter in self._places:
             if parameter not in self._copies:
-                is_sparse = getattr(part, "sparse", False)
-                cast = _SparseCast.apply if is_sparse else torch.Tensor.to
-                self._copies[parameter] = cast(parameter, wanted)
+                cast = _SparseCast.apply if getattr(part, "sparse", False) else Tensor.to
+                self._copies[parameter] = cast(parameter, self._dtype)
         self._put(self._copies)
         return [(self._copies[parameter], name) for _, name, parameter in self._places]
 
@@ -176,9 +161,6 @@ class PrecisionPolicy:
     def _put(self, copies: dict[Parameter, Tensor]) -> None:
         for part, name, parameter in self._places:
             part._parameters[name] = copies.get(parameter, parameter)  # type: ignore[assignment]
-        self._refresh_rnn_weights()
-
-    def _refresh_rnn_weights(self) -> None:
         # Recurrent layers keep lists of their parameters.
         for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
             part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
@@ -206,10 +188,10 @@ class _ReleaseCopies:
     def __call__(self) -> None:
         precision, self._precision = self._precision, None
         if precision is not None:
-            precision.end_backward()
+            precision._task = None
+            precision._release()
 
-    def __del__(self) -> None:
-        self()
+    __del__ = __call__
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, *, ignored: Collection[str]) -> None:

@@ -11,8 +11,8 @@ A pass in `no_sync` steps nothing; its gradients are part of the next reduced pa
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,8 +21,10 @@ from torch.optim import LBFGS, Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 
-OPTIMIZERS_ATTRIBUTE = "_in_backward_optimizers"
-"""Where torch's ``_apply_optimizer_in_backward`` stores the optimizers of a parameter."""
+
+def _applied(parameter: Tensor) -> Sequence[Optimizer]:
+    """Return the optimizers that torch's ``_apply_optimizer_in_backward`` gave to a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", ())
 
 
 class OptimizersInBackward:
@@ -31,54 +33,45 @@ class OptimizersInBackward:
     def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
         self._named = list(named)
         self._ends = self._named[:1] + self._named[-1:]
-        self._applied = {
-            p: len(getattr(p, OPTIMIZERS_ATTRIBUTE, ()))
-            for _, p in named
-            if hasattr(p, OPTIMIZERS_ATTRIBUTE)
-        }
-        self._fused: Optimizer | None = None
-        self._single: list[tuple[int, Optimizer]] = [
-            (id(p), optimizer)
-            for _, p in named
-            for optimizer in getattr(p, OPTIMIZERS_ATTRIBUTE, ())
-        ]
+        self._fused: list[Optimizer] = []  # at most one
+        self._single = [(id(p), optimizer) for _, p in named for optimizer in _applied(p)]
         """Optimizers of single parameters, with the id of the parameter."""
+        self._counts = Counter(parameter for parameter, _ in self._single)
         if self._single:
-            _remove_torch_hooks([p for _, p in named])
+            # Remove torch's hooks, which would step with gradients that are not reduced yet.
+            module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
+            for _, parameter in named:
+                for handle in module.param_to_optim_hook_handle_map.get(parameter, []):
+                    handle.remove()
 
     def fuse(
         self, kind: type[Optimizer], parameters: Iterable[Tensor] | None, *args: Any, **kwargs: Any
     ) -> Optimizer:
         """Make one optimizer for these parameters, or for all."""
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise InvalidType(f"an optimizer is a class of torch.optim, not {kind!r}")
-        if self._fused is not None:
-            raise InvalidState(
-                f"the module has {type(self._fused).__name__} in backward already: an optimizer "
-                "that is applied twice would step twice"
+            raise InvalidType(
+                f"an optimizer in backward must be a class of torch.optim, got {kind!r}"
             )
-        ours = {p: name for name, p in self._named}
+        if self._fused:
+            raise InvalidState(
+                f"{type(self._fused[0]).__name__} already steps this module in backward; an "
+                "optimizer applied twice would step twice"
+            )
+        ours: dict[Tensor, str] = {p: name for name, p in self._named}
         chosen = list(ours if parameters is None else parameters)
         for parameter in chosen:
-            self._check(parameter, ours)
-        self._fused = kind(chosen, *args, **kwargs)
-        return self._fused
-
-    def _check(self, parameter: Tensor, ours: dict[Any, str]) -> None:
-        if parameter not in ours:
-            raise InvalidArgument(
-                "a parameter is not one whose gradients the module reduces: pass those of the "
-                "wrapped module"
-            )
-        if getattr(parameter, OPTIMIZERS_ATTRIBUTE, ()):
-            raise InvalidState(
-                f"parameter {ours[parameter]!r} has an optimizer in backward already: an optimizer "
-                "that is applied twice would step twice"
-            )
+            if parameter not in ours:
+                raise InvalidArgument("optim_params must be parameters of the wrapped module")
+            if _applied(parameter):
+                raise InvalidState(
+                    f"an optimizer already steps parameter {ours[parameter]!r} in backward; an "
+                    "optimizer applied twice would step twice"
+                )
+        self._fused = [kind(chosen, *args, **kwargs)]
+        return self._fused[0]
 
     def all(self) -> list[Optimizer]:
-        single = [optimizer for _, optimizer in self._single]
-        return single if self._fused is None else [*single, self._fused]
+        return [optimizer for _, optimizer in self._single] + self._fused
 
     def step(self, *, besides: Collection[int] = ()) -> None:
         """Step and clear all gradients.
@@ -86,18 +79,21 @@ class OptimizersInBackward:
         `besides` are ids of parameters that were stepped already. They have no gradient, but their
         optimizers would still call step hooks.
         """
-        optimizers = [each for parameter, each in self._single if parameter not in besides]
-        if self._fused is not None:
-            optimizers.append(self._fused)
-        _step_and_clear(optimizers)
+        _step_and_clear([each for p, each in self._single if p not in besides] + self._fused)
 
     def step_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Step and clear some parameters, where the optimizer steps each independently."""
         chosen = set(map(id, parameters))
-        _step_and_clear([each for parameter, each in self._single if parameter in chosen])
-        if self._fused is not None and _is_separable(self._fused):
-            with _restricted_to(self._fused, chosen):
-                _step_and_clear([self._fused])
+        _step_and_clear([each for p, each in self._single if p in chosen])
+        for optimizer in filter(_is_separable, self._fused):
+            every = [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if id(p) in chosen]
+            try:
+                _step_and_clear([optimizer])
+            finally:
+                for group, members in zip(optimizer.param_groups, every, strict=True):
+                    group["params"] = members
 
     def check_first(self) -> None:
         """Raise if an optimizer was applied after wrapping; checks two parameters, every step."""
@@ -109,10 +105,10 @@ class OptimizersInBackward:
 
     def _check_known(self, named: Sequence[tuple[str, Parameter]]) -> None:
         for name, parameter in named:
-            if len(getattr(parameter, OPTIMIZERS_ATTRIBUTE, ())) != self._applied.get(parameter, 0):
+            if len(_applied(parameter)) != self._counts[id(parameter)]:
                 raise InvalidState(
-                    f"an optimizer was applied to parameter {name!r} after the module was wrapped, "
-                    "so it would step with the gradients of one rank: apply it before"
+                    f"an optimizer was applied to parameter {name!r} after the module was wrapped "
+                    "and would step with this rank's gradients only. Apply it before wrapping"
                 )
 
     def __bool__(self) -> bool:
@@ -134,25 +130,3 @@ def _is_separable(optimizer: Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     is_known = type(optimizer).__module__.startswith("torch.optim.")
     return is_known and not hooks and not isinstance(optimizer, LBFGS)
-
-
-@contextmanager
-def _restricted_to(optimizer: Optimizer, parameters: Collection[int]) -> Iterator[None]:
-    """Hide all other parameters from an optimizer."""
-    every = [group["params"] for group in optimizer.param_groups]
-    for group, members in zip(optimizer.param_groups, every, strict=True):
-        group["params"] = [p for p in members if id(p) in parameters]
-    try:
-        yield
-    finally:
-        for group, members in zip(optimizer.param_groups, every, strict=True):
-            group["params"] = members
-
-
-def _remove_torch_hooks(parameters: Sequence[Parameter]) -> None:
-    """Remove torch's hooks, which would step with gradients that are not reduced yet."""
-    module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    handles = module.param_to_optim_hook_handle_map
-    for parameter in parameters:
-        for handle in handles.get(parameter, []):
-            handle.remove()

@@ -22,8 +22,8 @@ from ._default_hooks import (
     noop_hook,
     register_ddp_comm_hook,
 )
-from ._diloco import DiLoCo
 from ._model_averaging import (
+    DiLoCo,
     HierarchicalModelAverager,
     ModelAverager,
     PeriodicModelAverager,

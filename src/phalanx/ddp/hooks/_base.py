@@ -52,10 +52,6 @@ def dense_buffer(bucket: GradBucket, hook: str) -> Tensor:
     return buffer
 
 
-def hook_name(hook: Any) -> str:
-    return str(getattr(hook, "__name__", None) or repr(hook))
-
-
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -79,12 +75,6 @@ def hook_group(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.Proc
             "torch.distributed.init_process_group first"
         )
     return found
-
-
-def new_subgroup(**options: Any) -> dist.ProcessGroup:
-    """Divide one of torch's groups into equal parts; return this rank's."""
-    mine, _ = dist.new_subgroups(**options)  # type: ignore[no-untyped-call]
-    return cast("dist.ProcessGroup", mine)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
@@ -116,19 +106,19 @@ def when_done(
     calls: Sequence[AnyWork], finish: Callable[[], Tensor], device: torch.device
 ) -> Future[Tensor]:
     """Return a future of the result of `finish`, which runs when all calls have completed."""
+
+    def finish_after(ended: Sequence[AnyWork | Future[Any]]) -> Tensor:
+        for each in ended:
+            each.wait()  # raises its error
+        return finish()
+
     if all(call.is_completed() for call in calls):
         # A future of the engine may cost a thread.
-        return _resolve(_future(device), lambda: _after(calls, finish))
+        return _resolve(_future(device), lambda: finish_after(calls))
     # Wait for the futures, not the calls: in a callback, waiting for a call may never return.
     parts = [call.get_future() for call in calls]
     whole: Future[Any] = parts[0] if len(parts) == 1 else collect_all(parts)
-    return then(whole, lambda _: _after(parts, finish), device)
-
-
-def _after(ended: Sequence[AnyWork | Future[Any]], finish: Callable[[], Tensor]) -> Tensor:
-    for each in ended:
-        each.wait()  # raises its error
-    return finish()
+    return then(whole, lambda _: finish_after(parts), device)
 
 
 def then(
@@ -139,11 +129,9 @@ def then(
     Unlike torch's method of this name, it preserves the type of an error.
     """
     result = _future(device)
-
-    def settle(ended: Future[Any]) -> None:
-        _resolve(result, lambda: finish(ended))
-
-    future.add_done_callback(settle)
+    future.add_done_callback(
+        lambda ended: _resolve(result, lambda: finish(ended))  # type: ignore[arg-type]
+    )
     return result
 
 
@@ -171,8 +159,7 @@ HookMemory = dict[MemoryKey, Tensor]
 
 
 def names_of(bucket: Any) -> Sequence[str] | None:
-    names: Sequence[str] | None = getattr(bucket, "names", None)
-    return names
+    return getattr(bucket, "names", None)
 
 
 def bucket_key(bucket: Any) -> MemoryKey:
@@ -269,12 +256,10 @@ class HookState:
         """Return a copy of this rank's counters and tensors; nothing needs pickle."""
         saved: dict[str, Any] = {name: getattr(self, name) for name in self.counter_fields}
         for name in self.memory_fields:
-            memory: HookMemory = getattr(self, name)
-            # Separately, since a parameter may be named 0.
-            saved[name] = {str(k): t.clone() for k, t in memory.items() if isinstance(k, int)}
-            saved[name + NAMED_SUFFIX] = {
-                k: t.clone() for k, t in memory.items() if isinstance(k, str)
-            }
+            saved[name], saved[name + NAMED_SUFFIX] = {}, {}  # a parameter may be named 0
+            for key, tensor in getattr(self, name).items():
+                part = saved[name if isinstance(key, int) else name + NAMED_SUFFIX]
+                part[str(key)] = tensor.clone()
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -289,31 +274,28 @@ class HookState:
         for name in self.counter_fields:
             setattr(self, name, state_dict[name])
         for name in self.memory_fields:
-            tensors: Mapping[str, Tensor] = state_dict[name]
-            named: Mapping[str, Tensor] = state_dict.get(name + NAMED_SUFFIX, {})
-            memory: HookMemory = {int(index): tensor.clone() for index, tensor in tensors.items()}
-            setattr(self, name, memory | {key: tensor.clone() for key, tensor in named.items()})
+            memory: HookMemory = {int(key): each.clone() for key, each in state_dict[name].items()}
+            named = state_dict.get(name + NAMED_SUFFIX, {})
+            setattr(self, name, memory | {key: each.clone() for key, each in named.items()})
 
     def __getstate__(self) -> dict[str, Any]:
-        # A view would be pickled with the whole storage.
-        copies = {name: _cloned(getattr(self, name)) for name in self.memory_fields}
-        state = vars(self) | copies
-        return {name: state[name] for name in state if name not in ("process_group", "_seen")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, process_group=None, _seen=set())
+        state = {**vars(self), "process_group": None, "_seen": set()}
+        for name in self.memory_fields:
+            # A view would be pickled with the whole storage.
+            state[name] = {key: tensor.clone() for key, tensor in state[name].items()}
+        return state
 
 
-def _cloned(memory: HookMemory) -> HookMemory:
-    return {key: tensor.clone() for key, tensor in memory.items()}
+def begin_step(state: Any, kind: type[HookState], bucket: GradBucket, hook: str) -> int:
+    """Return the number of the step that a bucket belongs to; count it at its last bucket."""
+    if not isinstance(state, kind):
+        raise InvalidType(f"the state of {hook} must be a {kind.__name__}, got {state!r}")
+    step = state.iter
+    state.maybe_increase_iter(bucket)
+    return step
 
 
 def check_count(name: str, value: Any, *, least: int = 0) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InvalidArgument(f"{name} must be an integer of at least {least}, got {value!r}")
     return value
-
-
-def check_state(state: Any, kind: type[HookState], hook: str) -> None:
-    if not isinstance(state, kind):
-        raise InvalidType(f"the state of {hook} must be a {kind.__name__}, got {state!r}")

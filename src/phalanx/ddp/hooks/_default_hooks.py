@@ -1,6 +1,7 @@
 """Stateless hooks (allreduce, no-op, 16-bit), `chain`, and hooks by name (`DDPCommHookType`)."""
 
 import enum
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -11,9 +12,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from ...errors import InvalidArgument, InvalidType
-from . import _power_sgd as power_sgd
-from . import _quantization as quantization
-from ._base import Hook, HookWrapper, average, completed, dense_buffer, hook_group, hook_name, then
+from .._comm_hook import hook_name
+from ._base import Hook, HookWrapper, average, completed, dense_buffer, hook_group, then
+from ._power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
+from ._quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
 
 def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
@@ -42,15 +44,17 @@ def bf16_compress_hook(
 
 def fp16_compress_wrapper(hook: Hook) -> Hook:
     """Run a hook on gradients cast to float16, and cast its result back."""
-    return _compress_wrapper(hook, torch.float16)
+    return _compress_wrapper(hook, "fp16", torch.float16)
 
 
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """Run a hook on gradients cast to bfloat16, and cast its result back."""
-    return _compress_wrapper(hook, torch.bfloat16)
+    return _compress_wrapper(hook, "bf16", torch.bfloat16)
 
 
-def _compress_wrapper(hook: Hook, dtype: torch.dtype) -> Hook:
+def _compress_wrapper(hook: Hook, kind: str, dtype: torch.dtype) -> Hook:
+    name = f"{kind}_compress_wrapper({hook_name(hook)})"
+
     def compressed(state: Any, bucket: GradBucket) -> Future[Tensor]:
         full = dense_buffer(bucket, name)
         bucket.set_buffer(full.to(dtype))
@@ -62,8 +66,6 @@ def _compress_wrapper(hook: Hook, dtype: torch.dtype) -> Hook:
 
         return then(hook(state, bucket), decompress, full.device)
 
-    kind = {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
-    name = f"{kind}_compress_wrapper({hook_name(hook)})"
     compressed.__name__ = compressed.__qualname__ = name
     return compressed
 
@@ -77,61 +79,45 @@ def chain(*parts: HookWrapper | Hook) -> Hook:
     if not parts:
         raise InvalidArgument("chain needs at least one hook")
     for part in parts:
-        _check_callable(part, part)
-    *wrappers, last = parts
-    hook = cast("Hook", last)
+        if not callable(part):
+            raise InvalidType(f"parts of a chain must be callable, got {part!r}")
+    *wrappers, hook = cast("Sequence[Any]", parts)
     for wrapper in reversed(wrappers):
-        hook = _wrapped(cast("HookWrapper", wrapper), hook)
-    return hook
+        try:
+            hook = wrapper(hook)
+        except TypeError as error:
+            raise InvalidType(
+                f"{hook_name(wrapper)} is not a hook wrapper: all parts of a chain but the last "
+                f"take a hook and return one ({error})"
+            ) from error
+        if not callable(hook):
+            raise InvalidType(f"{hook_name(wrapper)} must return a hook, got {hook!r}")
+    return cast("Hook", hook)
 
 
-def _wrapped(wrapper: HookWrapper, hook: Hook) -> Hook:
-    try:
-        made = wrapper(hook)
-    except TypeError as error:
-        raise InvalidType(
-            f"{hook_name(wrapper)} is not a hook wrapper: all parts of a chain but the last take a "
-            f"hook and return one ({error})"
-        ) from error
-    _check_callable(made, wrapper)
-    return made
+def _register(hook: Hook, rank: int | None, model: Any, state: Any) -> None:
+    """Register a hook whose state is a group, or PowerSGD of a rank in that group."""
+    power_sgd = None if rank is None else PowerSGDState(state, matrix_approximation_rank=rank)
+    model.register_comm_hook(power_sgd or state, hook)
 
 
-def _check_callable(made: object, part: object) -> None:
-    if not callable(made):
-        source = "" if made is part else f" from {hook_name(part)}"
-        raise InvalidType(f"parts of a chain must be callable, got {made!r}{source}")
-
-
-def _register(hook: Hook, model: Any, state: Any) -> None:
-    model.register_comm_hook(state, hook)
-
-
-def _register_power_sgd(hook: Hook, rank: int, model: Any, state: Any) -> None:
-    # `state` is the group.
-    hook_state = power_sgd.PowerSGDState(state, matrix_approximation_rank=rank)
-    model.register_comm_hook(hook_state, hook)
+def _member(hook: Hook, rank: int | None = None) -> Any:
+    return enum.member(partial(_register, hook, rank))
 
 
 class DDPCommHookType(enum.Enum):
     """Hooks that need only a group; a value is called with ``model=, state=group``."""
 
-    ALLREDUCE = enum.member(partial(_register, allreduce_hook))
-    FP16_COMPRESS = enum.member(partial(_register, fp16_compress_hook))
-    BF16_COMPRESS = enum.member(partial(_register, bf16_compress_hook))
-    QUANTIZE_PER_TENSOR = enum.member(partial(_register, quantization.quantization_pertensor_hook))
-    QUANTIZE_PER_CHANNEL = enum.member(
-        partial(_register, quantization.quantization_perchannel_hook)
-    )
-    POWER_SGD = enum.member(partial(_register_power_sgd, power_sgd.powerSGD_hook, 1))
-    POWER_SGD_RANK2 = enum.member(partial(_register_power_sgd, power_sgd.powerSGD_hook, 2))
-    BATCHED_POWER_SGD = enum.member(
-        partial(_register_power_sgd, power_sgd.batched_powerSGD_hook, 1)
-    )
-    BATCHED_POWER_SGD_RANK2 = enum.member(
-        partial(_register_power_sgd, power_sgd.batched_powerSGD_hook, 2)
-    )
-    NOOP = enum.member(partial(_register, noop_hook))
+    ALLREDUCE = _member(allreduce_hook)
+    FP16_COMPRESS = _member(fp16_compress_hook)
+    BF16_COMPRESS = _member(bf16_compress_hook)
+    QUANTIZE_PER_TENSOR = _member(quantization_pertensor_hook)
+    QUANTIZE_PER_CHANNEL = _member(quantization_perchannel_hook)
+    POWER_SGD = _member(powerSGD_hook, rank=1)
+    POWER_SGD_RANK2 = _member(powerSGD_hook, rank=2)
+    BATCHED_POWER_SGD = _member(batched_powerSGD_hook, rank=1)
+    BATCHED_POWER_SGD_RANK2 = _member(batched_powerSGD_hook, rank=2)
+    NOOP = _member(noop_hook)
 
 
 def register_ddp_comm_hook(comm_hook_type: DDPCommHookType, model: Any, state: Any = None) -> None:

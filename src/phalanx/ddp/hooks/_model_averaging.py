@@ -3,14 +3,20 @@
 Averagers decide when and in which group. Post-local SGD (Lin et al. 2018, arXiv:1808.07217)
 averages gradients over all ranks at first and over a subgroup afterwards.
 
+DiLoCo (arXiv:2311.08105): every H steps each rank sends how far it has moved. The mean of that is a
+gradient for an outer optimizer, SGD with Nesterov momentum. *Streaming* (arXiv:2501.18512) splits
+the model into fragments that take turns, lets the mean arrive some steps later while training
+continues, and mixes it with what the rank has learned meanwhile.
+
 Averaging is a collective: whether a rank averages must depend on the step only, never on its
 gradients. That is why `WrappingOptimizer` asks a GradScaler to call every step, even one that
 it would skip.
 """
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,19 +24,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from ...errors import InvalidArgument, InvalidType
+from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup
 from ._base import (
     HookState,
     average,
+    begin_step,
     check_count,
     check_group,
-    check_state,
     completed,
     hook_group,
-    new_subgroup,
     start_average,
 )
 
@@ -118,8 +124,23 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps)
-        levels = dict(period_group_size_dict or {})
-        _check_levels(levels, self.process_group.size())
+        levels, whole = dict(period_group_size_dict or {}), self.process_group.size()
+        if not levels:
+            raise InvalidArgument("period_group_size_dict must have at least one period")
+        for period, size in levels.items():
+            check_count("a period of period_group_size_dict", period, least=1)
+            check_count("a group size of period_group_size_dict", size, least=1)
+            if whole % size:
+                raise InvalidArgument(f"{whole} ranks do not divide into groups of {size}")
+        sizes = list(levels.values())
+        if list(levels) != sorted(levels) or sizes != sorted(sizes):
+            raise InvalidArgument(
+                f"periods and group sizes of period_group_size_dict must ascend, got {levels}"
+            )
+        if sizes[-1] != whole:
+            raise InvalidArgument(
+                f"the last group size must be the world size ({whole}), got {sizes[-1]}"
+            )
         if max(levels) == 1:
             _warn_period_of_one()
         self.period_process_group_dict = {
@@ -153,25 +174,6 @@ def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
     return [each for each in found if each.requires_grad]
 
 
-def _check_levels(levels: Mapping[int, int], whole: int) -> None:
-    if not levels:
-        raise InvalidArgument("period_group_size_dict must have at least one period")
-    sizes = list(levels.values())
-    for period, size in levels.items():
-        check_count("a period of period_group_size_dict", period, least=1)
-        check_count("a group size of period_group_size_dict", size, least=1)
-        if whole % size:
-            raise InvalidArgument(f"{whole} ranks do not divide into groups of {size}")
-    if list(levels) != sorted(levels) or sizes != sorted(sizes):
-        raise InvalidArgument(
-            f"periods and group sizes of period_group_size_dict must ascend, got {dict(levels)}"
-        )
-    if sizes[-1] != whole:
-        raise InvalidArgument(
-            f"the last group size must be the world size ({whole}), got {sizes[-1]}"
-        )
-
-
 def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
     if size == group.size():
         return group
@@ -180,7 +182,9 @@ def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
         mine = group.split_group(range(first, first + size))
         assert mine is not None
         return mine
-    return new_subgroup(group_size=size, group=group)
+    subgroup: dist.ProcessGroup
+    subgroup, _ = dist.new_subgroups(group_size=size, group=group)  # type: ignore[no-untyped-call]
+    return subgroup
 
 
 def _warn_period_of_one() -> None:
@@ -231,16 +235,14 @@ class WrappingOptimizer(Optimizer, ABC):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the wrapped optimizer, then call `after_step`, even if the step was skipped."""
         given = () if closure is None else (closure,)
-        if not hasattr(self, "found_inf"):
-            loss = self.optim.step(*given)
-            self.after_step()
-            return loss
         try:
-            loss = self._scaled_step(*given)
+            is_scaled = hasattr(self, "found_inf")
+            loss = self._scaled_step(*given) if is_scaled else self.optim.step(*given)
             self.after_step()
         except BaseException:
             # The scaler deletes them after the call, unless that raises.
-            del self.found_inf, self.grad_scale
+            vars(self).pop("found_inf", None)
+            vars(self).pop("grad_scale", None)
             raise
         return loss
 
@@ -255,7 +257,11 @@ class WrappingOptimizer(Optimizer, ABC):
         if self.found_inf.item():
             return None
         if self.grad_scale is not None:
-            _unscale(self.param_groups, self.grad_scale)
+            inverse = self.grad_scale.double().reciprocal().float()
+            for parameter in (each for group in self.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    with torch.no_grad():
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
         return self.optim.step(*given)
 
     @abstractmethod
@@ -269,14 +275,6 @@ class WrappingOptimizer(Optimizer, ABC):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
-
-
-@torch.no_grad()
-def _unscale(groups: Iterable[dict[str, Any]], scale: Tensor) -> None:
-    inverse = scale.double().reciprocal().float()
-    for parameter in (each for group in groups for each in group["params"]):
-        if parameter.grad is not None:
-            parameter.grad.mul_(inverse.to(parameter.grad.device))
 
 
 class PostLocalSGDOptimizer(WrappingOptimizer):
@@ -298,9 +296,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned here or on a plain optimizer."""
-        self.optim.load_state_dict(
-            {name: value for name, value in state_dict.items() if name != "step"}
-        )
+        self.optim.load_state_dict({k: state_dict[k] for k in state_dict if k != "step"})
         if "step" not in state_dict:
             warnings.warn(
                 "state_dict has no 'step': the averager starts at step 0, with its warm-up",
@@ -331,7 +327,13 @@ class PostLocalSGDState(HookState):
     def local_group(self) -> dist.ProcessGroup:
         """Return the group that averages gradients after the first steps."""
         if self.subgroup is None:
-            self.subgroup = _per_machine_group()
+            try:
+                self.subgroup, _ = dist.new_subgroups()  # type: ignore[no-untyped-call]
+            except (RuntimeError, ValueError) as error:
+                raise InvalidArgument(
+                    f"PostLocalSGDState has no subgroup, and torch cannot make one: {error}. "
+                    "Hint: pass group.split_group(ranks)."
+                ) from error
         return self.subgroup
 
     def __getstate__(self) -> dict[str, Any]:
@@ -342,21 +344,162 @@ def post_localSGD_hook(  # noqa: N802
     state: PostLocalSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients over all ranks in the first steps, then over the subgroup."""
-    check_state(state, PostLocalSGDState, "post_localSGD_hook")
-    is_global = state.iter < state.start_localSGD_iter
-    state.maybe_increase_iter(bucket)
-    if is_global:
+    step = begin_step(state, PostLocalSGDState, bucket, "post_localSGD_hook")
+    if step < state.start_localSGD_iter:
         return average(hook_group(state.process_group, bucket), bucket.buffer())
     if not state.post_local_gradient_allreduce:
         return completed(bucket.buffer())
     return average(state.local_group(), bucket.buffer())
 
 
-def _per_machine_group() -> dist.ProcessGroup:
-    try:
-        return new_subgroup()
-    except (RuntimeError, ValueError) as error:
-        raise InvalidArgument(
-            f"PostLocalSGDState has no subgroup, and torch cannot make one: {error}. "
-            "Hint: pass group.split_group(ranks)."
-        ) from error
+OuterFactory = Callable[[list[Tensor]], Optimizer]
+
+
+def _nesterov(parameters: list[Tensor]) -> Optimizer:
+    # The best one of the paper.
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class Fragment:
+    """Parameters that are synchronized together."""
+
+    def __init__(self, parameters: Sequence[Tensor], make_outer: OuterFactory) -> None:
+        self.parameters = list(parameters)
+        self.anchors: list[Tensor] = [Parameter(each.detach().clone()) for each in parameters]
+        """The values of the last synchronization, equal on all ranks; the outer optimizer's."""
+        self.outer = make_outer(self.anchors)
+        self.due: int | None = None
+        """The step at which the average in flight takes effect."""
+        self._in_flight: CoalescedAverage | None = None
+        self._deltas: list[Tensor] = []
+
+    @torch.no_grad()
+    def start(self, group: dist.ProcessGroup, due: int) -> None:
+        """Start to average how far the ranks have moved; the result is used at step `due`."""
+        # Negated, as a gradient: the outer optimizer steps against it.
+        pairs = zip(self.anchors, self.parameters, strict=True)
+        deltas = [anchor - parameter for anchor, parameter in pairs]
+        self._in_flight, self.due = CoalescedAverage(deltas, group), due
+
+    @torch.no_grad()
+    def finish(self, alpha: float) -> None:
+        """Step the anchors with the mean of all ranks, and move the parameters towards them."""
+        for anchor, delta in zip(self.anchors, self._arrived(), strict=True):
+            anchor.grad = delta
+        self.outer.step()
+        self.outer.zero_grad()
+        self._deltas, self.due = [], None
+        if alpha:
+            torch._foreach_lerp_(self.parameters, self.anchors, 1 - alpha)
+        else:
+            torch._foreach_copy_(self.parameters, self.anchors)
+
+    def _arrived(self) -> list[Tensor]:
+        if self._in_flight is not None:
+            self._deltas, self._in_flight = self._in_flight.finish(), None
+        return self._deltas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the anchors, the outer optimizer's state, and the average in flight."""
+        return {
+            "anchors": [anchor.detach().clone() for anchor in self.anchors],
+            "outer": copy.deepcopy(self.outer.state_dict()),  # torch returns references
+            "due": self.due,
+            "deltas": [delta.clone() for delta in self._arrived()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        torch._foreach_copy_(self.anchors, state_dict["anchors"])
+        self.outer.load_state_dict(state_dict["outer"])
+        self.due, self._in_flight = state_dict["due"], None
+        self._deltas = [delta.clone() for delta in state_dict["deltas"]]
+
+
+class DiLoCo(WrappingOptimizer):
+    """Steps locally, and synchronizes the model every `sync_every` steps.
+
+    Ranks must start with the same parameters, as they do if DDP wraps the module. Register
+    `noop_hook` there, or a hook that averages within a small group.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        *,
+        sync_every: int,
+        process_group: dist.ProcessGroup | None = None,
+        outer: OuterFactory | None = None,
+        fragments: int | Sequence[Sequence[Tensor]] = 1,
+        delay: int = 0,
+        alpha: float = 0.0,
+    ) -> None:
+        """Wrap the optimizer of the local steps.
+
+        `outer` makes the outer optimizer from a list of parameters. `fragments` is a number of
+        fragments, or lists that together contain all parameters. An average takes effect `delay`
+        steps after it started; a parameter then keeps the fraction `alpha` of its own value.
+        """
+        super().__init__(optim)
+        self.process_group = hook_group(process_group)
+        self.sync_every = check_count("sync_every", sync_every, least=1)
+        self.delay = check_count("delay", delay)
+        if delay >= sync_every:
+            raise InvalidArgument(f"delay must be less than sync_every ({sync_every}), got {delay}")
+        if not 0 <= alpha < 1:
+            raise InvalidArgument(f"alpha must be in [0, 1), got {alpha!r}")
+        self.alpha = alpha
+        self.steps = 0
+        """The number of steps so far."""
+        parameters = trainable_parameters(self.param_groups)
+        if isinstance(fragments, int):
+            count = check_count("fragments", fragments, least=1)
+            # Each has layers from all over the model, which the paper found better than a range.
+            fragments = [parameters[i::count] for i in range(count)]
+        if not fragments or not all(fragments) or len(fragments) > sync_every:
+            raise InvalidArgument(
+                f"fragments must be 1 to {min(sync_every, len(parameters))}, each with a parameter "
+                f"and its own step of sync_every, got {len(fragments)}"
+            )
+        given = sorted(id(parameter) for part in fragments for parameter in part)
+        if given != sorted(map(id, parameters)):
+            raise InvalidArgument(
+                "fragments must contain each trainable parameter of the optimizer once, and no "
+                "other"
+            )
+        self.fragments = [Fragment(part, outer or _nesterov) for part in fragments]
+
+    def after_step(self) -> None:
+        """Start and finish averages of the fragments whose turn it is."""
+        self.steps += 1
+        count = len(self.fragments)
+        for i, fragment in enumerate(self.fragments):
+            if (self.steps - i * self.sync_every // count) % self.sync_every == 0:
+                fragment.start(self.process_group, self.steps + self.delay)
+            if fragment.due == self.steps:
+                fragment.finish(self.alpha)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise: the fragments are fixed."""
+        del param_group
+        raise InvalidState("add parameters to the optimizer before DiLoCo wraps it")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that the next steps depend on, averages in flight included."""
+        return {
+            "optim": self.optim.state_dict(),
+            "steps": self.steps,
+            "fragments": [fragment.state_dict() for fragment in self.fragments],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; the parameters must be restored separately."""
+        saved = state_dict["fragments"]
+        if len(saved) != len(self.fragments):
+            raise InvalidArgument(
+                f"state_dict has {len(saved)} fragments, expected {len(self.fragments)}"
+            )
+        self.optim.load_state_dict(state_dict["optim"])
+        self.steps = state_dict["steps"]
+        for fragment, its_state in zip(self.fragments, saved, strict=True):
+            fragment.load_state_dict(its_state)

@@ -9,11 +9,9 @@ mean of all ranks' parts instead; summed over the ranks both are the same.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, compress
-from typing import Self
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,9 +27,9 @@ from ._base import (
     MemoryKey,
     add_residuals,
     average,
+    begin_step,
     bucket_key,
     check_count,
-    check_state,
     dense_buffer,
     hook_group,
     is_finite,
@@ -44,49 +42,23 @@ from ._base import (
     when_done,
 )
 
-MatrixShape = tuple[int, int]
 
-
-@dataclass(frozen=True)
-class Factors:
+class Matrices(NamedTuple):
     """Matrices, or one factor of each, consecutive in one flat tensor."""
 
     flat: Tensor
-    parts: list[Tensor]
+    parts: Sequence[Tensor]
 
-    @classmethod
-    def of(cls, flat: Tensor, shapes: Sequence[MatrixShape]) -> Self:
-        return cls(flat, split_matrices(flat, shapes))
-
-    @classmethod
-    def empty(cls, like: Tensor, shapes: Sequence[MatrixShape]) -> Self:
-        return cls.of(like.new_empty(sum(rows * columns for rows, columns in shapes)), shapes)
-
-    @property
-    def shapes(self) -> list[MatrixShape]:
-        return [(len(part), part.shape[1]) for part in self.parts]
-
-    def orthogonalize(self, epsilon: float) -> None:
-        for part in self.parts:
-            orthogonalize(part, epsilon)
+    def by_key(self, keys: Sequence[str] | MemoryKey) -> dict[MemoryKey, Tensor]:
+        """Return the matrices by their keys, or all of them under one key."""
+        if isinstance(keys, int | str):
+            return {keys: self.flat}
+        return dict(zip(keys, self.parts, strict=True))
 
 
-def split_matrices(flat: Tensor, shapes: Sequence[MatrixShape]) -> list[Tensor]:
-    ends = list(accumulate(rows * columns for rows, columns in shapes))
-    parts = torch.tensor_split(flat, ends[:-1]) if shapes else ()
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-# On a CPU, BLAS takes 3 to 15 times as long for these products if the thin matrix is row-major, as
-# factors are.
-
-
-def multiply(matrix: Tensor, thin: Tensor, *, out: Tensor) -> None:
-    torch.mm(matrix, thin.T.contiguous().T, out=out)
-
-
-def multiply_transposed(matrix: Tensor, thin: Tensor, *, out: Tensor) -> None:
-    out.copy_((thin.T.contiguous() @ matrix).T)
+def split_matrices(flat: Tensor, shapes: Sequence[tuple[int, int]]) -> Matrices:
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
+    return Matrices(flat, [part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
 
 
 def orthogonalize(matrix: Tensor, epsilon: float) -> None:
@@ -104,10 +76,6 @@ def orthogonalize(matrix: Tensor, epsilon: float) -> None:
         # LAPACK has no 16-bit types.
         full = matrix.float() if matrix.dtype in (torch.float16, torch.bfloat16) else matrix
         matrix.copy_(torch.linalg.qr(full).Q)
-
-
-KeyFactors = Callable[[Factors], dict[MemoryKey, Tensor]]
-"""Returns factors by their keys in the memory."""
 
 
 class PowerSGDState(HookState):
@@ -141,18 +109,15 @@ class PowerSGDState(HookState):
         remembers = use_error_feedback or warm_start
         # torch's DDP rebuilds its buckets after the first step, which loses the memory.
         check_count("start_powerSGD_iter", start_powerSGD_iter, least=2 if remembers else 0)
-        for name, value in (
-            ("min_compression_rate", min_compression_rate),
-            ("orthogonalization_epsilon", orthogonalization_epsilon),
-        ):
-            if not value >= 0:
-                raise InvalidArgument(f"{name} must be at least 0, got {value!r}")
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
         self.use_error_feedback = use_error_feedback
         self.warm_start = warm_start
         self.orthogonalization_epsilon = orthogonalization_epsilon
+        for name in ("min_compression_rate", "orthogonalization_epsilon"):
+            if not getattr(self, name) >= 0:
+                raise InvalidArgument(f"{name} must be at least 0, got {getattr(self, name)!r}")
         self.random_seed = random_seed
         self.total_numel_before_compression = 0
         self.total_numel_after_compression = 0
@@ -162,39 +127,42 @@ class PowerSGDState(HookState):
         before, after = self.total_numel_before_compression, self.total_numel_after_compression
         return before / after if after else 0, before, after
 
-    def factor_rank(self, shape: MatrixShape) -> int:
-        return min(*shape, self.matrix_approximation_rank)
-
-    def should_compress(self, shape: MatrixShape) -> bool:
-        """Whether the factors of a matrix are smaller by `min_compression_rate`."""
-        factors = sum(shape) * self.factor_rank(shape)
+    def should_compress(self, gradient: Tensor) -> bool:
+        """Whether the factors of a gradient are smaller by `min_compression_rate`."""
+        if gradient.dim() < 2:
+            return False
+        shape = _matrix_shape(gradient)
+        factors = sum(shape) * min(*shape, self.matrix_approximation_rank)
         return factors * self.min_compression_rate < math.prod(shape)
+
+    def count(self, before: int, after: int) -> None:
+        self.total_numel_before_compression += before
+        self.total_numel_after_compression += after
 
 
 def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average each layer's gradient as a low-rank matrix; small ones uncompressed."""
-    check_state(state, PowerSGDState, "powerSGD_hook")
     buffer = dense_buffer(bucket, "powerSGD_hook")
+    step = begin_step(state, PowerSGDState, bucket, "powerSGD_hook")
     group = hook_group(state.process_group, bucket)
-    if state.iter < state.start_powerSGD_iter:
-        return _uncompressed(state, bucket, group)
-    gradients = bucket.gradients()
-    is_large = [each.dim() > 1 and state.should_compress(_matrix_shape(each)) for each in gradients]
-    large = list(compress(gradients, is_large))
-    small = [each for each, large_ in zip(gradients, is_large, strict=True) if not large_]
-    if not large:
-        _count(state, bucket, len(buffer))
+    if step < state.start_powerSGD_iter:
         return average(group, buffer)
-    rest = _concatenate(small, like=buffer)
+    gradients, names = bucket.gradients(), names_of(bucket)
+    is_large = [state.should_compress(each) for each in gradients]
+    large = list(compress(gradients, is_large))
+    small = [each for each, compressed in zip(gradients, is_large, strict=True) if not compressed]
+    if not large:
+        state.count(len(buffer), len(buffer))
+        return average(group, buffer)
+    rest = torch.cat([buffer.new_empty(0), *(each.reshape(-1) for each in small)])
     calls = [start_average(group, rest)] if len(rest) else []
-    matrices = Factors.of(_concatenate(large, like=buffer), [_matrix_shape(each) for each in large])
-    names = names_of(bucket)
-    chosen = None if names is None else list(compress(names, is_large))
-    keyed = partial(_by_name, chosen, bucket.index())
-    p, q, sending = _approximate(state, group, matrices, keyed(matrices), keyed)
-    _count(state, bucket, len(rest) + len(p.flat) + len(q.flat))
+    flat = torch.cat([each.reshape(-1) for each in large])
+    matrices = split_matrices(flat, [_matrix_shape(each) for each in large])
+    keys = bucket.index() if names is None else list(compress(names, is_large))
+    p, q, sending = _approximate(state, step, group, matrices, matrices.by_key(keys), keys)
+    state.count(len(buffer), len(rest) + len(p.flat) + len(q.flat))
 
     def decompress() -> Tensor:
         means = torch.split(rest, [each.numel() for each in small]) if small else ()
@@ -210,19 +178,17 @@ def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the whole bucket as one square low-rank matrix: faster and less exact."""
-    check_state(state, PowerSGDState, "batched_powerSGD_hook")
     buffer = dense_buffer(bucket, "batched_powerSGD_hook")
+    step = begin_step(state, PowerSGDState, bucket, "batched_powerSGD_hook")
     group = hook_group(state.process_group, bucket)
-    if state.iter < state.start_powerSGD_iter:
-        return _uncompressed(state, bucket, group)
+    if step < state.start_powerSGD_iter:
+        return average(group, buffer)
     side = math.ceil(math.sqrt(len(buffer)))
-    square = Factors.of(buffer.new_zeros(side * side), [(side, side)])
-    filled = square.flat[: len(buffer)]
-    filled.copy_(buffer)
+    square = split_matrices(buffer.new_zeros(side * side), [(side, side)])
+    filled = square.flat[: len(buffer)].copy_(buffer)
     held = parts_by_name(bucket, filled)  # without the padding
-    keyed = partial(_by_name, None, bucket_key(bucket))
-    p, q, sending = _approximate(state, group, square, held, keyed)
-    _count(state, bucket, len(p.flat) + len(q.flat))
+    p, q, sending = _approximate(state, step, group, square, held, bucket_key(bucket))
+    state.count(len(buffer), len(p.flat) + len(q.flat))
 
     def decompress() -> Tensor:
         return buffer.copy_((p.parts[0] @ q.parts[0].T).view(-1)[: len(buffer)])
@@ -230,78 +196,61 @@ def batched_powerSGD_hook(  # noqa: N802
     return when_done([sending], decompress, buffer.device)
 
 
-def _uncompressed(
-    state: PowerSGDState, bucket: GradBucket, group: dist.ProcessGroup
-) -> Future[Tensor]:
-    state.maybe_increase_iter(bucket)
-    return average(group, bucket.buffer())
-
-
 def _approximate(
     state: PowerSGDState,
+    step: int,
     group: dist.ProcessGroup,
-    matrices: Factors,
+    matrices: Matrices,
     held: Mapping[MemoryKey, Tensor],
-    keyed: KeyFactors,
-) -> tuple[Factors, Factors, AnyWork]:
+    keys: Sequence[str] | MemoryKey,
+) -> tuple[Matrices, Matrices, AnyWork]:
     """Compute the factors P and Q of the ranks' mean; the call that averages Q is in flight.
 
-    `held` has the matrices by the keys of their residuals; `keyed` returns factors by key. Waits
+    `held` has the matrices by the keys of their residuals; `keys` are those of their factors. Waits
     for P here: a call made later, from a callback, could be matched with another call of a peer.
     """
     if state.use_error_feedback:
         add_residuals(state.error_dict, held)
-    sides = [(n, m, state.factor_rank((n, m))) for n, m in matrices.shapes]
-    q = Factors.empty(matrices.flat, [(m, rank) for _, m, rank in sides])
-    _initialize_q(state, q, keyed)
-    q.orthogonalize(state.orthogonalization_epsilon)
-    p = Factors.empty(matrices.flat, [(n, rank) for n, _, rank in sides])
+    p_shapes, q_shapes = [], []
+    for rows, columns in (part.shape for part in matrices.parts):
+        rank = min(rows, columns, state.matrix_approximation_rank)
+        p_shapes.append((rows, rank))
+        q_shapes.append((columns, rank))
+    new_empty = matrices.flat.new_empty
+    p = split_matrices(new_empty(sum(map(math.prod, p_shapes))), p_shapes)
+    q = split_matrices(new_empty(sum(map(math.prod, q_shapes))), q_shapes)
+    known = known_parts(state.q_memory_dict, q.by_key(keys)) if state.warm_start else {}
+    _initialize(q.by_key(keys), known, state.random_seed, step)
+    if known and not is_finite(q.flat):
+        _initialize(q.by_key(keys), {}, state.random_seed, step)
+    # On a CPU, BLAS takes 3 to 15 times as long for these products if the thin matrix is row-major,
+    # as factors are.
     for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
-        multiply(part, right, out=left)
+        orthogonalize(right, state.orthogonalization_epsilon)
+        torch.mm(part, right.T.contiguous().T, out=left)
     start_average(group, p.flat).wait()
-    p.orthogonalize(state.orthogonalization_epsilon)
     for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
-        multiply_transposed(part, left, out=right)
-    if state.use_error_feedback:
-        for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
+        orthogonalize(left, state.orthogonalization_epsilon)
+        right.copy_((left.T.contiguous() @ part).T)
+        if state.use_error_feedback:
             part.addmm_(left, right.T, alpha=-1)
+    if state.use_error_feedback:
         keep_residuals(state.error_dict, matrices.flat, held)
     if state.warm_start:
-        state.q_memory_dict |= keyed(q)  # a view: it holds the mean when the call completes
+        state.q_memory_dict |= q.by_key(keys)  # a view: it holds the mean when the call completes
     return p, q, start_average(group, q.flat)
 
 
-def _initialize_q(state: PowerSGDState, q: Factors, keyed: KeyFactors) -> None:
+def _initialize(
+    q: Mapping[MemoryKey, Tensor], known: Mapping[MemoryKey, Tensor], seed: int, step: int
+) -> None:
     """Start from Q of the last step, or from random values that are equal on all ranks."""
-    wanted = keyed(q)
-    known = known_parts(state.q_memory_dict, wanted) if state.warm_start else {}
-    for key, part in wanted.items():
-        part.copy_(known[key] if key in known else _random(state, key, part))
-    if known and not is_finite(q.flat):
-        for key, part in wanted.items():
-            part.copy_(_random(state, key, part))
+    for key, part in q.items():
+        if key in known:
+            part.copy_(known[key])
+        else:
+            part.copy_(torch.randn(part.shape, generator=shared_generator(seed, step, key)))
 
 
-def _random(state: PowerSGDState, key: MemoryKey, like: Tensor) -> Tensor:
-    generator = shared_generator(state.random_seed, state.iter, key)
-    return torch.randn(like.shape, generator=generator)
-
-
-def _by_name(
-    names: Sequence[str] | None, whole: MemoryKey, factors: Factors
-) -> dict[MemoryKey, Tensor]:
-    return {whole: factors.flat} if names is None else dict(zip(names, factors.parts, strict=True))
-
-
-def _matrix_shape(gradient: Tensor) -> MatrixShape:
+def _matrix_shape(gradient: Tensor) -> tuple[int, int]:
     return len(gradient), math.prod(gradient.shape[1:])
-
-
-def _concatenate(tensors: Sequence[Tensor], *, like: Tensor) -> Tensor:
-    return torch.cat([like.new_empty(0), *(each.reshape(-1) for each in tensors)])
-
-
-def _count(state: PowerSGDState, bucket: GradBucket, sent: int) -> None:
-    state.total_numel_before_compression += bucket.buffer().numel()
-    state.total_numel_after_compression += sent
-    state.maybe_increase_iter(bucket)

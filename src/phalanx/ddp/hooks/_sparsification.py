@@ -20,8 +20,8 @@ from ._base import (
     HookState,
     add_residuals,
     average,
+    begin_step,
     check_count,
-    check_state,
     dense_buffer,
     hook_group,
     keep_residuals,
@@ -55,7 +55,12 @@ class SparsificationState(HookState):
         first one, which would lose the residuals.
         """
         super().__init__(process_group)
-        self.k = _check_k(k)
+        is_count = isinstance(k, int) and not isinstance(k, bool) and k >= 1
+        if not (is_count or (isinstance(k, float) and 0 < k < 1)):
+            raise InvalidArgument(
+                f"k must be an integer of at least 1 or a fraction between 0.0 and 1.0, got {k!r}"
+            )
+        self.k = k
         self.start_iter = check_count("start_iter", start_iter)
         self.use_error_feedback = use_error_feedback
 
@@ -63,15 +68,13 @@ class SparsificationState(HookState):
         wanted = self.k if isinstance(self.k, int) else max(1, round(self.k * buffer.numel()))
         return min(wanted, buffer.numel())
 
-
-def _check_k(k: Any) -> int | float:
-    if isinstance(k, int) and not isinstance(k, bool) and k >= 1:
-        return k
-    if isinstance(k, float) and 0 < k < 1:
-        return k
-    raise InvalidArgument(
-        f"k must be an integer of at least 1 or a fraction between 0.0 and 1.0, got {k!r}"
-    )
+    def take(self, bucket: GradBucket, indices: Tensor) -> Tensor:
+        """Return the selected elements of a bucket, and keep the others as residual."""
+        buffer = bucket.buffer()
+        if self.use_error_feedback:
+            rest = buffer.index_fill(0, indices, 0)
+            keep_residuals(self.error_dict, rest, parts_by_name(bucket, rest))
+        return buffer[indices]
 
 
 _SAMPLE_MIN_SIZE = 1 << 16
@@ -104,20 +107,15 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     Ranks choose different elements, so each sends values and indices to all. What a rank receives
     grows with the world size.
     """
-    check_state(state, TopKState, "topk_hook")
     buffer = dense_buffer(bucket, "topk_hook")
+    step = begin_step(state, TopKState, bucket, "topk_hook")
     group = hook_group(state.process_group, bucket)
-    is_compressed = state.iter >= state.start_iter
-    state.maybe_increase_iter(bucket)
-    if not is_compressed:
+    if step < state.start_iter:
         return average(group, buffer)
     if state.use_error_feedback:
         add_residuals(state.error_dict, parts_by_name(bucket, buffer))
     indices = topk_indices(buffer, state.selected_count(buffer))
-    sent = buffer[indices]
-    if state.use_error_feedback:
-        rest = buffer.index_fill(0, indices, 0)
-        keep_residuals(state.error_dict, rest, parts_by_name(bucket, rest))
+    sent = state.take(bucket, indices)
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
     value_call, values = start_gather(group, sent)
     index_call, all_indices = start_gather(group, indices.to(narrow))
@@ -163,14 +161,11 @@ class RandomKState(SparsificationState):
         process_group: dist.ProcessGroup | None = None,
         k: int | float = 0.01,
         *,
-        start_iter: int = 2,
-        use_error_feedback: bool = True,
         random_seed: int = 0,
+        **options: Any,
     ) -> None:
-        """All ranks must have the same seed, so that they draw the same elements."""
-        super().__init__(
-            process_group, k, start_iter=start_iter, use_error_feedback=use_error_feedback
-        )
+        """Take the arguments of `TopKState`, and a seed, which must be the same on all ranks."""
+        super().__init__(process_group, k, **options)
         self.random_seed = random_seed
 
 
@@ -179,23 +174,18 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
 
     Without error feedback the elements are scaled up, so that their expectation is right.
     """
-    check_state(state, RandomKState, "randomk_hook")
     buffer = dense_buffer(bucket, "randomk_hook")
+    step = begin_step(state, RandomKState, bucket, "randomk_hook")
     group = hook_group(state.process_group, bucket)
-    step = state.iter
-    state.maybe_increase_iter(bucket)
     if step < state.start_iter:
         return average(group, buffer)
-    count = state.selected_count(buffer)
     if state.use_error_feedback:
         add_residuals(state.error_dict, parts_by_name(bucket, buffer))
+    count = state.selected_count(buffer)
     generator = shared_generator(state.random_seed, step, bucket.index())
     indices = sample_without_replacement(count, buffer.numel(), generator).to(buffer.device)
-    sent = buffer[indices]
-    if state.use_error_feedback:
-        rest = buffer.index_fill(0, indices, 0)
-        keep_residuals(state.error_dict, rest, parts_by_name(bucket, rest))
-    else:
+    sent = state.take(bucket, indices)
+    if not state.use_error_feedback:
         sent.mul_(buffer.numel() / max(count, 1))
 
     def place() -> Tensor:

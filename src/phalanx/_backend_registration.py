@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .groups import ProcessGroup
-
 
 BACKEND = "shm"
 REGISTRY_MODULE = "torch.distributed.distributed_c10d"
@@ -45,42 +44,28 @@ def _make_group(request: Any, options: Any) -> ProcessGroup:
 
 
 class _RegistryFinder:
-    """Finds torch's backend registry through the other finders, and wraps its loader."""
+    """Finds torch's backend registry through the other finders, and runs code after it."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of the registry module with a wrapped loader."""
         if fullname != REGISTRY_MODULE:
             return None
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((each for each in found if each is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _NotifyingLoader(spec.loader, self._loaded)  # type: ignore[assignment]
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            exec_module = loader.exec_module
+
+            def exec_and_register(module: ModuleType) -> None:
+                if module.__name__ == fullname:  # some loaders serve many modules
+                    del loader.exec_module  # the module must look as if loaded without us
+                exec_module(module)
+                if module.__name__ == fullname:
+                    _register_backend(module)
+                    with suppress(ValueError):
+                        sys.meta_path.remove(self)
+
+            loader.exec_module = exec_and_register
         return spec
-
-    def _loaded(self, registry: ModuleType) -> None:
-        _register_backend(registry)
-        with suppress(ValueError):
-            sys.meta_path.remove(self)
-
-
-class _NotifyingLoader:
-    """Wraps a loader and calls back when the module has been executed."""
-
-    def __init__(self, loader: Any, on_loaded: Callable[[ModuleType], None]) -> None:
-        self._loader = loader
-        self._on_loaded = on_loaded
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute the module with the original loader."""
-        # The module must look as if it had been loaded without us.
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._on_loaded(module)

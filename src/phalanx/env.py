@@ -6,8 +6,10 @@ this module reads them.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,14 +18,8 @@ from phalanx.errors import InvalidArgument
 
 __all__ = ["RankEnv", "is_launched", "local_ranks", "read_rank_env", "usable_cores"]
 
-_RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+                   "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
 _OTHER_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """The world size as MPI and Slurm name it."""
 _PMIX_RANK_VARIABLE = "PMIX_RANK"
@@ -32,26 +28,25 @@ _PMIX_RANK_VARIABLE = "PMIX_RANK"
 
 @dataclass(frozen=True, kw_only=True)
 class RankEnv:
-    """The rank of this process, as its launcher describes it."""
+    """The rank of this process, as its launcher describes it.
+
+    The fields are the variables of the same names; where they differ, the variable is in brackets.
+    """
 
     rank: int
-    """``RANK``: the global rank."""
     world_size: int
-    """``WORLD_SIZE``."""
     local_rank: int | None = None
-    """``LOCAL_RANK``: the rank on this machine."""
+    """The rank on this machine."""
     local_world_size: int | None = None
-    """``LOCAL_WORLD_SIZE``: the number of ranks on this machine."""
     node_rank: int | None = None
-    """``GROUP_RANK``: the rank of this machine."""
+    """The rank of this machine (``GROUP_RANK``)."""
     master_addr: str | None = None
-    """``MASTER_ADDR``: the host of the store."""
+    """The host of the store."""
     master_port: int | None = None
-    """``MASTER_PORT``: the port of the store."""
     restart_count: int = 0
-    """``TORCHELASTIC_RESTART_COUNT``: how often the launcher restarted all ranks."""
+    """How often the launcher restarted all ranks (``TORCHELASTIC_RESTART_COUNT``)."""
     agent_store: bool = False
-    """``TORCHELASTIC_USE_AGENT_STORE``: the launcher hosts the store, so every rank is a client."""
+    """The launcher hosts the store, every rank is a client (``TORCHELASTIC_USE_AGENT_STORE``)."""
 
 
 def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
@@ -93,19 +88,11 @@ def usable_cores(among: int | None = None) -> int:
     # macOS has no sched_getaffinity.
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = among or (len(affinity(0)) if affinity else os.cpu_count() or 1)
-    return max(1, min([allowed, *_own_quotas()]))
+    return max(1, min([allowed, *_quotas()]))
 
 
-@lru_cache(maxsize=1)
-def _own_quotas() -> tuple[int, ...]:
-    # Cached: reading them takes longer than forming a group.
-    return tuple(_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")))
-
-
-def _required(
-    environ: Mapping[str, str], name: str, *, minimum: int = 0, maximum: int | None = None
-) -> int:
-    value = _number(environ, name, minimum=minimum, maximum=maximum)
+def _required(environ: Mapping[str, str], name: str, **bounds: int) -> int:
+    value = _number(environ, name, **bounds)
     if value is None:
         raise InvalidArgument(
             f"{name} is not set: start the script with `phalanx run` or `torchrun`, "
@@ -120,9 +107,10 @@ def _number(
     text = _text(environ, name)
     if not text:
         return None
-    bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    highest = math.inf if maximum is None else maximum
     # isdecimal: int() would also accept "1_0" and "+1".
-    if not text.isdecimal() or int(text) < minimum or (maximum is not None and int(text) > maximum):
+    if not text.isdecimal() or not minimum <= int(text) <= highest:
+        bounds = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise InvalidArgument(
             f"environment variable {name} must be a number {bounds}, got {text!r}"
         )
@@ -133,29 +121,24 @@ def _text(environ: Mapping[str, str], name: str) -> str:
     return environ.get(name, "").strip()
 
 
-def _quotas(root: Path, membership: Path) -> Iterator[int]:
-    """Yield the core quotas, rounded up, of all cgroups of this process (version 2, then 1)."""
-    own = _own_cgroup(membership)
+@lru_cache  # reading them takes longer than forming a group
+def _quotas(
+    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
+) -> list[int]:
+    """Return the core quotas, rounded up, of all cgroups of this process (version 2, then 1)."""
+    lines: list[str] = []
+    with suppress(OSError):
+        lines = membership.read_text().splitlines()
+    unified = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
+    own = Path(*unified[:1])
     # Any ancestor may have a limit. Inside a container `own` may lie outside of what is mounted at
     # `root`; then only `root` exists, which is the container's cgroup.
-    for directory in [root / own, *(root / parent for parent in own.parents)]:
-        yield from _quota(directory / "cpu.max")
-    yield from _quota(root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us")
-
-
-def _own_cgroup(membership: Path) -> Path:
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return Path()
-    unified = [line.removeprefix("0::/") for line in lines if line.startswith("0::/")]
-    return Path(unified[0]) if unified else Path()
-
-
-def _quota(*files: Path) -> Iterator[int]:
-    try:
-        quota, period = (int(word) for file in files for word in file.read_text().split())
-    except (OSError, ValueError):  # no such controller, or "max": no limit
-        return
-    if quota > 0 and period > 0:
-        yield -(-quota // period)
+    places = [[root / directory / "cpu.max"] for directory in (own, *own.parents)]
+    places.append([root / "cpu/cpu.cfs_quota_us", root / "cpu/cpu.cfs_period_us"])
+    quotas = []
+    for files in places:
+        with suppress(OSError, ValueError):  # no such controller, or "max": no limit
+            quota, period = (int(word) for file in files for word in file.read_text().split())
+            if quota > 0 and period > 0:
+                quotas.append(-(-quota // period))
+    return quotas

@@ -48,45 +48,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "BarrierError",
-    "BarrierTimeout",
-    "CheckpointDirectoryInUse",
-    "CheckpointError",
-    "CheckpointNotFound",
-    "CollectiveTimeout",
-    "DamagedCheckpoint",
-    "GroupAborted",
-    "GroupError",
-    "HookError",
-    "InternalError",
-    "InvalidArgument",
-    "InvalidHook",
-    "InvalidMesh",
-    "InvalidState",
-    "InvalidType",
-    "MissingKeys",
-    "MisuseError",
-    "NotInMesh",
-    "PeerLeft",
-    "PeerLost",
-    "PhalanxError",
-    "RankMismatch",
-    "RankReport",
-    "RanksFailed",
-    "RendezvousError",
-    "RendezvousTimeout",
-    "SaveFailed",
-    "SaveTimeout",
-    "StateMismatch",
-    "UnevenInputs",
-    "UnknownAxis",
-    "UnknownOption",
-    "Unprepared",
-    "UnsupportedState",
-    "WriterLost",
-]
-
 
 @dataclass(frozen=True)
 class RankReport:
@@ -349,3 +310,8 @@ class RanksFailed(PhalanxError, RuntimeError):
 
 class InternalError(PhalanxError, RuntimeError):
     """A bug in phalanx."""
+
+
+__all__ = [  # every class defined here
+    name for name, value in globals().items() if getattr(value, "__module__", "") == __name__
+]

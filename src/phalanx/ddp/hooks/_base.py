@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
 import torch
@@ -79,11 +80,11 @@ def hook_group(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.Proc
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
     """Start to replace a tensor by its mean over the ranks."""
-    channel = Communicator(group, tensor.device)
+    comm = Communicator(group, tensor.device)
     # A sum of 16-bit numbers may overflow; not all groups and layouts support a mean.
     if isinstance(group, ProcessGroup) and not (tensor.dtype in _HALVES or tensor.is_sparse):
-        return channel.mean(tensor)
-    return channel.sum(tensor.div_(channel.size))
+        return comm.mean(tensor)
+    return comm.sum(tensor.div_(comm.size))
 
 
 def average(group: dist.ProcessGroup, tensor: Tensor) -> Future[Tensor]:
@@ -217,9 +218,7 @@ def shared_generator(seed: int, step: int, key: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(mixed)  # on the CPU, whatever the device
 
 
-NAMED_SUFFIX = "_by_name"  # of a memory field in a saved state
-
-
+@dataclass(eq=False, repr=False)
 class HookState:
     """A group, the number of steps, and tensors by parameter or bucket.
 
@@ -232,12 +231,14 @@ class HookState:
     memory_fields: ClassVar[tuple[str, ...]] = ()
     """Attributes with tensors by parameter name, or by bucket."""
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
-        self.process_group = check_group(process_group)
-        """None for the group of the module."""
-        self.iter = 0
-        """The number of steps so far."""
-        self._seen: set[MemoryKey] = set()
+    process_group: dist.ProcessGroup | None
+    """None for the group of the module."""
+    iter: int = field(default=0, init=False)
+    """The number of steps so far."""
+    _seen: set[MemoryKey] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        check_group(self.process_group)
         for name in self.memory_fields:
             setattr(self, name, {})
 
@@ -256,17 +257,17 @@ class HookState:
         """Return a copy of this rank's counters and tensors; nothing needs pickle."""
         saved: dict[str, Any] = {name: getattr(self, name) for name in self.counter_fields}
         for name in self.memory_fields:
-            saved[name], saved[name + NAMED_SUFFIX] = {}, {}  # a parameter may be named 0
-            for key, tensor in getattr(self, name).items():
-                part = saved[name if isinstance(key, int) else name + NAMED_SUFFIX]
-                part[str(key)] = tensor.clone()
+            # No parameter's name starts with a dot.
+            saved[name] = {
+                f".{key}" if isinstance(key, int) else key: tensor.clone()
+                for key, tensor in getattr(self, name).items()
+            }
         return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on the same rank."""
         expected = {*self.counter_fields, *self.memory_fields}
-        optional = {name + NAMED_SUFFIX for name in self.memory_fields}  # older states have none
-        if set(state_dict) - optional != expected:
+        if set(state_dict) != expected:
             raise InvalidArgument(
                 f"state_dict of {type(self).__name__} must have {sorted(expected)}, got "
                 f"{sorted(state_dict)}"
@@ -274,9 +275,11 @@ class HookState:
         for name in self.counter_fields:
             setattr(self, name, state_dict[name])
         for name in self.memory_fields:
-            memory: HookMemory = {int(key): each.clone() for key, each in state_dict[name].items()}
-            named = state_dict.get(name + NAMED_SUFFIX, {})
-            setattr(self, name, memory | {key: each.clone() for key, each in named.items()})
+            memory: HookMemory = {
+                int(key[1:]) if key.startswith(".") else key: tensor.clone()
+                for key, tensor in state_dict[name].items()
+            }
+            setattr(self, name, memory)
 
     def __getstate__(self) -> dict[str, Any]:
         state = {**vars(self), "process_group": None, "_seen": set()}

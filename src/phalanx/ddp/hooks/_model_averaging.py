@@ -17,6 +17,7 @@ import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -305,24 +306,20 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         self.averager.step = state_dict.get("step", 0)
 
 
+@dataclass(eq=False, repr=False)
 class PostLocalSGDState(HookState):
     """The groups that average gradients, and when to switch; the names are torch's."""
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        subgroup: dist.ProcessGroup | None,
-        start_localSGD_iter: int,  # noqa: N803
-        post_local_gradient_allreduce: bool = True,
-    ) -> None:
-        """Without `subgroup`, torch makes one for each machine with accelerators.
+    subgroup: dist.ProcessGroup | None
+    """If None, torch makes one for each machine with accelerators."""
+    start_localSGD_iter: int  # noqa: N815
+    post_local_gradient_allreduce: bool = True
+    """Whether the subgroup averages gradients after the first steps."""
 
-        Without `post_local_gradient_allreduce`, gradients are not averaged after the first steps.
-        """
-        super().__init__(process_group)
-        self.subgroup = check_group(subgroup)
-        self.start_localSGD_iter = check_count("start_localSGD_iter", start_localSGD_iter)
-        self.post_local_gradient_allreduce = post_local_gradient_allreduce
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group(self.subgroup)
+        check_count("start_localSGD_iter", self.start_localSGD_iter)
 
     def local_group(self) -> dist.ProcessGroup:
         """Return the group that averages gradients after the first steps."""

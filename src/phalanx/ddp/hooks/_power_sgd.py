@@ -10,6 +10,7 @@ mean of all ranks' parts instead; summed over the ranks both are the same.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
 from itertools import compress
 from typing import NamedTuple
 
@@ -78,49 +79,41 @@ def orthogonalize(matrix: Tensor, epsilon: float) -> None:
         matrix.copy_(torch.linalg.qr(full).Q)
 
 
+@dataclass(eq=False, repr=False)
 class PowerSGDState(HookState):
-    """Settings and memory of PowerSGD; the names are torch's."""
+    """Settings and memory of PowerSGD; the names are torch's.
+
+    The last two arguments are accepted for compatibility and have no effect.
+    """
 
     counter_fields = ("iter", "total_numel_before_compression", "total_numel_after_compression")
     memory_fields = ("error_dict", "q_memory_dict")
 
-    error_dict: HookMemory
+    matrix_approximation_rank: int = 1
+    start_powerSGD_iter: int = 1_000  # noqa: N815
+    min_compression_rate: float = 2
+    use_error_feedback: bool = True
+    warm_start: bool = True
+    orthogonalization_epsilon: float = 0
+    random_seed: int = 0
+    compression_stats_logging_frequency: InitVar[int] = 10_000
+    batch_tensors_with_same_shape: InitVar[bool] = False
+    total_numel_before_compression: int = field(default=0, init=False)
+    total_numel_after_compression: int = field(default=0, init=False)
+    error_dict: HookMemory = field(init=False)
     """Residuals, by parameter name, or by bucket without names."""
-    q_memory_dict: HookMemory
+    q_memory_dict: HookMemory = field(init=False)
     """The second factors of the last step, from which the next one starts, by the same keys."""
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None,
-        matrix_approximation_rank: int = 1,
-        start_powerSGD_iter: int = 1_000,  # noqa: N803
-        min_compression_rate: float = 2,
-        use_error_feedback: bool = True,
-        warm_start: bool = True,
-        orthogonalization_epsilon: float = 0,
-        random_seed: int = 0,
-        compression_stats_logging_frequency: int = 10_000,
-        batch_tensors_with_same_shape: bool = False,
-    ) -> None:
-        """The last two arguments are accepted for compatibility and have no effect."""
-        super().__init__(process_group)
-        del compression_stats_logging_frequency, batch_tensors_with_same_shape
-        check_count("matrix_approximation_rank", matrix_approximation_rank, least=1)
-        remembers = use_error_feedback or warm_start
+    def __post_init__(self, *_: object) -> None:
+        super().__post_init__()
+        check_count("matrix_approximation_rank", self.matrix_approximation_rank, least=1)
+        remembers = self.use_error_feedback or self.warm_start
         # torch's DDP rebuilds its buckets after the first step, which loses the memory.
-        check_count("start_powerSGD_iter", start_powerSGD_iter, least=2 if remembers else 0)
-        self.matrix_approximation_rank = matrix_approximation_rank
-        self.start_powerSGD_iter = start_powerSGD_iter
-        self.min_compression_rate = min_compression_rate
-        self.use_error_feedback = use_error_feedback
-        self.warm_start = warm_start
-        self.orthogonalization_epsilon = orthogonalization_epsilon
+        check_count("start_powerSGD_iter", self.start_powerSGD_iter, least=2 if remembers else 0)
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             if not getattr(self, name) >= 0:
                 raise InvalidArgument(f"{name} must be at least 0, got {getattr(self, name)!r}")
-        self.random_seed = random_seed
-        self.total_numel_before_compression = 0
-        self.total_numel_after_compression = 0
 
     def compression_stats(self) -> tuple[float, int, int]:
         """Return the compression rate so far, and the numbers of elements before and after."""

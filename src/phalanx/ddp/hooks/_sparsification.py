@@ -6,7 +6,7 @@ arXiv:1809.07599).
 """
 
 import math
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -33,36 +33,32 @@ from ._base import (
 )
 
 
+@dataclass(eq=False, repr=False)
 class SparsificationState(HookState):
-    """State of hooks that send some elements."""
+    """Settings and residuals of hooks that send some elements."""
 
     memory_fields = ("error_dict",)
 
-    error_dict: HookMemory
+    process_group: dist.ProcessGroup | None = None
+    k: int | float = 0.01
+    """How many elements of each bucket are sent, or which fraction of them if it is a float."""
+    _: KW_ONLY
+    start_iter: int = 2
+    """So many steps send everything: torch's DDP rebuilds its buckets after the first one, which
+    would lose the residuals."""
+    use_error_feedback: bool = True
+    error_dict: HookMemory = field(init=False)
     """Residuals, by parameter name, or by bucket without names."""
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        k: int | float = 0.01,
-        *,
-        start_iter: int = 2,
-        use_error_feedback: bool = True,
-    ) -> None:
-        """Send `k` elements of each bucket, or that fraction of them if it is a float.
-
-        The first `start_iter` steps send everything: torch's DDP rebuilds its buckets after the
-        first one, which would lose the residuals.
-        """
-        super().__init__(process_group)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        k = self.k
         is_count = isinstance(k, int) and not isinstance(k, bool) and k >= 1
         if not (is_count or (isinstance(k, float) and 0 < k < 1)):
             raise InvalidArgument(
                 f"k must be an integer of at least 1 or a fraction between 0.0 and 1.0, got {k!r}"
             )
-        self.k = k
-        self.start_iter = check_count("start_iter", start_iter)
-        self.use_error_feedback = use_error_feedback
+        check_count("start_iter", self.start_iter)
 
     def selected_count(self, buffer: Tensor) -> int:
         wanted = self.k if isinstance(self.k, int) else max(1, round(self.k * buffer.numel()))
@@ -153,20 +149,12 @@ def sample_without_replacement(count: int, among: int, generator: torch.Generato
     return torch.randperm(among, generator=generator)[:count]
 
 
+@dataclass(eq=False, repr=False)
 class RandomKState(SparsificationState):
     """Settings and residuals of random-k."""
 
-    def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        k: int | float = 0.01,
-        *,
-        random_seed: int = 0,
-        **options: Any,
-    ) -> None:
-        """Take the arguments of `TopKState`, and a seed, which must be the same on all ranks."""
-        super().__init__(process_group, k, **options)
-        self.random_seed = random_seed
+    random_seed: int = field(default=0, kw_only=True)
+    """The same on all ranks, so that they draw the same elements."""
 
 
 def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:

@@ -30,16 +30,7 @@ from torch.optim import Optimizer
 
 from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup
-from ._base import (
-    HookState,
-    average,
-    begin_step,
-    check_count,
-    check_group,
-    completed,
-    hook_group,
-    start_average,
-)
+from . import _base as base
 
 
 class CoalescedAverage:
@@ -53,7 +44,7 @@ class CoalescedAverage:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         self._parts = list(by_kind.values())
         self._flats = [torch.cat([each.reshape(-1) for each in parts]) for parts in self._parts]
-        self._calls = [start_average(group, flat) for flat in self._flats]
+        self._calls = [base.start_average(group, flat) for flat in self._flats]
 
     def finish(self) -> list[Tensor]:
         """Wait for the means, copy them into the tensors, and return those; call it once."""
@@ -75,8 +66,8 @@ class ModelAverager(ABC):
     def __init__(
         self, process_group: dist.ProcessGroup | None = None, *, warmup_steps: int = 0
     ) -> None:
-        self.process_group = hook_group(process_group)
-        self.warmup_steps = check_count("warmup_steps", warmup_steps)
+        self.process_group = base.hook_group(process_group)
+        self.warmup_steps = base.check_count("warmup_steps", warmup_steps)
         self.step = 0
         """The number of steps so far."""
 
@@ -96,13 +87,10 @@ class PeriodicModelAverager(ModelAverager):
     """Averages models every `period` steps after the warm-up."""
 
     def __init__(
-        self,
-        period: int,
-        warmup_steps: int = 0,
-        process_group: dist.ProcessGroup | None = None,
+        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps)
-        self.period = check_count("period", period, least=1)
+        self.period = base.check_count("period", period, least=1)
         if period == 1:
             _warn_period_of_one()
 
@@ -129,8 +117,8 @@ class HierarchicalModelAverager(ModelAverager):
         if not levels:
             raise InvalidArgument("period_group_size_dict must have at least one period")
         for period, size in levels.items():
-            check_count("a period of period_group_size_dict", period, least=1)
-            check_count("a group size of period_group_size_dict", size, least=1)
+            base.check_count("a period of period_group_size_dict", period, least=1)
+            base.check_count("a group size of period_group_size_dict", size, least=1)
             if whole % size:
                 raise InvalidArgument(f"{whole} ranks do not divide into groups of {size}")
         sizes = list(levels.values())
@@ -167,7 +155,7 @@ def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
         if isinstance(each, Tensor):
             found.append(each)
         elif isinstance(each, dict):
-            found.extend(each["params"])
+            found += each["params"]
         else:
             raise InvalidType(
                 f"params must be parameters or param groups, got {type(each).__name__}"
@@ -201,31 +189,22 @@ class WrappingOptimizer(Optimizer, ABC):
 
     A `GradScaler` skips a step whose gradients are not finite. With local gradients that may happen
     on one rank only, and the others would wait for its average. So the scaler is asked to call
-    every step, as for optimizers that unscale themselves. During the call it sets two attributes.
+    every step, as for optimizers that unscale themselves. During the call it sets ``found_inf``,
+    not zero if any gradient is not finite, and ``grad_scale``, a divisor of the gradients or None.
     """
 
     _step_supports_amp_scaling = True
-    found_inf: Tensor
-    """Not zero if any gradient is not finite."""
-    grad_scale: Tensor | None
-    """By which gradients are yet to be divided."""
 
     def __init__(self, optim: Optimizer) -> None:
         # Not Optimizer.__init__: parameters and state are those of the wrapped optimizer.
         if not isinstance(optim, Optimizer):
             raise InvalidType(f"optim must be an Optimizer, got {type(optim).__name__}")
         self.optim = optim
-        self.defaults = optim.defaults
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The parameters of the wrapped optimizer."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """The state of the wrapped optimizer."""
-        return self.optim.state
+    def __getattr__(self, name: str) -> Any:
+        if name in ("param_groups", "state", "defaults"):
+            return getattr(self.optim, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
@@ -235,10 +214,11 @@ class WrappingOptimizer(Optimizer, ABC):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Step the wrapped optimizer, then call `after_step`, even if the step was skipped."""
-        given = () if closure is None else (closure,)
+        loss = None
         try:
-            is_scaled = hasattr(self, "found_inf")
-            loss = self._scaled_step(*given) if is_scaled else self.optim.step(*given)
+            if not getattr(self, "found_inf", 0):
+                self._unscale()
+                loss = self.optim.step() if closure is None else self.optim.step(closure)
             self.after_step()
         except BaseException:
             # The scaler deletes them after the call, unless that raises.
@@ -247,23 +227,14 @@ class WrappingOptimizer(Optimizer, ABC):
             raise
         return loss
 
-    def _scaled_step(self, *given: Callable[[], float]) -> float | None:
-        if getattr(self.optim, "_step_supports_amp_scaling", False):
-            inside: Any = self.optim
-            inside.found_inf, inside.grad_scale = self.found_inf, self.grad_scale
-            try:
-                return inside.step(*given)  # type: ignore[no-any-return]
-            finally:
-                del inside.found_inf, inside.grad_scale
-        if self.found_inf.item():
-            return None
-        if self.grad_scale is not None:
-            inverse = self.grad_scale.double().reciprocal().float()
+    @torch.no_grad()
+    def _unscale(self) -> None:
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            inverse = scale.double().reciprocal().float()
             for parameter in (each for group in self.param_groups for each in group["params"]):
                 if parameter.grad is not None:
-                    with torch.no_grad():
-                        parameter.grad.mul_(inverse.to(parameter.grad.device))
-        return self.optim.step(*given)
+                    parameter.grad.mul_(inverse.to(parameter.grad.device))
 
     @abstractmethod
     def after_step(self) -> None:
@@ -307,7 +278,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
 
 
 @dataclass(eq=False, repr=False)
-class PostLocalSGDState(HookState):
+class PostLocalSGDState(base.HookState):
     """The groups that average gradients, and when to switch; the names are torch's."""
 
     subgroup: dist.ProcessGroup | None
@@ -318,8 +289,8 @@ class PostLocalSGDState(HookState):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_group(self.subgroup)
-        check_count("start_localSGD_iter", self.start_localSGD_iter)
+        base.check_group(self.subgroup)
+        base.check_count("start_localSGD_iter", self.start_localSGD_iter)
 
     def local_group(self) -> dist.ProcessGroup:
         """Return the group that averages gradients after the first steps."""
@@ -341,12 +312,12 @@ def post_localSGD_hook(  # noqa: N802
     state: PostLocalSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients over all ranks in the first steps, then over the subgroup."""
-    step = begin_step(state, PostLocalSGDState, bucket, "post_localSGD_hook")
+    step = base.begin_step(state, PostLocalSGDState, bucket, "post_localSGD_hook")
     if step < state.start_localSGD_iter:
-        return average(hook_group(state.process_group, bucket), bucket.buffer())
+        return base.average(base.hook_group(state.process_group, bucket), bucket.buffer())
     if not state.post_local_gradient_allreduce:
-        return completed(bucket.buffer())
-    return average(state.local_group(), bucket.buffer())
+        return base.completed(bucket.buffer())
+    return base.average(state.local_group(), bucket.buffer())
 
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
@@ -438,9 +409,9 @@ class DiLoCo(WrappingOptimizer):
         steps after it started; a parameter then keeps the fraction `alpha` of its own value.
         """
         super().__init__(optim)
-        self.process_group = hook_group(process_group)
-        self.sync_every = check_count("sync_every", sync_every, least=1)
-        self.delay = check_count("delay", delay)
+        self.process_group = base.hook_group(process_group)
+        self.sync_every = base.check_count("sync_every", sync_every, least=1)
+        self.delay = base.check_count("delay", delay)
         if delay >= sync_every:
             raise InvalidArgument(f"delay must be less than sync_every ({sync_every}), got {delay}")
         if not 0 <= alpha < 1:
@@ -450,7 +421,7 @@ class DiLoCo(WrappingOptimizer):
         """The number of steps so far."""
         parameters = trainable_parameters(self.param_groups)
         if isinstance(fragments, int):
-            count = check_count("fragments", fragments, least=1)
+            count = base.check_count("fragments", fragments, least=1)
             # Each has layers from all over the model, which the paper found better than a range.
             fragments = [parameters[i::count] for i in range(count)]
         if not fragments or not all(fragments) or len(fragments) > sync_every:

@@ -22,26 +22,7 @@ from torch.futures import Future
 
 from ...errors import InvalidArgument
 from .._communicator import AnyWork
-from ._base import (
-    HookMemory,
-    HookState,
-    MemoryKey,
-    add_residuals,
-    average,
-    begin_step,
-    bucket_key,
-    check_count,
-    dense_buffer,
-    hook_group,
-    is_finite,
-    keep_residuals,
-    known_parts,
-    names_of,
-    parts_by_name,
-    shared_generator,
-    start_average,
-    when_done,
-)
+from . import _base as base
 
 
 class Matrices(NamedTuple):
@@ -50,7 +31,7 @@ class Matrices(NamedTuple):
     flat: Tensor
     parts: Sequence[Tensor]
 
-    def by_key(self, keys: Sequence[str] | MemoryKey) -> dict[MemoryKey, Tensor]:
+    def by_key(self, keys: Sequence[str] | base.MemoryKey) -> dict[base.MemoryKey, Tensor]:
         """Return the matrices by their keys, or all of them under one key."""
         if isinstance(keys, int | str):
             return {keys: self.flat}
@@ -80,7 +61,7 @@ def orthogonalize(matrix: Tensor, epsilon: float) -> None:
 
 
 @dataclass(eq=False, repr=False)
-class PowerSGDState(HookState):
+class PowerSGDState(base.HookState):
     """Settings and memory of PowerSGD; the names are torch's.
 
     The last two arguments are accepted for compatibility and have no effect.
@@ -100,17 +81,19 @@ class PowerSGDState(HookState):
     batch_tensors_with_same_shape: InitVar[bool] = False
     total_numel_before_compression: int = field(default=0, init=False)
     total_numel_after_compression: int = field(default=0, init=False)
-    error_dict: HookMemory = field(init=False)
+    error_dict: base.HookMemory = field(init=False)
     """Residuals, by parameter name, or by bucket without names."""
-    q_memory_dict: HookMemory = field(init=False)
+    q_memory_dict: base.HookMemory = field(init=False)
     """The second factors of the last step, from which the next one starts, by the same keys."""
 
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
-        check_count("matrix_approximation_rank", self.matrix_approximation_rank, least=1)
+        base.check_count("matrix_approximation_rank", self.matrix_approximation_rank, least=1)
         remembers = self.use_error_feedback or self.warm_start
         # torch's DDP rebuilds its buckets after the first step, which loses the memory.
-        check_count("start_powerSGD_iter", self.start_powerSGD_iter, least=2 if remembers else 0)
+        base.check_count(
+            "start_powerSGD_iter", self.start_powerSGD_iter, least=2 if remembers else 0
+        )
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             if not getattr(self, name) >= 0:
                 raise InvalidArgument(f"{name} must be at least 0, got {getattr(self, name)!r}")
@@ -137,20 +120,20 @@ def powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average each layer's gradient as a low-rank matrix; small ones uncompressed."""
-    buffer = dense_buffer(bucket, "powerSGD_hook")
-    step = begin_step(state, PowerSGDState, bucket, "powerSGD_hook")
-    group = hook_group(state.process_group, bucket)
+    buffer = base.dense_buffer(bucket, "powerSGD_hook")
+    step = base.begin_step(state, PowerSGDState, bucket, "powerSGD_hook")
+    group = base.hook_group(state.process_group, bucket)
     if step < state.start_powerSGD_iter:
-        return average(group, buffer)
-    gradients, names = bucket.gradients(), names_of(bucket)
+        return base.average(group, buffer)
+    gradients, names = bucket.gradients(), base.names_of(bucket)
     is_large = [state.should_compress(each) for each in gradients]
     large = list(compress(gradients, is_large))
     small = [each for each, compressed in zip(gradients, is_large, strict=True) if not compressed]
     if not large:
         state.count(len(buffer), len(buffer))
-        return average(group, buffer)
+        return base.average(group, buffer)
     rest = torch.cat([buffer.new_empty(0), *(each.reshape(-1) for each in small)])
-    calls = [start_average(group, rest)] if len(rest) else []
+    calls = [base.start_average(group, rest)] if len(rest) else []
     flat = torch.cat([each.reshape(-1) for each in large])
     matrices = split_matrices(flat, [_matrix_shape(each) for each in large])
     keys = bucket.index() if names is None else list(compress(names, is_large))
@@ -164,29 +147,29 @@ def powerSGD_hook(  # noqa: N802
             gradient.copy_(mean.view(gradient.shape))
         return buffer
 
-    return when_done([*calls, sending], decompress, buffer.device)
+    return base.when_done([*calls, sending], decompress, buffer.device)
 
 
 def batched_powerSGD_hook(  # noqa: N802
     state: PowerSGDState, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the whole bucket as one square low-rank matrix: faster and less exact."""
-    buffer = dense_buffer(bucket, "batched_powerSGD_hook")
-    step = begin_step(state, PowerSGDState, bucket, "batched_powerSGD_hook")
-    group = hook_group(state.process_group, bucket)
+    buffer = base.dense_buffer(bucket, "batched_powerSGD_hook")
+    step = base.begin_step(state, PowerSGDState, bucket, "batched_powerSGD_hook")
+    group = base.hook_group(state.process_group, bucket)
     if step < state.start_powerSGD_iter:
-        return average(group, buffer)
+        return base.average(group, buffer)
     side = math.ceil(math.sqrt(len(buffer)))
     square = split_matrices(buffer.new_zeros(side * side), [(side, side)])
     filled = square.flat[: len(buffer)].copy_(buffer)
-    held = parts_by_name(bucket, filled)  # without the padding
-    p, q, sending = _approximate(state, step, group, square, held, bucket_key(bucket))
+    held = base.parts_by_name(bucket, filled)  # without the padding
+    p, q, sending = _approximate(state, step, group, square, held, base.bucket_key(bucket))
     state.count(len(buffer), len(p.flat) + len(q.flat))
 
     def decompress() -> Tensor:
         return buffer.copy_((p.parts[0] @ q.parts[0].T).view(-1)[: len(buffer)])
 
-    return when_done([sending], decompress, buffer.device)
+    return base.when_done([sending], decompress, buffer.device)
 
 
 def _approximate(
@@ -194,8 +177,8 @@ def _approximate(
     step: int,
     group: dist.ProcessGroup,
     matrices: Matrices,
-    held: Mapping[MemoryKey, Tensor],
-    keys: Sequence[str] | MemoryKey,
+    held: Mapping[base.MemoryKey, Tensor],
+    keys: Sequence[str] | base.MemoryKey,
 ) -> tuple[Matrices, Matrices, AnyWork]:
     """Compute the factors P and Q of the ranks' mean; the call that averages Q is in flight.
 
@@ -203,7 +186,7 @@ def _approximate(
     for P here: a call made later, from a callback, could be matched with another call of a peer.
     """
     if state.use_error_feedback:
-        add_residuals(state.error_dict, held)
+        base.add_residuals(state.error_dict, held)
     p_shapes, q_shapes = [], []
     for rows, columns in (part.shape for part in matrices.parts):
         rank = min(rows, columns, state.matrix_approximation_rank)
@@ -212,37 +195,37 @@ def _approximate(
     new_empty = matrices.flat.new_empty
     p = split_matrices(new_empty(sum(map(math.prod, p_shapes))), p_shapes)
     q = split_matrices(new_empty(sum(map(math.prod, q_shapes))), q_shapes)
-    known = known_parts(state.q_memory_dict, q.by_key(keys)) if state.warm_start else {}
+    known = base.known_parts(state.q_memory_dict, q.by_key(keys)) if state.warm_start else {}
     _initialize(q.by_key(keys), known, state.random_seed, step)
-    if known and not is_finite(q.flat):
+    if known and not base.is_finite(q.flat):
         _initialize(q.by_key(keys), {}, state.random_seed, step)
     # On a CPU, BLAS takes 3 to 15 times as long for these products if the thin matrix is row-major,
     # as factors are.
     for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
         orthogonalize(right, state.orthogonalization_epsilon)
         torch.mm(part, right.T.contiguous().T, out=left)
-    start_average(group, p.flat).wait()
+    base.start_average(group, p.flat).wait()
     for part, left, right in zip(matrices.parts, p.parts, q.parts, strict=True):
         orthogonalize(left, state.orthogonalization_epsilon)
         right.copy_((left.T.contiguous() @ part).T)
         if state.use_error_feedback:
             part.addmm_(left, right.T, alpha=-1)
     if state.use_error_feedback:
-        keep_residuals(state.error_dict, matrices.flat, held)
+        base.keep_residuals(state.error_dict, matrices.flat, held)
     if state.warm_start:
         state.q_memory_dict |= q.by_key(keys)  # a view: it holds the mean when the call completes
-    return p, q, start_average(group, q.flat)
+    return p, q, base.start_average(group, q.flat)
 
 
 def _initialize(
-    q: Mapping[MemoryKey, Tensor], known: Mapping[MemoryKey, Tensor], seed: int, step: int
+    q: Mapping[base.MemoryKey, Tensor], known: Mapping[base.MemoryKey, Tensor], seed: int, step: int
 ) -> None:
     """Start from Q of the last step, or from random values that are equal on all ranks."""
     for key, part in q.items():
         if key in known:
             part.copy_(known[key])
         else:
-            part.copy_(torch.randn(part.shape, generator=shared_generator(seed, step, key)))
+            part.copy_(torch.randn(part.shape, generator=base.shared_generator(seed, step, key)))
 
 
 def _matrix_shape(gradient: Tensor) -> tuple[int, int]:

@@ -15,26 +15,11 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from ...errors import InvalidArgument
-from ._base import (
-    HookMemory,
-    HookState,
-    add_residuals,
-    average,
-    begin_step,
-    check_count,
-    dense_buffer,
-    hook_group,
-    keep_residuals,
-    parts_by_name,
-    shared_generator,
-    start_average,
-    start_gather,
-    when_done,
-)
+from . import _base as base
 
 
 @dataclass(eq=False, repr=False)
-class SparsificationState(HookState):
+class SparsificationState(base.HookState):
     """Settings and residuals of hooks that send some elements."""
 
     memory_fields = ("error_dict",)
@@ -47,7 +32,7 @@ class SparsificationState(HookState):
     """So many steps send everything: torch's DDP rebuilds its buckets after the first one, which
     would lose the residuals."""
     use_error_feedback: bool = True
-    error_dict: HookMemory = field(init=False)
+    error_dict: base.HookMemory = field(init=False)
     """Residuals, by parameter name, or by bucket without names."""
 
     def __post_init__(self) -> None:
@@ -58,7 +43,7 @@ class SparsificationState(HookState):
             raise InvalidArgument(
                 f"k must be an integer of at least 1 or a fraction between 0.0 and 1.0, got {k!r}"
             )
-        check_count("start_iter", self.start_iter)
+        base.check_count("start_iter", self.start_iter)
 
     def selected_count(self, buffer: Tensor) -> int:
         wanted = self.k if isinstance(self.k, int) else max(1, round(self.k * buffer.numel()))
@@ -69,7 +54,7 @@ class SparsificationState(HookState):
         buffer = bucket.buffer()
         if self.use_error_feedback:
             rest = buffer.index_fill(0, indices, 0)
-            keep_residuals(self.error_dict, rest, parts_by_name(bucket, rest))
+            base.keep_residuals(self.error_dict, rest, base.parts_by_name(bucket, rest))
         return buffer[indices]
 
 
@@ -103,18 +88,18 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
     Ranks choose different elements, so each sends values and indices to all. What a rank receives
     grows with the world size.
     """
-    buffer = dense_buffer(bucket, "topk_hook")
-    step = begin_step(state, TopKState, bucket, "topk_hook")
-    group = hook_group(state.process_group, bucket)
+    buffer = base.dense_buffer(bucket, "topk_hook")
+    step = base.begin_step(state, TopKState, bucket, "topk_hook")
+    group = base.hook_group(state.process_group, bucket)
     if step < state.start_iter:
-        return average(group, buffer)
+        return base.average(group, buffer)
     if state.use_error_feedback:
-        add_residuals(state.error_dict, parts_by_name(bucket, buffer))
+        base.add_residuals(state.error_dict, base.parts_by_name(bucket, buffer))
     indices = topk_indices(buffer, state.selected_count(buffer))
     sent = state.take(bucket, indices)
     narrow = torch.int32 if buffer.numel() <= torch.iinfo(torch.int32).max else torch.int64
-    value_call, values = start_gather(group, sent)
-    index_call, all_indices = start_gather(group, indices.to(narrow))
+    value_call, values = base.start_gather(group, sent)
+    index_call, all_indices = base.start_gather(group, indices.to(narrow))
 
     def add_up() -> Tensor:
         buffer.zero_()
@@ -122,7 +107,7 @@ def topk_hook(state: TopKState, bucket: GradBucket) -> Future[Tensor]:
             buffer.index_add_(0, rank_indices, rank_values)
         return buffer.div_(len(values))
 
-    return when_done([value_call, index_call], add_up, buffer.device)
+    return base.when_done([value_call, index_call], add_up, buffer.device)
 
 
 _SHUFFLE_MAX = 1000  # above this, a pass over all numbers costs less than a shuffle
@@ -162,15 +147,15 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
 
     Without error feedback the elements are scaled up, so that their expectation is right.
     """
-    buffer = dense_buffer(bucket, "randomk_hook")
-    step = begin_step(state, RandomKState, bucket, "randomk_hook")
-    group = hook_group(state.process_group, bucket)
+    buffer = base.dense_buffer(bucket, "randomk_hook")
+    step = base.begin_step(state, RandomKState, bucket, "randomk_hook")
+    group = base.hook_group(state.process_group, bucket)
     if step < state.start_iter:
-        return average(group, buffer)
+        return base.average(group, buffer)
     if state.use_error_feedback:
-        add_residuals(state.error_dict, parts_by_name(bucket, buffer))
+        base.add_residuals(state.error_dict, base.parts_by_name(bucket, buffer))
     count = state.selected_count(buffer)
-    generator = shared_generator(state.random_seed, step, bucket.index())
+    generator = base.shared_generator(state.random_seed, step, bucket.index())
     indices = sample_without_replacement(count, buffer.numel(), generator).to(buffer.device)
     sent = state.take(bucket, indices)
     if not state.use_error_feedback:
@@ -181,4 +166,4 @@ def randomk_hook(state: RandomKState, bucket: GradBucket) -> Future[Tensor]:
         buffer[indices] = sent
         return buffer
 
-    return when_done([start_average(group, sent)], place, buffer.device)
+    return base.when_done([base.start_average(group, sent)], place, buffer.device)

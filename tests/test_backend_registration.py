@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from phalanx import _backend_registration
+import phalanx
 
 
 def test_importing_phalanx_imports_no_torch():
@@ -35,13 +35,9 @@ REGISTRY = """
 def write_registry(tmp_path, monkeypatch):
     """Write a module that stands for torch's, under a name that nobody has imported."""
     name = f"registry_{os.getpid()}"
-    monkeypatch.setattr(_backend_registration, "REGISTRY_MODULE", name)
+    monkeypatch.setattr(phalanx, "_REGISTRY_MODULE", name)
     monkeypatch.syspath_prepend(tmp_path)
-    others = [
-        each
-        for each in sys.meta_path
-        if not isinstance(each, _backend_registration._RegistryFinder)
-    ]
+    others = [each for each in sys.meta_path if not isinstance(each, phalanx._RegistryFinder)]
     monkeypatch.setattr(sys, "meta_path", others)
 
     def write(known="[]"):
@@ -56,22 +52,22 @@ def write_registry(tmp_path, monkeypatch):
 def test_it_waits_for_torch_and_then_steps_aside(write_registry):
     before = list(sys.meta_path)
     name = write_registry()
-    _backend_registration.register_with_torch()
-    _backend_registration.register_with_torch()  # as a second import of the package would
+    phalanx._register_with_torch()
+    phalanx._register_with_torch()  # as a second import of the package would
     assert len(sys.meta_path) == len(before) + 1
     module = importlib.import_module(name)
     assert module.Backend.registered == [("shm", ["cpu"])]
     assert sys.meta_path == before
     assert type(module.__loader__).__module__ == "_frozen_importlib_external"
     assert module.__spec__.loader is module.__loader__
-    _backend_registration.register_with_torch()
+    phalanx._register_with_torch()
     assert module.Backend.registered == [("shm", ["cpu"])]
 
 
 def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
     before = list(sys.meta_path)
     name = write_registry()
-    _backend_registration.register_with_torch()
+    phalanx._register_with_torch()
     monkeypatch.setenv("REGISTRY_FAILS", "yes")
     with pytest.raises(ImportError, match="not today"):
         importlib.import_module(name)
@@ -81,12 +77,12 @@ def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
 
 
 def test_a_torch_that_cannot_be_found_is_missed_as_usual(write_registry):
-    _backend_registration.register_with_torch()
+    phalanx._register_with_torch()
     with pytest.raises(ModuleNotFoundError):
-        importlib.import_module(_backend_registration.REGISTRY_MODULE)
+        importlib.import_module(phalanx._REGISTRY_MODULE)
 
 
 def test_somebody_elses_backend_of_that_name_stays(write_registry):
     name = write_registry(known="['shm']")
-    _backend_registration.register_with_torch()
+    phalanx._register_with_torch()
     assert importlib.import_module(name).Backend.registered == []

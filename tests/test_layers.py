@@ -19,7 +19,6 @@ LAYERS = [
     {"ddp", "checkpoint"},
     {"testing"},
     {"launch"},
-    {"_backend_registration"},
     {"__init__", "__main__"},
 ]
 """From the bottom up; parts of one layer do not import each other."""
@@ -32,7 +31,6 @@ TORCH_FREE = {
     "_signals",
     "_formatting",
     "launch",
-    "_backend_registration",
     "__init__",
     "__main__",
 }

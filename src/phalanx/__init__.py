@@ -9,14 +9,18 @@ The layers, from the top; each imports only from the layers below it::
     groups             process groups, rendezvous, failure detector, backends
     native             shared-memory engine in C++, if it was built
     errors, env        exceptions; the environment of a rank
+
+Importing this package registers the backend ``shm`` with ``torch.distributed``, now or as soon as
+torch is imported. It does not import torch, because the launcher imports it too.
 """
 
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import errors
-from ._backend_registration import register_with_torch as _register_with_torch
 
 if TYPE_CHECKING:
     from .ddp import DDP, DistributedDataParallel
@@ -26,19 +30,19 @@ if TYPE_CHECKING:
 
 __all__ = ["DDP", "DistributedDataParallel", "__version__", "errors", "gather_uneven", "uneven"]
 
-_register_with_torch()
-
 _MODULES = {
     "DDP": "ddp",
     "DistributedDataParallel": "ddp",
     "gather_uneven": "join",
     "uneven": "join",
 }
+_BACKEND = "shm"
+_REGISTRY_MODULE = "torch.distributed.distributed_c10d"
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the launcher imports this package too and must not import torch. Reading the
-    # version takes a third of the launcher's start.
+    # On first use, since that imports torch. Reading the version takes a third of the launcher's
+    # start.
     if name == "__version__":
         from importlib.metadata import version
 
@@ -52,3 +56,55 @@ def __dir__() -> list[str]:
     # Only public names and loaded submodules, not what this module imports.
     loaded = [name for name in globals() if f"{__name__}.{name}" in sys.modules]
     return sorted({*__all__, *loaded})
+
+
+class _RegistryFinder:
+    """Registers the backend when torch's backend registry has been imported, then removes itself.
+
+    It is first on ``sys.meta_path``, finds that one module through the other finders, and extends
+    the ``exec_module`` of its loader for one call.
+    """
+
+    def find_spec(self, fullname: str, *path_and_target: Any) -> ModuleSpec | None:
+        if fullname != _REGISTRY_MODULE:
+            return None
+        others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
+        found = (finder.find_spec(fullname, *path_and_target) for finder in others)
+        spec = next((each for each in found if each is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is not None:
+            exec_module = loader.exec_module
+
+            def exec_and_register(module: ModuleType) -> None:
+                is_registry = module.__name__ == fullname  # some loaders serve many modules
+                if is_registry:
+                    del loader.exec_module
+                exec_module(module)
+                if is_registry:
+                    _register_backend(module)
+                    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
+
+            loader.exec_module = exec_and_register
+        return spec
+
+
+def _register_with_torch() -> None:
+    if _REGISTRY_MODULE in sys.modules:
+        # import_module waits if another thread is importing it.
+        _register_backend(import_module(_REGISTRY_MODULE))
+    elif not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RegistryFinder())
+
+
+def _register_backend(registry: Any) -> None:
+    if _BACKEND not in registry.Backend.backend_list:  # do not replace another backend
+        registry.Backend.register_backend(_BACKEND, _make_group, extended_api=True, devices=["cpu"])
+
+
+def _make_group(request: Any, options: Any) -> Any:
+    from .groups._factory import make_for_torch
+
+    return make_for_torch(_BACKEND, request, options)
+
+
+_register_with_torch()

@@ -191,21 +191,20 @@ class BarrierError(PhalanxError, RuntimeError):
         """The number of the use that failed, from 1."""
         self.progress = dict(progress or {})
         """The last use that each missing rank reached; 0 for none."""
-        lines = [message, *(self._format_progress(rank) for rank in sorted(self.progress))]
+        lines = [message]
+        for rank, last in sorted(self.progress.items()):
+            if last == 0:
+                lines.append(f"  rank {rank} never arrived")
+                continue
+            behind = 0 if use is None else use - last
+            late = f", {behind} use{'s' if behind > 1 else ''} behind" if behind > 0 else ""
+            lines.append(f"  rank {rank} arrived at use {last} of {barrier!r}{late}")
         super().__init__("\n".join(lines))
 
     @property
     def missing(self) -> tuple[int, ...]:
         """The ranks that did not arrive."""
         return tuple(sorted(self.progress))
-
-    def _format_progress(self, rank: int) -> str:
-        last = self.progress[rank]
-        if last == 0:
-            return f"  rank {rank} never arrived"
-        where = f"  rank {rank} arrived at use {last} of {self.barrier!r}"
-        behind = 0 if self.use is None else self.use - last
-        return f"{where}, {behind} use{'s' if behind > 1 else ''} behind" if behind > 0 else where
 
 
 class BarrierTimeout(BarrierError, TimeoutError):

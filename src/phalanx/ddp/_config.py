@@ -21,6 +21,8 @@ from ._mixed_precision import resolve_mixed_precision as resolve_mixed_precision
 from ._module_inspection import NamedParameter
 from ._sync_batch_norm import GroupRef, SyncBatchNorm
 
+NamedNorms = Sequence[tuple[str, nn.SyncBatchNorm]]
+
 FIRST_BUCKET_BYTES = MIB
 BUCKET_BYTES = 25 * MIB
 SHARED_MEMORY_BUCKET_BYTES = 4 * MIB
@@ -85,9 +87,7 @@ def check_trainable(named: Sequence[NamedParameter]) -> None:
         raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
 
 
-def check_sync_batch_norms(
-    sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], device: torch.device
-) -> None:
+def check_sync_batch_norms(sync_norms: NamedNorms, device: torch.device) -> None:
     torchs = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
     if torchs and device.type == "cpu":
         raise InvalidArgument(
@@ -96,9 +96,7 @@ def check_sync_batch_norms(
         )
 
 
-def set_sync_batch_norm_group(
-    sync_norms: Sequence[tuple[str, nn.SyncBatchNorm]], group: dist.ProcessGroup
-) -> None:
+def set_sync_batch_norm_group(sync_norms: NamedNorms, group: dist.ProcessGroup) -> None:
     """Give the group to layers that have none."""
     for _, layer in sync_norms:
         if isinstance(layer, SyncBatchNorm):
@@ -158,12 +156,12 @@ def resolve_delayed(
             "delay_all_reduce_named_params is a list of names with parameters, and "
             "param_to_hook_all_reduce is a parameter"
         )
-    own: dict[Tensor, str] = {parameter: name for name, parameter in named}
-    extra = [(name, parameter) for name, parameter in delayed if parameter not in own]
-    for name, _ in extra:
-        if name in own.values():
+    names: dict[Tensor, str] = {parameter: name for name, parameter in named}
+    extra = [(name, parameter) for name, parameter in delayed if parameter not in names]
+    for name, parameter in extra:
+        if name in dict(named):
             raise InvalidArgument(f"the module has another parameter named {name!r}")
-    names = own | {parameter: name for name, parameter in extra}
+        names[parameter] = name
     return DelayedReduction(frozenset(names[p] for _, p in delayed), names.get(trigger, "")), extra
 
 

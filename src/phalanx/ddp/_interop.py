@@ -34,22 +34,22 @@ _excluded_packages: set[str] = set()  # what the compiler knows of us
 
 
 def not_compiled(function: Function) -> Function:
-    """Have the compiler run a function as it is, and compile what it calls.
+    """Make the compiler skip a function and compile what it calls.
 
-    ``torch.compiler.disable`` would import the compiler, for everybody, to say the same.
+    ``torch.compiler.disable`` does the same, but imports the compiler.
     """
-    marks: Any = function
-    marks._torchdynamo_disable = True
-    marks._torchdynamo_disable_msg = "a wrapper for data parallelism runs as it is"
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "the wrapper for data parallelism is not compiled"
     frames: Any = torch._C._dynamo.eval_frame
     here, below = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
-    frames.set_code_exec_strategy(marks.__code__, frames._FrameExecStrategy(here, below))
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(here, below))
     return function
 
 
 @not_compiled
 def exclude_package_from_compiler() -> None:
-    """Have the compiler, if there is one, leave all functions of this package alone."""
+    """Make the compiler, if it is loaded, skip all functions of this package."""
     if not _excluded_packages and "torch._dynamo" in sys.modules:
         package = __name__.partition(".")[0]
         torch._dynamo.trace_rules.add(package)
@@ -57,10 +57,9 @@ def exclude_package_from_compiler() -> None:
 
 
 def compilable(module: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what to call so that the compiler, if it is at work, compiles a module.
+    """Return what to call so that the compiler, if active, compiles a module.
 
-    It passes over functions of torch's, such as the forward of a Sequential, unless one that it
-    compiles calls them.
+    It skips torch's functions, such as a Sequential's forward, unless compiled code calls them.
     """
     if not _excluded_packages or not torch._C._dynamo.eval_frame.get_eval_frame_callback():
         return module
@@ -68,15 +67,12 @@ def compilable(module: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_compiled_backward() -> None:
-    """Raise if the backward pass that has begun is run by the compiler, not by autograd's engine.
-
-    The engine calls back when a pass is over. Nothing else tells, and gradients would be left out.
-    """
+    """Raise if compiled autograd runs this backward pass: it does not signal the end of a pass."""
     compiler: Any = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiler is not None and compiler.in_compiled_autograd_region:
         raise InvalidState(
-            "gradients are reduced in backward passes that autograd runs, and this one is compiled "
-            "as a whole: switch compiled autograd off (torch._dynamo.config.compiled_autograd)"
+            "gradients cannot be reduced under compiled autograd. Set "
+            "torch._dynamo.config.compiled_autograd = False"
         )
 
 
@@ -86,7 +82,7 @@ def active_module() -> Any:
 
 
 class ActiveModule(AbstractContextManager[None]):
-    """Has a module be the one that runs in the body; for the compiler, too."""
+    """Makes a module the active one in the body, for the compiler too."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -94,25 +90,21 @@ class ActiveModule(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._before = active_module()
         _thread.module = self._module
-        # Torch has one place for all threads. If several wrote there, it might be left wrong.
-        self._tells = (
-            bool(_excluded_packages) and threading.current_thread() is threading.main_thread()
-        )
-        if self._tells:
+        # torch has one attribute for all threads, so only the main thread sets it.
+        is_main = threading.current_thread() is threading.main_thread()
+        self._is_reported = bool(_excluded_packages) and is_main
+        if self._is_reported:
             self._others = TorchsClass._active_ddp_module
             TorchsClass._active_ddp_module = self._module
 
     def __exit__(self, *_: object) -> None:
         _thread.module = self._before
-        if self._tells:
+        if self._is_reported:
             TorchsClass._active_ddp_module = self._others
 
 
 def compiler_bucket_cap(cap: int) -> int:
-    """Tell after how many bytes of parameters the compiler divides a graph.
-
-    It takes no less than the size of its own first bucket.
-    """
+    """Return after how many bytes of parameters the compiler splits a graph; it has a minimum."""
     return max(cap, c10d._DEFAULT_FIRST_BUCKET_BYTES)
 
 
@@ -120,16 +112,15 @@ ENV_VARS = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 ENV_PREFIXES = ("PHALANX_", "GLOO_", "NCCL_", "TORCH_NCCL_")
-"""What the variables begin with that groups and engines read."""
 
 
 def _find_tensors(obj: Any) -> Iterable[Tensor]:
-    """List the tensors in a nested structure, in order; those of a remote owner are not there."""
+    """List the tensors in a nested structure, in order, without those of a remote owner."""
     return list(find_tensors(obj))
 
 
 def _tree_flatten_with_rref(output: Any) -> tuple[list[Any], TreeSpec, bool]:
-    """Flatten a structure, or the one that a reference of this process is to; tell which it was."""
+    """Flatten a structure, or the local value of an RRef; the last result is whether it was one."""
     is_rref = is_remote_reference(output)
     leaves, spec = tree_flatten(output.local_value() if is_rref else output)
     return leaves, spec, is_rref
@@ -138,13 +129,9 @@ def _tree_flatten_with_rref(output: Any) -> tuple[list[Any], TreeSpec, bool]:
 def _tree_unflatten_with_rref(
     output: Sequence[Any], treespec: TreeSpec, output_is_rref: bool
 ) -> Any:
-    """Make the structure again, or a reference to it."""
+    """Rebuild the structure, or an RRef to it."""
     value = tree_unflatten(output, treespec)
-    if output_is_rref:
-        from torch.distributed.rpc import RRef
-
-        return RRef(value)
-    return value
+    return torch.distributed.rpc.RRef(value) if output_is_rref else value
 
 
 def _dump_DDP_relevant_env_vars() -> None:  # noqa: N802 - torch's name
@@ -155,11 +142,11 @@ def _dump_DDP_relevant_env_vars() -> None:  # noqa: N802 - torch's name
 
 
 class _DDPSink(torch.autograd.Function):
-    """Passes tensors on; when their gradients come back, a pass of the wrapped module begins."""
+    """Passes tensors through; a gradient for them starts a backward pass of the wrapped module."""
 
     @staticmethod
     def forward(ctx: Any, ddp_weakref: Any, *inputs: Any) -> Any:
-        ctx.set_materialize_grads(False)  # where there is no gradient, none is made
+        ctx.set_materialize_grads(False)
         ctx.ddp_weakref = ddp_weakref
         ddp = ddp_weakref()
         ddp.reducer.prepare()

@@ -8,6 +8,7 @@ again during backward, for layers that are recomputed (activation checkpointing)
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -126,8 +127,18 @@ class PrecisionPolicy:
             with torch.enable_grad():
                 self._hold()
             self._task = task
-            # Autograd keeps the callback until the task ends or fails; either way it is released.
-            Variable._execution_engine.queue_callback(_ReleaseCopies(self))
+
+            def end() -> None:
+                finalizer()
+
+            # Runs once: when autograd calls it, or drops it because the task has failed.
+            finalizer = weakref.finalize(end, self._end_backward)
+            finalizer.atexit = False
+            Variable._execution_engine.queue_callback(end)
+
+    def _end_backward(self) -> None:
+        self._task = None
+        self._release()
 
     # -- the copies --------------------------------------------------------------------------
 
@@ -177,21 +188,6 @@ class _SparseCast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient.to(ctx.dtype), None
-
-
-class _ReleaseCopies:
-    """Releases the copies once, when called or when collected."""
-
-    def __init__(self, precision: PrecisionPolicy) -> None:
-        self._precision: PrecisionPolicy | None = precision
-
-    def __call__(self) -> None:
-        precision, self._precision = self._precision, None
-        if precision is not None:
-            precision._task = None
-            precision._release()
-
-    __del__ = __call__
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype, *, ignored: Collection[str]) -> None:

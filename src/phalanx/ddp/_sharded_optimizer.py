@@ -104,15 +104,13 @@ class SharedMemoryExchange:
         weakref.finalize(self, _restore_private_copies, shared).atexit = False
 
     def is_stale(self) -> bool:
-        """Whether parameters have changed memory."""
         return [p.data_ptr() for p in self.parameters] != self._addresses
 
     def wait_writable(self) -> None:
-        """Wait until no rank is in backward or reading the last weights."""
+        # Another rank may still be in backward, or reading the last weights.
         self._group.barrier().wait()
 
     def publish(self) -> None:
-        """Wait until all owners have written."""
         self._group.barrier().wait()
         # Autograd did not see the change and must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
@@ -149,7 +147,6 @@ class BroadcastExchange:
         self.publish(root=0)
 
     def is_stale(self) -> bool:
-        """Whether parameters have changed dtype or device."""
         return [(p.dtype, p.device) for p in self.parameters] != self._kinds
 
     def wait_writable(self) -> None:
@@ -172,9 +169,10 @@ class BroadcastExchange:
                 torch._foreach_copy_(members, views)
 
 
-def make_exchanges(
-    pairs: OwnedTensors, comm: Communicator, *, share: bool
-) -> list[SharedMemoryExchange | BroadcastExchange]:
+Exchange = SharedMemoryExchange | BroadcastExchange
+
+
+def make_exchanges(pairs: OwnedTensors, comm: Communicator, *, share: bool) -> list[Exchange]:
     """Choose an exchange for each parameter, and give all ranks the values of rank 0."""
     pairs = [(p, owner) for p, owner in pairs if p.numel()]
     if comm.size == 1 or not pairs:
@@ -182,17 +180,15 @@ def make_exchanges(
     # A parameter that shares its memory stays there: moving it would separate it.
     share = share and comm.shares_memory
     storages = Counter(p.untyped_storage().data_ptr() for p, _ in pairs) if share else Counter()
-    codes = [
-        2 * owner
-        + (
-            share
-            and p.device.type == "cpu"
-            and p.layout is torch.strided
-            and p.untyped_storage().nbytes() == p.nbytes
-            and storages[p.untyped_storage().data_ptr()] == 1
-        )
-        for p, owner in pairs
+    can_move = [
+        share
+        and p.device.type == "cpu"
+        and p.layout is torch.strided
+        and p.untyped_storage().nbytes() == p.nbytes
+        and storages[p.untyped_storage().data_ptr()] == 1
+        for p, _ in pairs
     ]
+    codes = [2 * owner + movable for (_, owner), movable in zip(pairs, can_move, strict=True)]
     card = torch.tensor(codes, dtype=torch.int64, device=comm.device)
     cards = torch.stack([part.cpu() for part in comm.gather(card)])
     odd = ((cards // 2) != (cards[:1] // 2)).any(dim=1).nonzero().flatten().tolist()
@@ -204,10 +200,10 @@ def make_exchanges(
             operation="ShardedOptimizer",
             ranks=odd,
         )
-    movable = (cards % 2).all(dim=0).tolist()
-    moved = [pair for pair, can_move in zip(pairs, movable, strict=True) if can_move]
-    sent = [pair for pair, can_move in zip(pairs, movable, strict=True) if not can_move]
-    exchanges: list[SharedMemoryExchange | BroadcastExchange] = []
+    can_move = (cards % 2).all(dim=0).tolist()
+    moved = [pair for pair, movable in zip(pairs, can_move, strict=True) if movable]
+    sent = [pair for pair, movable in zip(pairs, can_move, strict=True) if not movable]
+    exchanges: list[Exchange] = []
     if moved:
         try:
             exchanges.append(SharedMemoryExchange(moved, comm))
@@ -255,14 +251,10 @@ class ShardedOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-            raise InvalidType(
-                f"optimizer_class must be a class of torch.optim, got {optimizer_class!r}"
-            )
+            raise InvalidType(f"optimizer_class must be a torch Optimizer, got {optimizer_class!r}")
         if issubclass(optimizer_class, (LBFGS, Joinable)):
-            raise InvalidArgument(
-                f"{optimizer_class.__name__} does not step each parameter independently, so its "
-                "parameters cannot be sharded"
-            )
+            kind = optimizer_class.__name__
+            raise InvalidArgument(f"{kind} does not step each parameter independently")
         group = resolve_group(process_group, None)
         self._collected: tuple[int, OptimizerStates | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""
@@ -276,7 +268,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._share_parameters = share_parameters
         self._loads = [0] * group.size()
         self._owners: dict[Tensor, int] = {}
-        self._exchanges: list[SharedMemoryExchange | BroadcastExchange] = []
+        self._exchanges: list[Exchange] = []
         named = self._divide()
         self._own = optimizer_class([*map(self._own_part, self.param_groups)], **defaults)
         self.defaults = self._own.defaults
@@ -296,9 +288,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 parameter = each[1] if isinstance(each, tuple) else each
                 first = places.setdefault(id(parameter), place)
                 if first != place:
-                    raise InvalidArgument(
-                        f"parameters {first} and {place} of a group are the same tensor"
-                    )
+                    twice = f"{first} and {place} of a group"
+                    raise InvalidArgument(f"parameters {twice} are the same tensor")
         super().add_param_group({**param_group, "params": params})
         if hasattr(self, "_own"):  # else called by the constructor
             named = self._divide(first=len(self.param_groups) - 1)
@@ -374,9 +365,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         left = sorted(set(range(self._comm.size)) - set(self._comm.members()))
         if left:
             raise InvalidState(
-                f"{format_ranks(left)} left the group, so the optimizer state of a share is lost. "
-                "Make another ShardedOptimizer on a group of the remaining ranks and load a "
-                "checkpoint"
+                f"{format_ranks(left)} left the group, and the optimizer state there is lost. Make "
+                "another ShardedOptimizer on a group of the remaining ranks and load a checkpoint"
             )
 
     @staticmethod
@@ -390,9 +380,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collect the state of all shares on one rank, for its `state_dict`; all ranks call it."""
         if not 0 <= to < self._comm.size:
-            raise InvalidArgument(
-                f"to must be a rank of the group (0 to {self._comm.size - 1}), got {to}"
-            )
+            raise InvalidArgument(f"to must be a rank from 0 to {self._comm.size - 1}, got {to}")
         self._collected = to, self._gather_states(to=to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -418,16 +406,11 @@ class ShardedOptimizer(Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's share of a whole state: of any world size, or of a plain optimizer."""
         if not {"state", "param_groups"} <= set(state_dict):
-            raise InvalidArgument(
-                "state_dict of an optimizer must have 'state' and 'param_groups', got "
-                f"{sorted(state_dict)}"
-            )
+            keys = sorted(state_dict)
+            raise InvalidArgument(f"state_dict must have 'state' and 'param_groups', got {keys}")
         places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        owned = {
-            place
-            for place, p in zip(places, self._parameters(), strict=False)
-            if self._owners[p] == self._comm.rank
-        }
+        pairs = zip(places, self._parameters(), strict=False)
+        owned = {place for place, p in pairs if self._owners[p] == self._comm.rank}
         # Copies: a step would change some of what was loaded and not the rest.
         states = {
             place: {
@@ -438,7 +421,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             if place in owned
         }
         super().load_state_dict({**state_dict, "state": states})
-        groups = [self._own_part(group) for group in self.param_groups]
+        groups = [*map(self._own_part, self.param_groups)]
         self._own.__setstate__({"state": self.state, "param_groups": groups})
         self._copy_options(self._own, self)
         self.state = self._own.state

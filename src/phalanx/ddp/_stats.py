@@ -54,7 +54,6 @@ class PassTiming:
     arrivals: list[float] = field(default_factory=list)
     """When each bucket was launched."""
     exposed: float = 0.0
-    """The seconds of communication that did not overlap with computation."""
     ended: float = 0.0
 
 
@@ -72,10 +71,10 @@ class StatsHistory:
         """List the last steps, oldest first."""
         return [
             StepStats(
-                forward=timing.forward,
-                backward=timing.ended - timing.began,
-                exposed=timing.exposed,
-                nbytes=nbytes,
+                timing.forward,
+                timing.ended - timing.began,
+                timing.exposed,
+                nbytes,
                 forwards=tuple(row[0] for row in clocks),
                 backwards=tuple(row[1] for row in clocks),
                 arrivals=tuple(tuple(row[2:]) for row in clocks),

@@ -33,7 +33,7 @@ from .buckets import (
 )
 
 HOOKS = sorted(
-    {each for each in hooks.__all__ if each.endswith("_hook")} - {"register_ddp_comm_hook"}
+    {each for each in vars(hooks) if each.endswith("_hook")} - {"register_ddp_comm_hook"}
 )
 HALVES = {
     torch.float16: (fp16_compress_hook, fp16_compress_wrapper),

@@ -18,6 +18,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,7 +96,6 @@ class PeriodicModelAverager(ModelAverager):
             _warn_period_of_one()
 
     def group_for_step(self) -> dist.ProcessGroup | None:
-        """Return the group in which to average in this step, or None."""
         return None if (self.step - self.warmup_steps) % self.period else self.process_group
 
 
@@ -137,11 +137,8 @@ class HierarchicalModelAverager(ModelAverager):
         }
 
     def group_for_step(self) -> dist.ProcessGroup | None:
-        """Return the largest group whose turn it is, or None."""
-        for period in reversed(self.period_process_group_dict):
-            if self.step % period == 0:
-                return self.period_process_group_dict[period]
-        return None
+        groups = self.period_process_group_dict
+        return next((groups[each] for each in reversed(groups) if self.step % each == 0), None)
 
 
 def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
@@ -152,10 +149,8 @@ def trainable_parameters(params: ParametersOrGroups) -> list[Tensor]:
     """
     found: list[Tensor] = []
     for each in params:
-        if isinstance(each, Tensor):
-            found.append(each)
-        elif isinstance(each, dict):
-            found += each["params"]
+        if isinstance(each, Tensor | dict):
+            found += each["params"] if isinstance(each, dict) else [each]
         else:
             raise InvalidType(
                 f"params must be parameters or param groups, got {type(each).__name__}"
@@ -171,9 +166,7 @@ def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
         mine = group.split_group(range(first, first + size))
         assert mine is not None
         return mine
-    subgroup: dist.ProcessGroup
-    subgroup, _ = dist.new_subgroups(group_size=size, group=group)  # type: ignore[no-untyped-call]
-    return subgroup
+    return dist.new_subgroups(group_size=size, group=group)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 
 def _warn_period_of_one() -> None:
@@ -321,11 +314,7 @@ def post_localSGD_hook(  # noqa: N802
 
 
 OuterFactory = Callable[[list[Tensor]], Optimizer]
-
-
-def _nesterov(parameters: list[Tensor]) -> Optimizer:
-    # The best one of the paper.
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+_nesterov = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)  # the paper's best
 
 
 class Fragment:
@@ -345,8 +334,7 @@ class Fragment:
     def start(self, group: dist.ProcessGroup, due: int) -> None:
         """Start to average how far the ranks have moved; the result is used at step `due`."""
         # Negated, as a gradient: the outer optimizer steps against it.
-        pairs = zip(self.anchors, self.parameters, strict=True)
-        deltas = [anchor - parameter for anchor, parameter in pairs]
+        deltas = torch._foreach_sub(self.anchors, self.parameters)
         self._in_flight, self.due = CoalescedAverage(deltas, group), due
 
     @torch.no_grad()
@@ -431,10 +419,7 @@ class DiLoCo(WrappingOptimizer):
             )
         given = sorted(id(parameter) for part in fragments for parameter in part)
         if given != sorted(map(id, parameters)):
-            raise InvalidArgument(
-                "fragments must contain each trainable parameter of the optimizer once, and no "
-                "other"
-            )
+            raise InvalidArgument("fragments must contain each trainable parameter exactly once")
         self.fragments = [Fragment(part, outer or _nesterov) for part in fragments]
 
     def after_step(self) -> None:
@@ -462,11 +447,9 @@ class DiLoCo(WrappingOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; the parameters must be restored separately."""
-        saved = state_dict["fragments"]
-        if len(saved) != len(self.fragments):
-            raise InvalidArgument(
-                f"state_dict has {len(saved)} fragments, expected {len(self.fragments)}"
-            )
+        saved, count = state_dict["fragments"], len(self.fragments)
+        if len(saved) != count:
+            raise InvalidArgument(f"state_dict has {len(saved)} fragments, expected {count}")
         self.optim.load_state_dict(state_dict["optim"])
         self.steps = state_dict["steps"]
         for fragment, its_state in zip(self.fragments, saved, strict=True):

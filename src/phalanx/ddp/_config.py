@@ -117,10 +117,10 @@ def resolve_devices(
                 f"one accelerator, but this one is on {', '.join(sorted(map(str, devices)))}"
             )
         return None, None
-    (inputs,) = (torch._utils._get_device_index(device, True) for device in device_ids)
-    if output_device is None:
-        return [inputs], inputs
-    return [inputs], torch._utils._get_device_index(output_device, True)
+    inputs = outputs = torch._utils._get_device_index(device_ids[0], True)
+    if output_device is not None:
+        outputs = torch._utils._get_device_index(output_device, True)
+    return [inputs], outputs
 
 
 def resolve_buffer_sync(
@@ -135,10 +135,9 @@ def resolve_buffer_sync(
             FutureWarning,
             stacklevel=4,
         )
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers, True
-    both = broadcast_buffers is not False
-    return both, both
+    if forward_sync_buffers is None:
+        return broadcast_buffers is not False, broadcast_buffers is not False
+    return forward_sync_buffers, True
 
 
 def resolve_delayed(

@@ -61,8 +61,7 @@ def resolve_mixed_precision(
     wanted = config.param_dtype
     lowered = [(name, p) for name, p in named if wanted and p.is_floating_point()]
     for name, parameter in lowered:
-        assert wanted is not None
-        if torch.finfo(parameter.dtype).bits < torch.finfo(wanted).bits:
+        if wanted and torch.finfo(parameter.dtype).bits < torch.finfo(wanted).bits:
             raise InvalidArgument(
                 f"param_dtype={wanted} is wider than parameter {name!r} ({parameter.dtype}), so "
                 "the extra precision would be lost. Keep the module in full precision"
@@ -95,8 +94,6 @@ class PrecisionPolicy:
         self._task: int | None = None
         """The graph task that holds the copies."""
 
-    # -- forward -----------------------------------------------------------------------------
-
     def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         copies = self._hold()
         try:
@@ -118,8 +115,6 @@ class PrecisionPolicy:
 
         return value if self._dtype is None else tree_map(lower, value)
 
-    # -- backward ----------------------------------------------------------------------------
-
     def use_copies_in_backward(self) -> None:
         """Keep the copies in place until the current graph task ends."""
         task = torch._C._current_graph_task_id()
@@ -139,8 +134,6 @@ class PrecisionPolicy:
     def _end_backward(self) -> None:
         self._task = None
         self._release()
-
-    # -- the copies --------------------------------------------------------------------------
 
     def _hold(self) -> list[tuple[Tensor, str]]:
         """Swap in the copies; return them, unless they were already in place."""

@@ -49,9 +49,7 @@ class OptimizersInBackward:
     ) -> Optimizer:
         """Make one optimizer for these parameters, or for all."""
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise InvalidType(
-                f"an optimizer in backward must be a class of torch.optim, got {kind!r}"
-            )
+            raise InvalidType(f"optim must be a class of torch optimizers, got {kind!r}")
         if self._fused:
             raise InvalidState(
                 f"{type(self._fused[0]).__name__} already steps this module in backward; an "
@@ -96,15 +94,12 @@ class OptimizersInBackward:
                     group["params"] = members
 
     def check_first(self) -> None:
-        """Raise if an optimizer was applied after wrapping; checks two parameters, every step."""
-        self._check_known(self._ends)
+        """Check the first and the last parameter only, which is cheap enough for every step."""
+        self.check(self._ends)
 
-    def check(self) -> None:
-        """Raise if an optimizer was applied to any parameter after wrapping."""
-        self._check_known(self._named)
-
-    def _check_known(self, named: Sequence[tuple[str, Parameter]]) -> None:
-        for name, parameter in named:
+    def check(self, named: Sequence[tuple[str, Parameter]] | None = None) -> None:
+        """Raise if an optimizer was applied after wrapping, to these parameters or to any."""
+        for name, parameter in self._named if named is None else named:
             if len(_applied(parameter)) != self._counts[id(parameter)]:
                 raise InvalidState(
                     f"an optimizer was applied to parameter {name!r} after the module was wrapped "

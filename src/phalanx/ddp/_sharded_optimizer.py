@@ -254,7 +254,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             raise InvalidType(f"optimizer_class must be a torch Optimizer, got {optimizer_class!r}")
         if issubclass(optimizer_class, (LBFGS, Joinable)):
             kind = optimizer_class.__name__
-            raise InvalidArgument(f"{kind} does not step each parameter independently")
+            raise InvalidArgument(f"cannot shard {kind}: parameters must be stepped independently")
         group = resolve_group(process_group, None)
         self._collected: tuple[int, OptimizerStates | None] | None = None
         """The rank that has collected the state since the last step, and what it has collected."""

@@ -32,11 +32,8 @@ from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup, _work
 from .._communicator import AnyWork, Communicator
 
+# Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
 Hook = Callable[[Any, Any], Future[Tensor]]
-"""Called with its state and a bucket; returns a future of the bucket's mean.
-
-Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
-"""
 HookWrapper = Callable[[Hook], Hook]
 
 
@@ -44,8 +41,7 @@ def dense_buffer(bucket: GradBucket, hook: str) -> Tensor:
     """Return the buffer of a bucket; raise if it is sparse or complex."""
     buffer = bucket.buffer()
     if buffer.is_sparse or not buffer.is_floating_point():
-        kind = str(buffer.dtype).removeprefix("torch.")
-        kind = f"sparse {kind}" if buffer.is_sparse else kind
+        kind = "sparse " * buffer.is_sparse + str(buffer.dtype).removeprefix("torch.")
         raise InvalidArgument(
             f"{hook} compresses dense real gradients only, but bucket {bucket.index()} is {kind}. "
             "Use allreduce_hook for this module."
@@ -53,36 +49,29 @@ def dense_buffer(bucket: GradBucket, hook: str) -> Tensor:
     return buffer
 
 
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-def check_group(group: Any) -> dist.ProcessGroup | None:
-    """Raise if this is not a group, before the first backward pass does."""
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    raise InvalidType(f"process_group must be a ProcessGroup or None, got {group!r}")
+def check_group(group: Any) -> None:
+    if not isinstance(group, dist.ProcessGroup | None):
+        raise InvalidType(f"process_group must be a ProcessGroup or None, got {group!r}")
 
 
 def hook_group(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.ProcessGroup:
     """Return the given group, else the module's, else torch's default group."""
-    if given is not None:
-        return cast("dist.ProcessGroup", check_group(given))
+    check_group(given)
     # torch's own bucket has no group.
-    found: dist.ProcessGroup | None = getattr(bucket, "group", None)
-    found = found or dist.group.WORLD
+    found = given or getattr(bucket, "group", None) or dist.group.WORLD
     if found is None:
         raise InvalidState(
             "the hook has no group: pass process_group, or call "
             "torch.distributed.init_process_group first"
         )
-    return found
+    return cast("dist.ProcessGroup", found)
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
     """Start to replace a tensor by its mean over the ranks."""
     comm = Communicator(group, tensor.device)
     # A sum of 16-bit numbers may overflow; not all groups and layouts support a mean.
-    if isinstance(group, ProcessGroup) and not (tensor.dtype in _HALVES or tensor.is_sparse):
+    if isinstance(group, ProcessGroup) and tensor.element_size() > 2 and not tensor.is_sparse:
         return comm.mean(tensor)
     return comm.sum(tensor.div_(comm.size))
 
@@ -188,7 +177,7 @@ def known_parts(memory: HookMemory, parts: Mapping[MemoryKey, Tensor]) -> dict[M
 
 
 def add_residuals(held: HookMemory, gradients: Mapping[MemoryKey, Tensor]) -> None:
-    """Add residuals to gradients in place; drop residuals of another shape."""
+    """Add residuals to gradients in place; drop those of another shape."""
     known = known_parts(held, gradients)
     if known:
         torch._foreach_add_([gradients[key] for key in known], list(known.values()))
@@ -255,38 +244,28 @@ class HookState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's counters and tensors; nothing needs pickle."""
-        saved: dict[str, Any] = {name: getattr(self, name) for name in self.counter_fields}
-        for name in self.memory_fields:
-            # No parameter's name starts with a dot.
-            saved[name] = {
-                f".{key}" if isinstance(key, int) else key: tensor.clone()
-                for key, tensor in getattr(self, name).items()
-            }
-        return saved
+        counters = {name: getattr(self, name) for name in self.counter_fields}
+        return counters | {name: _cloned(getattr(self, name)) for name in self.memory_fields}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned on the same rank."""
         expected = {*self.counter_fields, *self.memory_fields}
         if set(state_dict) != expected:
-            raise InvalidArgument(
-                f"state_dict of {type(self).__name__} must have {sorted(expected)}, got "
-                f"{sorted(state_dict)}"
-            )
+            kind, given = type(self).__name__, sorted(state_dict)
+            raise InvalidArgument(f"state_dict of {kind} must have {sorted(expected)}, got {given}")
         for name in self.counter_fields:
             setattr(self, name, state_dict[name])
         for name in self.memory_fields:
-            memory: HookMemory = {
-                int(key[1:]) if key.startswith(".") else key: tensor.clone()
-                for key, tensor in state_dict[name].items()
-            }
-            setattr(self, name, memory)
+            setattr(self, name, _cloned(state_dict[name]))
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "process_group": None, "_seen": set()}
-        for name in self.memory_fields:
-            # A view would be pickled with the whole storage.
-            state[name] = {key: tensor.clone() for key, tensor in state[name].items()}
-        return state
+        # A view would be pickled with the whole storage.
+        copies = {name: _cloned(getattr(self, name)) for name in self.memory_fields}
+        return {**vars(self), **copies, "process_group": None, "_seen": set()}
+
+
+def _cloned(memory: HookMemory) -> HookMemory:
+    return {key: tensor.clone() for key, tensor in memory.items()}
 
 
 def begin_step(state: Any, kind: type[HookState], bucket: GradBucket, hook: str) -> int:

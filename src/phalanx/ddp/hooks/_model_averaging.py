@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -163,9 +163,7 @@ def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
         return group
     if isinstance(group, ProcessGroup):
         first = group.rank() // size * size
-        mine = group.split_group(range(first, first + size))
-        assert mine is not None
-        return mine
+        return cast("ProcessGroup", group.split_group(range(first, first + size)))
     return dist.new_subgroups(group_size=size, group=group)[0]  # type: ignore[no-any-return,no-untyped-call]
 
 
@@ -178,7 +176,7 @@ def _warn_period_of_one() -> None:
 
 
 class WrappingOptimizer(Optimizer, ABC):
-    """Wraps an optimizer; schedulers and scalers accept it as one.
+    """An optimizer around another; schedulers and scalers accept it.
 
     A `GradScaler` skips a step whose gradients are not finite. With local gradients that may happen
     on one rank only, and the others would wait for its average. So the scaler is asked to call

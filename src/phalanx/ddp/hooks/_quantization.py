@@ -48,7 +48,11 @@ def _quantized(
     def decode() -> Tensor:
         total, theirs = values.zero_(), torch.empty_like(values)
         for message in received:  # in rank order, so that all ranks get the same bits
-            total += _decode(message, out=theirs)
+            # A copy, since the scales may not be aligned to four bytes.
+            scale = message[: 4 * channels].clone().view(torch.float32)
+            zero = message[4 * channels : 5 * channels].float()
+            levels = theirs.copy_(message[5 * channels :].view(theirs.shape))
+            total += levels.sub_(zero[:, None]).mul_(scale[:, None])
         return buffer.copy_(total.div_(len(received)).view(-1)[:count])
 
     return when_done([call], decode, buffer.device)
@@ -71,12 +75,3 @@ def _encode(values: Tensor) -> Tensor:
     message[4 * channels : 5 * channels] = zero
     message[5 * channels :] = levels.view(-1)
     return message
-
-
-def _decode(message: Tensor, *, out: Tensor) -> Tensor:
-    channels = len(out)
-    # A copy, since the scales may not be aligned to four bytes.
-    scale = message[: 4 * channels].clone().view(torch.float32)
-    zero = message[4 * channels : 5 * channels].float()
-    levels = out.copy_(message[5 * channels :].view(out.shape))
-    return levels.sub_(zero[:, None]).mul_(scale[:, None])

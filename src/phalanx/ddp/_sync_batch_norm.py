@@ -82,9 +82,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def of(cls, norm: _BatchNorm, process_group: Any = None) -> Self:
         """Make a layer with the parameters and buffers of a batch norm."""
         if isinstance(norm.weight, nn.parameter.UninitializedParameter):
-            raise InvalidState(
-                "a batch norm has no shape yet. Run the module once, then convert it"
-            )
+            raise InvalidState("a batch norm has no shape yet. Run the module once, then convert")
         layer = cls(
             norm.num_features,
             norm.eps,
@@ -112,10 +110,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        if input.size(1) != self.num_features:
-            raise InvalidArgument(
-                f"expected {self.num_features} channels (dim 1), got {input.size(1)}"
-            )
+        channels = input.size(1)
+        if channels != self.num_features:
+            raise InvalidArgument(f"expected {self.num_features} channels (dim 1), got {channels}")
         with torch.no_grad():
             count, mean, var = _global_statistics(input, group)
             if count == 1:

@@ -121,14 +121,12 @@ class HierarchicalModelAverager(ModelAverager):
             base.check_count("a group size of period_group_size_dict", size, least=1)
             if whole % size:
                 raise InvalidArgument(f"{whole} ranks do not divide into groups of {size}")
-        sizes = list(levels.values())
-        if list(levels) != sorted(levels) or sizes != sorted(sizes):
+        periods, sizes = list(levels), list(levels.values())
+        if periods != sorted(periods) or sizes != sorted(sizes):
+            raise InvalidArgument(f"periods and group sizes must ascend, got {levels}")
+        if size != whole:
             raise InvalidArgument(
-                f"periods and group sizes of period_group_size_dict must ascend, got {levels}"
-            )
-        if sizes[-1] != whole:
-            raise InvalidArgument(
-                f"the last group size must be the world size ({whole}), got {sizes[-1]}"
+                f"the last group size must be the world size ({whole}), got {size}"
             )
         if max(levels) == 1:
             _warn_period_of_one()

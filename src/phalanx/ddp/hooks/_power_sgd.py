@@ -89,11 +89,9 @@ class PowerSGDState(base.HookState):
     def __post_init__(self, *_: object) -> None:
         super().__post_init__()
         base.check_count("matrix_approximation_rank", self.matrix_approximation_rank, least=1)
-        remembers = self.use_error_feedback or self.warm_start
         # torch's DDP rebuilds its buckets after the first step, which loses the memory.
-        base.check_count(
-            "start_powerSGD_iter", self.start_powerSGD_iter, least=2 if remembers else 0
-        )
+        least = 2 if self.use_error_feedback or self.warm_start else 0
+        base.check_count("start_powerSGD_iter", self.start_powerSGD_iter, least=least)
         for name in ("min_compression_rate", "orthogonalization_epsilon"):
             if not getattr(self, name) >= 0:
                 raise InvalidArgument(f"{name} must be at least 0, got {getattr(self, name)!r}")

@@ -35,6 +35,7 @@ from .._communicator import AnyWork, Communicator
 # Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
 Hook = Callable[[Any, Any], Future[Tensor]]
 HookWrapper = Callable[[Hook], Hook]
+OptionalGroup = dist.ProcessGroup | None
 
 
 def dense_buffer(bucket: GradBucket, hook: str) -> Tensor:
@@ -54,7 +55,7 @@ def check_group(group: Any) -> None:
         raise InvalidType(f"process_group must be a ProcessGroup or None, got {group!r}")
 
 
-def hook_group(given: dist.ProcessGroup | None, bucket: Any = None) -> dist.ProcessGroup:
+def hook_group(given: OptionalGroup, bucket: Any = None) -> dist.ProcessGroup:
     """Return the given group, else the module's, else torch's default group."""
     check_group(given)
     # torch's own bucket has no group.
@@ -220,7 +221,7 @@ class HookState:
     memory_fields: ClassVar[tuple[str, ...]] = ()
     """Attributes with tensors by parameter name, or by bucket."""
 
-    process_group: dist.ProcessGroup | None
+    process_group: OptionalGroup
     """None for the group of the module."""
     iter: int = field(default=0, init=False)
     """The number of steps so far."""

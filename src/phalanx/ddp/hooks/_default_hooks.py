@@ -6,57 +6,52 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
 from ...errors import InvalidArgument, InvalidType
 from .._comm_hook import hook_name
-from ._base import Hook, HookWrapper, average, completed, dense_buffer, hook_group, then
+from . import _base as base
 from ._power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
 from ._quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
 
-def allreduce_hook(process_group: dist.ProcessGroup | None, bucket: GradBucket) -> Future[Tensor]:
+def allreduce_hook(process_group: base.OptionalGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the gradients without compression."""
-    return average(hook_group(process_group, bucket), bucket.buffer())
+    return base.average(base.hook_group(process_group, bucket), bucket.buffer())
 
 
 def noop_hook(_: Any, bucket: GradBucket) -> Future[Tensor]:
     """Keep each rank's own gradients, for local SGD or to measure communication."""
-    return completed(bucket.buffer())
+    return base.completed(bucket.buffer())
 
 
-def fp16_compress_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket
-) -> Future[Tensor]:
+def fp16_compress_hook(process_group: base.OptionalGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the gradients as float16 (11 significant bits, at most 65504)."""
     return fp16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
-def bf16_compress_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket
-) -> Future[Tensor]:
+def bf16_compress_hook(process_group: base.OptionalGroup, bucket: GradBucket) -> Future[Tensor]:
     """Average the gradients as bfloat16 (8 significant bits, the range of float32)."""
     return bf16_compress_wrapper(allreduce_hook)(process_group, bucket)
 
 
-def fp16_compress_wrapper(hook: Hook) -> Hook:
+def fp16_compress_wrapper(hook: base.Hook) -> base.Hook:
     """Run a hook on gradients cast to float16, and cast its result back."""
     return _compress_wrapper(hook, "fp16", torch.float16)
 
 
-def bf16_compress_wrapper(hook: Hook) -> Hook:
+def bf16_compress_wrapper(hook: base.Hook) -> base.Hook:
     """Run a hook on gradients cast to bfloat16, and cast its result back."""
     return _compress_wrapper(hook, "bf16", torch.bfloat16)
 
 
-def _compress_wrapper(hook: Hook, kind: str, dtype: torch.dtype) -> Hook:
+def _compress_wrapper(hook: base.Hook, kind: str, dtype: torch.dtype) -> base.Hook:
     name = f"{kind}_compress_wrapper({hook_name(hook)})"
 
     def compressed(state: Any, bucket: GradBucket) -> Future[Tensor]:
-        full = dense_buffer(bucket, name)
+        full = base.dense_buffer(bucket, name)
         bucket.set_buffer(full.to(dtype))
 
         def decompress(ended: Future[Tensor]) -> Tensor:
@@ -64,13 +59,13 @@ def _compress_wrapper(hook: Hook, kind: str, dtype: torch.dtype) -> Hook:
             bucket.set_buffer(full)  # outer wrappers read it again
             return full.copy_(result)
 
-        return then(hook(state, bucket), decompress, full.device)
+        return base.then(hook(state, bucket), decompress, full.device)
 
     compressed.__name__ = compressed.__qualname__ = name
     return compressed
 
 
-def chain(*parts: HookWrapper | Hook) -> Hook:
+def chain(*parts: base.HookWrapper | base.Hook) -> base.Hook:
     """Put wrappers around a hook: ``chain(a, b, hook)`` is ``a(b(hook))``.
 
     Only the last part communicates. Gradients pass through the wrappers from left to right, the
@@ -92,16 +87,16 @@ def chain(*parts: HookWrapper | Hook) -> Hook:
             ) from error
         if not callable(hook):
             raise InvalidType(f"{hook_name(wrapper)} must return a hook, got {hook!r}")
-    return cast("Hook", hook)
+    return cast("base.Hook", hook)
 
 
-def _register(hook: Hook, rank: int | None, model: Any, state: Any) -> None:
+def _register(hook: base.Hook, rank: int | None, model: Any, state: Any) -> None:
     """Register a hook whose state is a group, or PowerSGD of a rank in that group."""
     power_sgd = None if rank is None else PowerSGDState(state, matrix_approximation_rank=rank)
     model.register_comm_hook(power_sgd or state, hook)
 
 
-def _member(hook: Hook, rank: int | None = None) -> Any:
+def _member(hook: base.Hook, rank: int | None = None) -> Any:
     return enum.member(partial(_register, hook, rank))
 
 

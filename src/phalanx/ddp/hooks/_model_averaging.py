@@ -64,9 +64,7 @@ ParametersOrGroups = Iterable[Tensor] | Iterable[dict[str, Any]]
 class ModelAverager(ABC):
     """Base class of averagers: a group, and the number of steps."""
 
-    def __init__(
-        self, process_group: dist.ProcessGroup | None = None, *, warmup_steps: int = 0
-    ) -> None:
+    def __init__(self, process_group: base.OptionalGroup = None, *, warmup_steps: int = 0) -> None:
         self.process_group = base.hook_group(process_group)
         self.warmup_steps = base.check_count("warmup_steps", warmup_steps)
         self.step = 0
@@ -88,7 +86,7 @@ class PeriodicModelAverager(ModelAverager):
     """Averages models every `period` steps after the warm-up."""
 
     def __init__(
-        self, period: int, warmup_steps: int = 0, process_group: dist.ProcessGroup | None = None
+        self, period: int, warmup_steps: int = 0, process_group: base.OptionalGroup = None
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps)
         self.period = base.check_count("period", period, least=1)
@@ -110,7 +108,7 @@ class HierarchicalModelAverager(ModelAverager):
         self,
         period_group_size_dict: Mapping[int, int] | None = None,
         warmup_steps: int = 0,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: base.OptionalGroup = None,
     ) -> None:
         super().__init__(process_group, warmup_steps=warmup_steps)
         levels, whole = dict(period_group_size_dict or {}), self.process_group.size()
@@ -270,7 +268,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
 class PostLocalSGDState(base.HookState):
     """The groups that average gradients, and when to switch; the names are torch's."""
 
-    subgroup: dist.ProcessGroup | None
+    subgroup: base.OptionalGroup
     """If None, torch makes one for each machine with accelerators."""
     start_localSGD_iter: int  # noqa: N815
     post_local_gradient_allreduce: bool = True
@@ -297,9 +295,7 @@ class PostLocalSGDState(base.HookState):
         return {**super().__getstate__(), "subgroup": None}
 
 
-def post_localSGD_hook(  # noqa: N802
-    state: PostLocalSGDState, bucket: GradBucket
-) -> Future[Tensor]:
+def post_localSGD_hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:  # noqa: N802
     """Average the gradients over all ranks in the first steps, then over the subgroup."""
     step = base.begin_step(state, PostLocalSGDState, bucket, "post_localSGD_hook")
     if step < state.start_localSGD_iter:
@@ -380,7 +376,7 @@ class DiLoCo(WrappingOptimizer):
         optim: Optimizer,
         *,
         sync_every: int,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: base.OptionalGroup = None,
         outer: OuterFactory | None = None,
         fragments: int | Sequence[Sequence[Tensor]] = 1,
         delay: int = 0,

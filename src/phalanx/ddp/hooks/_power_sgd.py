@@ -114,9 +114,7 @@ class PowerSGDState(base.HookState):
         self.total_numel_after_compression += after
 
 
-def powerSGD_hook(  # noqa: N802
-    state: PowerSGDState, bucket: GradBucket
-) -> Future[Tensor]:
+def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:  # noqa: N802
     """Average each layer's gradient as a low-rank matrix; small ones uncompressed."""
     buffer = base.dense_buffer(bucket, "powerSGD_hook")
     step = base.begin_step(state, PowerSGDState, bucket, "powerSGD_hook")
@@ -148,9 +146,7 @@ def powerSGD_hook(  # noqa: N802
     return base.when_done([*calls, sending], decompress, buffer.device)
 
 
-def batched_powerSGD_hook(  # noqa: N802
-    state: PowerSGDState, bucket: GradBucket
-) -> Future[Tensor]:
+def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:  # noqa: N802
     """Average the whole bucket as one square low-rank matrix: faster and less exact."""
     buffer = base.dense_buffer(bucket, "batched_powerSGD_hook")
     step = base.begin_step(state, PowerSGDState, bucket, "batched_powerSGD_hook")

@@ -6,44 +6,43 @@ adds the same numbers in rank order. A value that is not finite makes its whole 
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 
-from ._base import check_count, completed, dense_buffer, hook_group, start_gather, when_done
+from . import _base as base
 
 LEVELS = 255
 
 
 def quantization_pertensor_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket
+    process_group: base.OptionalGroup, bucket: GradBucket
 ) -> Future[Tensor]:
     """Average the gradients as bytes, with one scale for the bucket."""
-    buffer = dense_buffer(bucket, "quantization_pertensor_hook")
+    buffer = base.dense_buffer(bucket, "quantization_pertensor_hook")
     return _quantized(process_group, bucket, buffer, row=buffer.numel())
 
 
 def quantization_perchannel_hook(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, bucket_size: int = 512
+    process_group: base.OptionalGroup, bucket: GradBucket, bucket_size: int = 512
 ) -> Future[Tensor]:
     """Average the gradients as bytes, with one scale per `bucket_size` elements."""
-    buffer = dense_buffer(bucket, "quantization_perchannel_hook")
-    check_count("bucket_size", bucket_size, least=1)
+    buffer = base.dense_buffer(bucket, "quantization_perchannel_hook")
+    base.check_count("bucket_size", bucket_size, least=1)
     return _quantized(process_group, bucket, buffer, row=min(bucket_size, buffer.numel()))
 
 
 def _quantized(
-    process_group: dist.ProcessGroup | None, bucket: GradBucket, buffer: Tensor, *, row: int
+    process_group: base.OptionalGroup, bucket: GradBucket, buffer: Tensor, *, row: int
 ) -> Future[Tensor]:
-    group = hook_group(process_group, bucket)
+    group = base.hook_group(process_group, bucket)
     count = buffer.numel()
     if not count:
-        return completed(buffer)  # no elements have no minimum
+        return base.completed(buffer)  # no elements have no minimum
     channels = -(-count // row)
     values = buffer.new_zeros(channels, row, dtype=torch.float32)
     values.view(-1)[:count] = buffer
-    call, received = start_gather(group, _encode(values))
+    call, received = base.start_gather(group, _encode(values))
 
     def decode() -> Tensor:
         total, theirs = values.zero_(), torch.empty_like(values)
@@ -55,7 +54,7 @@ def _quantized(
             total += levels.sub_(zero[:, None]).mul_(scale[:, None])
         return buffer.copy_(total.div_(len(received)).view(-1)[:count])
 
-    return when_done([call], decode, buffer.device)
+    return base.when_done([call], decode, buffer.device)
 
 
 def _encode(values: Tensor) -> Tensor:

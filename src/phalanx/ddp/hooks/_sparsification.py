@@ -9,7 +9,6 @@ import math
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
@@ -24,7 +23,7 @@ class SparsificationState(base.HookState):
 
     memory_fields = ("error_dict",)
 
-    process_group: dist.ProcessGroup | None = None
+    process_group: base.OptionalGroup = None
     k: int | float = 0.01
     """How many elements of each bucket are sent, or which fraction of them if it is a float."""
     _: KW_ONLY

@@ -173,7 +173,7 @@ def test_progress_is_told(writers, tmp_path):
         assert report.phases.keys() == told
         assert report.bytes_per_second > 0
         assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0
-        meter = process._writer_thread._spec.meter
+        meter = process._writer_thread.meter
         assert (meter.written, meter.total) == (4000, 4000)
 
 

@@ -14,28 +14,26 @@ import json
 import logging
 import mmap
 import multiprocessing
+import multiprocessing.connection
 import multiprocessing.spawn
 import os
 import pickle
 import queue
-import select
-import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.reduction import ForkingPickler, send_handle
 from typing import Any
 
 import msgspec
 
-from .. import errors
 from .._signals import signal_name
 from ..errors import (
     CheckpointError,
@@ -46,25 +44,14 @@ from ..errors import (
     SaveTimeout,
     WriterLost,
 )
-from ._coordination import job_name
-from ._progress import ProgressMeter, SaveProgress, WriteFuture, WriteResult
+from ._coordination import error_class, job_name
+from ._progress import ProgressMeter, SaveProgress, WriteFuture
 from ._staging import CheckpointStagerConfig, DefaultStager, StagedState, check_not_forked
-from ._staging_buffer import BranchLayout, layout_of_tree
+from ._staging_buffer import Layout, layout_of_tree
 from ._state_tree import leaves, parse_state
 from ._types import STATE_DICT, RankInfo
 from ._writer import CheckpointWriter
-from ._writer_process import (
-    ControlSocket,
-    DoneReply,
-    ExitRequest,
-    FailedReply,
-    ReadyReply,
-    RefuseRequest,
-    Reply,
-    WriteRequest,
-    WriterSetup,
-    printable,
-)
+from ._writer_process import DoneReply, FailedReply, Reply, WriteRequest, printable
 
 logger = logging.getLogger(__name__)
 
@@ -102,48 +89,14 @@ class CheckpointProcessConfig:
 class RemoteTraceback(Exception):
     """The traceback of an error in the writer process, as text."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self.text}"""'
-
-
-class WriterProcessSpec:
-    """What every start of the writer process needs: the set-up message and the progress meter."""
-
-    def __init__(self, setup: WriterSetup) -> None:
-        try:
-            pickled = bytes(ForkingPickler.dumps(setup))
-        except Exception as error:
-            raise InvalidArgument(
-                "the functions and arguments for the checkpoint process must be picklable, such "
-                f"as functions of a module: {error}"
-            ) from error
-        main_module = None
-        if b"__main__" in pickled:  # else scripts need no ``if __name__ == "__main__"``
-            main_module = multiprocessing.spawn.get_preparation_data("phalanx-checkpoint-writer")
-            main_module.pop("authkey")
-        self.message = pickle.dumps((job_name(), main_module, pickled))
-        self.meter_fd = os.memfd_create("phalanx-progress", os.MFD_CLOEXEC)
-        os.ftruncate(self.meter_fd, ProgressMeter.SIZE)
-        self.meter = ProgressMeter(mmap.mmap(self.meter_fd, ProgressMeter.SIZE))
-
-    def __del__(self) -> None:
-        if hasattr(self, "meter_fd"):
-            os.close(self.meter_fd)
-
 
 class WriterProcess:
     """A writer process. The thread that starts it must outlive it."""
 
-    def __init__(self, spec: WriterProcessSpec, config: CheckpointProcessConfig) -> None:
-        ours, theirs = socket.socketpair()
-        self._socket = ControlSocket(ours)
-        self._spec = spec
+    def __init__(self, config: CheckpointProcessConfig) -> None:
         self._config = config
         self._sent_buffers: set[int] = set()
+        self._control, theirs = multiprocessing.Pipe()
         with theirs:
             path = json.dumps([*map(str, sys.path)])
             arguments = [str(os.getpid()), path, str(theirs.fileno())]
@@ -155,57 +108,36 @@ class WriterProcess:
         # Other children may inherit the sockets, so that the end of the process closes none.
         self._pidfd = os.pidfd_open(self.popen.pid)
 
-    def set_up(self) -> None:
+    def set_up(self, message: bytes, meter_fd: int) -> None:
         """Wait until it is ready to write."""
-        self._send(self._spec.message, [self._spec.meter_fd])
-        timeout = self._config.subprocess_init_timeout_secs
-        reply = self._receive(timeout)
-        if reply is None:
-            raise SaveTimeout(f"the checkpoint process was not ready within {timeout} s")
-        if isinstance(reply, FailedReply):
-            raise _error_from_reply(reply, "the checkpoint process could not start: ")
-        assert isinstance(reply, ReadyReply)
+        reply = self._call(message, meter_fd, timeout=self._config.subprocess_init_timeout_secs)
+        _check_reply(reply, "the checkpoint process could not start: ")
 
-    def write(self, request: WriteRequest, buffer_fd: int) -> DoneReply:
+    def write(self, request: WriteRequest, buffer_fd: int | None = None) -> DoneReply:
         """Write the state in a buffer; send the buffer's descriptor the first time."""
-        is_new = request.buffer not in self._sent_buffers
-        self._send(msgspec.json.encode(request), [buffer_fd] if is_new else [])
+        request.brings_buffer = buffer_fd is not None and request.buffer not in self._sent_buffers
+        fd = buffer_fd if request.brings_buffer else None
+        reply = self._call(msgspec.json.encode(request), fd)
         self._sent_buffers.add(request.buffer)
-        return self._wait_until_done()
+        return _check_reply(reply)
 
-    def refuse(self, request: RefuseRequest) -> DoneReply:
-        """Notify the other ranks that this one has nothing to write."""
-        self._send(msgspec.json.encode(request))
-        return self._wait_until_done()
-
-    def _wait_until_done(self) -> DoneReply:
-        reply = self._receive(None)
-        if isinstance(reply, FailedReply):
-            raise _error_from_reply(reply)
-        assert isinstance(reply, DoneReply)
-        return reply
-
-    def _send(self, message: bytes, fds: Sequence[int] = ()) -> None:
+    def _call(self, message: bytes, fd: int | None, *, timeout: float | None = None) -> Reply:
+        """Send a message, perhaps with a descriptor, and wait for the reply."""
+        received = b""
         try:
-            self._socket.send(message, fds)
-        except ConnectionError:
+            self._control.send_bytes(message)
+            if fd is not None:
+                send_handle(self._control, fd, self.popen.pid)
+            ready = multiprocessing.connection.wait([self._control, self._pidfd], timeout)
+            if self._control in ready:
+                received = self._control.recv_bytes()
+        except (EOFError, OSError):
             raise self._lost() from None
-
-    def _receive(self, timeout: float | None) -> Reply | None:
-        """Return the next message, or None after `timeout` seconds."""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        poll.register(self._pidfd, select.POLLIN)
-        ready = dict(poll.poll(None if timeout is None else timeout * 1000))
         if not ready:
-            return None
-        if self._socket.fileno() not in ready:  # the process has ended
+            raise SaveTimeout(f"the checkpoint process was not ready within {timeout} s")
+        if not received:
             raise self._lost()
-        try:
-            message, _ = self._socket.receive()
-        except EOFError:
-            raise self._lost() from None
-        reply: Reply = msgspec.json.decode(message, type=Reply)
+        reply: Reply = msgspec.json.decode(received, type=Reply)
         return reply
 
     def _lost(self) -> WriterLost:
@@ -222,7 +154,7 @@ class WriterProcess:
     def end(self) -> None:
         """Ask it to exit, and kill it if that takes too long."""
         with suppress(ConnectionError, subprocess.TimeoutExpired):
-            self._socket.send(msgspec.json.encode(ExitRequest()))
+            self._control.send_bytes(msgspec.json.encode(None))
             self.popen.wait(self._config.subprocess_shutdown_timeout_secs)
         self.kill()
 
@@ -230,19 +162,17 @@ class WriterProcess:
         """Kill it, and release its resources."""
         self.popen.kill()
         self.popen.wait()
-        self._socket.close()
+        self._control.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
 
 
-def _error_from_reply(reply: FailedReply, prefix: str = "") -> CheckpointError:
-    kind = getattr(errors, reply.kind, SaveFailed)
-    if not (isinstance(kind, type) and issubclass(kind, CheckpointError)):
-        kind = SaveFailed
-    error: CheckpointError = kind(f"{prefix}{reply.message}")
-    error.__cause__ = RemoteTraceback(reply.traceback)
-    return error
+def _check_reply(reply: Reply, prefix: str = "") -> DoneReply:
+    if isinstance(reply, FailedReply):
+        error = error_class(reply.kind, CheckpointError)(f"{prefix}{reply.message}")
+        raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
+    return reply
 
 
 @dataclass
@@ -253,19 +183,34 @@ class WriteJob:
     path: str
     state: STATE_DICT | Future[STATE_DICT] | BaseException
     """The state, or why there is none."""
-    kwargs: BranchLayout
+    kwargs: Layout
     future: WriteFuture
     phase: str = "staging"
     """What the save is doing; empty while the process reports it."""
 
 
 class WriterThread:
-    """The thread that writes states through a process, and its queue of jobs."""
+    """The thread that writes states through a process, and its queue of jobs.
+
+    `setup` has what the process calls first: a function and its arguments, and a function that
+    makes the writer and its keyword arguments.
+    """
 
     def __init__(
-        self, spec: WriterProcessSpec, rank_info: RankInfo, config: CheckpointProcessConfig
+        self, setup: tuple[Any, ...], rank_info: RankInfo, config: CheckpointProcessConfig
     ) -> None:
-        self._spec = spec
+        try:
+            pickled = bytes(ForkingPickler.dumps(setup))
+        except Exception as error:
+            raise InvalidArgument(
+                "the functions and arguments for the checkpoint process must be picklable, such "
+                f"as functions of a module: {error}"
+            ) from error
+        main_module = None
+        if b"__main__" in pickled:  # else scripts need no ``if __name__ == "__main__"``
+            main_module = multiprocessing.spawn.get_preparation_data("phalanx-checkpoint-writer")
+            main_module.pop("authkey")
+        self._setup = pickle.dumps((job_name(), main_module, pickled))
         self._rank_info = rank_info
         self._config = config
         self._jobs: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
@@ -277,10 +222,14 @@ class WriterThread:
         """Done when the first process has started."""
         self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
-        # Not Thread.join: once a join was interrupted, the next one returns at once.
+        self._meter_fd = os.memfd_create("phalanx-progress", os.MFD_CLOEXEC)
+        os.ftruncate(self._meter_fd, ProgressMeter.SIZE)
+        self.meter = ProgressMeter(mmap.mmap(self._meter_fd, ProgressMeter.SIZE))
+        # Not Thread.join: once a join was interrupted, the next one returns immediately.
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="phalanx-checkpoint-writer", daemon=True).start()
-        _close_at_exit(self)
+        # A pending write outlives the `CheckpointProcess` that submitted it.
+        atexit.register(self.close)
 
     def submit(self, job: WriteJob) -> None:
         """Queue a job; jobs are done in order."""
@@ -293,15 +242,10 @@ class WriterThread:
             job = self._unfinished[0]
         except IndexError:
             return None
+        began = job.future.began
         if job.phase:
-            return job.future.progress(phase=job.phase, written=0, total=0, speed=0.0)
-        meter = self._spec.meter
-        return job.future.progress(
-            phase=meter.phase,
-            written=meter.written,
-            total=meter.total,
-            speed=meter.bytes_per_second,
-        )
+            return SaveProgress(job.path, job.phase, 0, 0, time.perf_counter() - began, 0.0)
+        return self.meter.progress(job.path, began)
 
     def _run(self) -> None:
         try:
@@ -316,19 +260,20 @@ class WriterThread:
             if self.process is not None:
                 self.process.end()
         finally:
-            _writer_threads.discard(self)
+            os.close(self._meter_fd)
+            atexit.unregister(self.close)
             self._ended.set()
 
     def _do(self, job: WriteJob) -> None:
         try:
-            result = self._write(job)
+            costs = self._write(job)
         except BaseException as error:  # noqa: BLE001 - the future raises it
             self._unfinished.popleft()
             self._fail(job, error)
         else:
             self._unfinished.popleft()
             with suppress(InvalidStateError):  # `close` has given it up
-                job.future.succeed(result)
+                job.future.succeed(**costs)
 
     def _fail(self, job: WriteJob, error: BaseException) -> None:
         if job.future.done():
@@ -341,29 +286,34 @@ class WriterThread:
         with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
-    def _write(self, job: WriteJob) -> WriteResult:
+    def _write(self, job: WriteJob) -> dict[str, Any]:
+        """Return what `WriteFuture.succeed` takes."""
+        request = WriteRequest(job.save_number, os.fsencode(job.path), job.kwargs)
         try:
             staged = self._stage(job)
         except BaseException as error:
-            self._notify_peers(job, error)
+            # Notify the other ranks, so that they do not wait for this one.
+            if self._rank_info.global_world_size > 1:
+                request.reason = printable(f"{type(error).__name__}: {error}")
+                with suppress(Exception):  # the reply is always an error; this raises the cause
+                    self._live_process().write(request)
             raise
         try:
             job.phase = "starting the writer process"
             process, buffer = self._live_process(), staged.buffer
-            request = WriteRequest(
-                job.save_number,
-                os.fsencode(job.path),
-                buffer.number,
-                buffer.capacity,
-                staged.layout,
-                job.kwargs,
-            )
-            self._spec.meter.restart()
+            request.buffer, request.size = buffer.number, buffer.capacity
+            request.state = staged.layout
+            self.meter.restart()
             job.phase = ""
             done = process.write(request, buffer.fd)
         finally:
             staged.release()
-        return WriteResult(staged.size, staged.seconds, done.written, done.phases)
+        return {
+            "bytes_staged": staged.size,
+            "staging_seconds": staged.seconds,
+            "bytes_written": done.written,
+            "phases": done.phases,
+        }
 
     def _stage(self, job: WriteJob) -> StagedState:
         state, job.state = job.state, {}  # which may be large: do not hold it any longer
@@ -383,37 +333,25 @@ class WriterThread:
         assert isinstance(staged, StagedState)
         return staged
 
-    def _notify_peers(self, job: WriteJob, error: BaseException) -> None:
-        """Notify the other ranks that this one has no state, so that they do not wait for it."""
-        if self._rank_info.global_world_size > 1:
-            reason = printable(f"{type(error).__name__}: {error}")
-            request = RefuseRequest(job.save_number, os.fsencode(job.path), reason, job.kwargs)
-            with suppress(Exception):  # the reply is always an error; the caller raises the cause
-                self._live_process().refuse(request)
-
     def _live_process(self) -> WriterProcess:
         process = self.process
         if process is not None and process.popen.poll() is not None:
             process.kill()
             process = self.process = None
         if process is None and not self._given_up:
-            process = self._start()
+            try:
+                self.process = process = WriterProcess(self._config)
+            except OSError as error:
+                raise SaveFailed(f"the checkpoint process could not start: {error}") from error
+            try:
+                process.set_up(self._setup, self._meter_fd)
+            except BaseException:
+                self.process = None
+                process.kill()
+                raise
         # After the start: `close` sets `_given_up`, then kills the process that it finds.
         if self._given_up or process is None:
             raise SaveTimeout(self._given_up)
-        return process
-
-    def _start(self) -> WriterProcess:
-        try:
-            self.process = process = WriterProcess(self._spec, self._config)
-        except OSError as error:
-            raise SaveFailed(f"the checkpoint process could not start: {error}") from error
-        try:
-            process.set_up()
-        except BaseException:
-            self.process = None
-            process.kill()
-            raise
         return process
 
     def stop(self) -> None:
@@ -421,7 +359,12 @@ class WriterThread:
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Wait for the submitted jobs until the timeout; then fail those that are not done."""
+        """Wait for the submitted jobs until the timeout; then fail those that are not done.
+
+        Does nothing in a fork, which lacks the thread.
+        """
+        if self.pid != os.getpid():
+            return
         if not self.created.done() and not self._unfinished:
             self._kill_process()  # it is still starting, and not needed
         self.stop()
@@ -441,31 +384,11 @@ class WriterThread:
             process.popen.kill()
 
 
-_writer_threads: set[WriterThread] = set()
-"""The running ones: a pending write outlives the `CheckpointProcess` that submitted it."""
-
-
-@cache
-def _register_exit_hook() -> None:
-    atexit.register(_close_all)
-
-
-def _close_at_exit(thread: WriterThread) -> None:
-    _register_exit_hook()
-    _writer_threads.add(thread)
-
-
-def _close_all() -> None:
-    for thread in list(_writer_threads):
-        if thread.pid == os.getpid():
-            thread.close()
-
-
 class CheckpointProcess:
     """Write states in another process.
 
     The process is started in the background. It survives failed writes and dies with the calling
-    process. If it dies first, the pending write fails at once, and the next one starts a new
+    process. If it dies first, the pending write fails immediately, and the next one starts a new
     process.
     """
 
@@ -486,25 +409,17 @@ class CheckpointProcess:
             )
         self.config = config
         self._rank_info = rank_info
-        setup = WriterSetup(
-            rank_info,
-            subprocess_init_fn,
-            subprocess_init_args,
-            checkpoint_writer_init_fn,
-            checkpoint_writer_init_args,
-        )
-        self._writer_thread = WriterThread(WriterProcessSpec(setup), rank_info, config)
+        writer_args = {"rank_info": rank_info, **checkpoint_writer_init_args}
+        setup = (subprocess_init_fn, subprocess_init_args, checkpoint_writer_init_fn, writer_args)
+        self._writer_thread = WriterThread(setup, rank_info, config)
+        self.process_creation_future = self._writer_thread.created
+        """Done when the process has started for the first time."""
         self._lock = threading.RLock()  # saves are submitted in the order of their numbers
         self._save_number = 0
         self._is_closed = False
         # If it is garbage collected instead of closed, the thread ends after the last write.
         self._finalizer = weakref.finalize(self, self._writer_thread.stop)
         self._finalizer.atexit = False
-
-    @property
-    def process_creation_future(self) -> Future[None]:
-        """Done when the process has started for the first time."""
-        return self._writer_thread.created
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
@@ -541,14 +456,15 @@ class CheckpointProcess:
             with self._lock:
                 self._save_number += 1
             return
-        usable = {key: value for key, value in kwargs.items() if _is_encodable(value)}
+        usable = {}
+        for key, value in kwargs.items():
+            with suppress(Exception):  # the error may be about this argument
+                _encode_kwargs({key: value})
+                usable[key] = value
         self._submit(where, error, _encode_kwargs(usable))
 
     def _submit(
-        self,
-        path: str,
-        state: STATE_DICT | Future[STATE_DICT] | BaseException,
-        kwargs: BranchLayout,
+        self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: Layout
     ) -> WriteFuture:
         check_not_forked(self._writer_thread.pid)
         future = WriteFuture(path)
@@ -571,8 +487,7 @@ class CheckpointProcess:
         with self._lock:
             self._is_closed = True
         self._finalizer.detach()
-        if self._writer_thread.pid == os.getpid():
-            self._writer_thread.close()
+        self._writer_thread.close()
 
 
 def _absolute_path(path: str | os.PathLike[str]) -> str:
@@ -582,21 +497,11 @@ def _absolute_path(path: str | os.PathLike[str]) -> str:
     return path if "://" in path else os.path.join(os.getcwd(), path)
 
 
-def _is_encodable(value: Any) -> bool:
-    try:
-        _encode_kwargs({"": value})
-    except Exception:  # noqa: BLE001 - whatever it is
-        return False
-    return True
-
-
-def _encode_kwargs(kwargs: dict[str, Any]) -> BranchLayout:
+def _encode_kwargs(kwargs: dict[str, Any]) -> Layout:
     tree = parse_state(kwargs)
     for leaf in leaves(tree):
         raise InvalidArgument(
             f"{leaf.name} is a tensor. Arguments for the writer must be plain values; tensors "
             "belong in the state."
         )
-    layout = layout_of_tree(tree, lambda _: 0)
-    assert isinstance(layout, BranchLayout)
-    return layout
+    return layout_of_tree(tree, lambda _: 0)

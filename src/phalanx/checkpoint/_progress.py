@@ -112,10 +112,11 @@ class ProgressMeter:
     def total(self) -> int:
         return self._words[2]
 
-    @property
-    def bytes_per_second(self) -> float:
-        """Average throughput so far."""
-        return self.written / (self._words[3] / 1e9) if self._words[3] else 0.0
+    def progress(self, path: str, began: float) -> SaveProgress:
+        """Return the progress of a save that began at that time."""
+        speed = self.written / (self._words[3] / 1e9) if self._words[3] else 0.0
+        seconds = time.perf_counter() - began
+        return SaveProgress(path, self.phase, self.written, self.total, seconds, speed)
 
     def seconds(self) -> dict[str, float]:
         """Return the duration of each phase so far."""
@@ -146,17 +147,6 @@ def wrap_future(original_result: Any) -> Future[None]:
     return wrapped
 
 
-@dataclass(frozen=True)
-class WriteResult:
-    """What a successful save did."""
-
-    bytes_staged: int
-    staging_seconds: float
-    bytes_written: int
-    phases: dict[str, float]
-    finished: float = field(default_factory=time.perf_counter)
-
-
 class WriteFuture(Future[None]):
     """The future of a write; it records whether the user looked at its outcome."""
 
@@ -166,32 +156,23 @@ class WriteFuture(Future[None]):
         self.was_observed = False
         self.began = time.perf_counter()
         self.stall_seconds = 0.0
-        self._outcome: WriteResult | None = None
+        self._finished = 0.0
+        self._costs: dict[str, Any] = {}
         self.set_running_or_notify_cancel()  # other ranks depend on it, so it cannot be cancelled
 
     @property
     def report(self) -> SaveReport | None:
         """The cost of the save, once it succeeded."""
-        outcome = self._outcome
-        if outcome is None:
+        if not self._costs:
             return None
+        total = self._finished - self.began
         return SaveReport(
-            path=self.path,
-            bytes_staged=outcome.bytes_staged,
-            bytes_written=outcome.bytes_written,
-            stall_seconds=self.stall_seconds,
-            staging_seconds=outcome.staging_seconds,
-            total_seconds=outcome.finished - self.began,
-            phases=outcome.phases,
+            path=self.path, stall_seconds=self.stall_seconds, total_seconds=total, **self._costs
         )
 
-    def progress(self, *, phase: str, written: int, total: int, speed: float) -> SaveProgress:
-        """Return the progress of this save, given the state of its meter."""
-        seconds = time.perf_counter() - self.began
-        return SaveProgress(self.path, phase, written, total, seconds, speed)
-
-    def succeed(self, outcome: WriteResult) -> None:
-        self._outcome = outcome
+    def succeed(self, **costs: Any) -> None:
+        """Complete the future; `costs` are the fields of the report that only the writer knows."""
+        self._costs, self._finished = costs, time.perf_counter()
         self.set_result(None)
 
     def result(self, timeout: float | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Messages are JSON over a socket pair. Tensors are never sent: they are in shared memory, whose
 descriptor is sent once. A write that fails is reported, and the process serves the next request.
-It exits on request and with its rank: the kernel kills it, or else the socket closes.
+It exits on request (null) and with its rank: the kernel kills it, or else the socket closes.
 
 The set-up message is pickled, since it contains the user's functions. It comes from the parent
 over an inherited socket, and is the only thing that checkpointing unpickles.
@@ -15,67 +15,49 @@ import multiprocessing.spawn
 import os
 import pickle
 import queue
-import socket
-import struct
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import Any, TypeAlias
 
 import msgspec
 import torch
 from torch import Tensor
 
+from .. import errors
 from ..errors import CheckpointError, SaveFailed
 from ._coordination import adopt_job_name
 from ._progress import ProgressMeter
-from ._staging_buffer import BranchLayout, Layout, map_shared, state_from_tree, tree_from_layout
-from ._types import RankInfo
+from ._staging_buffer import Layout, map_shared, state_from_tree, tree_from_layout
 from ._writer import CheckpointWriter
 
-_LENGTH = struct.Struct("<Q")
-_MAX_FDS = 1
 
-
-class WriteRequest(msgspec.Struct, tag="write"):
-    """Write the state in a buffer."""
+class WriteRequest(msgspec.Struct):
+    """Write the state in a buffer; or notify the other ranks that this one has no state."""
 
     save_number: int
     """Not counted by the process, which may be a restarted one."""
     path: bytes
     """File system encoding: not every path is valid Unicode."""
-    buffer: int
-    """The number of the buffer; its descriptor comes with its first request."""
-    size: int
+    kwargs: Layout
+    state: Layout | None = None
+    reason: str = ""
+    """Why there is no state."""
+    buffer: int = -1
+    """The number of the buffer."""
+    size: int = 0
     """Length of the buffer in bytes."""
-    state: Layout
-    kwargs: BranchLayout
-
-
-class RefuseRequest(msgspec.Struct, tag="refuse"):
-    """Notify the other ranks that this one has nothing to write."""
-
-    save_number: int
-    path: bytes
-    reason: str
-    kwargs: BranchLayout
-
-
-class ExitRequest(msgspec.Struct, tag="exit"):
-    """Exit."""
-
-
-class ReadyReply(msgspec.Struct, tag="ready"):
-    """The process has started."""
+    brings_buffer: bool = False
+    """Whether the descriptor of the buffer follows; so it does after its first request."""
 
 
 class DoneReply(msgspec.Struct, tag="done"):
-    """The checkpoint is committed."""
+    """The process is ready, or the checkpoint is committed."""
 
-    written: int
-    phases: dict[str, float]
+    written: int = 0
+    phases: dict[str, float] = {}
 
 
 class FailedReply(msgspec.Struct, tag="failed"):
@@ -86,8 +68,7 @@ class FailedReply(msgspec.Struct, tag="failed"):
     traceback: str
 
 
-Request: TypeAlias = WriteRequest | RefuseRequest | ExitRequest
-Reply: TypeAlias = ReadyReply | DoneReply | FailedReply
+Reply: TypeAlias = DoneReply | FailedReply
 
 
 def printable(text: str) -> str:
@@ -95,183 +76,102 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-class ControlSocket:
-    """One end of the socket pair; carries messages and descriptors."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self._socket = end
-
-    def fileno(self) -> int:
-        """Return the descriptor to poll for a message or the end of the peer."""
-        return self._socket.fileno()
-
-    def send(self, message: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message, and descriptors with it."""
-        header = _LENGTH.pack(len(message))
-        sent = socket.send_fds(self._socket, [header], fds)
-        self._socket.sendall(header[sent:] + message)
-
-    def receive(self) -> tuple[bytes, list[int]]:
-        """Wait for a message and its descriptors; raise `EOFError` if the peer is gone."""
-        try:
-            begun, fds, _, _ = socket.recv_fds(self._socket, _LENGTH.size, _MAX_FDS)
-            if not begun:
-                raise EOFError
-            (length,) = _LENGTH.unpack(begun + self._read(_LENGTH.size - len(begun)))
-            return self._read(length), fds
-        except ConnectionError:
-            raise EOFError from None
-
-    def _read(self, length: int) -> bytes:
-        data = bytearray(length)
-        rest = memoryview(data)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if count == 0:
-                raise EOFError
-            rest = rest[count:]
-        return bytes(data)
-
-    def close(self) -> None:
-        """Close this end."""
-        self._socket.close()
-
-
-@dataclass
-class WriterSetup:
-    """The functions with which the user configures the process, and their arguments."""
-
-    rank_info: RankInfo
-    init: Callable[..., None]
-    init_args: tuple[Any, ...]
-    writer_init: Callable[..., CheckpointWriter]
-    writer_init_args: dict[str, Any]
-
-    def make_writer(self) -> CheckpointWriter:
-        """Call the user's functions."""
-        self.init(*self.init_args)
-        return self.writer_init(**{"rank_info": self.rank_info, **self.writer_init_args})
-
-
 def main(control_fd: int) -> None:
     """Serve the rank at the other end of a socket."""
     torch.set_num_threads(1)  # leave the cores to training
-    control = ControlSocket(socket.socket(fileno=control_fd))
+    control = Connection(control_fd)
     try:
-        writer, meter = _set_up(control)
+        server = _set_up(control)
     except BaseException as error:  # noqa: BLE001 - the rank raises it
-        _send(control, _failure(error))
+        control.send_bytes(msgspec.json.encode(_failure(error)))
     else:
-        _send(control, ReadyReply())
-        _Server(control, writer, meter).serve()
+        control.send_bytes(msgspec.json.encode(DoneReply()))
+        server.serve()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # unloading torch takes a while
 
 
-def _set_up(control: ControlSocket) -> tuple[CheckpointWriter, ProgressMeter]:
-    message, (meter_fd,) = control.receive()
-    job, main_module, pickled = pickle.loads(message)  # noqa: S301 - from the rank, our parent
+def _set_up(control: Connection) -> _Server:
+    job, main_module, pickled = pickle.loads(control.recv_bytes())  # noqa: S301 - from our parent
+    meter = ProgressMeter(mmap.mmap(recv_handle(control), ProgressMeter.SIZE))
     adopt_job_name(job)
-    if main_module is not None:
-        _import_script(main_module)
-    setup: WriterSetup = pickle.loads(pickled)  # noqa: S301
-    return setup.make_writer(), ProgressMeter(mmap.mmap(meter_fd, ProgressMeter.SIZE))
-
-
-def _import_script(preparation: dict[str, Any]) -> None:
-    """Import the script of the rank, which must not start processes meanwhile."""
-    current: Any = multiprocessing.current_process()
-    current._inheriting = True  # the mark by which multiprocessing refuses to start processes
-    try:
-        multiprocessing.spawn.prepare(preparation)
-    finally:
-        del current._inheriting
-
-
-def _send(control: ControlSocket, reply: Reply) -> None:
-    control.send(msgspec.json.encode(reply))
+    if main_module is not None:  # the script of the rank, which must not start processes meanwhile
+        current: Any = multiprocessing.current_process()
+        current._inheriting = True  # the mark by which multiprocessing refuses to start processes
+        try:
+            multiprocessing.spawn.prepare(main_module)
+        finally:
+            del current._inheriting
+    init, init_args, writer_init, writer_init_args = pickle.loads(pickled)  # noqa: S301
+    init(*init_args)
+    return _Server(control, writer_init(**writer_init_args), meter)
 
 
 def _failure(error: BaseException) -> FailedReply:
+    name = type(error).__name__
     is_ours = isinstance(error, CheckpointError)
-    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
+    message = str(error) if is_ours else f"{name}: {error}"
     text = "".join(traceback.format_exception(error))
-    kind = type(error).__name__ if is_ours else "SaveFailed"
+    kind = name if is_ours and hasattr(errors, name) else "SaveFailed"
     return FailedReply(kind, printable(message), printable(text))
 
 
 class _Server:
     """Serves the requests of the rank, one at a time."""
 
-    def __init__(
-        self, control: ControlSocket, writer: CheckpointWriter, meter: ProgressMeter
-    ) -> None:
+    def __init__(self, control: Connection, writer: CheckpointWriter, meter: ProgressMeter) -> None:
         self._control = control
         self._writer = writer
         self._meter = meter
         self._fds: dict[int, int] = {}
         self._buffers: dict[int, Tensor] = {}
-        self._requests: queue.SimpleQueue[tuple[Request, list[int]]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[WriteRequest | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
         threading.Thread(target=self._listen, daemon=True).start()
-        while True:
-            request, fds = self._requests.get()
-            if isinstance(request, ExitRequest):
-                break
-            _send(self._control, self._handle(request, fds))
+        while (request := self._requests.get()) is not None:
+            self._control.send_bytes(msgspec.json.encode(self._handle(request)))
         self._writer.close()
 
     def _listen(self) -> None:
         """Queue requests, and exit with the rank even in the middle of a write."""
         try:
             while True:
-                message, fds = self._control.receive()
-                self._requests.put((msgspec.json.decode(message, type=Request), fds))
-        except EOFError:
+                message = self._control.recv_bytes()
+                request = msgspec.json.decode(message, type=WriteRequest | None)
+                if request is not None and request.brings_buffer:
+                    self._fds[request.buffer] = recv_handle(self._control)
+                self._requests.put(request)
+        except (EOFError, OSError):
             os._exit(1)
 
-    def _handle(self, request: WriteRequest | RefuseRequest, fds: list[int]) -> Reply:
+    def _handle(self, request: WriteRequest) -> Reply:
+        is_ours = isinstance(self._writer, CheckpointWriter)
         try:
             self._meter.restart()
-            if isinstance(request, RefuseRequest):
-                self._refuse(request)
+            kwargs = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
+            if is_ours:
+                kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
+            if request.state is not None:
+                state = state_from_tree(tree_from_layout(request.state, self._map_buffer(request)))
+            elif is_ours:  # take part in the save with the reason, so that no rank waits in vain
+                state = {"state": _MissingState(request.reason)}
             else:
-                self._write(request, fds)
+                raise SaveFailed(request.reason)
+            pending = self._writer.write(os.fsdecode(request.path), state, **kwargs)
+            if pending is not None:
+                pending.result()
             return DoneReply(self._meter.written, self._meter.seconds())
         except BaseException as error:  # noqa: BLE001 - the process survives whatever it is
             return _failure(error)
 
-    def _write(self, request: WriteRequest, fds: list[int]) -> None:
-        state = state_from_tree(tree_from_layout(request.state, self._map_buffer(request, fds)))
-        pending = self._writer.write(
-            os.fsdecode(request.path), state, **self._write_arguments(request)
-        )
-        if pending is not None:
-            pending.result()
-
-    def _refuse(self, request: RefuseRequest) -> None:
-        """Take part in the save with nothing but the reason, so that no rank waits in vain."""
-        if isinstance(self._writer, CheckpointWriter):
-            state = {"state": _MissingState(request.reason)}
-            self._writer.write(os.fsdecode(request.path), state, **self._write_arguments(request))
-        raise SaveFailed(request.reason)
-
-    def _map_buffer(self, request: WriteRequest, fds: list[int]) -> Tensor:
-        number = request.buffer
-        if fds:
-            (self._fds[number],) = fds
-        known = self._buffers.get(number)
+    def _map_buffer(self, request: WriteRequest) -> Tensor:
+        known = self._buffers.get(request.buffer)
         if known is None or len(known) != request.size:
-            self._buffers[number] = known = map_shared(self._fds[number], request.size)
+            known = map_shared(self._fds[request.buffer], request.size)
+            self._buffers[request.buffer] = known
         return known
-
-    def _write_arguments(self, request: WriteRequest | RefuseRequest) -> dict[str, Any]:
-        kwargs: dict[str, Any] = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
-        if isinstance(self._writer, CheckpointWriter):
-            kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
-        return kwargs
 
 
 class _MissingState:

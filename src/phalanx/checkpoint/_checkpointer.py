@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -53,13 +52,14 @@ class CheckpointerConfig:
 class Checkpointer(ABC):
     """Save states to storage, and load them again."""
 
+    _reader: CheckpointReader
+
     @abstractmethod
     def save(
         self, path: str, state_dict: STATE_DICT, **kwargs: Any
     ) -> tuple[Future[None], Future[None]] | None:
         """Save a state; an asynchronous checkpointer returns futures of the copy and the write."""
 
-    @abstractmethod
     def load(
         self,
         path: str,
@@ -70,6 +70,10 @@ class Checkpointer(ABC):
         **kwargs: Any,
     ) -> STATE_DICT:
         """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
+        loaded, _ = self._reader.read(
+            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
+        )
+        return loaded
 
     @abstractmethod
     def close(self) -> None:
@@ -86,21 +90,6 @@ class SyncCheckpointer(Checkpointer):
     def save(self, path: str, state_dict: STATE_DICT, **kwargs: Any) -> None:
         """Save a state, and return when it is durable. Other arguments go to the writer."""
         self._writer.write(path, state_dict, **kwargs)
-
-    def load(
-        self,
-        path: str,
-        state_dict: STATE_DICT | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
-    ) -> STATE_DICT:
-        """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
-        loaded, _ = self._reader.read(
-            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
-        )
-        return loaded
 
     def close(self) -> None:
         """Close the writer."""
@@ -126,8 +115,8 @@ class AsyncCheckpointer(Checkpointer):
         self._checkpoint_process = checkpoint_process
         self._warn_after = warn_after_secs
         """How long a save waits for an older one before it logs a warning."""
-        self._writes: deque[WriteFuture] = deque()
-        """Saves that are pending, or failed without anyone observing it."""
+        self._writes: list[WriteFuture] = []
+        """Saves that are pending, or failed without the user observing it."""
         self._last: WriteFuture | None = None
         self._is_closed = False
         self._saving = threading.RLock()
@@ -138,50 +127,29 @@ class AsyncCheckpointer(Checkpointer):
         """Copy a state and write it in the background; return futures of the copy and the write.
 
         Tensors may be changed once the first future is done. If too many saves are pending, this
-        waits for the oldest. If an earlier save failed and nobody observed its future, this raises
+        waits for the oldest. If an earlier save failed and its future was not observed, this raises
         its error; the state is saved nevertheless, since other ranks may not know of the failure
         yet. Other arguments go to the stager and to the writer.
         """
         if self._is_closed:
             raise InvalidState("the checkpointer is closed")
         with self._saving:
-            return self._save(path, state_dict, kwargs)
-
-    def _save(
-        self, path: str, state_dict: STATE_DICT, kwargs: dict[str, Any]
-    ) -> tuple[Future[None], WriteFuture]:
-        began = time.perf_counter()
-        try:
-            self._wait_for_slot(path)
-            staged = self._checkpoint_stager.stage(state_dict, **kwargs)
-        except BaseException as error:
-            self._checkpoint_process.refuse(path, error, **kwargs)
-            raise
-        write = self._checkpoint_process.write(staged, path, **kwargs)
-        staging = wrap_future(staged)
-        failed = self._failures()
-        self._last = write
-        self._writes.append(write)
-        if failed:
-            wait([staging])  # the caller gets no future, and may change tensors at once
-        write.began, write.stall_seconds = began, time.perf_counter() - began
-        _raise_first(failed, f"the state of this call is still being saved to {path}")
-        return staging, write
-
-    def load(
-        self,
-        path: str,
-        state_dict: STATE_DICT | None = None,
-        *,
-        default_map_location: Any = None,
-        strict: bool = False,
-        **kwargs: Any,
-    ) -> STATE_DICT:
-        """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
-        loaded, _ = self._reader.read(
-            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
-        )
-        return loaded
+            began = time.perf_counter()
+            try:
+                self._wait_for_slot(path)
+                staged = self._checkpoint_stager.stage(state_dict, **kwargs)
+            except BaseException as error:
+                self._checkpoint_process.refuse(path, error, **kwargs)
+                raise
+            self._last = write = self._checkpoint_process.write(staged, path, **kwargs)
+            staging = wrap_future(staged)
+            failed = self._failures()
+            self._writes.append(write)
+            if failed:
+                wait([staging])  # the caller gets no future, and may change tensors immediately
+            write.began, write.stall_seconds = began, time.perf_counter() - began
+            _raise_first(failed, f"the state of this call is still being saved to {path}")
+            return staging, write
 
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Allocate staging memory in the background, for states like this one or of a size.
@@ -223,16 +191,16 @@ class AsyncCheckpointer(Checkpointer):
             )
 
     def _failures(self) -> list[BaseException]:
-        """Return and forget the errors that nobody has observed."""
+        """Return and forget the errors that were not observed."""
         finished = [write for write in self._writes if write.done()]
-        self._writes = deque(self.pending)
+        self._writes = self.pending
         errors = [write.failure() for write in finished if not write.was_observed]
         return [error for error in errors if error is not None]
 
     def close(self) -> None:
         """Wait for pending writes, end the process, and free memory.
 
-        Raises the error of a failed save that nobody has observed.
+        Raises the error of a failed save that was not observed.
         """
         self._is_closed = True  # an interrupted close may be repeated
         self._checkpoint_process.close()
@@ -259,9 +227,8 @@ def default_writer_init_fn(
     barrier_config: BarrierConfig | None = None,
 ) -> CheckpointWriter:
     """Create the writer of the writer process."""
-    config = CheckpointWriterConfig() if writer_config is None else writer_config
     barrier = create_barrier_from_config(barrier_config or BarrierConfig())
-    return CheckpointWriter(config, rank_info, barrier)
+    return CheckpointWriter(writer_config or CheckpointWriterConfig(), rank_info, barrier)
 
 
 def make_sync_checkpointer(
@@ -274,15 +241,17 @@ def make_sync_checkpointer(
     Without a `rank_info`, the rank is that in the barrier's group, else in the current group, else
     in torch's default group, else that of the launcher's environment, else 0 of 1.
     """
-    config = CheckpointerConfig() if config is None else config
+    config = config or CheckpointerConfig()
+    barrier_config = config.barrier_config
     if rank_info is None:
-        rank_info = default_rank_info(_barrier_group(config.barrier_config))
-    writer = CheckpointWriter(
-        config.writer_config,
-        rank_info,
-        create_barrier_from_config(config.barrier_config),
-        commit_hook,
-    )
+        group: dist.ProcessGroup | None = None
+        if barrier_config.barrier_type == "dist_barrier" and dist.is_initialized():
+            group = dist.group.WORLD
+        elif barrier_config.barrier_type == "group":
+            group = barrier_config.barrier_args.get("group")
+        rank_info = default_rank_info(group)
+    barrier = create_barrier_from_config(barrier_config)
+    writer = CheckpointWriter(config.writer_config, rank_info, barrier, commit_hook)
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
 
 
@@ -300,11 +269,15 @@ def make_async_checkpointer(
     with ``rank_info`` and the given arguments. They must be picklable. By default the writer and
     its barrier follow `config`.
     """
-    config = CheckpointerConfig() if config is None else config
-    rank_info = default_rank_info() if rank_info is None else rank_info
+    config = config or CheckpointerConfig()
+    rank_info = rank_info or default_rank_info()
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is default_writer_init_fn:
-        _check_barrier(config.barrier_config)
+        if config.barrier_config.barrier_type in ("dist_barrier", "group"):
+            raise InvalidArgument(
+                f"barrier {config.barrier_config.barrier_type!r} needs a process group, and the "
+                "writer process has none. Use 'tcp_store', or no barrier"
+            )
         arguments.setdefault("writer_config", config.writer_config)
         arguments.setdefault("barrier_config", config.barrier_config)
     process = CheckpointProcess(
@@ -319,26 +292,9 @@ def make_async_checkpointer(
     return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
 
 
-def _check_barrier(config: BarrierConfig) -> None:
-    if config.barrier_type in ("dist_barrier", "group"):
-        raise InvalidArgument(
-            f"barrier {config.barrier_type!r} needs a process group, and the writer process has "
-            "none. Use 'tcp_store', or no barrier"
-        )
-
-
-def _barrier_group(config: BarrierConfig) -> dist.ProcessGroup | None:
-    if config.barrier_type == "dist_barrier" and dist.is_initialized():
-        return dist.group.WORLD
-    if config.barrier_type == "group":
-        named: dist.ProcessGroup | None = config.barrier_args.get("group")
-        return named
-    return None
-
-
 def default_rank_info(group: dist.ProcessGroup | None = None) -> RankInfo:
     """Return this process's rank in a group or the default group, else as launched."""
-    group = default_group() if group is None else group
+    group = group or default_group()
     if group is not None:
         return RankInfo(group.rank(), group.size())
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import os
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from ._staging_buffer import (
     start_daemon_thread,
     state_from_tree,
 )
-from ._state_tree import Branch, Node, ReplicatedShard, TensorLeaf, leaves, parse_state
+from ._state_tree import ReplicatedShard, TensorLeaf, leaves, map_leaves, parse_state
 from ._tensor_file import nbytes
 from ._types import STATE_DICT, RankInfo
 
@@ -106,93 +105,73 @@ class _Slot:
                 "(CheckpointStagerConfig(use_async_staging=False))."
             )
 
-    def chunks(self) -> Iterator[tuple[Tensor, int]]:
+    def chunks(self) -> Iterator[tuple[int, Tensor]]:
         """Split the tensor into parts with their offsets, so that threads get even work."""
         if self.size <= _CHUNK_BYTES:
-            yield self.source, self.offset
+            yield self.offset, self.source
             return
         flat = self.source.view(-1)
         count = _CHUNK_BYTES // flat.dtype.itemsize
         for start in range(0, len(flat), count):
-            yield flat[start : start + count], self.offset + start * flat.dtype.itemsize
+            yield self.offset + start * flat.dtype.itemsize, flat[start : start + count]
 
 
-class StagingPlan:
-    """A parsed state and the places of its tensors in a buffer."""
+class StagingCopy:
+    """A parsed state, and the copy of its tensors into one buffer, the small ones first."""
 
-    def __init__(self, tree: Node, shards: Mapping[str, ReplicatedShard]) -> None:
-        self._tree = tree
-        if shards:
-            self._tree = _map_data(tree, lambda leaf: shards.get(leaf.name, leaf.data))
-        self.slots: dict[str, _Slot] = {}
+    buffer: StagingBuffer
+
+    def __init__(
+        self, state_dict: STATE_DICT, rank_info: RankInfo, config: CheckpointStagerConfig
+    ) -> None:
+        self._config = config
+        self._tree = parse_state(state_dict)
+        if rank_info.global_world_size > 1:
+            shards = replicated_shards(self._tree, rank_info)
+            self._tree = map_leaves(
+                self._tree, lambda leaf: replace(leaf, data=shards.get(leaf.name, leaf.data))
+            )
+        self._slots: dict[str, _Slot] = {}
         """By name: tensors that share memory have one name, and are copied once."""
         self.size = 0
         """Bytes of tensors."""
         self.buffer_size = 0
         """Bytes of buffer, with alignment."""
+        self.seconds = 0.0
+        """Time spent copying so far."""
         for leaf in leaves(self._tree):
             source = leaf.data.data if isinstance(leaf.data, ReplicatedShard) else leaf.data
-            if source is not None and leaf.name not in self.slots:
+            if source is not None and leaf.name not in self._slots:
                 size = nbytes(source.dtype, source.shape)
                 version = None if source.is_inference() else source._version
-                self.slots[leaf.name] = _Slot(
-                    leaf.name, source.detach(), self.buffer_size, size, version
-                )
+                slot = _Slot(leaf.name, source.detach(), self.buffer_size, size, version)
+                self._slots[leaf.name] = slot
                 self.size += size
                 self.buffer_size += size + -size % ALIGNMENT
+        self._large = [slot for slot in self._slots.values() if slot.is_deferrable]
+        self._before: dict[str, Tensor] = {}
 
     def layout(self) -> Layout:
         """Describe the state for the writer process."""
-        return layout_of_tree(
-            self._tree,
-            lambda leaf: self.slots[leaf.name].offset if leaf.name in self.slots else -1,
-        )
+        offsets = {name: slot.offset for name, slot in self._slots.items()}
+        return layout_of_tree(self._tree, lambda leaf: offsets.get(leaf.name, -1))
 
-    def tree_in(self, memory: Tensor) -> Node:
-        """Return the tree with the copies in a buffer."""
-        return self._with_copies(lambda slot: slot.view_in(memory))
+    def state_with(self, copy: Callable[[_Slot], Tensor]) -> STATE_DICT:
+        """Return the state with other tensors, made by `copy`."""
+        copies = {name: copy(slot) for name, slot in self._slots.items()}
 
-    def clone(self) -> Node:
-        """Return the tree with new copies in private memory."""
-        return self._with_copies(lambda slot: slot.source.to("cpu", copy=True))
-
-    def _with_copies(self, copy: Callable[[_Slot], Tensor]) -> Node:
-        copies = {name: copy(slot) for name, slot in self.slots.items()}
-
-        def data_of(leaf: TensorLeaf) -> Tensor | ReplicatedShard | None:
-            copied = copies.get(leaf.name)
+        def change(leaf: TensorLeaf) -> TensorLeaf:
+            data = copies.get(leaf.name)
             if isinstance(leaf.data, ReplicatedShard):
-                return replace(leaf.data, data=copied)
-            return copied
+                return replace(leaf, data=replace(leaf.data, data=data))
+            return replace(leaf, data=data)
 
-        return _map_data(self._tree, data_of)
-
-
-def _map_data(node: Node, data_of: Callable[[TensorLeaf], Any]) -> Node:
-    """Return a tree with other data in its tensor leaves."""
-    if isinstance(node, Branch):
-        children = {key: _map_data(child, data_of) for key, child in node.children.items()}
-        return Branch(node.kind, children, node.mark)
-    return replace(node, data=data_of(node)) if isinstance(node, TensorLeaf) else node
-
-
-class StagingCopy:
-    """Copies the tensors of one plan into one buffer, the small ones first."""
-
-    def __init__(
-        self, plan: StagingPlan, buffer: StagingBuffer, config: CheckpointStagerConfig
-    ) -> None:
-        self.plan = plan
-        self.buffer = buffer
-        self.seconds = 0.0
-        """Time spent copying so far."""
-        self._config = config
-        self._large = [slot for slot in plan.slots.values() if slot.is_deferrable]
-        self._before: dict[str, Tensor] = {}
+        state: STATE_DICT = state_from_tree(map_leaves(self._tree, change))
+        return state
 
     def small(self) -> None:
         """Copy the tensors that are not worth a thread, and sample the others."""
-        self._copy([slot for slot in self.plan.slots.values() if not slot.is_deferrable])
+        self._copy([slot for slot in self._slots.values() if not slot.is_deferrable])
         if self._config.use_async_staging:
             for slot in self._large:
                 slot.check_allocated()
@@ -210,12 +189,11 @@ class StagingCopy:
         began = time.perf_counter()
         for slot in slots:
             slot.check_allocated()
-        plain = [slot for slot in slots if slot.is_plain]
         others = [slot for slot in slots if not slot.is_plain]
         for slot in others:
             target = slot.view_in(self.buffer.bytes)
             target.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
-        self._copy_plain(plain)
+        self._copy_plain([slot for slot in slots if slot.is_plain])
         if others and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
@@ -223,20 +201,15 @@ class StagingCopy:
     def _copy_plain(self, slots: Sequence[_Slot]) -> None:
         size = sum(slot.size for slot in slots)
         threads = min(torch.get_num_threads(), _MAX_COPY_THREADS, size // _BYTES_PER_THREAD)
-        rest = deque(chunk for slot in slots for chunk in slot.chunks())
+        chunks = iter([chunk for slot in slots for chunk in slot.chunks()])  # shared by all threads
         errors: list[BaseException] = []
 
         def copy_chunks() -> None:
             try:
-                while True:
-                    try:
-                        source, offset = rest.popleft()
-                    except IndexError:
-                        return
-                    self.buffer.put(offset, source)
+                while not errors and (chunk := next(chunks, None)) is not None:
+                    self.buffer.put(*chunk)
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
-                rest.clear()
 
         helpers = [
             start_daemon_thread(copy_chunks, "phalanx-staging-copy") for _ in range(threads - 1)
@@ -289,11 +262,11 @@ class StagedState(dict[str, Any]):
     """The copy of a state. Its memory is reused once it was written or garbage collected."""
 
     def __init__(self, copy: StagingCopy, give_back: Callable[[StagingBuffer], object]) -> None:
-        self._memory, self.release = copy.buffer.lend(give_back)
-        super().__init__(state_from_tree(copy.plan.tree_in(self._memory)))
+        self._memory, self.release = copy.buffer.export(give_back)
+        super().__init__(copy.state_with(lambda slot: slot.view_in(self._memory)))
         self.buffer = copy.buffer
-        self.layout = copy.plan.layout()
-        self.size = copy.plan.size
+        self.layout = copy.layout()
+        self.size = copy.size
         """Bytes of tensors that were copied."""
         self.seconds = copy.seconds
         """Time that took."""
@@ -310,8 +283,8 @@ class DefaultStager(CheckpointStager):
     def __init__(
         self, config: CheckpointStagerConfig | None = None, *, rank_info: RankInfo | None = None
     ) -> None:
-        self._config = CheckpointStagerConfig() if config is None else config
-        self._rank_info = RankInfo(0, 1) if rank_info is None else rank_info
+        self._config = config or CheckpointStagerConfig()
+        self._rank_info = rank_info or RankInfo(0, 1)
         self._pool = StagingBufferPool()
         self._thread = ThreadPoolExecutor(1, "phalanx-staging")  # starts when needed
         self._is_closed = False
@@ -320,11 +293,11 @@ class DefaultStager(CheckpointStager):
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
         """Copy a state; large tensors in the background, if so configured."""
         del kwargs  # for writers
-        plan = self._plan(state_dict)
+        self._check_usable()
+        copy = StagingCopy(state_dict, self._rank_info, self._config)
         if not self._config.use_shared_memory:
-            private: STATE_DICT = state_from_tree(plan.clone())
-            return private
-        copy = StagingCopy(plan, self._pool.take(plan.buffer_size), self._config)
+            return copy.state_with(lambda slot: slot.source.to("cpu", copy=True))
+        copy.buffer = self._pool.take(copy.buffer_size)
         staged: Future[STATE_DICT] = Future()
         staged.set_running_or_notify_cancel()  # it cannot be cancelled
         # In the call: a forward pass may change small tensors, such as the statistics of a norm.
@@ -344,23 +317,17 @@ class DefaultStager(CheckpointStager):
         shards. There is no need to wait for the future.
         """
         self._check_usable()
-        size = state_dict if isinstance(state_dict, int) else self._plan(state_dict).buffer_size
-        if self._config.use_shared_memory:
-            return self._pool.prepare(size)
-        return wrap_future(None)
+        if not self._config.use_shared_memory:
+            return wrap_future(None)
+        if isinstance(state_dict, int):
+            return self._pool.prepare(state_dict)
+        copy = StagingCopy(state_dict, self._rank_info, self._config)
+        return self._pool.prepare(copy.buffer_size)
 
     def _check_usable(self) -> None:
         if self._is_closed:
             raise InvalidState("the stager was closed.")
         check_not_forked(self._pid)
-
-    def _plan(self, state_dict: STATE_DICT) -> StagingPlan:
-        self._check_usable()
-        tree = parse_state(state_dict)
-        shards: Mapping[str, ReplicatedShard] = {}
-        if self._rank_info.global_world_size > 1:
-            shards = replicated_shards(tree, self._rank_info)
-        return StagingPlan(tree, shards)
 
     def _finish(self, copy: StagingCopy, staged: Future[STATE_DICT]) -> None:
         try:
@@ -384,7 +351,7 @@ class DefaultStager(CheckpointStager):
         except Exception as error:
             self._pool.give_back(copy.buffer)
             if isinstance(error, OSError):
-                raise out_of_memory(copy.plan.buffer_size, error) from error
+                raise out_of_memory(copy.buffer_size, error) from error
             raise
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor
 from .. import native
 from ..errors import SaveFailed
 from ._manifest import StateKey
-from ._state_encoding import decode, encode
+from ._state_encoding import decode, encode_scalar
 from ._state_tree import (
     Branch,
     Mark,
@@ -93,15 +93,16 @@ class StagingBuffer:
             self.capacity, self._populated = size, 0
             self._copy = _copy_past_cache if size > _CACHE_BYTES else ctypes.memmove
 
-    def lend(
+    def export(
         self, give_back: Callable[[StagingBuffer], object]
     ) -> tuple[Tensor, weakref.finalize[[StagingBuffer], Any]]:
         """Return the memory as bytes, and a finalizer that gives the buffer back.
 
         The finalizer runs by itself when no tensor in the returned memory is left.
         """
-        lent = (ctypes.c_ubyte * self.capacity).from_buffer(self._mapping)
-        return torch.frombuffer(lent, dtype=torch.uint8), weakref.finalize(lent, give_back, self)
+        memory = (ctypes.c_ubyte * self.capacity).from_buffer(self._mapping)
+        given_back = weakref.finalize(memory, give_back, self)
+        return torch.frombuffer(memory, dtype=torch.uint8), given_back
 
     def put(self, offset: int, tensor: Tensor) -> None:
         """Copy a contiguous CPU tensor without holding the GIL."""
@@ -249,7 +250,7 @@ def layout_of_tree(node: Node, offset_of: Callable[[TensorLeaf], int]) -> Layout
         about = (node.name, dtype_name(node.dtype), node.shape, node.device, node.mark)
         return TensorLayout(*about, offset_of(node), shard)
     if isinstance(node, Scalar):
-        return ScalarLayout(encode(node, _no_tensor), node.mark)
+        return ScalarLayout(encode_scalar(node.value), node.mark)
     assert isinstance(node, Branch), "a parsed state has no absent nodes"
     items = [(key, layout_of_tree(child, offset_of)) for key, child in node.children.items()]
     return BranchLayout(node.kind, items, node.mark)
@@ -257,34 +258,27 @@ def layout_of_tree(node: Node, offset_of: Callable[[TensorLeaf], int]) -> Layout
 
 def tree_from_layout(layout: Layout, buffer: Tensor) -> Node:
     """Rebuild a tree, with tensors in the buffer."""
-    if isinstance(layout, TensorLayout):
-        return _read_tensor(layout, buffer)
+    if isinstance(layout, BranchLayout):
+        children = {key: tree_from_layout(child, buffer) for key, child in layout.items}
+        return Branch(layout.kind, children, layout.mark)
     if isinstance(layout, ScalarLayout):
         scalar = decode(layout.value, tensor=_no_tensor, rank=None)
         assert isinstance(scalar, Scalar)
         return replace(scalar, mark=layout.mark)
-    children = {key: tree_from_layout(child, buffer) for key, child in layout.items}
-    return Branch(layout.kind, children, layout.mark)
-
-
-def _read_tensor(layout: TensorLayout, buffer: Tensor) -> TensorLeaf:
     dtype = dtype_from_name(layout.dtype)
     assert dtype is not None, "both processes have the same torch"
-    data: Tensor | ReplicatedShard
+    about = (layout.name, dtype, layout.shape, layout.device)
+    start, stop, fingerprint = layout.shard or (0, nbytes(dtype, layout.shape), "")
+    data: Any = None
+    if layout.offset >= 0:
+        data = buffer[layout.offset : layout.offset + stop - start].view(dtype)
     if layout.shard is None:
-        size = nbytes(dtype, layout.shape)
-        data = _view(buffer, layout.offset, size, dtype).view(layout.shape)
-    else:
-        start, stop, fingerprint = layout.shard
-        here = layout.offset >= 0
-        part = _view(buffer, layout.offset, stop - start, dtype) if here else None
-        about = (layout.name, dtype, layout.shape, layout.device)
-        data = ReplicatedShard(*about, start, stop, fingerprint, part)
-    return TensorLeaf(layout.name, dtype, layout.shape, layout.device, data, layout.mark)
+        return TensorLeaf(*about, data.view(layout.shape), layout.mark)
+    return TensorLeaf(*about, ReplicatedShard(*about, start, stop, fingerprint, data), layout.mark)
 
 
-def _view(buffer: Tensor, offset: int, size: int, dtype: torch.dtype) -> Tensor:
-    return buffer[offset : offset + size].view(dtype)
+def _no_tensor(*_: Any) -> Any:
+    raise AssertionError("tensors are described by TensorLayout")
 
 
 def state_from_tree(node: Node, within: Mark = "") -> Any:
@@ -308,7 +302,3 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
     if node.kind == "dict":
         return items
     return (list if node.kind == "list" else tuple)(items.values())
-
-
-def _no_tensor(*_: Any) -> Any:
-    raise AssertionError("tensors are described by TensorLayout")

@@ -69,7 +69,7 @@ def members(server, size, together, timings=None):
 
 
 def keys(server, member):
-    return sorted(key for key in server.list_keys() if member._keys.root in key)
+    return sorted(key for key in server.list_keys() if member.root in key)
 
 
 def caught(call, *args):
@@ -82,5 +82,5 @@ def caught(call, *args):
 
 
 def server_value(server, member, name):
-    key = f"{member._keys.root}{name}"
+    key = f"{member.root}{name}"
     return server.get(key) if server.check([key]) else b""

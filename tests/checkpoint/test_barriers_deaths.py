@@ -163,11 +163,11 @@ def test_a_forked_process_does_not_disturb_its_parent():
     """It ends as programs do, while its parent waits, and cannot use what it inherits."""
     port = free_port()
     both = [TCPStoreBarrier(r, 2, "fork", 20, True, port, "127.0.0.1", LONG) for r in range(2)]
-    keys = both[0]._member._keys
+    root = both[0]._member.root
     watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(both[0].exchange, "a")
-        watcher.wait([keys.progress(0)])
+        watcher.wait([f"{root}progress/0"])
         child = os.fork()
         if child == 0:
             with suppress(BaseException):
@@ -196,11 +196,11 @@ def test_a_host_that_exits_has_released_all_ranks():
     command = [sys.executable, "-c", HOST, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as host:
         barrier = TCPStoreBarrier(1, 2, "last", 20, True, port, "127.0.0.1", LONG)
-        keys = barrier._member._keys
+        root = barrier._member.root
 
         def tell_the_host():
             watcher = dist.TCPStore("127.0.0.1", port, is_master=False)
-            watcher.wait([keys.progress(1)])  # which is set by a rank that waits
+            watcher.wait([f"{root}progress/1"])  # which is set by a rank that waits
             host.communicate("go")
 
         with ThreadPoolExecutor(1) as pool:

@@ -222,7 +222,7 @@ def test_waking_others_repeatedly_leaves_no_keys(server, together):
         for use in range(1, 6):
             waiting = pool.submit(caught, places[0].wait, None, LONG)
             wait_for_arrival(server, places[0], use)
-            assert caught(places[1].wait, None, 0.2).use == waiting.result().use == use
+            assert caught(places[1].wait, None, 0.25).use == waiting.result().use == use
     assert len([key for key in keys(server, places[0]) if "use/" in key]) <= 2
 
 

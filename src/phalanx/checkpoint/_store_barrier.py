@@ -35,7 +35,6 @@ import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
 
 import msgspec
 from torch._C._distributed_c10d import Store
@@ -93,30 +92,6 @@ def peek(store: Store, key: str) -> bytes | None:
     """Read a key that may be missing, in one round trip; `get` takes two, and waits."""
     found: bytes = store.compare_set(key, _UNUSED_VALUE, _UNUSED_VALUE)
     return None if found == _UNUSED_VALUE.encode() else found
-
-
-class BarrierKeys:
-    """The key names of one barrier; the module docstring lists them."""
-
-    def __init__(self, prefix: str) -> None:
-        # With its length, no prefix's keys can start with those of another.
-        self.root = f"barrier:{len(prefix)}:{prefix}:"
-        self.record = f"{self.root}record"
-
-    def count(self, epoch: int) -> str:
-        return f"{self.root}count/{epoch}"
-
-    def progress(self, rank: int) -> str:
-        return f"{self.root}progress/{rank}"
-
-    def text(self, use: int, rank: int, chunks: int) -> list[str]:
-        return [f"{self.root}text/{use}/{rank}/{chunk}" for chunk in range(chunks)]
-
-    def uses(self, epoch: int) -> str:
-        return f"{self.root}use/{epoch}/"
-
-    def instances(self, rank: int) -> str:
-        return f"{self.root}instances/{rank}"
 
 
 @dataclass(frozen=True)
@@ -187,32 +162,34 @@ class BarrierEpoch:
     base: int
     """The counter before the first arrival at that use."""
 
-    def __init__(self, prefix: str, keys: BarrierKeys, *, rank: int, size: int) -> None:
+    def __init__(self, prefix: str, *, rank: int, size: int) -> None:
         self.prefix = prefix
         self.rank = rank
         self.size = size
+        # With its length, no prefix's keys can start with those of another.
+        self.root = f"barrier:{len(prefix)}:{prefix}:"
         self.instance = 1
-        self._keys = keys
+        self._record_key = f"{self.root}record"
         self._count_key = ""
         self._text = b""
 
     def enter(self, store: Store) -> None:
         """Register this as the rank's barrier, and read or create the record."""
         self.store = store
-        self.instance = store.add(self._keys.instances(self.rank), 1)
-        if not store.check([self._keys.record]):
-            fresh = _encode(EpochRecord(store=uuid.uuid4().hex, size=self.size))
-            store.compare_set(self._keys.count(0), "", f"{OPEN}")
-            store.compare_set(self._keys.record, "", fresh)
-        self._adopt(store.get(self._keys.record))
+        self.instance = store.add(f"{self.root}instances/{self.rank}", 1)
+        if not store.check([self._record_key]):
+            fresh = EpochRecord(store=uuid.uuid4().hex, size=self.size)
+            store.compare_set(f"{self.root}count/0", "", f"{OPEN}")
+            store.compare_set(self._record_key, "", msgspec.json.encode(fresh).decode())
+        self._adopt(store.get(self._record_key))
         if self.record.epoch > 0:
             # Recreated above, if other ranks have advanced meanwhile.
-            store.delete_key(self._keys.count(0))
+            store.delete_key(f"{self.root}count/0")
 
     def resume(self, store: Store) -> bool:
         """Switch to another connection; return False if it leads to a store without this epoch."""
         self.store = store
-        current = peek(store, self._keys.record)
+        current = peek(store, self._record_key)
         if current is None or _decode(current).store != self.record.store:
             return False
         if current != self._text:
@@ -269,10 +246,10 @@ class BarrierEpoch:
             failure=failure or old.failure,
             instances={**old.instances, **(instances or {})},
         )
-        text, count_key = _encode(new), self._keys.count(new.epoch)
+        text, count_key = msgspec.json.encode(new).decode(), f"{self.root}count/{new.epoch}"
         self.store.compare_set(count_key, "", f"{OPEN}")
         self.store.delete_key(self._count_key)
-        current = self.store.compare_set(self._keys.record, self._text.decode(), text)
+        current = self.store.compare_set(self._record_key, self._text.decode(), text)
         self._adopt(current)
         if self.record.epoch > new.epoch:
             self.store.delete_key(count_key)  # recreated above: other ranks were faster
@@ -280,7 +257,7 @@ class BarrierEpoch:
 
     def follow(self) -> bool:
         """Switch to the epoch that is open now; return whether it is another."""
-        current = self.store.get(self._keys.record)
+        current = self.store.get(self._record_key)
         if current == self._text:
             return False
         self._adopt(current)
@@ -300,63 +277,14 @@ class BarrierEpoch:
             )
         self._text = text
         self.record = record
-        self._count_key = self._keys.count(record.epoch)
-        self.uses = self._keys.uses(record.epoch)
+        self._count_key = f"{self.root}count/{record.epoch}"
+        self.uses = f"{self.root}use/{record.epoch}/"
         self.base = OPEN
         self.open = record.first
 
 
-def _encode(record: EpochRecord) -> str:
-    return msgspec.json.encode(record).decode()
-
-
 def _decode(text: bytes) -> EpochRecord:
     return msgspec.json.decode(text, type=EpochRecord)
-
-
-class ChunkedTexts:
-    """The texts that ranks exchange; long ones are stored in chunks."""
-
-    def __init__(self, keys: BarrierKeys, *, rank: int, size: int) -> None:
-        self._keys = keys
-        self._rank = rank
-        self._size = size
-        self._stored: list[tuple[int, list[str]]] = []  # this rank's chunks: uses and keys
-
-    def put(self, store: Store, use: int, text: str) -> str:
-        """Store a long text; return what goes next to this rank's progress: text or length."""
-        encoded = json.dumps(text)  # plain ASCII, also of surrogates
-        if len(encoded) <= MAX_VALUE_BYTES // self._size:  # so that all fit into one value
-            return encoded
-        chunks = [
-            encoded[start : start + MAX_VALUE_BYTES]
-            for start in range(0, len(encoded), MAX_VALUE_BYTES)
-        ]
-        keys = self._keys.text(use, self._rank, len(chunks))
-        self._stored.append((use, keys))
-        for key, chunk in zip(keys, chunks, strict=True):
-            store.set(key, chunk)
-        return str(len(chunks))
-
-    def get(self, store: Store, use: int, gathered: bytes) -> list[str]:
-        """Return the texts of all ranks, given a JSON list of what `put` returned on each."""
-        return [
-            entry if isinstance(entry, str) else self._join(store, use, rank, entry)
-            for rank, entry in enumerate(json.loads(gathered))
-        ]
-
-    def _join(self, store: Store, use: int, rank: int, chunks: int) -> str:
-        parts = [store.get(key) for key in self._keys.text(use, rank, chunks)]
-        text: str = json.loads(b"".join(parts))
-        return text
-
-    def delete_old(self, store: Store, passed: int) -> None:
-        """Delete the chunks of all uses but the last that passed: others may be reading it."""
-        for use, keys in self._stored:
-            if use != passed:
-                for key in keys:
-                    store.delete_key(key)
-        self._stored = [(use, keys) for use, keys in self._stored if use == passed]
 
 
 class StoreBarrierMember:
@@ -381,14 +309,15 @@ class StoreBarrierMember:
         self._address = address
         self._host = host
         self._timings = timings or BarrierTimings()
-        self._keys = BarrierKeys(prefix)
-        self._progress_keys = [self._keys.progress(each) for each in range(size)]
+        self._epoch = BarrierEpoch(prefix, rank=rank, size=size)
+        self.root = self._epoch.root
+        self._progress_keys = [f"{self.root}progress/{each}" for each in range(size)]
         self._progress_key = self._progress_keys[rank]
-        self._epoch = BarrierEpoch(prefix, self._keys, rank=rank, size=size)
-        self._texts = ChunkedTexts(self._keys, rank=rank, size=size)
+        self._chunks: list[tuple[int, list[str]]] = []  # of this rank's texts: uses and keys
         self._lock = threading.Lock()  # held for a whole use
         self._number: int  # of the last use
-        self._increment = arrival_increment(None)  # what this rank added for it
+        self._has_text = False  # whether it exchanges texts
+        self._increment = arrival_increment(None)  # what this rank adds for it
         self._use_key = ""  # set when it is over
         self._began = NEVER  # when this rank arrived at it
         self._passed_at = NEVER  # when this rank arrived at the use before, if that passed
@@ -408,23 +337,17 @@ class StoreBarrierMember:
 
     def wait(self, text: str | None, timeout: float) -> list[str]:
         """Wait for every rank; return the texts of all, or nothing without a text."""
+        self._connection.check_process()
         if not self._lock.acquire(timeout=timeout):
             raise BarrierTimeout(
                 f"barrier {self.prefix!r}, rank {self.rank}: another thread of this process has "
                 f"been in it for {timeout:g} s. Give each thread a barrier with its own prefix.",
                 barrier=self.prefix,
             )
-        try:
-            return self._use(text, timeout)
-        finally:
-            self._lock.release()
-
-    def _use(self, text: str | None, timeout: float) -> list[str]:
-        self._connection.check_process()
-        self._began = time.monotonic()
-        self._number += 1
         passed_at = NEVER
         try:
+            self._began = time.monotonic()
+            self._number += 1
             if self._unresolved_cause:
                 self._reconnect(timeout)
             deadline = self._began + timeout + self._timings.store_grace
@@ -443,6 +366,7 @@ class StoreBarrierMember:
             raise
         finally:
             self._passed_at = passed_at
+            self._lock.release()
 
     def fail_call(self, cause: str) -> None:
         """Count a call that raises before it reaches the store: the others arrive at that use."""
@@ -470,27 +394,60 @@ class StoreBarrierMember:
         return self._connection.with_deadline(time.monotonic() + self._timings.store_grace)
 
     def _wait(self, use: int, text: str | None, timeout: float) -> list[str]:
-        self._increment = arrival_increment(text)
+        self._has_text, self._increment = text is not None, arrival_increment(text)
         if text is not None:  # before arriving: the last rank to arrive reads it
-            self._texts.delete_old(self._store, self._passed)
-            entry = self._texts.put(self._store, use, text)
+            entry = self._store_text(use, text)
             self._store.set(self._progress_key, f"{use} {entry}")
         while True:
             value = self._arrive(use)
             arrived = count_arrivals(value - self._epoch.base)
             if arrived == self.size:
-                return self._complete(use, text, value)
+                return self._complete(use, value)
             if text is None:
                 self._store.set(self._progress_key, f"{use}")
-            self._delete_old_uses(use, is_first=arrived == 1)
+            before, last = self._passed_keys
+            if arrived == 1 and before:  # all ranks arrived at the last use, so all left `before`
+                self._store.delete_key(before)
+                self._passed_keys = ("", last)
+            while self._woken and self._woken[0][0] < use - 1:
+                self._store.delete_key(self._woken.pop(0)[1])
             left = self._began + timeout - time.monotonic()
-            heed_signals = not self._is_back_to_back(text)
+            heed_signals = not self._is_back_to_back()
             if wait_for_key(self._store, self._use_key, left, heed_signals=heed_signals):
-                texts = self._outcome(use, text)
+                texts = self._outcome(use)
             else:
-                texts = self._decide(use, text, value, f"timed out after {timeout:g} s")
+                texts = self._decide(use, value, f"timed out after {timeout:g} s")
             if texts is not None:
                 return texts
+
+    def _store_text(self, use: int, text: str) -> str:
+        """Return what goes next to this rank's progress: the text, or the number of its chunks."""
+        # Delete the chunks of all uses but the last that passed: others may be reading it.
+        for key in [key for old, keys in self._chunks if old != self._passed for key in keys]:
+            self._store.delete_key(key)
+        self._chunks = [(old, keys) for old, keys in self._chunks if old == self._passed]
+        encoded = json.dumps(text)  # plain ASCII, also of surrogates
+        if len(encoded) <= MAX_VALUE_BYTES // self.size:  # so that all fit into one value
+            return encoded
+        count = -(-len(encoded) // MAX_VALUE_BYTES)
+        keys = self._chunk_keys(use, self.rank, count)
+        self._chunks.append((use, keys))
+        for index, key in enumerate(keys):
+            start = index * MAX_VALUE_BYTES
+            self._store.set(key, encoded[start : start + MAX_VALUE_BYTES])
+        return str(count)
+
+    def _read_texts(self, use: int, gathered: bytes) -> list[str]:
+        """Return the texts of all ranks, given a JSON list of what `_store_text` returned."""
+        texts = json.loads(gathered)
+        for rank, count in enumerate(texts):
+            if isinstance(count, int):
+                chunks = [self._store.get(key) for key in self._chunk_keys(use, rank, count)]
+                texts[rank] = json.loads(b"".join(chunks))
+        return list(texts)
+
+    def _chunk_keys(self, use: int, rank: int, count: int) -> list[str]:
+        return [f"{self.root}text/{use}/{rank}/{index}" for index in range(count)]
 
     def _arrive(self, use: int) -> int:
         """Count this rank in the open epoch; return the counter."""
@@ -508,16 +465,22 @@ class StoreBarrierMember:
                 return value
             self._follow()
 
-    def _is_back_to_back(self, text: str | None) -> bool:
+    def _is_back_to_back(self) -> bool:
         """Whether the last use has only just passed; repeated uses must be fast."""
         window = self._timings.failure_free_window
-        return text is None and time.monotonic() - self._passed_at < window
+        return not self._has_text and time.monotonic() - self._passed_at < window
 
-    def _complete(self, use: int, text: str | None, value: int) -> list[str]:
+    def _complete(self, use: int, value: int) -> list[str]:
         """Release the other ranks, knowing that all have arrived."""
         if value != self._epoch.base + self.size * self._increment:
-            self._reject_mixed_calls(use, value)
-        if text is None:
+            if self._epoch.close_if(value):
+                cause = "found that some ranks called execute_barrier and others exchange"
+                self._advance_failed(use, cause)
+                self._wake_later(use, self._use_key)
+            else:
+                self._follow()
+            raise self._failed(use)
+        if not self._has_text:
             self._store.set(self._use_key, PASSED)
             return self._pass(use)
         return self._pass(use, self._gather(use))
@@ -531,22 +494,22 @@ class StoreBarrierMember:
             gathered = self._store.compare_set(self._use_key, "", mine)
         else:  # some ranks have read them and are at the next use
             gathered = self._store.get(self._use_key)
-        return self._texts.get(self._store, use, gathered)
+        return self._read_texts(use, gathered)
 
-    def _outcome(self, use: int, text: str | None) -> list[str] | None:
+    def _outcome(self, use: int) -> list[str] | None:
         """Read how a use ended; None if this rank must arrive at it again."""
         # No rank arrives at this use before the one before it has passed. If that was just now,
         # no rank has been here long enough to wake others from a failure: no need to look.
-        if self._is_back_to_back(text):
+        if self._is_back_to_back():
             return self._pass(use)
         value = peek(self._store, self._use_key)
         if value is None or value == FAILED.encode():
             has_advanced = self._epoch.follow()
             assert has_advanced, "ranks are woken after the record was written"
-            return self._verdict(use, text)
-        return self._pass(use, [] if text is None else self._texts.get(self._store, use, value))
+            return self._verdict(use)
+        return self._pass(use, self._read_texts(use, value) if self._has_text else [])
 
-    def _verdict(self, use: int, text: str | None) -> list[str] | None:
+    def _verdict(self, use: int) -> list[str] | None:
         """Return the outcome of a use in an epoch that is over; None if it is undecided."""
         record = self._epoch.record
         if use >= record.first:
@@ -554,7 +517,7 @@ class StoreBarrierMember:
         if use != record.passed:  # later uses cannot have passed without this rank
             raise self._failed(use)
         self._mark_passed(use)
-        return [] if text is None else self._gather(use)
+        return self._gather(use) if self._has_text else []
 
     def _pass(self, use: int, texts: list[str] | None = None) -> list[str]:
         self._epoch.base += self.size * self._increment
@@ -566,37 +529,26 @@ class StoreBarrierMember:
         self._passed = use
         self._passed_keys = (self._passed_keys[1], self._use_key)
 
-    def _delete_old_uses(self, use: int, *, is_first: bool) -> None:
-        before, last = self._passed_keys
-        if is_first and before:  # all ranks arrived at the last use, so all left the one before
-            self._store.delete_key(before)
-            self._passed_keys = ("", last)
-        while self._woken and self._woken[0][0] < use - 1:
-            self._store.delete_key(self._woken.pop(0)[1])
-
     # -- a use that does not pass ----------------------------------------------------------
 
-    def _decide(self, use: int, text: str | None, value: int, cause: str) -> list[str] | None:
+    def _decide(self, use: int, value: int, cause: str) -> list[str] | None:
         """End a use now, passed or failed; None as in `_outcome`."""
         by_me, value = self._epoch.close(value)
         if value >= OPEN:  # complete
             if count_arrivals(value - self._epoch.base) > self.size:  # some are at the next use
-                return self._outcome(use, text)
-            return self._complete(use, text, value)  # in place of the last rank, if it cannot
+                return self._outcome(use)
+            return self._complete(use, value)  # in place of the last rank, if it cannot
         if by_me:
             self._fail(use, cause)
         else:
             self._follow()
-        return self._verdict(use, text)
+        return self._verdict(use)
 
     def _fail(self, use: int, cause: str) -> None:
         """Begin an epoch after `use`, which failed because ranks are missing."""
         progress = {rank: at for rank, at in enumerate(self._progress()) if at < use}
-        missing = (
-            f"missing {format_ranks(sorted(progress))}"
-            if progress
-            else "the last rank arrived too late"
-        )
+        ranks = f"missing {format_ranks(sorted(progress))}" if progress else ""
+        missing = ranks or "the last rank arrived too late"
         key = f"{self._epoch.uses}{use}"
         failure = UseFailure(use, self.rank, f"{cause}: {missing}", progress)
         advanced = self._epoch.advance(use + 1, failure)
@@ -616,15 +568,6 @@ class StoreBarrierMember:
 
     def _advance_failed(self, use: int, cause: str) -> None:
         self._epoch.advance(use + 1, UseFailure(use, self.rank, cause, timeout=False))
-
-    def _reject_mixed_calls(self, use: int, value: int) -> NoReturn:
-        if self._epoch.close_if(value):
-            cause = "found that some ranks called execute_barrier and others exchange"
-            self._advance_failed(use, cause)
-            self._wake_later(use, self._use_key)
-        else:
-            self._follow()
-        raise self._failed(use)
 
     def _wake_later(self, use: int, key: str) -> None:
         """Wake the ranks that wait in a use once they have been in it for `wake_after`."""
@@ -711,8 +654,7 @@ class StoreBarrierMember:
                 self._enter()  # a new store, where counting starts over
                 self._number += 1
             elif self._epoch.open < self._number:
-                text = None if self._increment == arrival_increment(None) else ""
                 self._use_key = f"{self._epoch.uses}{self._epoch.open}"
                 with suppress(BarrierError):
-                    self._decide(self._epoch.open, text, self._epoch.base, self._unresolved_cause)
+                    self._decide(self._epoch.open, self._epoch.base, self._unresolved_cause)
         self._unresolved_cause = ""

@@ -121,7 +121,7 @@ def test_a_class_without_a_type_or_with_a_taken_one_is_refused():
         ({"timeout_secs": "5"}, InvalidType, "timeout_secs must be a number of seconds, got '5'"),
         ({"timeout_barrier_init_secs": float("inf")}, InvalidArgument, "timeout_barrier_init_secs"),
         ({"global_rank": 2}, InvalidArgument, "rank must be between 0 and 1"),
-        ({"global_rank": "0"}, InvalidType, "global_rank must be an integer, got '0'"),
+        ({"global_rank": "0"}, InvalidType, "global_rank must be an integer, got str"),
         ({"global_world_size": 2.0}, InvalidType, "global_world_size must be an integer"),
         ({"barrier_prefix": None}, InvalidType, "barrier_prefix must be a str, got None"),
         ({"barrier_prefix": "\udcff"}, InvalidArgument, "barrier_prefix must be encodable"),

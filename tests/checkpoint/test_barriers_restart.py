@@ -201,7 +201,7 @@ def test_counting_starts_over_in_another_store(server, together):
 def test_connections_that_are_opened_at_once_hold_one_socket_each(server, together):
     """Or cutting one off would cut off others."""
     made = together(32, lambda _: StoreConnection(server.clone, None, timeout=LONG))
-    assert [len(each._sockets) for each in made] == [1] * 32
+    assert [len(each._fds) for each in made] == [1] * 32
 
 
 def test_a_second_thread_has_a_deadline_of_its_own(server, together):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import math
-import operator
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from ..groups._store import check_rank_and_size, clone_connection, open_store
 from ..groups._text_exchange import exchange_texts
 from ._store_barrier import BarrierTimings, StoreBarrierMember
 from ._store_connection import store_address
+from ._types import check_integer
 
 DEFAULT_TIMEOUT = 600.0  # seconds
 MAX_TIMEOUT = 1e6  # seconds; torch's stores overflow at about a month
@@ -122,11 +122,10 @@ class _StoreBarrier(Barrier):
     def exchange(self, text: str) -> list[str]:
         """Wait as `execute_barrier` does, and return the texts of all ranks, by rank."""
         try:
-            _check_text(text)
+            return self._member.wait(_check_text(text), self._timeout)
         except InvalidType:
             self._member.fail_call("raised InvalidType")
             raise
-        return self._member.wait(text, self._timeout)
 
 
 @register_barrier
@@ -155,16 +154,24 @@ class TCPStoreBarrier(_StoreBarrier):
     ):
         del use_checkpoint_barrier_tcpstore_libuv
         rank, size = check_rank_and_size(
-            _check_integer("global_rank", global_rank),
-            _check_integer("global_world_size", global_world_size),
+            check_integer("global_rank", global_rank),
+            check_integer("global_world_size", global_world_size),
         )
         prefix = _check_string("barrier_prefix", barrier_prefix)
         self._timeout = _check_seconds("timeout_secs", timeout_secs)
         init_timeout = _check_seconds("timeout_barrier_init_secs", timeout_barrier_init_secs)
         host, port = _check_string("master_address", master_address), _check_port(tcpstore_port)
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+        def connect() -> Store:
+            seconds = timedelta(seconds=init_timeout)
+            opened = open_store(url, rank=rank, size=size, timeout=seconds)
+            if opened.hosted is not None:
+                opened.hosted.stays = True  # peers may use it when this rank's barrier is gone
+            return opened.store
+
         self._member = StoreBarrierMember(
-            lambda: _open_store(url, rank, size, timedelta(seconds=init_timeout)),
+            connect,
             prefix,
             rank=rank,
             size=size,
@@ -173,13 +180,6 @@ class TCPStoreBarrier(_StoreBarrier):
             address=None if rank == 0 else (host, port),
             timings=timings,
         )
-
-
-def _open_store(url: str, rank: int, size: int, timeout: timedelta) -> Store:
-    opened = open_store(url, rank=rank, size=size, timeout=timeout)
-    if opened.hosted is not None:
-        opened.hosted.stays = True  # peers may still use it when this rank's barrier is gone
-    return opened.store
 
 
 @register_barrier
@@ -255,7 +255,7 @@ class GroupBarrier(Barrier):
         self._passed = 0  # the last use that had passed when the barrier's group failed
         self._member: StoreBarrierMember | None = None
         self._own_group: ProcessGroup | None = None
-        self._start: Callable[[], Work | None] = _no_fast_path
+        self._start: Callable[[], Work | None]
         self._form_group()
 
     def execute_barrier(self) -> None:
@@ -345,14 +345,8 @@ class GroupBarrier(Barrier):
         ranks, timeout = range(self._group.size()), timedelta(seconds=self._timeout)
         self._own_group = own = self._group.split_group(ranks, timeout=timeout, group_name=name)
         # What `own.barrier` tries first, without that call; it returns None for the slow path.
-        self._start = (
-            own._issuer.fast_path.barrier
-            if own is not None and own._issuer.fast_path
-            else _no_fast_path
-        )
-
-
-def _no_fast_path() -> None: ...
+        fast_path = own._issuer.fast_path if own is not None else None
+        self._start = fast_path.barrier if fast_path else lambda: None
 
 
 def _check_text(text: str) -> str:
@@ -367,13 +361,6 @@ def _check_seconds(name: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise InvalidArgument(f"{name} must be positive and finite, got {value!r}.")
     return min(float(value), MAX_TIMEOUT)
-
-
-def _check_integer(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise InvalidType(f"{name} must be an integer, got {value!r}.") from None
 
 
 def _check_port(value: int | str) -> int:

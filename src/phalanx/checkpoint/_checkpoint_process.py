@@ -46,10 +46,10 @@ from ..errors import (
 )
 from ._coordination import error_class, job_name
 from ._progress import ProgressMeter, SaveProgress, WriteFuture
-from ._staging import CheckpointStagerConfig, DefaultStager, StagedState, check_not_forked
+from ._staging import CheckpointStagerConfig, DefaultStager, StagedState
 from ._staging_buffer import Layout, layout_of_tree
 from ._state_tree import leaves, parse_state
-from ._types import STATE_DICT, RankInfo
+from ._types import STATE_DICT, RankInfo, check_not_forked
 from ._writer import CheckpointWriter
 from ._writer_process import DoneReply, FailedReply, Reply, WriteRequest, printable
 
@@ -466,7 +466,7 @@ class CheckpointProcess:
     def _submit(
         self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: Layout
     ) -> WriteFuture:
-        check_not_forked(self._writer_thread.pid)
+        check_not_forked(self._writer_thread.pid, "checkpoint process")
         future = WriteFuture(path)
         with self._lock:
             if self._is_closed:

@@ -60,11 +60,14 @@ def commit_checkpoint(
 
     Returns a function that removes this rank's share of the replaced files, or None.
     """
+    run = coordinator.run_on_all_ranks
     with closing(_Save(path, coordinator)) as save:
-        save.prepare(state_dict)
+        save.id = run("getting ready", partial(save.prepare, state_dict))[0]
         save.compare()
-        reports = save.write(before_commit)
-        return save.commit(reports)
+        reports = run("writing", partial(save.write, before_commit))
+        replaced = run("committing", partial(save.publish, reports))[0]
+        mine = files_to_remove(replaced, coordinator.size, coordinator.rank)
+        return partial(save.storage.discard, mine) if mine else None
 
 
 def lock_owner(ranks: int) -> str:
@@ -75,29 +78,25 @@ def lock_owner(ranks: int) -> str:
 class _Save:
     """One save on one rank."""
 
-    _storage: Storage
+    storage: Storage
     _tree: Node
 
     def __init__(self, path: str, coordinator: Coordinator) -> None:
         self._path = path
         self._coordinator = coordinator
         self._is_rank_zero = coordinator.rank == 0
-        self._id: str | None = None
+        self.id: str | None = None
         self._per_rank: dict[StatePath, tuple[int, ...]] = {}
         """Where the ranks' states differ, and which ranks have something there."""
 
-    def prepare(self, state_dict: STATE_DICT) -> None:
-
-        def prepare() -> str | None:
-            fault_point("begin")
-            # Before anything can fail on one rank: a state_dict may call collectives.
-            self._tree = parse_state(state_dict)
-            self._storage = storage_at(self._path, self._coordinator.meter)
-            if self._is_rank_zero:
-                self._id = self._storage.begin(lock_owner(self._coordinator.size))
-            return self._id
-
-        self._id = self._coordinator.run_on_all_ranks("getting ready", prepare)[0]
+    def prepare(self, state_dict: STATE_DICT) -> str | None:
+        fault_point("begin")
+        # Before anything can fail on one rank: a state_dict may call collectives.
+        self._tree = parse_state(state_dict)
+        self.storage = storage_at(self._path, self._coordinator.meter)
+        if self._is_rank_zero:
+            self.id = self.storage.begin(lock_owner(self._coordinator.size))
+        return self.id
 
     def compare(self) -> None:
         if self._coordinator.size == 1:
@@ -109,15 +108,11 @@ class _Save:
         except StateMismatch as error:  # raised on all ranks
             raise SaveFailed(f"the save failed: {error}") from error
 
-    def write(self, before_commit: Callable[[], None]) -> list[Any]:
-
-        def write() -> Any:
-            report = self._write_shards()
-            fault_point("written")
-            before_commit()
-            return report
-
-        return self._coordinator.run_on_all_ranks("writing", write)
+    def write(self, before_commit: Callable[[], None]) -> dict[str, Any]:
+        report = self._write_shards()
+        fault_point("written")
+        before_commit()
+        return report
 
     def _write_shards(self) -> dict[str, Any]:
         rank, size = self._coordinator.rank, self._coordinator.size
@@ -133,8 +128,8 @@ class _Save:
         shards += [_per_rank_shard(leaf, rank) for leaf in own_tensors.values()]
         if not shards:
             return {"per_rank": [_encode_per_rank(node, "", {}) for node in own]}
-        name = data_file_name(str(self._id), rank)
-        with self._storage.create(str(self._id), name) as sink:
+        name = data_file_name(str(self.id), rank)
+        with self.storage.create(str(self.id), name) as sink:
             written = write_tensor_file(sink, shards, self._coordinator.meter)
         header = HeaderEntry(written.header_length, written.header_checksum)
         own_ranges = dict(zip(own_tensors, written.ranges[len(ranges) :], strict=True))
@@ -147,26 +142,21 @@ class _Save:
             "per_rank": [_encode_per_rank(node, name, own_ranges) for node in own],
         }
 
-    def commit(self, reports: list[Any]) -> Callable[[], None] | None:
-
-        def publish() -> list[str]:
-            if not self._is_rank_zero:
-                return []
-            manifest = _merge_manifest(self._tree, self._per_rank, str(self._id), reports)
-            replaced = self._storage.commit(str(self._id), manifest.dump())
-            fault_point("committed")
-            return replaced
-
-        replaced = self._coordinator.run_on_all_ranks("committing", publish)[0]
-        mine = files_to_remove(replaced, self._coordinator.size, self._coordinator.rank)
-        return partial(self._storage.discard, mine) if mine else None
+    def publish(self, reports: list[Any]) -> list[str]:
+        """Commit on rank 0; return the files that were replaced."""
+        if not self._is_rank_zero:
+            return []
+        manifest = _merge_manifest(self._tree, self._per_rank, str(self.id), reports)
+        replaced = self.storage.commit(str(self.id), manifest.dump())
+        fault_point("committed")
+        return replaced
 
     def close(self) -> None:
         try:
             self._coordinator.close()
         finally:
-            if self._is_rank_zero and self._id is not None:
-                self._storage.end(self._id)
+            if self._is_rank_zero and self.id is not None:
+                self.storage.end(self.id)
 
 
 def _merge_manifest(
@@ -176,8 +166,7 @@ def _merge_manifest(
     pieces: dict[str, list[tuple[int, Any]]] = {}
     for rank, report in enumerate(reports):
         if "file" in report:
-            entry = msgspec.convert(report["file"], FileEntry)
-            files[data_file_name(save, rank)] = entry
+            files[data_file_name(save, rank)] = msgspec.convert(report["file"], FileEntry)
         for name, start, piece in report.get("replicated", ()):
             pieces.setdefault(name, []).append((start, piece))
     own = {
@@ -208,13 +197,13 @@ def _piece_entry(file: str, at: WrittenRange) -> dict[str, Any]:
 
 
 def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:
-    if isinstance(leaf.data, ReplicatedShard):
-        staged = leaf.data
-        assert (staged.start, staged.stop) == (part.start, part.stop), "staged another division"
-        assert staged.data is not None
-        data = staged.data
+    data = leaf.data
+    if isinstance(data, ReplicatedShard):
+        assert (data.start, data.stop) == (part.start, part.stop), "staged another division"
+        data = data.data
+        assert data is not None
     else:
-        data = elements_in_range(leaf.data, part)
+        data = elements_in_range(data, part)
     return TensorShard(leaf.name, leaf.dtype, leaf.shape, part.start, part.stop, data)
 
 

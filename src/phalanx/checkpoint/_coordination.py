@@ -72,7 +72,7 @@ class Coordinator:
     ) -> None:
         self.rank = rank_info.global_rank
         self.size = rank_info.global_world_size
-        self.meter = ProgressMeter() if meter is None else meter
+        self.meter = meter or ProgressMeter()
         self._text_exchange = text_exchange
         self._save_number = save_number
 
@@ -80,9 +80,6 @@ class Coordinator:
         """End the save on this rank."""
         if isinstance(self._text_exchange, StorageExchange):
             self._text_exchange.close()
-
-    def _exchange(self, text: str) -> list[str]:
-        return [text] if self._text_exchange is None else self._text_exchange.exchange(text)
 
     def run_on_all_ranks(
         self, phase: str, action: Callable[[], T], *, wrap_errors: bool = True
@@ -104,7 +101,9 @@ class Coordinator:
             text = json.dumps({"at": position, **failure})
         self.meter.enter("waiting for ranks")
         try:
-            replies = [json.loads(each) for each in self._exchange(text)]
+            exchange = self._text_exchange
+            texts = [text] if exchange is None else exchange.exchange(text)
+            replies = [json.loads(each) for each in texts]
         except Exception as raised:
             if error is None and wrap_errors:
                 kind = SaveTimeout if isinstance(raised, TimeoutError) else SaveFailed
@@ -204,7 +203,7 @@ class StorageExchange:
         self._messages = messages
         self._timeout = timeout
         self._barrier = barrier
-        self._timing = CoordinationTiming() if timing is None else timing
+        self._timing = timing or CoordinationTiming()
         self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
         self._session = ""
         self._presence: int | None = None
@@ -224,7 +223,9 @@ class StorageExchange:
             self._messages.put(self._name(self._exchanges, self._rank), text)
             if self._barrier is not None:
                 self._barrier.execute_barrier()
-            texts = self._poll(self._collect, self._missing_ranks_error)
+            texts = self._poll(self._collect, self._timeout)
+            if texts is None:
+                raise self._missing_ranks_error()
         except BaseException as error:
             if self._session:
                 with suppress(OSError):  # must not hide the cause
@@ -241,19 +242,19 @@ class StorageExchange:
         """Wait for the hello of every other rank, and answer it."""
         hellos: dict[int, set[str]] = defaultdict(set)
 
-        def all_arrived() -> bool | None:
+        def all_arrived() -> bool:
             for name in self._messages.names():
                 if name.startswith(f"{self._hello_prefix}.hello."):
                     rank, nonce = name.split(".")[-2:]
                     hellos[int(rank)].add(nonce)
-            return True if len(hellos) == self._size - 1 else None
-
-        def timed_out() -> SaveFailed:
-            missing = [rank for rank in range(1, self._size) if rank not in hellos]
-            return SaveTimeout(f"{format_ranks(missing)} did not arrive within {self._timeout} s")
+            return len(hellos) == self._size - 1
 
         try:
-            self._poll(all_arrived, timed_out)
+            if not self._poll(all_arrived, self._timeout):
+                missing = [rank for rank in range(1, self._size) if rank not in hellos]
+                raise SaveTimeout(
+                    f"{format_ranks(missing)} did not arrive within {self._timeout} s"
+                )
             duplicates = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
             if duplicates:
                 raise SaveFailed(
@@ -285,15 +286,15 @@ class StorageExchange:
                 self._messages.put(hello, "")
             return None
 
-        def timed_out() -> SaveFailed:
-            return SaveTimeout(f"rank 0 did not arrive within {self._timeout} s")
-
         try:
-            timeout = self._timeout + min(self._timeout / 2, self._timing.leader_grace)
-            reply = json.loads(self._poll(read_answer, timed_out, timeout=timeout))
+            grace = min(self._timeout / 2, self._timing.leader_grace)
+            found = self._poll(read_answer, self._timeout + grace)
+            if found is None:
+                raise SaveTimeout(f"rank 0 did not arrive within {self._timeout} s")
         finally:
             self._messages.remove(hello)
             self._messages.remove(answer)
+        reply = json.loads(found)
         if "failed" in reply:
             raise SaveFailed(reply["failed"])
         session: str = reply["session"]
@@ -305,18 +306,16 @@ class StorageExchange:
             if (gone := self._name("gone", rank)) in names:
                 raise SaveFailed(self._messages.get(gone) or f"rank {rank} left")
         wanted = [self._name(self._exchanges, rank) for rank in range(self._size)]
-        if not names.issuperset(wanted):
-            self._check_peers_alive([rank for rank, name in enumerate(wanted) if name not in names])
-            return None
-        texts = [text for name in wanted if (text := self._messages.get(name)) is not None]
-        return texts if len(texts) == self._size else None
-
-    def _check_peers_alive(self, missing: list[int]) -> None:
+        missing = [rank for rank, name in enumerate(wanted) if name not in names]
         for rank in missing:
             is_dead = self._messages.is_abandoned(self._name("here", rank))
             # It may have sent its message and left since the names were listed.
-            if is_dead and self._messages.get(self._name(self._exchanges, rank)) is None:
+            if is_dead and self._messages.get(wanted[rank]) is None:
                 raise SaveFailed(f"rank {rank} died")
+        if missing:
+            return None
+        texts = [text for name in wanted if (text := self._messages.get(name)) is not None]
+        return texts if len(texts) == self._size else None
 
     def _missing_ranks_error(self) -> SaveFailed:
         names = self._messages.names()
@@ -343,40 +342,26 @@ class StorageExchange:
             return
         if self._rank != 0:
             self._messages.put(self._name("bye", self._rank), "")
-        elif (
-            self._all_present
-        ):  # else late ranks must find the messages; the next save removes them
-            byes = {self._name("bye", rank) for rank in range(1, self._size)}
-            try:
-                self._poll(
-                    lambda: self._messages.names().issuperset(byes) or None,
-                    lambda: SaveTimeout("ranks did not leave"),
-                    timeout=min(self._timeout, self._timing.close_timeout),
-                )
-            except SaveTimeout:
-                return  # the others have what they need, or are dead
+            return
+        if not self._all_present:
+            return  # late ranks must find the messages; the next save removes them
+        byes = {self._name("bye", rank) for rank in range(1, self._size)}
+        timeout = min(self._timeout, self._timing.close_timeout)
+        if self._poll(lambda: self._messages.names().issuperset(byes), timeout):
             for name in self._messages.names():
                 if name.startswith(f"{MESSAGE_PREFIX}{self._session}."):
                     self._messages.remove(name)
 
-    def _poll(
-        self,
-        look: Callable[[], T | None],
-        timed_out: Callable[[], SaveFailed],
-        *,
-        timeout: float | None = None,
-    ) -> T:
-        """Call `look` until it returns something, at growing intervals."""
-        deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
+    def _poll(self, look: Callable[[], T], timeout: float) -> T | None:
+        """Call `look` at growing intervals until it returns something; None after `timeout`."""
+        deadline = time.monotonic() + timeout
         pause = self._timing.first_poll
-        while True:
-            seen = look()
-            if seen is not None:
-                return seen
+        while not (seen := look()):
             if time.monotonic() > deadline:
-                raise timed_out()
+                return None
             time.sleep(pause)
             pause = min(pause * 1.5, self._timing.max_poll)
+        return seen
 
 
 _adopted_job = ""
@@ -407,10 +392,18 @@ def rank_and_barrier(
 
     Without a group, the default group is used. A single rank has no barrier.
     """
-    group = default_group_or_warn() if group is None else group
+    group = group or default_group_or_warn()
     if group is None or group.size() == 1:
         return RankInfo(0, 1), None
-    return RankInfo(group.rank(), group.size()), _barrier_for(group, timeout_secs)
+    rank_info = RankInfo(group.rank(), group.size())
+    if isinstance(group, ProcessGroup):
+        return rank_info, GroupBarrier(group, timeout_secs=timeout_secs)
+    if group is dist.group.WORLD:
+        return rank_info, DistBarrier(timeout_secs=timeout_secs)
+    raise InvalidType(
+        "group must come from phalanx.groups.new_group or be torch's default group, got "
+        f"another {type(group).__name__} of torch"
+    )
 
 
 def default_group_or_warn() -> dist.ProcessGroup | None:
@@ -425,14 +418,3 @@ def default_group_or_warn() -> dist.ProcessGroup | None:
                 launched.world_size,
             )
     return group
-
-
-def _barrier_for(group: dist.ProcessGroup, timeout: float) -> Any:
-    if isinstance(group, ProcessGroup):
-        return GroupBarrier(group, timeout_secs=timeout)
-    if group is dist.group.WORLD:
-        return DistBarrier(timeout_secs=timeout)
-    raise InvalidType(
-        "group must come from phalanx.groups.new_group or be torch's default group, got "
-        f"another {type(group).__name__} of torch"
-    )

@@ -7,6 +7,7 @@ the same collective on every rank, so the answer is the same after the same step
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import torch
@@ -70,7 +71,7 @@ class PreemptionGuard:
         self._repeat_window = repeat_window
         self._previous: dict[int, Any] = {}
         self._process = 0
-        self._interrupted_at: float | None = None
+        self._interrupted_at = math.inf  # the time of the first SIGINT
         self._signal = 0
         """The signal that this rank received; 0 for none."""
         self._decision = 0
@@ -78,9 +79,9 @@ class PreemptionGuard:
         self._calls = 0
         if self._group is not None:
             self._causes = (*self._signals, _REQUESTED_BY_PROGRAM)
-            self._votes = torch.zeros(
-                len(self._causes), dtype=torch.int32, device=_tensor_device(self._group)
-            )
+            devices = {device.type for device in self._group._device_types} or {"cpu"}
+            device = "cpu" if "cpu" in devices else min(devices)
+            self._votes = torch.zeros(len(self._causes), dtype=torch.int32, device=device)
 
     def __enter__(self) -> Self:
         if self._signals and threading.current_thread() is not threading.main_thread():
@@ -101,12 +102,7 @@ class PreemptionGuard:
                 raise InvalidArgument(f"{signal_name(number)} cannot be handled: {error}") from None
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def _restore(self) -> None:
@@ -115,7 +111,13 @@ class PreemptionGuard:
         self._previous.clear()  # last: `_on_signal` may run until all handlers are restored
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._belongs_to_previous_handler(number):
+        # A forked child has no training loop that would end it.
+        for_previous = os.getpid() != self._process
+        if number == signal.SIGINT:
+            now = time.monotonic()
+            for_previous = now >= self._interrupted_at + self._repeat_window
+            self._interrupted_at = min(now, self._interrupted_at)
+        if for_previous:
             previous = self._previous[number]
             if callable(previous):
                 previous(number, frame)
@@ -123,16 +125,6 @@ class PreemptionGuard:
                 signal.signal(number, previous)
                 signal.raise_signal(number)
         self._signal = self._signal or number
-
-    def _belongs_to_previous_handler(self, number: int) -> bool:
-        if number != signal.SIGINT:
-            # A forked child has no training loop that would end it.
-            return os.getpid() != self._process
-        now = time.monotonic()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-            return False
-        return now >= self._interrupted_at + self._repeat_window
 
     def request(self) -> None:
         """Request a stop from the program, near a time limit for example. One rank is enough."""
@@ -162,18 +154,9 @@ class PreemptionGuard:
     def leave(self, step: int | None = None) -> NoReturn:
         """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""
         if self._is_rank_zero:
-            cause = (
-                ""
-                if self._decision in (0, _REQUESTED_BY_PROGRAM)
-                else f" ({signal_name(self._decision)})"
-            )
+            is_signal = self._decision not in (0, _REQUESTED_BY_PROGRAM)
+            cause = f" ({signal_name(self._decision)})" if is_signal else ""
             saved = "" if step is None else f" after saving step {step}"
             with suppress(OSError):  # stderr may be closed
                 print(f"{STOPPED_PREFIX}{saved}{cause}", file=sys.stderr, flush=True)
         raise SystemExit(self.EXIT_CODE)
-
-
-def _tensor_device(group: dist.ProcessGroup) -> torch.device:
-    """Return a device that the group supports, preferably the CPU."""
-    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")
-    return torch.device(devices[0].type) if devices else torch.device("cpu")

@@ -35,7 +35,7 @@ from ._staging_buffer import (
 )
 from ._state_tree import ReplicatedShard, TensorLeaf, leaves, map_leaves, parse_state
 from ._tensor_file import nbytes
-from ._types import STATE_DICT, RankInfo
+from ._types import STATE_DICT, RankInfo, check_not_forked
 
 _MAX_COPY_THREADS = 4  # more do not make memory any faster
 _BYTES_PER_THREAD = 16 << 20
@@ -222,15 +222,6 @@ class StagingCopy:
             raise errors[0]
 
 
-def check_not_forked(pid: int) -> None:
-    """Raise in a fork of process `pid`, which lacks its threads."""
-    if pid != os.getpid():
-        raise InvalidState(
-            f"this object belongs to process {pid} and cannot be used in its fork {os.getpid()}. "
-            "Create another one in the forked process."
-        )
-
-
 class CheckpointStager(ABC):
     """Copies states for a writer."""
 
@@ -327,7 +318,7 @@ class DefaultStager(CheckpointStager):
     def _check_usable(self) -> None:
         if self._is_closed:
             raise InvalidState("the stager was closed.")
-        check_not_forked(self._pid)
+        check_not_forked(self._pid, "stager")
 
     def _finish(self, copy: StagingCopy, staged: Future[STATE_DICT]) -> None:
         try:

@@ -49,6 +49,7 @@ from ..errors import (
 )
 from ..groups._formatting import first_line, format_ranks
 from ._store_connection import Address, StoreConnection, wait_for_key
+from ._types import check_not_forked
 
 OPEN = 1 << 62
 PASSED, FAILED = "passed", "failed"
@@ -337,7 +338,8 @@ class StoreBarrierMember:
 
     def wait(self, text: str | None, timeout: float) -> list[str]:
         """Wait for every rank; return the texts of all, or nothing without a text."""
-        self._connection.check_process()
+        # Two processes on one socket get each other's answers.
+        check_not_forked(self._connection.pid, "barrier")
         if not self._lock.acquire(timeout=timeout):
             raise BarrierTimeout(
                 f"barrier {self.prefix!r}, rank {self.rank}: another thread of this process has "

@@ -27,7 +27,7 @@ from weakref import WeakSet
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
-from ..errors import InvalidState, RendezvousTimeout
+from ..errors import RendezvousTimeout
 from ..groups._background_threads import in_background
 from ..groups._store import wait_for_listener
 
@@ -49,8 +49,8 @@ class StoreConnection:
     def __init__(
         self, connect: Callable[[], Store], address: Address | None, *, timeout: float
     ) -> None:
-        self._sockets: list[socket.socket] = []
-        self._pid = os.getpid()
+        self._fds: list[int] = []  # duplicates of the sockets of `store`
+        self.pid = os.getpid()
         self.was_cut = False
         self.deadline = time.monotonic() + timeout
         if address is not None:  # outside the lock: the server may be another thread's to start
@@ -61,9 +61,8 @@ class StoreConnection:
             before = set(_open_sockets().values())
             # A stopped server accepts connections and never answers.
             self.store = in_background(connect, self._check_deadline)
-            opened = [fd for fd, inode in _open_sockets().items() if inode not in before]
-            found = store_address(self.store)
-            self._sockets = _sockets_to_port(found[1], opened) if found else []
+            if found := store_address(self.store):
+                self._fds = _sockets_to_port(found[1], before)
         finally:
             _opening.release()
 
@@ -74,15 +73,7 @@ class StoreConnection:
     @property
     def is_inherited(self) -> bool:
         """Whether a parent process opened the connection and this one is its fork."""
-        return self._pid != os.getpid()
-
-    def check_process(self) -> None:
-        """Raise in a forked process: two processes on one socket get each other's answers."""
-        if self.is_inherited:
-            raise InvalidState(
-                f"this barrier belongs to process {self._pid} and cannot be used in its fork "
-                f"{os.getpid()}. Create a barrier in the forked process."
-            )
+        return self.pid != os.getpid()
 
     def with_deadline(self, deadline: float) -> StoreConnection:
         """Set the time, by the monotonic clock, at which calls of the block are cut off."""
@@ -92,21 +83,22 @@ class StoreConnection:
     def cut(self) -> None:
         """Make the pending call raise, and every later one."""
         self.was_cut = True
-        for each in self._sockets:
-            with suppress(OSError):  # the other side closed it
+        for fd in self._fds:
+            # An error: the other side closed it.
+            with suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.shutdown(socket.SHUT_RDWR)
 
     def flush_at_exit(self) -> None:
         """Keep this process alive until the server, which may be one of its threads, has read all
         requests."""
-        _register_exit_flush()
+        _register_once(flush_connections)
         _flushed_at_exit.add(self)
 
     def close(self) -> None:
         """Close our duplicates of the sockets; the store closes its own."""
-        for each in self._sockets:
-            each.close()
-        self._sockets = []
+        # Not socket objects: the garbage collector would warn of those it finalizes first.
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __del__(self) -> None:
         self.close()
@@ -132,18 +124,15 @@ class _Watchdog:
 
     def add(self, connection: StoreConnection) -> None:
         self.pending[connection] = None
-        if self._pid != os.getpid():
-            self._start()
-
-    def _start(self) -> None:
+        if self._pid == os.getpid():
+            return
         with self._lock:
-            if self._pid == os.getpid():
-                return
-            self._pid = os.getpid()
-            for connection in list(self.pending):
-                if connection.is_inherited:
-                    del self.pending[connection]
-            threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
+            if self._pid != os.getpid():
+                self._pid = os.getpid()
+                for each in list(self.pending):
+                    if each.is_inherited:
+                        del self.pending[each]
+                threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
 
     def _run(self) -> None:
         idle = 0
@@ -154,16 +143,13 @@ class _Watchdog:
             for connection in list(self.pending):
                 if now > connection.deadline and not connection.was_cut:
                     connection.cut()
-            if idle >= self._idle_intervals and self._end():
-                return
-
-    def _end(self) -> bool:
-        with self._lock:
-            self._pid = 0
-            if not self.pending:
-                return True
-            self._pid = os.getpid()  # a caller came just now, and may have seen the thread running
-            return False
+            if idle >= self._idle_intervals:
+                with self._lock:
+                    self._pid = 0
+                    if not self.pending:
+                        return
+                    # A caller came just now, and may have seen the thread running.
+                    self._pid = os.getpid()
 
 
 _watchdog = _Watchdog()
@@ -171,9 +157,7 @@ _watchdog = _Watchdog()
 _flushed_at_exit: WeakSet[StoreConnection] = WeakSet()
 
 
-@cache
-def _register_exit_flush() -> None:
-    atexit.register(flush_connections)
+_register_once = cache(atexit.register)
 
 
 def flush_connections(linger: float = 0.1) -> None:
@@ -225,25 +209,18 @@ def _open_sockets() -> dict[int, int]:
     return found
 
 
-def _sockets_to_port(port: int, descriptors: list[int]) -> list[socket.socket]:
+def _sockets_to_port(port: int, before: set[int]) -> list[int]:
     """Duplicate the sockets connected to a port, so that their numbers are not reused.
 
-    Where this process hosts the store, the server's ends appear too, those of other ranks among
-    them.
+    Those whose inodes are in `before` belong to others. Where this process hosts the store, the
+    server's ends appear too, those of other ranks among them.
     """
     found = []
-    for descriptor in descriptors:
-        with suppress(OSError):  # closed by now
-            duplicate = socket.socket(fileno=os.dup(descriptor))
-            if _peer_port(duplicate) == port:
-                found.append(duplicate)
-            else:
-                duplicate.close()
+    for descriptor, inode in _open_sockets().items():
+        if inode not in before:
+            # An error: it is closed by now, or listening.
+            with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+                is_tcp = each.family in (socket.AF_INET, socket.AF_INET6)
+                if is_tcp and each.getpeername()[1] == port:
+                    found.append(os.dup(each.fileno()))
     return found
-
-
-def _peer_port(connected: socket.socket) -> int | None:
-    with suppress(OSError):  # a listening socket
-        if connected.family in (socket.AF_INET, socket.AF_INET6):
-            return int(connected.getpeername()[1])
-    return None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+import os
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from ..errors import InvalidArgument, InvalidType
+from ..errors import InvalidArgument, InvalidState, InvalidType
 
 STATE_DICT: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""
@@ -43,3 +44,12 @@ def check_integer(name: str, value: object, *, hint: str = "") -> int:
         # Not its value, which may be a whole state.
         kind = type(value).__name__
         raise InvalidType(f"{name} must be an integer, got {kind}{hint}") from None
+
+
+def check_not_forked(pid: int, what: str) -> None:
+    """Raise in a fork of process `pid`, which lacks its threads and shares its sockets."""
+    if pid != os.getpid():
+        raise InvalidState(
+            f"this {what} belongs to process {pid} and cannot be used in its fork {os.getpid()}. "
+            f"Create a {what} in the forked process."
+        )

@@ -47,8 +47,7 @@ from ..errors import (
 from ._coordination import error_class, job_name
 from ._progress import ProgressMeter, SaveProgress, WriteFuture
 from ._staging import CheckpointStagerConfig, DefaultStager, StagedState
-from ._staging_buffer import Layout, layout_of_tree
-from ._state_tree import leaves, parse_state
+from ._state_tree import Node, leaves, parse_state
 from ._types import STATE_DICT, RankInfo, check_not_forked
 from ._writer import CheckpointWriter
 from ._writer_process import DoneReply, FailedReply, Reply, WriteRequest, printable
@@ -117,7 +116,7 @@ class WriterProcess:
         """Write the state in a buffer; send the buffer's descriptor the first time."""
         request.brings_buffer = buffer_fd is not None and request.buffer not in self._sent_buffers
         fd = buffer_fd if request.brings_buffer else None
-        reply = self._call(msgspec.json.encode(request), fd)
+        reply = self._call(pickle.dumps(request), fd)
         self._sent_buffers.add(request.buffer)
         return _check_reply(reply)
 
@@ -154,7 +153,7 @@ class WriterProcess:
     def end(self) -> None:
         """Ask it to exit, and kill it if that takes too long."""
         with suppress(ConnectionError, subprocess.TimeoutExpired):
-            self._control.send_bytes(msgspec.json.encode(None))
+            self._control.send_bytes(pickle.dumps(None))
             self.popen.wait(self._config.subprocess_shutdown_timeout_secs)
         self.kill()
 
@@ -183,7 +182,7 @@ class WriteJob:
     path: str
     state: STATE_DICT | Future[STATE_DICT] | BaseException
     """The state, or why there is none."""
-    kwargs: Layout
+    kwargs: Node
     future: WriteFuture
     phase: str = "staging"
     """What the save is doing; empty while the process reports it."""
@@ -288,7 +287,7 @@ class WriterThread:
 
     def _write(self, job: WriteJob) -> dict[str, Any]:
         """Return what `WriteFuture.succeed` takes."""
-        request = WriteRequest(job.save_number, os.fsencode(job.path), job.kwargs)
+        request = WriteRequest(job.save_number, job.path, job.kwargs)
         try:
             staged = self._stage(job)
         except BaseException as error:
@@ -302,7 +301,7 @@ class WriterThread:
             job.phase = "starting the writer process"
             process, buffer = self._live_process(), staged.buffer
             request.buffer, request.size = buffer.number, buffer.capacity
-            request.state = staged.layout
+            request.state, request.places = staged.tree, staged.places
             self.meter.restart()
             job.phase = ""
             done = process.write(request, buffer.fd)
@@ -435,11 +434,11 @@ class CheckpointProcess:
         They must be values that a state may hold, but no tensors.
         """
         try:
-            where, layout = _absolute_path(path), _encode_kwargs(kwargs)
+            where, parsed = _absolute_path(path), _parse_kwargs(kwargs)
         except BaseException as error:
             self.refuse(path, error, **kwargs)
             raise
-        return self._submit(where, state_dict, layout)
+        return self._submit(where, state_dict, parsed)
 
     def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
         """Notify the other ranks, which may be about to save, that this one cannot.
@@ -459,12 +458,12 @@ class CheckpointProcess:
         usable = {}
         for key, value in kwargs.items():
             with suppress(Exception):  # the error may be about this argument
-                _encode_kwargs({key: value})
+                _parse_kwargs({key: value})
                 usable[key] = value
-        self._submit(where, error, _encode_kwargs(usable))
+        self._submit(where, error, _parse_kwargs(usable))
 
     def _submit(
-        self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: Layout
+        self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: Node
     ) -> WriteFuture:
         check_not_forked(self._writer_thread.pid, "checkpoint process")
         future = WriteFuture(path)
@@ -497,11 +496,11 @@ def _absolute_path(path: str | os.PathLike[str]) -> str:
     return path if "://" in path else os.path.join(os.getcwd(), path)
 
 
-def _encode_kwargs(kwargs: dict[str, Any]) -> Layout:
+def _parse_kwargs(kwargs: dict[str, Any]) -> Node:
     tree = parse_state(kwargs)
     for leaf in leaves(tree):
         raise InvalidArgument(
             f"{leaf.name} is a tensor. Arguments for the writer must be plain values; tensors "
             "belong in the state."
         )
-    return layout_of_tree(tree, lambda _: 0)
+    return tree

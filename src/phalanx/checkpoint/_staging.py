@@ -25,15 +25,15 @@ from ._progress import wrap_future
 from ._replication import replicated_shards
 from ._staging_buffer import (
     ALIGNMENT,
-    Layout,
+    Place,
     StagingBuffer,
     StagingBufferPool,
-    layout_of_tree,
     out_of_memory,
     start_daemon_thread,
     state_from_tree,
+    with_tensors,
 )
-from ._state_tree import ReplicatedShard, TensorLeaf, leaves, map_leaves, parse_state
+from ._state_tree import Node, ReplicatedShard, leaves, map_leaves, parse_state
 from ._tensor_file import nbytes
 from ._types import STATE_DICT, RankInfo, check_not_forked
 
@@ -56,9 +56,9 @@ class _Slot:
     version: int | None
     """torch's count of completed changes; None for an inference tensor."""
 
-    def view_in(self, memory: Tensor) -> Tensor:
-        data = memory[self.offset : self.offset + self.size]
-        return data.view(self.source.dtype).view(self.source.shape)
+    @property
+    def place(self) -> Place:
+        return Place(self.offset, self.size, self.source.dtype, tuple(self.source.shape))
 
     @property
     def is_plain(self) -> bool:
@@ -151,22 +151,15 @@ class StagingCopy:
         self._large = [slot for slot in self._slots.values() if slot.is_deferrable]
         self._before: dict[str, Tensor] = {}
 
-    def layout(self) -> Layout:
-        """Describe the state for the writer process."""
-        offsets = {name: slot.offset for name, slot in self._slots.items()}
-        return layout_of_tree(self._tree, lambda leaf: offsets.get(leaf.name, -1))
+    def describe(self) -> tuple[Node, dict[str, Place]]:
+        """Return the state for the writer process: its tree without tensors, and their places."""
+        places = {name: slot.place for name, slot in self._slots.items()}
+        return with_tensors(self._tree, {}), places
 
     def state_with(self, copy: Callable[[_Slot], Tensor]) -> STATE_DICT:
         """Return the state with other tensors, made by `copy`."""
         copies = {name: copy(slot) for name, slot in self._slots.items()}
-
-        def change(leaf: TensorLeaf) -> TensorLeaf:
-            data = copies.get(leaf.name)
-            if isinstance(leaf.data, ReplicatedShard):
-                return replace(leaf, data=replace(leaf.data, data=data))
-            return replace(leaf, data=data)
-
-        state: STATE_DICT = state_from_tree(map_leaves(self._tree, change))
+        state: STATE_DICT = state_from_tree(with_tensors(self._tree, copies))
         return state
 
     def small(self) -> None:
@@ -191,7 +184,7 @@ class StagingCopy:
             slot.check_allocated()
         others = [slot for slot in slots if not slot.is_plain]
         for slot in others:
-            target = slot.view_in(self.buffer.bytes)
+            target = slot.place.view_in(self.buffer.bytes)
             target.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
         self._copy_plain([slot for slot in slots if slot.is_plain])
         if others and torch.accelerator.is_available():
@@ -254,9 +247,9 @@ class StagedState(dict[str, Any]):
 
     def __init__(self, copy: StagingCopy, give_back: Callable[[StagingBuffer], object]) -> None:
         self._memory, self.release = copy.buffer.export(give_back)
-        super().__init__(copy.state_with(lambda slot: slot.view_in(self._memory)))
+        super().__init__(copy.state_with(lambda slot: slot.place.view_in(self._memory)))
         self.buffer = copy.buffer
-        self.layout = copy.layout()
+        self.tree, self.places = copy.describe()
         self.size = copy.size
         """Bytes of tensors that were copied."""
         self.seconds = copy.seconds

@@ -1,12 +1,11 @@
-"""Staging buffers: memory shared with the writer process, and the layout of a state in it.
+"""Staging buffers: memory shared with the writer process, and the places of tensors in it.
 
 Copying into fresh memory takes several times as long as the copy: the kernel clears and maps every
 page on first touch. Buffers are therefore kept from save to save, and their pages are populated in
 the background when the size is known. Before that, data is written to the file behind the memory,
 which neither clears nor maps.
 
-The writer process receives a state as its tree, with an offset in the buffer for each tensor.
-Nothing is pickled.
+The writer process receives the tree of a state without its tensors, and their places by name.
 """
 
 from __future__ import annotations
@@ -18,19 +17,16 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
 from .. import native
 from ..errors import SaveFailed
-from ._manifest import StateKey
-from ._state_encoding import decode, encode_scalar
 from ._state_tree import (
     Branch,
     Mark,
@@ -40,8 +36,9 @@ from ._state_tree import (
     ReplicatedShard,
     Scalar,
     TensorLeaf,
+    map_leaves,
 )
-from ._tensor_file import dtype_from_name, dtype_name, nbytes, tensor_memory
+from ._tensor_file import tensor_memory
 
 ALIGNMENT = 64  # bytes, of every tensor in a buffer
 _POPULATE_BYTES = 4 << 20  # per system call, for which a copy that begins may have to wait
@@ -209,76 +206,29 @@ def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thre
     return thread
 
 
-class TensorLayout(msgspec.Struct, tag="t", array_like=True, frozen=True):
-    """A tensor and its place in the buffer."""
+class Place(NamedTuple):
+    """Where a tensor is in a buffer."""
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    device: str
-    mark: Mark
     offset: int
-    """Start in the buffer; -1 if this rank has none of it."""
-    shard: tuple[int, int, str] | None
-    """Of a replicated tensor: start, stop, and the fingerprint of the whole."""
+    size: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def view_in(self, memory: Tensor) -> Tensor:
+        data = memory[self.offset : self.offset + self.size]
+        return data.view(self.dtype).view(self.shape)
 
 
-class ScalarLayout(msgspec.Struct, tag="s", array_like=True, frozen=True):
-    """A value, encoded as in a manifest."""
+def with_tensors(tree: Node, tensors: Mapping[str, Tensor]) -> Node:
+    """Return a tree with other tensors, by name; with none where a name is missing."""
 
-    value: Any
-    mark: Mark
+    def change(leaf: TensorLeaf) -> TensorLeaf:
+        data = tensors.get(leaf.name)
+        if isinstance(leaf.data, ReplicatedShard):
+            return replace(leaf, data=replace(leaf.data, data=data))
+        return replace(leaf, data=data)
 
-
-class BranchLayout(msgspec.Struct, tag="b", array_like=True, frozen=True):
-    """A dict, list or tuple, or a value encoded by a codec."""
-
-    kind: str
-    items: list[tuple[StateKey, Layout]]
-    mark: Mark
-
-
-Layout: TypeAlias = TensorLayout | ScalarLayout | BranchLayout
-
-
-def layout_of_tree(node: Node, offset_of: Callable[[TensorLeaf], int]) -> Layout:
-    """Describe a tree, with the offsets of its tensors."""
-    if isinstance(node, TensorLeaf):
-        data, shard = node.data, None
-        if isinstance(data, ReplicatedShard):
-            shard = (data.start, data.stop, data.fingerprint)
-        about = (node.name, dtype_name(node.dtype), node.shape, node.device, node.mark)
-        return TensorLayout(*about, offset_of(node), shard)
-    if isinstance(node, Scalar):
-        return ScalarLayout(encode_scalar(node.value), node.mark)
-    assert isinstance(node, Branch), "a parsed state has no absent nodes"
-    items = [(key, layout_of_tree(child, offset_of)) for key, child in node.children.items()]
-    return BranchLayout(node.kind, items, node.mark)
-
-
-def tree_from_layout(layout: Layout, buffer: Tensor) -> Node:
-    """Rebuild a tree, with tensors in the buffer."""
-    if isinstance(layout, BranchLayout):
-        children = {key: tree_from_layout(child, buffer) for key, child in layout.items}
-        return Branch(layout.kind, children, layout.mark)
-    if isinstance(layout, ScalarLayout):
-        scalar = decode(layout.value, tensor=_no_tensor, rank=None)
-        assert isinstance(scalar, Scalar)
-        return replace(scalar, mark=layout.mark)
-    dtype = dtype_from_name(layout.dtype)
-    assert dtype is not None, "both processes have the same torch"
-    about = (layout.name, dtype, layout.shape, layout.device)
-    start, stop, fingerprint = layout.shard or (0, nbytes(dtype, layout.shape), "")
-    data: Any = None
-    if layout.offset >= 0:
-        data = buffer[layout.offset : layout.offset + stop - start].view(dtype)
-    if layout.shard is None:
-        return TensorLeaf(*about, data.view(layout.shape), layout.mark)
-    return TensorLeaf(*about, ReplicatedShard(*about, start, stop, fingerprint, data), layout.mark)
-
-
-def _no_tensor(*_: Any) -> Any:
-    raise AssertionError("tensors are described by TensorLayout")
+    return map_leaves(tree, change)
 
 
 def state_from_tree(node: Node, within: Mark = "") -> Any:

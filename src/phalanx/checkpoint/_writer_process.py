@@ -1,11 +1,11 @@
 """The program of the writer process, and the messages that it exchanges with its rank.
 
-Messages are JSON over a socket pair. Tensors are never sent: they are in shared memory, whose
-descriptor is sent once. A write that fails is reported, and the process serves the next request.
-It exits on request (null) and with its rank: the kernel kills it, or else the socket closes.
+Messages go over a socket pair. Tensors are never sent: they are in shared memory, whose descriptor
+is sent once. A write that fails is reported, and the process serves the next request. It exits on
+request (None) and with its rank: the kernel kills it, or else the socket closes.
 
-The set-up message is pickled, since it contains the user's functions. It comes from the parent
-over an inherited socket, and is the only thing that checkpointing unpickles.
+Requests are pickled: the first contains the user's functions. They come from the parent over an
+inherited socket, and are the only thing that checkpointing unpickles. Replies are JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import queue
 import sys
 import threading
 import traceback
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import Any, TypeAlias
@@ -30,27 +31,24 @@ from .. import errors
 from ..errors import CheckpointError, SaveFailed
 from ._coordination import adopt_job_name
 from ._progress import ProgressMeter
-from ._staging_buffer import Layout, map_shared, state_from_tree, tree_from_layout
+from ._staging_buffer import Place, map_shared, state_from_tree, with_tensors
+from ._state_tree import Node
 from ._writer import CheckpointWriter
 
 
-class WriteRequest(msgspec.Struct):
+@dataclass
+class WriteRequest:
     """Write the state in a buffer; or notify the other ranks that this one has no state."""
 
-    save_number: int
-    """Not counted by the process, which may be a restarted one."""
-    path: bytes
-    """File system encoding: not every path is valid Unicode."""
-    kwargs: Layout
-    state: Layout | None = None
-    reason: str = ""
-    """Why there is no state."""
-    buffer: int = -1
-    """The number of the buffer."""
-    size: int = 0
-    """Length of the buffer in bytes."""
-    brings_buffer: bool = False
-    """Whether the descriptor of the buffer follows; so it does after its first request."""
+    save_number: int  # not counted by the process, which may be a restarted one
+    path: str
+    kwargs: Node
+    reason: str = ""  # why there is no state
+    state: Node | None = None  # without tensors
+    places: dict[str, Place] = field(default_factory=dict)  # of its tensors in the buffer, by name
+    buffer: int = -1  # its number
+    size: int = 0  # its length in bytes
+    brings_buffer: bool = False  # whether its descriptor follows, as after its first request
 
 
 class DoneReply(msgspec.Struct, tag="done"):
@@ -139,7 +137,7 @@ class _Server:
         try:
             while True:
                 message = self._control.recv_bytes()
-                request = msgspec.json.decode(message, type=WriteRequest | None)
+                request = pickle.loads(message)  # noqa: S301 - from our parent
                 if request is not None and request.brings_buffer:
                     self._fds[request.buffer] = recv_handle(self._control)
                 self._requests.put(request)
@@ -150,16 +148,18 @@ class _Server:
         is_ours = isinstance(self._writer, CheckpointWriter)
         try:
             self._meter.restart()
-            kwargs = state_from_tree(tree_from_layout(request.kwargs, torch.empty(0)))
+            kwargs = state_from_tree(request.kwargs)
             if is_ours:
                 kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
             if request.state is not None:
-                state = state_from_tree(tree_from_layout(request.state, self._map_buffer(request)))
+                memory = self._map_buffer(request)
+                tensors = {name: place.view_in(memory) for name, place in request.places.items()}
+                state = state_from_tree(with_tensors(request.state, tensors))
             elif is_ours:  # take part in the save with the reason, so that no rank waits in vain
                 state = {"state": _MissingState(request.reason)}
             else:
                 raise SaveFailed(request.reason)
-            pending = self._writer.write(os.fsdecode(request.path), state, **kwargs)
+            pending = self._writer.write(request.path, state, **kwargs)
             if pending is not None:
                 pending.result()
             return DoneReply(self._meter.written, self._meter.seconds())

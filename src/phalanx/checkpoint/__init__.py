@@ -14,7 +14,7 @@ The modules, from the top::
     _manager, _preemption       what a training loop uses; _retention, _step_directory
     _checkpointer               save and load, synchronously or in the background
     _checkpoint_process         the process that writes in the background: _writer_process,
-                                _staging, _staging_buffer; _progress
+                                _staging; _progress
     _writer                     writes with all ranks: _commit is the protocol, _coordination
                                 how ranks exchange results, _replication who writes which bytes
     _reader                     reads into new or existing state; _verify

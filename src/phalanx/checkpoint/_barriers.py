@@ -25,7 +25,6 @@ from torch.distributed.distributed_c10d import _get_default_group, _get_default_
 from ..errors import (
     BarrierError,
     BarrierTimeout,
-    CollectiveTimeout,
     GroupError,
     InvalidArgument,
     InvalidState,
@@ -293,17 +292,14 @@ class GroupBarrier(Barrier):
         with suppress(BarrierError):  # the store's host may be the rank that died
             self._reach_store(self._timings.notify_timeout).record_arrival(self._number)
         if isinstance(error, GroupError):
-            kind = BarrierTimeout if isinstance(error, CollectiveTimeout) else BarrierError
             # On a mismatch all ranks have arrived; so has this rank, if it was too late.
             missing = set() if isinstance(error, RankMismatch) else set(error.ranks) - {own.rank()}
-            progress = dict.fromkeys(missing, self._passed)
-            raise self._error(kind, first_line(error), progress) from error
+            raise self._error(error, dict.fromkeys(missing, self._passed)) from error
 
-    def _error(
-        self, kind: type[BarrierError], cause: str, progress: dict[int, int] | None = None
-    ) -> BarrierError:
+    def _error(self, cause: Exception, progress: dict[int, int] | None = None) -> BarrierError:
+        kind = BarrierTimeout if isinstance(cause, TimeoutError) else BarrierError
         use, rank = self._number, self._group.rank()
-        message = f"barrier {self.prefix!r}, use {use}, rank {rank}: {cause}"
+        message = f"barrier {self.prefix!r}, use {use}, rank {rank}: {first_line(cause)}"
         return kind(message, barrier=self.prefix, use=use, progress=progress)
 
     def _wait_in_store(self, text: str | None) -> list[str]:
@@ -336,8 +332,7 @@ class GroupBarrier(Barrier):
                     timings=self._timings,
                 )
             except RendezvousError as error:
-                kind = BarrierTimeout if isinstance(error, TimeoutError) else BarrierError
-                raise self._error(kind, first_line(error)) from error
+                raise self._error(error) from error
         return self._member
 
     def _form_group(self) -> None:

@@ -4,7 +4,7 @@ A `WriterThread` starts the process, restarts it if it dies, sends it one staged
 other and completes the future of each, whatever happens. The kernel kills the process with the
 thread that started it (PR_SET_PDEATHSIG), so that thread must outlive it.
 
-The process runs `_writer_process`; state travels through shared memory (`_staging_buffer`).
+The process runs `_writer_process`; state travels through shared memory (`_staging`).
 """
 
 from __future__ import annotations
@@ -178,14 +178,10 @@ def _check_reply(reply: Reply, prefix: str = "") -> DoneReply:
 class WriteJob:
     """A state to write."""
 
-    save_number: int
-    path: str
-    state: STATE_DICT | Future[STATE_DICT] | BaseException
-    """The state, or why there is none."""
-    kwargs: Node
+    request: WriteRequest
+    state: STATE_DICT | Future[STATE_DICT] | BaseException  # the state, or why there is none
     future: WriteFuture
-    phase: str = "staging"
-    """What the save is doing; empty while the process reports it."""
+    phase: str = "staging"  # what the save is doing; empty while the process reports it
 
 
 class WriterThread:
@@ -217,8 +213,7 @@ class WriterThread:
         self._given_up = ""
         self._stager: DefaultStager | None = None
         self.process: WriterProcess | None = None
-        self.created: Future[None] = Future()
-        """Done when the first process has started."""
+        self.created: Future[None] = Future()  # done when the first process has started
         self.created.set_running_or_notify_cancel()  # it cannot be cancelled
         self.pid = os.getpid()
         self._meter_fd = os.memfd_create("phalanx-progress", os.MFD_CLOEXEC)
@@ -241,10 +236,10 @@ class WriterThread:
             job = self._unfinished[0]
         except IndexError:
             return None
-        began = job.future.began
+        path, began = job.request.path, job.future.began
         if job.phase:
-            return SaveProgress(job.path, job.phase, 0, 0, time.perf_counter() - began, 0.0)
-        return self.meter.progress(job.path, began)
+            return SaveProgress(path, job.phase, 0, 0, time.perf_counter() - began, 0.0)
+        return self.meter.progress(path, began)
 
     def _run(self) -> None:
         try:
@@ -278,16 +273,16 @@ class WriterThread:
         if job.future.done():
             return  # `close` has given it up
         if self._given_up:
-            error = SaveTimeout(f"the save to {job.path} was given up: {self._given_up}")
+            error = SaveTimeout(f"the save to {job.request.path} was given up: {self._given_up}")
         # Also in the log: the user may never look at the future.
-        path, rank = printable(job.path), self._rank_info.global_rank
+        path, rank = printable(job.request.path), self._rank_info.global_rank
         logger.error("rank %d, save to %s: %s", rank, path, printable(str(error)))
         with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
     def _write(self, job: WriteJob) -> dict[str, Any]:
         """Return what `WriteFuture.succeed` takes."""
-        request = WriteRequest(job.save_number, job.path, job.kwargs)
+        request = job.request
         try:
             staged = self._stage(job)
         except BaseException as error:
@@ -471,7 +466,8 @@ class CheckpointProcess:
             if self._is_closed:
                 raise InvalidState("the checkpoint process was closed.")
             self._save_number += 1
-            self._writer_thread.submit(WriteJob(self._save_number, path, state, kwargs, future))
+            request = WriteRequest(self._save_number, path, kwargs)
+            self._writer_thread.submit(WriteJob(request, state, future))
         return future
 
     def progress(self) -> SaveProgress | None:

@@ -45,7 +45,7 @@ from ._state_tree import (
     walk,
 )
 from ._storage import Storage, data_file_name, fault_point, files_to_remove, storage_at
-from ._tensor_file import TensorShard, WrittenRange, dtype_name, write_tensor_file
+from ._tensor_file import TensorShard, dtype_name, write_tensor_file
 from ._types import STATE_DICT
 
 
@@ -86,8 +86,8 @@ class _Save:
         self._coordinator = coordinator
         self._is_rank_zero = coordinator.rank == 0
         self.id: str | None = None
+        # Where the ranks' states differ, and which ranks have something there.
         self._per_rank: dict[StatePath, tuple[int, ...]] = {}
-        """Where the ranks' states differ, and which ranks have something there."""
 
     def prepare(self, state_dict: STATE_DICT) -> str | None:
         fault_point("begin")
@@ -109,12 +109,7 @@ class _Save:
             raise SaveFailed(f"the save failed: {error}") from error
 
     def write(self, before_commit: Callable[[], None]) -> dict[str, Any]:
-        report = self._write_shards()
-        fault_point("written")
-        before_commit()
-        return report
-
-    def _write_shards(self) -> dict[str, Any]:
+        """Write this rank's shards, and report where they are."""
         rank, size = self._coordinator.rank, self._coordinator.size
         replicated = _by_name(
             node
@@ -126,21 +121,30 @@ class _Save:
         own_tensors = _by_name(leaf for node in own if node is not None for leaf in leaves(node))
         shards = [_replicated_shard(replicated[each.name], each) for each in ranges]
         shards += [_per_rank_shard(leaf, rank) for leaf in own_tensors.values()]
-        if not shards:
-            return {"per_rank": [_encode_per_rank(node, "", {}) for node in own]}
-        name = data_file_name(str(self.id), rank)
-        with self.storage.create(str(self.id), name) as sink:
-            written = write_tensor_file(sink, shards, self._coordinator.meter)
-        header = HeaderEntry(written.header_length, written.header_checksum)
-        own_ranges = dict(zip(own_tensors, written.ranges[len(ranges) :], strict=True))
-        return {
-            "file": msgspec.to_builtins(FileEntry(written.length, header)),
-            "replicated": [
-                (each.name, each.start, _piece_entry(name, at))
-                for each, at in zip(ranges, written.ranges, strict=False)
-            ],
-            "per_rank": [_encode_per_rank(node, name, own_ranges) for node in own],
-        }
+        report: dict[str, Any] = {}
+        own_pieces: dict[str, Any] = {}
+        if shards:
+            name = data_file_name(str(self.id), rank)
+            with self.storage.create(str(self.id), name) as sink:
+                written = write_tensor_file(sink, shards, self._coordinator.meter)
+            header = HeaderEntry(written.header_length, written.header_checksum)
+            pieces = [
+                {"file": name, "at": [at.begin, at.end], "xxh3_128": at.checksum}
+                for at in written.ranges
+            ]
+            own_pieces = dict(zip(own_tensors, pieces[len(ranges) :], strict=True))
+            report["file"] = msgspec.to_builtins(FileEntry(written.length, header))
+            report["replicated"] = [
+                (each.name, each.start, piece) for each, piece in zip(ranges, pieces, strict=False)
+            ]
+
+        def entry_of(leaf: TensorLeaf) -> Any:
+            return _tensor_entry(leaf, [own_pieces[leaf.name]])
+
+        report["per_rank"] = [None if node is None else encode(node, entry_of) for node in own]
+        fault_point("written")
+        before_commit()
+        return report
 
     def publish(self, reports: list[Any]) -> list[str]:
         """Commit on rank 0; return the files that were replaced."""
@@ -181,19 +185,9 @@ def _merge_manifest(
     return StateManifest.make(save, len(reports), files, encode(tree, entry_of, per_rank=own))
 
 
-def _encode_per_rank(node: Node | None, file: str, ranges: dict[str, WrittenRange]) -> Any:
-    if node is None:
-        return None
-    return encode(node, lambda leaf: _tensor_entry(leaf, [_piece_entry(file, ranges[leaf.name])]))
-
-
 def _tensor_entry(leaf: TensorLeaf, pieces: list[Any]) -> dict[str, Any]:
     device = {} if leaf.device == "cpu" else {"device": leaf.device}
     return {"dtype": dtype_name(leaf.dtype), "shape": [*leaf.shape], **device, "pieces": pieces}
-
-
-def _piece_entry(file: str, at: WrittenRange) -> dict[str, Any]:
-    return {"file": file, "at": [at.begin, at.end], "xxh3_128": at.checksum}
 
 
 def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:

@@ -12,6 +12,7 @@ theirs again.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -206,11 +207,9 @@ class StorageExchange:
         self._timing = timing or CoordinationTiming()
         self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
         self._session = ""
-        self._presence: int | None = None
-        """The descriptor whose lock shows that this rank is alive."""
+        self._presence: int | None = None  # its lock shows that this rank is alive
         self._exchanges = 0
-        self._all_present = False
-        """Whether all ranks completed the last exchange."""
+        self._all_present = False  # whether all ranks completed the last exchange
 
     def exchange(self, text: str) -> list[str]:
         """Store a message, and read those of all ranks."""
@@ -249,28 +248,20 @@ class StorageExchange:
                     hellos[int(rank)].add(nonce)
             return len(hellos) == self._size - 1
 
-        try:
-            if not self._poll(all_arrived, self._timeout):
-                missing = [rank for rank in range(1, self._size) if rank not in hellos]
-                raise SaveTimeout(
-                    f"{format_ranks(missing)} did not arrive within {self._timeout} s"
-                )
-            duplicates = [rank for rank, nonces in hellos.items() if len(nonces) > 1]
-            if duplicates:
-                raise SaveFailed(
-                    f"two processes claim to be {format_ranks(duplicates)}; do two jobs save here?"
-                )
-        except SaveFailed as error:
-            self._answer(hellos, {"failed": str(error)})
-            raise
         session = secrets.token_hex(8)
-        self._answer(hellos, {"session": session})
+        error: SaveFailed | None = None
+        if not self._poll(all_arrived, self._timeout):
+            missing = format_ranks([rank for rank in range(1, self._size) if rank not in hellos])
+            error = SaveTimeout(f"{missing} did not arrive within {self._timeout} s")
+        elif duplicates := [rank for rank, nonces in hellos.items() if len(nonces) > 1]:
+            twice = format_ranks(duplicates)
+            error = SaveFailed(f"two processes claim to be {twice}; do two jobs save here?")
+        reply = json.dumps({"failed": str(error)} if error else {"session": session})
+        for nonce in itertools.chain.from_iterable(hellos.values()):
+            self._messages.put(f"{self._hello_prefix}.answer.{nonce}", reply)
+        if error is not None:
+            raise error
         return session
-
-    def _answer(self, hellos: dict[int, set[str]], answer: dict[str, str]) -> None:
-        for nonces in hellos.values():
-            for nonce in nonces:
-                self._messages.put(f"{self._hello_prefix}.answer.{nonce}", json.dumps(answer))
 
     def _join_session(self) -> str:
         """Repeat the hello until rank 0 answers, since rank 0 first removes old messages."""
@@ -318,14 +309,17 @@ class StorageExchange:
         return texts if len(texts) == self._size else None
 
     def _missing_ranks_error(self) -> SaveFailed:
-        names = self._messages.names()
-        missing = []
-        for rank in range(self._size):
-            numbers = range(1, self._exchanges + 1)
-            seen = [each for each in numbers if self._name(each, rank) in names]
-            if self._exchanges not in seen:
-                missing.append(f"rank {rank} (at exchange {len(seen)} of {self._exchanges})")
-        return SaveTimeout(f"{', '.join(missing)} did not arrive within {self._timeout} s")
+        names, count = self._messages.names(), self._exchanges
+        seen = [
+            sum(self._name(number, rank) in names for number in range(1, count + 1))
+            for rank in range(self._size)
+        ]
+        missing = ", ".join(
+            f"rank {rank} (at exchange {number} of {count})"
+            for rank, number in enumerate(seen)
+            if number < count
+        )
+        return SaveTimeout(f"{missing} did not arrive within {self._timeout} s")
 
     def close(self) -> None:
         """Leave the session. Rank 0 removes the messages when all ranks have read them."""

@@ -64,19 +64,15 @@ _UNUSED_VALUE = "-0"  # no key ever holds it
 class BarrierTimings:
     """Intervals of the barrier protocol in seconds; tests pass shorter ones."""
 
+    # How long, at least, some rank has been in a failed use when the others in it are woken.
     wake_after: float = 1.0
-    """How long, at least, some rank has been in a failed use when the others in it are woken."""
+    # For so long after a use has passed, no rank can be woken from a failed one. Far shorter than
+    # `wake_after`: clocks differ, and stand still while a machine is suspended.
     failure_free_window: float = 0.1
-    """For so long after a use has passed, no rank can be woken from a failed one. Far shorter than
-    `wake_after`: clocks differ, and stand still while a machine is suspended."""
-    store_grace: float = 1.0
-    """How long after a deadline the store may still answer."""
-    epoch_timeout: float = 1.0
-    """How long a rank that ended an epoch may take to record why."""
-    poll_interval: float = 0.005
-    """How often the others look for that record."""
-    notify_timeout: float = 1.0
-    """How long an error may be delayed to notify the other ranks of it."""
+    store_grace: float = 1.0  # how long after a deadline the store may still answer
+    epoch_timeout: float = 1.0  # how long a rank that ended an epoch may take to record why
+    poll_interval: float = 0.005  # how often the others look for that record
+    notify_timeout: float = 1.0  # how long an error may be delayed to notify the others of it
 
 
 def arrival_increment(text: str | None) -> int:
@@ -100,14 +96,11 @@ class UseFailure:
     """Why a use failed; the same on every rank."""
 
     use: int
-    by: int
-    """The rank that found it."""
-    cause: str
-    """What that rank did: ``timed out after 5 s``."""
+    by: int  # the rank that found it
+    cause: str  # what that rank did: ``timed out after 5 s``
+    # The last use that each missing rank arrived at; 0 if it never arrived.
     progress: Mapping[int, int] = field(default_factory=dict)
-    """The last use that each missing rank arrived at; 0 if it never arrived."""
-    timeout: bool = True
-    """Whether a deadline was the cause."""
+    timeout: bool = True  # whether a deadline was the cause
 
     def error(self, barrier: str, use: int, rank: int, *, late: bool = False) -> BarrierError:
         """Return the error that `rank` raises out of its call number `use`."""
@@ -136,19 +129,14 @@ class UseFailure:
 class EpochRecord:
     """An epoch: its counter counts uses from `first` on, until one of them fails."""
 
-    store: str
-    """Identifies the contents of this store; a restarted server has another."""
-    size: int
-    """The number of ranks."""
+    store: str  # identifies the contents of this store; a restarted server has another
+    size: int  # the number of ranks
     epoch: int = 0
-    first: int = 1
-    """The first use of the epoch; all earlier ones are decided."""
-    passed: int = 0
-    """The last use that passed before the epoch."""
-    failure: UseFailure | None = None
-    """The last use that failed."""
+    first: int = 1  # the first use of the epoch; all earlier ones are decided
+    passed: int = 0  # the last use that passed before the epoch
+    failure: UseFailure | None = None  # the last use that failed
+    # Which of the barriers that a rank created counts; the first if not listed.
     instances: Mapping[int, int] = field(default_factory=dict)
-    """Which of the barriers that a rank created counts; the first if not listed."""
 
 
 class BarrierEpoch:
@@ -156,12 +144,9 @@ class BarrierEpoch:
 
     store: Store
     record: EpochRecord
-    open: int
-    """The next use to be decided, as far as this rank knows."""
-    uses: str
-    """The prefix of the keys that end uses of this epoch."""
-    base: int
-    """The counter before the first arrival at that use."""
+    open: int  # the next use to be decided, as far as this rank knows
+    uses: str  # the prefix of the keys that end uses of this epoch
+    base: int  # the counter before the first arrival at `open`
 
     def __init__(self, prefix: str, *, rank: int, size: int) -> None:
         self.prefix = prefix

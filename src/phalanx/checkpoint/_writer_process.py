@@ -31,7 +31,7 @@ from .. import errors
 from ..errors import CheckpointError, SaveFailed
 from ._coordination import adopt_job_name
 from ._progress import ProgressMeter
-from ._staging_buffer import Place, map_shared, state_from_tree, with_tensors
+from ._staging import Place, state_from_tree, with_tensors
 from ._state_tree import Node
 from ._writer import CheckpointWriter
 
@@ -169,7 +169,8 @@ class _Server:
     def _map_buffer(self, request: WriteRequest) -> Tensor:
         known = self._buffers.get(request.buffer)
         if known is None or len(known) != request.size:
-            known = map_shared(self._fds[request.buffer], request.size)
+            mapping = mmap.mmap(self._fds[request.buffer], request.size)
+            known = torch.frombuffer(mapping, dtype=torch.uint8)
             self._buffers[request.buffer] = known
         return known
 

@@ -112,7 +112,9 @@ def test_a_last_rank_that_dies_before_releasing_others_blocks_none(server, toget
     """It was counted, so the use has passed: whoever's deadline passes first says it instead."""
     places = members(server, 3, together)
     places[2]._store.set(places[2]._progress_key, '1 "c"')
-    places[2]._epoch.add(arrival_increment("c"))  # and nothing more is heard of it
+    places[2]._store.add(
+        places[2]._count_key, arrival_increment("c")
+    )  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
     places[1]._complete = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()

@@ -63,7 +63,7 @@ def test_a_recreated_barrier_finds_a_use_that_ended_without_a_cause(server, toge
     for _ in range(3):
         together(3, lambda rank: places[rank].wait(None, LONG))
     places[2]._store.set(places[2]._progress_key, "4")
-    assert places[2]._epoch.close(places[2]._epoch.base)[0]
+    assert places[2]._close(places[2]._base)[0]
     fresh = again(server, places[1])
     assert caught(places[0].wait, None, LONG).use == 4
     places[1:] = [fresh, again(server, places[2])]
@@ -89,7 +89,7 @@ def test_an_interrupted_rank_recovers(server, together, moment, text):
     """Whether its use has passed without it, or has failed, the next one is on time."""
     places = members(server, 2, together)
     place = places[0]
-    place._store = place._epoch.store = Interrupted(place._store, moment)
+    place._store = Interrupted(place._store, moment)
     with pytest.raises(KeyboardInterrupt):
         for _ in range(2):
             place.wait(text, SHORT)

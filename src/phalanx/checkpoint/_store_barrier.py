@@ -139,136 +139,6 @@ class EpochRecord:
     instances: Mapping[int, int] = field(default_factory=dict)
 
 
-class BarrierEpoch:
-    """One rank's view of what the ranks have agreed on."""
-
-    store: Store
-    record: EpochRecord
-    open: int  # the next use to be decided, as far as this rank knows
-    uses: str  # the prefix of the keys that end uses of this epoch
-    base: int  # the counter before the first arrival at `open`
-
-    def __init__(self, prefix: str, *, rank: int, size: int) -> None:
-        self.prefix = prefix
-        self.rank = rank
-        self.size = size
-        # With its length, no prefix's keys can start with those of another.
-        self.root = f"barrier:{len(prefix)}:{prefix}:"
-        self.instance = 1
-        self._record_key = f"{self.root}record"
-        self._count_key = ""
-        self._text = b""
-
-    def enter(self, store: Store) -> None:
-        """Register this as the rank's barrier, and read or create the record."""
-        self.store = store
-        self.instance = store.add(f"{self.root}instances/{self.rank}", 1)
-        if not store.check([self._record_key]):
-            fresh = EpochRecord(store=uuid.uuid4().hex, size=self.size)
-            store.compare_set(f"{self.root}count/0", "", f"{OPEN}")
-            store.compare_set(self._record_key, "", msgspec.json.encode(fresh).decode())
-        self._adopt(store.get(self._record_key))
-        if self.record.epoch > 0:
-            # Recreated above, if other ranks have advanced meanwhile.
-            store.delete_key(f"{self.root}count/0")
-
-    def resume(self, store: Store) -> bool:
-        """Switch to another connection; return False if it leads to a store without this epoch."""
-        self.store = store
-        current = peek(store, self._record_key)
-        if current is None or _decode(current).store != self.record.store:
-            return False
-        if current != self._text:
-            self._adopt(current)
-        return True
-
-    def add(self, increment: int) -> int | None:
-        """Count this rank as arrived; return the counter, or None if the epoch is over."""
-        value = self.store.add(self._count_key, increment)
-        if value >= OPEN:
-            return value
-        self.store.delete_key(self._count_key)  # which the addition may have recreated
-        return None
-
-    def read_count(self) -> int:
-        """Return the counter; it is less than `OPEN` if the epoch is over."""
-        return int(peek(self.store, self._count_key) or 0)
-
-    def close(self, value: int) -> tuple[bool, int]:
-        """End the epoch unless the open use is complete; return whether this rank did, and the
-        counter.
-
-        `value` is the counter as this rank last saw it.
-        """
-        mine = -1 - self.rank
-        while True:
-            now = int(self.store.compare_set(self._count_key, f"{value}", f"{mine}"))
-            if now == value:  # torch returns the expected value if the key is missing
-                return False, mine
-            if now < OPEN:
-                return now == mine, now
-            value = now
-            if count_arrivals(value - self.base) >= self.size:
-                return False, value
-
-    def close_if(self, value: int) -> bool:
-        """End the epoch if this is the counter, even if a use is complete."""
-        mine = f"{-1 - self.rank}"
-        return bool(self.store.compare_set(self._count_key, f"{value}", mine) == mine.encode())
-
-    def advance(
-        self, first: int, failure: UseFailure | None = None, instances: dict[int, int] | None = None
-    ) -> bool:
-        """Begin the next epoch unless another rank has; return whether this rank did.
-
-        Without a failure, `first` is the use that was open.
-        """
-        old = self.record
-        new = replace(
-            old,
-            epoch=old.epoch + 1,
-            first=first,
-            passed=self.open - 1 if self.open > old.first else old.passed,
-            failure=failure or old.failure,
-            instances={**old.instances, **(instances or {})},
-        )
-        text, count_key = msgspec.json.encode(new).decode(), f"{self.root}count/{new.epoch}"
-        self.store.compare_set(count_key, "", f"{OPEN}")
-        self.store.delete_key(self._count_key)
-        current = self.store.compare_set(self._record_key, self._text.decode(), text)
-        self._adopt(current)
-        if self.record.epoch > new.epoch:
-            self.store.delete_key(count_key)  # recreated above: other ranks were faster
-        return bool(current == text.encode())
-
-    def follow(self) -> bool:
-        """Switch to the epoch that is open now; return whether it is another."""
-        current = self.store.get(self._record_key)
-        if current == self._text:
-            return False
-        self._adopt(current)
-        return True
-
-    def _adopt(self, text: bytes) -> None:
-        record = _decode(text)
-        if record.instances.get(self.rank, 1) > self.instance:
-            raise InvalidState(
-                f"barrier {self.prefix!r}, rank {self.rank}: replaced by a newer barrier of this "
-                "rank. Use the newer one, or give each barrier its own prefix."
-            )
-        if record.size != self.size:
-            raise InvalidArgument(
-                f"ranks disagree on the world size of barrier {self.prefix!r}: "
-                f"rank {self.rank} says {self.size}, the first rank said {record.size}."
-            )
-        self._text = text
-        self.record = record
-        self._count_key = f"{self.root}count/{record.epoch}"
-        self.uses = f"{self.root}use/{record.epoch}/"
-        self.base = OPEN
-        self.open = record.first
-
-
 def _decode(text: bytes) -> EpochRecord:
     return msgspec.json.decode(text, type=EpochRecord)
 
@@ -295,11 +165,19 @@ class StoreBarrierMember:
         self._address = address
         self._host = host
         self._timings = timings or BarrierTimings()
-        self._epoch = BarrierEpoch(prefix, rank=rank, size=size)
-        self.root = self._epoch.root
+        # With its length, no prefix's keys can start with those of another.
+        self.root = f"barrier:{len(prefix)}:{prefix}:"
+        self._record_key = f"{self.root}record"
         self._progress_keys = [f"{self.root}progress/{each}" for each in range(size)]
         self._progress_key = self._progress_keys[rank]
         self._chunks: list[tuple[int, list[str]]] = []  # of this rank's texts: uses and keys
+        self._instance: int  # how many barriers this rank has created, this one included
+        self._record: EpochRecord  # of the epoch that is open
+        self._record_text: bytes  # as it is in the store
+        self._count_key: str  # of its counter
+        self._uses: str  # the prefix of the keys that end its uses
+        self._next: int  # the next use to be decided, as far as this rank knows
+        self._base: int  # the counter before the first arrival at that use
         self._lock = threading.Lock()  # held for a whole use
         self._number: int  # of the last use
         self._has_text = False  # whether it exchanges texts
@@ -325,13 +203,13 @@ class StoreBarrierMember:
         """Wait for every rank; return the texts of all, or nothing without a text."""
         # Two processes on one socket get each other's answers.
         check_not_forked(self._connection.pid, "barrier")
+        passed_at = NEVER
         if not self._lock.acquire(timeout=timeout):
             raise BarrierTimeout(
                 f"barrier {self.prefix!r}, rank {self.rank}: another thread of this process has "
                 f"been in it for {timeout:g} s. Give each thread a barrier with its own prefix.",
                 barrier=self.prefix,
             )
-        passed_at = NEVER
         try:
             self._began = time.monotonic()
             self._number += 1
@@ -387,7 +265,7 @@ class StoreBarrierMember:
             self._store.set(self._progress_key, f"{use} {entry}")
         while True:
             value = self._arrive(use)
-            arrived = count_arrivals(value - self._epoch.base)
+            arrived = count_arrivals(value - self._base)
             if arrived == self.size:
                 return self._complete(use, value)
             if text is None:
@@ -439,17 +317,18 @@ class StoreBarrierMember:
     def _arrive(self, use: int) -> int:
         """Count this rank in the open epoch; return the counter."""
         while True:
-            if use < self._epoch.record.first:
+            if use < self._record.first:
                 self._store.set(self._progress_key, f"{use}")
                 raise self._failed(use, late=True)
-            if use > self._epoch.open:  # this rank raised from uses that the store knows nothing of
-                self._epoch.close(self._epoch.base)
+            if use > self._next:  # this rank raised from uses that the store knows nothing of
+                self._close(self._base)
                 self._advance_failed(use - 1, f"continued with use {use}")
                 continue
-            self._use_key = f"{self._epoch.uses}{use}"
-            value = self._epoch.add(self._increment)
-            if value is not None:
+            self._use_key = f"{self._uses}{use}"
+            value = self._store.add(self._count_key, self._increment)
+            if value >= OPEN:
                 return value
+            self._store.delete_key(self._count_key)  # which the addition may have recreated
             self._follow()
 
     def _is_back_to_back(self) -> bool:
@@ -459,8 +338,8 @@ class StoreBarrierMember:
 
     def _complete(self, use: int, value: int) -> list[str]:
         """Release the other ranks, knowing that all have arrived."""
-        if value != self._epoch.base + self.size * self._increment:
-            if self._epoch.close_if(value):
+        if value != self._base + self.size * self._increment:
+            if self._close_at(value):
                 cause = "found that some ranks called execute_barrier and others exchange"
                 self._advance_failed(use, cause)
                 self._wake_later(use, self._use_key)
@@ -491,14 +370,14 @@ class StoreBarrierMember:
             return self._pass(use)
         value = peek(self._store, self._use_key)
         if value is None or value == FAILED.encode():
-            has_advanced = self._epoch.follow()
+            has_advanced = self._read_record()
             assert has_advanced, "ranks are woken after the record was written"
             return self._verdict(use)
         return self._pass(use, self._read_texts(use, value) if self._has_text else [])
 
     def _verdict(self, use: int) -> list[str] | None:
         """Return the outcome of a use in an epoch that is over; None if it is undecided."""
-        record = self._epoch.record
+        record = self._record
         if use >= record.first:
             return None
         if use != record.passed:  # later uses cannot have passed without this rank
@@ -507,8 +386,8 @@ class StoreBarrierMember:
         return self._gather(use) if self._has_text else []
 
     def _pass(self, use: int, texts: list[str] | None = None) -> list[str]:
-        self._epoch.base += self.size * self._increment
-        self._epoch.open = use + 1
+        self._base += self.size * self._increment
+        self._next = use + 1
         self._mark_passed(use)
         return texts or []
 
@@ -520,9 +399,9 @@ class StoreBarrierMember:
 
     def _decide(self, use: int, value: int, cause: str) -> list[str] | None:
         """End a use now, passed or failed; None as in `_outcome`."""
-        by_me, value = self._epoch.close(value)
+        by_me, value = self._close(value)
         if value >= OPEN:  # complete
-            if count_arrivals(value - self._epoch.base) > self.size:  # some are at the next use
+            if count_arrivals(value - self._base) > self.size:  # some are at the next use
                 return self._outcome(use)
             return self._complete(use, value)  # in place of the last rank, if it cannot
         if by_me:
@@ -536,9 +415,9 @@ class StoreBarrierMember:
         progress = {rank: at for rank, at in enumerate(self._progress()) if at < use}
         ranks = f"missing {format_ranks(sorted(progress))}" if progress else ""
         missing = ranks or "the last rank arrived too late"
-        key = f"{self._epoch.uses}{use}"
+        key = f"{self._uses}{use}"
         failure = UseFailure(use, self.rank, f"{cause}: {missing}", progress)
-        advanced = self._epoch.advance(use + 1, failure)
+        advanced = self._advance(use + 1, failure)
         if advanced and time.monotonic() - self._began >= self._timings.wake_after:
             self._wake(use, key)
 
@@ -546,15 +425,15 @@ class StoreBarrierMember:
         """Switch to the epoch that another rank begins; begin it if that rank does not."""
         deadline = time.monotonic() + self._timings.epoch_timeout
         while time.monotonic() < deadline:
-            if self._epoch.follow():
+            if self._read_record():
                 return
             time.sleep(self._timings.poll_interval)
         # The rank that ended the use had arrived at it; this rank may not have arrived at any.
-        self._epoch.open = max(self._epoch.open, *self._progress())
-        self._fail(self._epoch.open, "found that a rank ended the use without recording a cause")
+        self._next = max(self._next, *self._progress())
+        self._fail(self._next, "found that a rank ended the use without recording a cause")
 
     def _advance_failed(self, use: int, cause: str) -> None:
-        self._epoch.advance(use + 1, UseFailure(use, self.rank, cause, timeout=False))
+        self._advance(use + 1, UseFailure(use, self.rank, cause, timeout=False))
 
     def _wake_later(self, use: int, key: str) -> None:
         """Wake the ranks that wait in a use once they have been in it for `wake_after`."""
@@ -568,7 +447,7 @@ class StoreBarrierMember:
         self._woken.append((use, key))
 
     def _failed(self, use: int, *, late: bool = False) -> BarrierError:
-        failure = self._epoch.record.failure
+        failure = self._record.failure
         assert failure is not None, "a use that is over and has not passed has failed"
         return failure.error(self.prefix, use, self.rank, late=late)
 
@@ -592,6 +471,82 @@ class StoreBarrierMember:
         known = max(self._passed, self._floor)
         return [max(int(value.partition(b" ")[0]), known) for value in values]
 
+    # -- the record and the counter ---------------------------------------------------------
+
+    def _close(self, value: int) -> tuple[bool, int]:
+        """End the epoch unless the open use is complete; return whether this rank did, and the
+        counter.
+
+        `value` is the counter as this rank last saw it.
+        """
+        mine = -1 - self.rank
+        while True:
+            now = int(self._store.compare_set(self._count_key, f"{value}", f"{mine}"))
+            if now == value:  # torch returns the expected value if the key is missing
+                return False, mine
+            if now < OPEN:
+                return now == mine, now
+            value = now
+            if count_arrivals(value - self._base) >= self.size:
+                return False, value
+
+    def _close_at(self, value: int) -> bool:
+        """End the epoch if this is the counter, even if a use is complete."""
+        mine = f"{-1 - self.rank}"
+        return bool(self._store.compare_set(self._count_key, f"{value}", mine) == mine.encode())
+
+    def _advance(
+        self, first: int, failure: UseFailure | None = None, instances: dict[int, int] | None = None
+    ) -> bool:
+        """Begin the next epoch unless another rank has; return whether this rank did.
+
+        Without a failure, `first` is the use that was open.
+        """
+        old = self._record
+        new = replace(
+            old,
+            epoch=old.epoch + 1,
+            first=first,
+            passed=self._next - 1 if self._next > old.first else old.passed,
+            failure=failure or old.failure,
+            instances={**old.instances, **(instances or {})},
+        )
+        text, count_key = msgspec.json.encode(new).decode(), f"{self.root}count/{new.epoch}"
+        self._store.compare_set(count_key, "", f"{OPEN}")
+        self._store.delete_key(self._count_key)
+        current = self._store.compare_set(self._record_key, self._record_text.decode(), text)
+        self._adopt(current)
+        if self._record.epoch > new.epoch:
+            self._store.delete_key(count_key)  # recreated above: other ranks were faster
+        return bool(current == text.encode())
+
+    def _read_record(self) -> bool:
+        """Switch to the epoch that is open now; return whether it is another."""
+        current = self._store.get(self._record_key)
+        if current == self._record_text:
+            return False
+        self._adopt(current)
+        return True
+
+    def _adopt(self, text: bytes) -> None:
+        record = _decode(text)
+        if record.instances.get(self.rank, 1) > self._instance:
+            raise InvalidState(
+                f"barrier {self.prefix!r}, rank {self.rank}: replaced by a newer barrier of this "
+                "rank. Use the newer one, or give each barrier its own prefix."
+            )
+        if record.size != self.size:
+            raise InvalidArgument(
+                f"ranks disagree on the world size of barrier {self.prefix!r}: "
+                f"rank {self.rank} says {self.size}, the first rank said {record.size}."
+            )
+        self._record_text = text
+        self._record = record
+        self._count_key = f"{self.root}count/{record.epoch}"
+        self._uses = f"{self.root}use/{record.epoch}/"
+        self._base = OPEN
+        self._next = record.first
+
     # -- joining, and joining again --------------------------------------------------------
 
     def _open(self, timeout: float) -> None:
@@ -602,32 +557,40 @@ class StoreBarrierMember:
 
     def _enter(self) -> None:
         """Join at the first use, or at the next one if this rank had a barrier before."""
-        self._epoch.enter(self._store)
+        store = self._store
+        self._instance = store.add(f"{self.root}instances/{self.rank}", 1)
+        if not store.check([self._record_key]):
+            fresh = EpochRecord(store=uuid.uuid4().hex, size=self.size)
+            store.compare_set(f"{self.root}count/0", "", f"{OPEN}")
+            store.compare_set(self._record_key, "", msgspec.json.encode(fresh).decode())
+        self._adopt(store.get(self._record_key))
+        if self._record.epoch > 0:
+            # Recreated above, if other ranks have advanced meanwhile.
+            store.delete_key(f"{self.root}count/0")
         self._number = self._passed = self._floor = 0
         self._passed_keys = ("", "")
         self._woken = []
-        if self._epoch.instance > 1:
+        if self._instance > 1:
             self._take_over()
 
     def _take_over(self) -> None:
         """Replace this rank's former barrier; a use in which that one was counted cannot pass."""
-        epoch = self._epoch
         while True:
-            value = epoch.read_count()
+            value = int(peek(self._store, self._count_key) or 0)
             if value < OPEN:
                 self._follow()
                 continue
             uses, waiting = divmod(count_arrivals(value), self.size)
-            epoch.open = use = epoch.record.first + uses
+            self._next = use = self._record.first + uses
             counted = waiting > 0 and self._progress()[self.rank] == use
-            if not epoch.close_if(value):
+            if not self._close_at(value):
                 continue  # a rank arrived
-            key = f"{epoch.uses}{use}"
+            key = f"{self._uses}{use}"
             cause = f"rank {self.rank} recreated its barrier while others waited for it"
             failure = UseFailure(use, self.rank, cause, timeout=False) if counted else None
-            if epoch.advance(use + counted, failure, {self.rank: epoch.instance}):
+            if self._advance(use + counted, failure, {self.rank: self._instance}):
                 break
-        self._number = epoch.record.first - 1
+        self._number = self._record.first - 1
         if waiting:
             self._wake_later(use, key)
 
@@ -637,11 +600,15 @@ class StoreBarrierMember:
         self._open(timeout)
         deadline = self._began + timeout + self._timings.store_grace
         with self._connection.with_deadline(deadline):
-            if not self._epoch.resume(self._store):
+            current = peek(self._store, self._record_key)
+            if current is None or _decode(current).store != self._record.store:
                 self._enter()  # a new store, where counting starts over
                 self._number += 1
-            elif self._epoch.open < self._number:
-                self._use_key = f"{self._epoch.uses}{self._epoch.open}"
-                with suppress(BarrierError):
-                    self._decide(self._epoch.open, self._epoch.base, self._unresolved_cause)
+            else:
+                if current != self._record_text:
+                    self._adopt(current)
+                if self._next < self._number:
+                    self._use_key = f"{self._uses}{self._next}"
+                    with suppress(BarrierError):
+                        self._decide(self._next, self._base, self._unresolved_cause)
         self._unresolved_cause = ""

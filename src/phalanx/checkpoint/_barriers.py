@@ -59,18 +59,14 @@ def register_barrier(barrier_class: C) -> C:
             f"{barrier_class.__name__} has no class attribute barrier_type, the name by which a "
             "BarrierConfig selects it."
         )
-    holder = BARRIER_REGISTRY.setdefault(name, barrier_class)
-    if _qualified_name(holder) != _qualified_name(barrier_class):  # equal after a reload
+    holder = BARRIER_REGISTRY.get(name, barrier_class)
+    taken, ours = (f"{each.__module__}.{each.__qualname__}" for each in (holder, barrier_class))
+    if taken != ours:  # equal after a reload
         raise InvalidArgument(
-            f"barrier_type {name!r} of {barrier_class.__name__} is taken by "
-            f"{_qualified_name(holder)}."
+            f"barrier_type {name!r} of {barrier_class.__name__} is taken by {taken}."
         )
     BARRIER_REGISTRY[name] = barrier_class
     return barrier_class
-
-
-def _qualified_name(of: type) -> str:
-    return f"{of.__module__}.{of.__qualname__}"
 
 
 @dataclass

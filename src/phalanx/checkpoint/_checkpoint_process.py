@@ -107,20 +107,15 @@ class WriterProcess:
         # Other children may inherit the sockets, so that the end of the process closes none.
         self._pidfd = os.pidfd_open(self.popen.pid)
 
-    def set_up(self, message: bytes, meter_fd: int) -> None:
-        """Wait until it is ready to write."""
-        reply = self._call(message, meter_fd, timeout=self._config.subprocess_init_timeout_secs)
-        _check_reply(reply, "the checkpoint process could not start: ")
-
     def write(self, request: WriteRequest, buffer_fd: int | None = None) -> DoneReply:
         """Write the state in a buffer; send the buffer's descriptor the first time."""
         request.brings_buffer = buffer_fd is not None and request.buffer not in self._sent_buffers
-        fd = buffer_fd if request.brings_buffer else None
-        reply = self._call(pickle.dumps(request), fd)
         self._sent_buffers.add(request.buffer)
-        return _check_reply(reply)
+        return self.call(pickle.dumps(request), buffer_fd if request.brings_buffer else None)
 
-    def _call(self, message: bytes, fd: int | None, *, timeout: float | None = None) -> Reply:
+    def call(
+        self, message: bytes, fd: int | None, *, timeout: float | None = None, prefix: str = ""
+    ) -> DoneReply:
         """Send a message, perhaps with a descriptor, and wait for the reply."""
         received = b""
         try:
@@ -137,6 +132,9 @@ class WriterProcess:
         if not received:
             raise self._lost()
         reply: Reply = msgspec.json.decode(received, type=Reply)
+        if isinstance(reply, FailedReply):
+            error = error_class(reply.kind, CheckpointError)(f"{prefix}{reply.message}")
+            raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
         return reply
 
     def _lost(self) -> WriterLost:
@@ -165,13 +163,6 @@ class WriterProcess:
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
-
-
-def _check_reply(reply: Reply, prefix: str = "") -> DoneReply:
-    if isinstance(reply, FailedReply):
-        error = error_class(reply.kind, CheckpointError)(f"{prefix}{reply.message}")
-        raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
-    return reply
 
 
 @dataclass
@@ -226,7 +217,6 @@ class WriterThread:
         atexit.register(self.close)
 
     def submit(self, job: WriteJob) -> None:
-        """Queue a job; jobs are done in order."""
         self._unfinished.append(job)
         self._jobs.put(job)
 
@@ -316,7 +306,7 @@ class WriterThread:
         if isinstance(state, Future):
             state = state.result()
         if isinstance(state, StagedState):
-            if state.is_released:
+            if not state.release.alive:
                 raise InvalidState("this staged state was already written, and its memory reused.")
             return state
         # A copy by the user's own stager, in private memory.
@@ -338,7 +328,9 @@ class WriterThread:
             except OSError as error:
                 raise SaveFailed(f"the checkpoint process could not start: {error}") from error
             try:
-                process.set_up(self._setup, self._meter_fd)
+                timeout = self._config.subprocess_init_timeout_secs
+                prefix = "the checkpoint process could not start: "
+                process.call(self._setup, self._meter_fd, timeout=timeout, prefix=prefix)
             except BaseException:
                 self.process = None
                 process.kill()

@@ -113,10 +113,8 @@ class AsyncCheckpointer(Checkpointer):
         self._reader = reader
         self._checkpoint_stager = checkpoint_stager
         self._checkpoint_process = checkpoint_process
-        self._warn_after = warn_after_secs
-        """How long a save waits for an older one before it logs a warning."""
-        self._writes: list[WriteFuture] = []
-        """Saves that are pending, or failed without the user observing it."""
+        self._warn_after = warn_after_secs  # of waiting for an older save
+        self._writes: list[WriteFuture] = []  # pending, or failed without being observed
         self._last: WriteFuture | None = None
         self._is_closed = False
         self._saving = threading.RLock()
@@ -191,10 +189,10 @@ class AsyncCheckpointer(Checkpointer):
             )
 
     def _failures(self) -> list[BaseException]:
-        """Return and forget the errors that were not observed."""
+        """Return and forget the errors that were not observed, without marking them so."""
         finished = [write for write in self._writes if write.done()]
         self._writes = self.pending
-        errors = [write.failure() for write in finished if not write.was_observed]
+        errors = [Future.exception(write) for write in finished if not write.was_observed]
         return [error for error in errors if error is not None]
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from functools import partial
@@ -32,7 +33,6 @@ from ._replication import (
     find_differences,
     per_rank_paths,
     ranges_of_rank,
-    tensor_sizes,
 )
 from ._state_encoding import StateManifest, encode
 from ._state_tree import (
@@ -45,7 +45,7 @@ from ._state_tree import (
     walk,
 )
 from ._storage import Storage, data_file_name, fault_point, files_to_remove, storage_at
-from ._tensor_file import TensorShard, dtype_name, write_tensor_file
+from ._tensor_file import TensorShard, dtype_name, nbytes, write_tensor_file
 from ._types import STATE_DICT
 
 
@@ -120,7 +120,9 @@ class _Save:
         own = [find_node(self._tree, path) for path in self._per_rank]
         own_tensors = _by_name(leaf for node in own if node is not None for leaf in leaves(node))
         shards = [_replicated_shard(replicated[each.name], each) for each in ranges]
-        shards += [_per_rank_shard(leaf, rank) for leaf in own_tensors.values()]
+        shards += [
+            _per_rank_shard(leaf, f"{name}~rank{rank}") for name, leaf in own_tensors.items()
+        ]
         report: dict[str, Any] = {}
         own_pieces: dict[str, Any] = {}
         if shards:
@@ -150,7 +152,25 @@ class _Save:
         """Commit on rank 0; return the files that were replaced."""
         if not self._is_rank_zero:
             return []
-        manifest = _merge_manifest(self._tree, self._per_rank, str(self.id), reports)
+        files: dict[str, FileEntry] = {}
+        pieces: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+        for rank, report in enumerate(reports):
+            if "file" in report:
+                entry = msgspec.convert(report["file"], FileEntry)
+                files[data_file_name(str(self.id), rank)] = entry
+            for name, start, piece in report.get("replicated", ()):
+                pieces[name].append((start, piece))
+        own = {
+            path: {rank: reports[rank]["per_rank"][i] for rank in ranks}
+            for i, (path, ranks) in enumerate(self._per_rank.items())
+        }
+
+        def entry_of(leaf: TensorLeaf) -> Any:
+            in_order = sorted(pieces[leaf.name], key=lambda each: each[0])
+            return _tensor_entry(leaf, [piece for _, piece in in_order])
+
+        state = encode(self._tree, entry_of, per_rank=own)
+        manifest = StateManifest.make(str(self.id), len(reports), files, state)
         replaced = self.storage.commit(str(self.id), manifest.dump())
         fault_point("committed")
         return replaced
@@ -161,28 +181,6 @@ class _Save:
         finally:
             if self._is_rank_zero and self.id is not None:
                 self.storage.end(self.id)
-
-
-def _merge_manifest(
-    tree: Node, per_rank: dict[StatePath, tuple[int, ...]], save: str, reports: list[Any]
-) -> StateManifest:
-    files: dict[str, FileEntry] = {}
-    pieces: dict[str, list[tuple[int, Any]]] = {}
-    for rank, report in enumerate(reports):
-        if "file" in report:
-            files[data_file_name(save, rank)] = msgspec.convert(report["file"], FileEntry)
-        for name, start, piece in report.get("replicated", ()):
-            pieces.setdefault(name, []).append((start, piece))
-    own = {
-        path: {rank: reports[rank]["per_rank"][i] for rank in ranks}
-        for i, (path, ranks) in enumerate(per_rank.items())
-    }
-
-    def entry_of(leaf: TensorLeaf) -> Any:
-        in_order = sorted(pieces[leaf.name], key=lambda each: each[0])
-        return _tensor_entry(leaf, [piece for _, piece in in_order])
-
-    return StateManifest.make(save, len(reports), files, encode(tree, entry_of, per_rank=own))
 
 
 def _tensor_entry(leaf: TensorLeaf, pieces: list[Any]) -> dict[str, Any]:
@@ -201,10 +199,9 @@ def _replicated_shard(leaf: TensorLeaf, part: TensorRange) -> TensorShard:
     return TensorShard(leaf.name, leaf.dtype, leaf.shape, part.start, part.stop, data)
 
 
-def _per_rank_shard(leaf: TensorLeaf, rank: int) -> TensorShard:
-    (size,) = tensor_sizes([leaf]).values()
-    assert not isinstance(leaf.data, ReplicatedShard), "only replicated tensors are staged in part"
-    return TensorShard(f"{leaf.name}~rank{rank}", leaf.dtype, leaf.shape, 0, size, leaf.data)
+def _per_rank_shard(leaf: TensorLeaf, name: str) -> TensorShard:
+    size = nbytes(leaf.dtype, leaf.shape)
+    return TensorShard(name, leaf.dtype, leaf.shape, 0, size, leaf.data)
 
 
 def _by_name(tensors: Iterable[TensorLeaf]) -> dict[str, TensorLeaf]:

@@ -21,7 +21,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -36,6 +35,13 @@ from ._barriers import DistBarrier, GroupBarrier
 from ._progress import ProgressMeter
 from ._storage import MESSAGE_PREFIX, MessageStore
 from ._types import BarrierLike, RankInfo
+
+# In seconds.
+_FIRST_POLL, _MAX_POLL = 0.001, 0.05
+_LEADER_GRACE = 1.0  # for which others wait longer than rank 0: it knows which ranks are missing
+_CLOSE_TIMEOUT = 10.0  # of rank 0, until the others have read the last messages
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -78,7 +84,6 @@ class Coordinator:
         self._save_number = save_number
 
     def close(self) -> None:
-        """End the save on this rank."""
         if isinstance(self._text_exchange, StorageExchange):
             self._text_exchange.close()
 
@@ -120,7 +125,13 @@ class Coordinator:
         if error is not None:
             failures.setdefault(self.rank, json.loads(text))
         if failures:
-            raise _first_failure(failures, phase, base) from error
+            # The one error that all ranks raise: that of the lowest rank, since clocks may differ.
+            first, *others = sorted(failures)
+            name, message = failures[first]["kind"], failures[first]["failed"]
+            where = f"the save failed on rank {first}" if wrap_errors else f"rank {first} failed"
+            also = f" ({format_ranks(others)} failed too)" if others else ""
+            cause = f"{where} while {phase}: {name}: {message}{also}"
+            raise error_class(name, base)(cause) from error
         if len(replies) != self.size:
             raise base(f"the barrier has {len(replies)} ranks, the save has {self.size}")
         return [each["result"] for each in replies]
@@ -147,17 +158,6 @@ class Coordinator:
         )
 
 
-def _first_failure(
-    failures: dict[int, dict[str, str]], phase: str, base: type[CheckpointError]
-) -> CheckpointError:
-    """Return the one error that all ranks raise: that of the lowest rank, clocks may differ."""
-    first, *others = sorted(failures)
-    kind, message = failures[first]["kind"], failures[first]["failed"]
-    where = f"the save failed on rank {first}" if base is SaveFailed else f"rank {first} failed"
-    also = f" ({format_ranks(others)} failed too)" if others else ""
-    return error_class(kind, base)(f"{where} while {phase}: {kind}: {message}{also}")
-
-
 def error_class(name: str, base: type[CheckpointError]) -> type[CheckpointError]:
     """Return the error class of that name if it derives from `base`, else `base`."""
     found = getattr(errors, name, None)
@@ -167,18 +167,6 @@ def error_class(name: str, base: type[CheckpointError]) -> type[CheckpointError]
 def format_by_rank(values: Iterable[Any]) -> str:
     """Write the values of all ranks: ``rank 0: 4, rank 1: 8``."""
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-
-
-@dataclass(frozen=True)
-class CoordinationTiming:
-    """Time constants of a `StorageExchange`, in seconds."""
-
-    first_poll: float = 0.001
-    max_poll: float = 0.05
-    leader_grace: float = 1.0
-    """How much longer than rank 0 the others wait: it knows which ranks are missing."""
-    close_timeout: float = 10.0
-    """How long rank 0 waits for the others to have read the last messages."""
 
 
 class StorageExchange:
@@ -197,14 +185,12 @@ class StorageExchange:
         *,
         timeout: float,
         barrier: BarrierLike | None = None,
-        timing: CoordinationTiming | None = None,
     ) -> None:
         self._rank = rank_info.global_rank
         self._size = rank_info.global_world_size
         self._messages = messages
         self._timeout = timeout
         self._barrier = barrier
-        self._timing = timing or CoordinationTiming()
         self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
         self._session = ""
         self._presence: int | None = None  # its lock shows that this rank is alive
@@ -278,7 +264,7 @@ class StorageExchange:
             return None
 
         try:
-            grace = min(self._timeout / 2, self._timing.leader_grace)
+            grace = min(self._timeout / 2, _LEADER_GRACE)
             found = self._poll(read_answer, self._timeout + grace)
             if found is None:
                 raise SaveTimeout(f"rank 0 did not arrive within {self._timeout} s")
@@ -324,37 +310,31 @@ class StorageExchange:
     def close(self) -> None:
         """Leave the session. Rank 0 removes the messages when all ranks have read them."""
         try:
-            with suppress(OSError):  # the save has already succeeded or failed
-                self._leave()
+            if self._session and self._rank != 0:
+                self._messages.put(self._name("bye", self._rank), "")
+            elif self._all_present:  # else late ranks must find them; the next save removes them
+                byes = {self._name("bye", rank) for rank in range(1, self._size)}
+                timeout = min(self._timeout, _CLOSE_TIMEOUT)
+                if self._poll(lambda: self._messages.names().issuperset(byes), timeout):
+                    for name in self._messages.names():
+                        if name.startswith(f"{MESSAGE_PREFIX}{self._session}."):
+                            self._messages.remove(name)
+        except OSError:
+            pass  # the save has already succeeded or failed
         finally:
             if self._presence is not None:
                 os.close(self._presence)
                 self._presence = None
 
-    def _leave(self) -> None:
-        if not self._session:
-            return
-        if self._rank != 0:
-            self._messages.put(self._name("bye", self._rank), "")
-            return
-        if not self._all_present:
-            return  # late ranks must find the messages; the next save removes them
-        byes = {self._name("bye", rank) for rank in range(1, self._size)}
-        timeout = min(self._timeout, self._timing.close_timeout)
-        if self._poll(lambda: self._messages.names().issuperset(byes), timeout):
-            for name in self._messages.names():
-                if name.startswith(f"{MESSAGE_PREFIX}{self._session}."):
-                    self._messages.remove(name)
-
     def _poll(self, look: Callable[[], T], timeout: float) -> T | None:
         """Call `look` at growing intervals until it returns something; None after `timeout`."""
         deadline = time.monotonic() + timeout
-        pause = self._timing.first_poll
+        pause = _FIRST_POLL
         while not (seen := look()):
             if time.monotonic() > deadline:
                 return None
             time.sleep(pause)
-            pause = min(pause * 1.5, self._timing.max_poll)
+            pause = min(pause * 1.5, _MAX_POLL)
         return seen
 
 
@@ -374,9 +354,6 @@ def job_name() -> str:
     variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
     known = [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
     return hashlib.sha256(" ".join(known or [str(os.getppid())]).encode()).hexdigest()[:16]
-
-
-_log = logging.getLogger(__name__)
 
 
 def rank_and_barrier(

@@ -72,10 +72,8 @@ class PreemptionGuard:
         self._previous: dict[int, Any] = {}
         self._process = 0
         self._interrupted_at = math.inf  # the time of the first SIGINT
-        self._signal = 0
-        """The signal that this rank received; 0 for none."""
-        self._decision = 0
-        """The signal that all ranks agreed on; 0 for none."""
+        self._signal = 0  # that this rank received; 0 for none
+        self._decision = 0  # the signal that all ranks agreed on; 0 for none
         self._calls = 0
         if self._group is not None:
             self._causes = (*self._signals, _REQUESTED_BY_PROGRAM)
@@ -137,10 +135,10 @@ class PreemptionGuard:
         elif not self._decision:
             self._calls += 1
             if self._calls % self._every == 0:
-                self._decision = self._agree(self._group)
+                self._agree(self._group)
         return self._decision != 0
 
-    def _agree(self, group: dist.ProcessGroup) -> int:
+    def _agree(self, group: dist.ProcessGroup) -> None:
         votes = self._votes.zero_()
         if self._signal:
             votes[self._causes.index(self._signal)] = 1
@@ -148,8 +146,8 @@ class PreemptionGuard:
             group.allreduce(votes).wait()
         else:
             dist.all_reduce(votes, group=group)
-        counted = zip(self._causes, votes.tolist(), strict=True)
-        return next((cause for cause, count in counted if count), 0)
+        voted = [cause for cause, count in zip(self._causes, votes.tolist(), strict=True) if count]
+        self._decision = voted[0] if voted else 0
 
     def leave(self, step: int | None = None) -> NoReturn:
         """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""

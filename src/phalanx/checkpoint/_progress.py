@@ -101,10 +101,6 @@ class ProgressMeter:
         self._words[3] = round(spent * 1e9)
 
     @property
-    def phase(self) -> str:
-        return PHASES[self._words[0]]
-
-    @property
     def written(self) -> int:
         return self._words[1]
 
@@ -115,12 +111,12 @@ class ProgressMeter:
     def progress(self, path: str, began: float) -> SaveProgress:
         """Return the progress of a save that began at that time."""
         speed = self.written / (self._words[3] / 1e9) if self._words[3] else 0.0
-        seconds = time.perf_counter() - began
-        return SaveProgress(path, self.phase, self.written, self.total, seconds, speed)
+        phase, seconds = PHASES[self._words[0]], time.perf_counter() - began
+        return SaveProgress(path, phase, self.written, self.total, seconds, speed)
 
     def seconds(self) -> dict[str, float]:
         """Return the duration of each phase so far."""
-        self.enter(self.phase)
+        self.enter(PHASES[self._words[0]])
         return {PHASES[i]: each for i, each in sorted(self._seconds.items()) if each > 0}
 
 
@@ -131,9 +127,6 @@ def wrap_future(original_result: Any) -> Future[None]:
     """
     wrapped: Future[None] = Future()
     wrapped.set_running_or_notify_cancel()
-    if not isinstance(original_result, Future):
-        wrapped.set_result(None)
-        return wrapped
 
     def forward(original: Future[Any]) -> None:
         try:
@@ -143,7 +136,10 @@ def wrap_future(original_result: Any) -> Future[None]:
         else:
             wrapped.set_result(None)
 
-    original_result.add_done_callback(forward)
+    if isinstance(original_result, Future):
+        original_result.add_done_callback(forward)
+    else:
+        wrapped.set_result(None)
     return wrapped
 
 
@@ -185,7 +181,3 @@ class WriteFuture(Future[None]):
         error = super().exception(timeout)
         self.was_observed = True
         return error
-
-    def failure(self) -> BaseException | None:
-        """Return the error of a finished save without marking it as observed."""
-        return super().exception() if self.done() else None

@@ -126,7 +126,6 @@ class StagingBuffer:
 
     @property
     def lacks_pages(self) -> bool:
-        """Whether some pages are not populated."""
         return self._populated < self.capacity
 
     def populate(self) -> None:
@@ -266,13 +265,8 @@ class _Slot:
 
     name: str
     source: Tensor
-    offset: int
-    size: int
+    place: Place
     version: int | None  # torch's count of completed changes; None for an inference tensor
-
-    @property
-    def place(self) -> Place:
-        return Place(self.offset, self.size, self.source.dtype, tuple(self.source.shape))
 
     @property
     def is_plain(self) -> bool:
@@ -287,7 +281,9 @@ class _Slot:
 
         On an accelerator changes need no detection: the device queue orders them after the copy.
         """
-        return self.size > _SMALL_BYTES and (self.source.device.type != "cpu" or self.is_plain)
+        return self.place.size > _SMALL_BYTES and (
+            self.source.device.type != "cpu" or self.is_plain
+        )
 
     def sample(self) -> Tensor:
         """Copy some bytes at regular distances."""
@@ -301,7 +297,7 @@ class _Slot:
         lengths = zip(source.shape, source.stride(), strict=True)
         last = source.storage_offset() + sum((size - 1) * stride for size, stride in lengths)
         allocated = source.untyped_storage().nbytes()
-        if self.size and allocated < (last + 1) * source.dtype.itemsize:
+        if self.place.size and allocated < (last + 1) * source.dtype.itemsize:
             raise SaveFailed(
                 f"{self.name} has no values to copy: its storage was resized to {allocated} bytes."
             )
@@ -321,13 +317,13 @@ class _Slot:
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
         """Split the tensor into parts with their offsets, so that threads get even work."""
-        if self.size <= _CHUNK_BYTES:
-            yield self.offset, self.source
+        if self.place.size <= _CHUNK_BYTES:
+            yield self.place.offset, self.source
             return
         flat = self.source.view(-1)
         count = _CHUNK_BYTES // flat.dtype.itemsize
         for start in range(0, len(flat), count):
-            yield self.offset + start * flat.dtype.itemsize, flat[start : start + count]
+            yield self.place.offset + start * flat.dtype.itemsize, flat[start : start + count]
 
 
 class StagingCopy:
@@ -339,43 +335,32 @@ class StagingCopy:
         self, state_dict: STATE_DICT, rank_info: RankInfo, config: CheckpointStagerConfig
     ) -> None:
         self._config = config
-        self._tree = parse_state(state_dict)
+        self.tree = parse_state(state_dict)
         if rank_info.global_world_size > 1:
-            shards = replicated_shards(self._tree, rank_info)
-            self._tree = map_leaves(
-                self._tree, lambda leaf: replace(leaf, data=shards.get(leaf.name, leaf.data))
+            shards = replicated_shards(self.tree, rank_info)
+            self.tree = map_leaves(
+                self.tree, lambda leaf: replace(leaf, data=shards.get(leaf.name, leaf.data))
             )
         # By name: tensors that share memory have one name, and are copied once.
-        self._slots: dict[str, _Slot] = {}
+        self.slots: dict[str, _Slot] = {}
         self.size = 0  # bytes of tensors
         self.buffer_size = 0  # bytes of buffer, with alignment
         self.seconds = 0.0  # time spent copying so far
-        for leaf in leaves(self._tree):
+        for leaf in leaves(self.tree):
             source = leaf.data.data if isinstance(leaf.data, ReplicatedShard) else leaf.data
-            if source is not None and leaf.name not in self._slots:
+            if source is not None and leaf.name not in self.slots:
                 size = nbytes(source.dtype, source.shape)
                 version = None if source.is_inference() else source._version
-                slot = _Slot(leaf.name, source.detach(), self.buffer_size, size, version)
-                self._slots[leaf.name] = slot
+                place = Place(self.buffer_size, size, source.dtype, tuple(source.shape))
+                self.slots[leaf.name] = _Slot(leaf.name, source.detach(), place, version)
                 self.size += size
                 self.buffer_size += size + -size % _ALIGNMENT
-        self._large = [slot for slot in self._slots.values() if slot.is_deferrable]
+        self._large = [slot for slot in self.slots.values() if slot.is_deferrable]
         self._before: dict[str, Tensor] = {}
-
-    def describe(self) -> tuple[Node, dict[str, Place]]:
-        """Return the state for the writer process: its tree without tensors, and their places."""
-        places = {name: slot.place for name, slot in self._slots.items()}
-        return with_tensors(self._tree, {}), places
-
-    def state_with(self, copy: Callable[[_Slot], Tensor]) -> STATE_DICT:
-        """Return the state with other tensors, made by `copy`."""
-        copies = {name: copy(slot) for name, slot in self._slots.items()}
-        state: STATE_DICT = state_from_tree(with_tensors(self._tree, copies))
-        return state
 
     def small(self) -> None:
         """Copy the tensors that are not worth a thread, and sample the others."""
-        self._copy([slot for slot in self._slots.values() if not slot.is_deferrable])
+        self._copy([slot for slot in self.slots.values() if not slot.is_deferrable])
         if self._config.use_async_staging:
             for slot in self._large:
                 slot.check_allocated()
@@ -403,7 +388,7 @@ class StagingCopy:
         self.seconds += time.perf_counter() - began
 
     def _copy_plain(self, slots: Sequence[_Slot]) -> None:
-        size = sum(slot.size for slot in slots)
+        size = sum(slot.place.size for slot in slots)
         threads = min(torch.get_num_threads(), _MAX_COPY_THREADS, size // _BYTES_PER_THREAD)
         chunks = iter([chunk for slot in slots for chunk in slot.chunks()])  # shared by all threads
         errors: list[BaseException] = []
@@ -458,15 +443,12 @@ class StagedState(dict[str, Any]):
 
     def __init__(self, copy: StagingCopy, give_back: Callable[[StagingBuffer], object]) -> None:
         self._memory, self.release = copy.buffer.export(give_back)
-        super().__init__(copy.state_with(lambda slot: slot.place.view_in(self._memory)))
+        self.places = {name: slot.place for name, slot in copy.slots.items()}
+        tensors = {name: place.view_in(self._memory) for name, place in self.places.items()}
+        super().__init__(state_from_tree(with_tensors(copy.tree, tensors)))
         self.buffer = copy.buffer
-        self.tree, self.places = copy.describe()
+        self.tree = with_tensors(copy.tree, {})
         self.size, self.seconds = copy.size, copy.seconds
-
-    @property
-    def is_released(self) -> bool:
-        """Whether another state may use the memory."""
-        return not self.release.alive
 
 
 class DefaultStager(CheckpointStager):
@@ -488,7 +470,9 @@ class DefaultStager(CheckpointStager):
         self._check_usable()
         copy = StagingCopy(state_dict, self._rank_info, self._config)
         if not self._config.use_shared_memory:
-            return copy.state_with(lambda slot: slot.source.to("cpu", copy=True))
+            own = {name: slot.source.to("cpu", copy=True) for name, slot in copy.slots.items()}
+            state: STATE_DICT = state_from_tree(with_tensors(copy.tree, own))
+            return state
         copy.buffer = self._pool.take(copy.buffer_size)
         staged: Future[STATE_DICT] = Future()
         staged.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -503,11 +487,7 @@ class DefaultStager(CheckpointStager):
         return staged.result()
 
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
-        """Allocate memory in the background for states like this one, or of so many bytes.
-
-        The first save of a training is then as fast as later ones. Bytes are those of this rank's
-        shards. There is no need to wait for the future.
-        """
+        """Allocate memory in the background; see `AsyncCheckpointer.prepare`."""
         self._check_usable()
         if not self._config.use_shared_memory:
             return wrap_future(None)

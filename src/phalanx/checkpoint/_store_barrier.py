@@ -453,11 +453,9 @@ class StoreBarrierMember:
 
     def _store_lost(self, error: Exception, timeout: float) -> BarrierError:
         silent = self._connection.was_cut or isinstance(error, TimeoutError)
-        cause = (
-            f"{self._host} did not answer within {timeout:g} s. Its process may be stopped."
-            if silent
-            else f"{self._host} is gone: {first_line(error)}"
-        )
+        cause = f"{self._host} is gone: {first_line(error)}"
+        if silent:
+            cause = f"{self._host} did not answer within {timeout:g} s. Its process may be stopped."
         failure = UseFailure(self._number, self.rank, cause, timeout=silent)
         return failure.error(self.prefix, self._number, self.rank)
 

@@ -70,11 +70,6 @@ class StoreConnection:
         if time.monotonic() > self.deadline:
             raise RendezvousTimeout("the store does not answer")
 
-    @property
-    def is_inherited(self) -> bool:
-        """Whether a parent process opened the connection and this one is its fork."""
-        return self.pid != os.getpid()
-
     def with_deadline(self, deadline: float) -> StoreConnection:
         """Set the time, by the monotonic clock, at which calls of the block are cut off."""
         self.deadline = deadline
@@ -100,8 +95,7 @@ class StoreConnection:
         while self._fds:
             os.close(self._fds.pop())
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
     def __enter__(self) -> Store:
         _watchdog.add(self)
@@ -130,7 +124,7 @@ class _Watchdog:
             if self._pid != os.getpid():
                 self._pid = os.getpid()
                 for each in list(self.pending):
-                    if each.is_inherited:
+                    if each.pid != os.getpid():  # of the parent of this fork
                         del self.pending[each]
                 threading.Thread(target=self._run, name="phalanx-barriers", daemon=True).start()
 
@@ -162,7 +156,7 @@ _register_once = cache(atexit.register)
 
 def flush_connections(linger: float = 0.1) -> None:
     """Wait until servers have read all requests; then `linger`, for peers to read the outcome."""
-    mine = [each for each in _flushed_at_exit if not each.is_inherited and not each.was_cut]
+    mine = [each for each in _flushed_at_exit if each.pid == os.getpid() and not each.was_cut]
     for connection in mine:
         deadline = time.monotonic() + _FLUSH_TIMEOUT
         with suppress(DistError), connection.with_deadline(deadline) as store:

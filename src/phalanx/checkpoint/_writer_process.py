@@ -152,7 +152,11 @@ class _Server:
             if is_ours:
                 kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
             if request.state is not None:
-                memory = self._map_buffer(request)
+                memory = self._buffers.get(request.buffer)
+                if memory is None or len(memory) != request.size:
+                    mapping = mmap.mmap(self._fds[request.buffer], request.size)
+                    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+                    self._buffers[request.buffer] = memory
                 tensors = {name: place.view_in(memory) for name, place in request.places.items()}
                 state = state_from_tree(with_tensors(request.state, tensors))
             elif is_ours:  # take part in the save with the reason, so that no rank waits in vain
@@ -165,14 +169,6 @@ class _Server:
             return DoneReply(self._meter.written, self._meter.seconds())
         except BaseException as error:  # noqa: BLE001 - the process survives whatever it is
             return _failure(error)
-
-    def _map_buffer(self, request: WriteRequest) -> Tensor:
-        known = self._buffers.get(request.buffer)
-        if known is None or len(known) != request.size:
-            mapping = mmap.mmap(self._fds[request.buffer], request.size)
-            known = torch.frombuffer(mapping, dtype=torch.uint8)
-            self._buffers[request.buffer] = known
-        return known
 
 
 class _MissingState:

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointManager
-from phalanx.checkpoint._manifest import Manifest, read_file_entries
-from phalanx.checkpoint._retention import RetentionPolicy, prune
-from phalanx.checkpoint._step_directory import LocalStepDirectory, step_name
+from phalanx.checkpoint._manifest import Manifest, ManifestOutline
+from phalanx.checkpoint._step_directory import (
+    LocalStepDirectory,
+    RetentionPolicy,
+    prune,
+    step_name,
+)
 from phalanx.checkpoint._storage import storage_at
 from phalanx.errors import DamagedCheckpoint
 
@@ -34,17 +38,17 @@ def test_without_keep_every_only_the_last_ones_are_kept(tmp_path):
 def test_retention_reads_of_a_manifest_only_which_files_there_are(tmp_path):
     filled(tmp_path, [1])
     manifest = (tmp_path / "step-00000001" / "manifest.json").read_bytes()
-    assert read_file_entries(manifest, "it") == Manifest.load(manifest, "it").files != {}
+    assert ManifestOutline.load(manifest, "it").files == Manifest.load(manifest, "it").files != {}
     for place in range(0, len(manifest), 17):
         flipped = bytearray(manifest)
         flipped[place] ^= 1
         for damaged in (manifest[:place], bytes(flipped)):
             with pytest.raises(DamagedCheckpoint, match="it cannot be used"):
-                read_file_entries(damaged, "it")
+                ManifestOutline.load(damaged, "it")
     document = Manifest.load(manifest, "it")
     document.version = 2
     with pytest.raises(DamagedCheckpoint, match="version 2"):
-        read_file_entries(document.dump(), "it")
+        ManifestOutline.load(document.dump(), "it")
 
 
 def test_a_link_is_not_removed_and_not_followed_either(tmp_path):

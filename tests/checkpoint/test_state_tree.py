@@ -20,10 +20,15 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
     register_codec,
 )
-from phalanx.checkpoint._manifest import MalformedManifest, format_path, tensor_name
+from phalanx.checkpoint._manifest import (
+    MAX_DEPTH,
+    MalformedManifest,
+    Manifest,
+    format_path,
+    tensor_name,
+)
 from phalanx.checkpoint._state_encoding import decode, encode
 from phalanx.checkpoint._state_tree import (
-    MAX_DEPTH,
     Branch,
     TensorLeaf,
     leaves,
@@ -291,7 +296,9 @@ def test_a_counter_is_made_of_nothing_but_counts():
 )
 def test_a_tree_that_nobody_has_written_is_refused(json_tree):
     with pytest.raises(MalformedManifest, match=r"^a\.b"):
-        decode({"a": {"b": json_tree}}, tensor=lambda *_: pytest.fail("no tensor"), rank=0)
+        state = {"a": {"b": json_tree}}
+        assert Manifest.make("0" * 16, 1, {}, state).entries
+        decode(state, tensor=lambda *_: pytest.fail("no tensor"), rank=0)
 
 
 def test_a_path_reads_the_way_it_is_said():

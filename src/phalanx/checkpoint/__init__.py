@@ -11,7 +11,7 @@ barriers; both under the names of `torch.distributed.checkpoint._experimental`.
 
 The modules, from the top::
 
-    _manager, _preemption       what a training loop uses; _retention, _step_directory
+    _manager, _preemption       what a training loop uses; _step_directory
     _checkpointer               save and load, synchronously or in the background
     _checkpoint_process         the process that writes in the background: _writer_process,
                                 _staging; _progress

@@ -2,7 +2,7 @@
 
 Every rank has a manager, and all ranks call `save`, `load`, `latest` and `rewind` together;
 rank 0 decides and the others learn its choice by an exchange. Where the directory is and what
-can be locked there is left to `_step_directory`, which checkpoints are removed to `_retention`.
+can be locked there, and which checkpoints are removed, is left to `_step_directory`.
 
 A checkpoint is never removed before a newer one is durable, and never while a rank reads it.
 """
@@ -35,8 +35,7 @@ from ._coordination import (
     rank_and_barrier,
 )
 from ._reader import CheckpointReader
-from ._retention import RetentionPolicy, prune
-from ._step_directory import step_directory_at
+from ._step_directory import RetentionPolicy, prune, step_directory_at
 from ._storage import strip_file_scheme
 from ._types import STATE_DICT, RankInfo, check_integer
 from ._writer import CheckpointWriter, CheckpointWriterConfig

@@ -1,8 +1,10 @@
 """The manifest: which files and which state a checkpoint consists of.
 
-The first line of the file holds a checksum of all that follows. `Manifest` checks types and
-known fields; what it says about tensors is checked by `StateManifest` before a load, and listed
-for people by `list_entries`. Paths into a state, for display and as tensor names, are here too.
+The first line of the file holds a checksum of all that follows. A manifest may come from an
+attacker even if its checksum is right, so `Manifest.load` checks the types of all fields, the
+structure of the state, and that the tensors cover the files exactly. What only torch can tell, such
+as dtypes, is checked by `StateManifest`. Paths into a state, for display and as tensor names, are
+here too.
 
 Torch-free, so that the command line can list and verify checkpoints without it.
 """
@@ -13,8 +15,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, NoReturn, Self, TypeAlias
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -47,20 +50,15 @@ def _escape_key(key: StateKey) -> str:
     if not isinstance(key, str):
         return json.dumps(key)
     plain = key.replace("~", "~0").replace("/", "~1")
+    if plain[:1].isalpha() and plain not in ("true", "false", "null", "NaN", "Infinity"):
+        return plain  # the common case
     # The key "0" differs from 0, and the safetensors format reserves one name.
-    return json.dumps(plain) if _needs_quotes(plain) else plain
-
-
-def _needs_quotes(key: str) -> bool:
-    if not key or key.startswith('"') or key == "__metadata__":
-        return True
-    if key[0].isalpha() and key not in ("true", "false", "null", "NaN", "Infinity"):
-        return False  # the common case
-    try:
-        json.loads(key)
-    except (ValueError, RecursionError):
-        return False
-    return True
+    if plain and plain[0] != '"' and plain != "__metadata__":
+        try:
+            json.loads(plain)
+        except (ValueError, RecursionError):
+            return plain
+    return json.dumps(plain)
 
 
 MANIFEST = "manifest.json"
@@ -68,6 +66,12 @@ MANIFEST = "manifest.json"
 VERSION = 1
 MAX_MANIFEST_BYTES = 1 << 30
 """A manifest of a million tensors has a fifth of this."""
+MAX_DEPTH = 100
+"""Levels of nesting of a state. Rejects cycles and attacks.
+
+Its JSON may be three times as deep, and recursive functions must reach its end from any depth of
+the caller's stack.
+"""
 
 _FORMAT: Literal["phalanx checkpoint"] = "phalanx checkpoint"
 _CHECKSUM_LINE = re.compile(rb'\{\n  "xxh3_128": "([0-9a-f]{32})",\n')
@@ -97,6 +101,10 @@ class TensorEntry(Struct, forbid_unknown_fields=True):
     pieces: list[PieceEntry]
     device: str = "cpu"
 
+    @property
+    def bytes(self) -> int:
+        return sum(end - begin for begin, end in (piece.at for piece in self.pieces))
+
 
 class HeaderEntry(Struct, forbid_unknown_fields=True):
     """The header of a file, before its first tensor."""
@@ -112,7 +120,42 @@ class FileEntry(Struct, forbid_unknown_fields=True):
     header: HeaderEntry
 
 
-class Manifest(Struct, forbid_unknown_fields=True):
+class ManifestEntry(NamedTuple):
+    """One value of a state."""
+
+    name: str
+    rank: int | None
+    """The rank it belongs to; None if it is replicated."""
+    tensor: TensorEntry | None
+    value: Any = None
+    """The JSON value, if it is not a tensor."""
+
+
+class ManifestOutline(Struct):
+    """A manifest without its state, which is read about twenty times faster."""
+
+    version: int
+    save: str
+    files: dict[str, FileEntry]
+
+    @classmethod
+    def load(cls, data: bytes, file: str) -> Self:
+        """Parse a file; raises `DamagedCheckpoint` if its checksum or version is wrong."""
+        with reporting_damage(file):
+            line = _CHECKSUM_LINE.match(data)
+            if line is None:
+                raise MalformedManifest("it does not begin like a manifest")
+            if checksum(data[line.end() :]) != line[1].decode():
+                raise MalformedManifest("its checksum is wrong: it was damaged or edited")
+            outline = msgspec.json.decode(data, type=cls)
+            if outline.version != VERSION:
+                raise MalformedManifest(
+                    f"it has version {outline.version}, this phalanx reads version {VERSION}"
+                )
+        return outline
+
+
+class Manifest(Struct, forbid_unknown_fields=True, dict=True):
     """The content of a manifest."""
 
     format: Literal["phalanx checkpoint"]
@@ -129,11 +172,7 @@ class Manifest(Struct, forbid_unknown_fields=True):
 
     def dump(self) -> bytes:
         """Return the file's content: indented JSON with a checksum in its first line."""
-        fields = {name: msgspec.to_builtins(getattr(self, name)) for name in self.__struct_fields__}
-        body = ",\n".join(
-            f"  {json.dumps(name)}: {_pretty(each, 1)}" for name, each in fields.items()
-        )
-        rest = f"{body}\n}}\n".encode()
+        rest = f"{_pretty(msgspec.to_builtins(self), 0)}\n".removeprefix("{\n").encode()
         data = f'{{\n  "xxh3_128": "{checksum(rest)}",\n'.encode() + rest
         if len(data) > MAX_MANIFEST_BYTES:
             raise UnsupportedState(
@@ -144,35 +183,59 @@ class Manifest(Struct, forbid_unknown_fields=True):
 
     @classmethod
     def load(cls, data: bytes, file: str) -> Self:
-        """Parse a file; raises `DamagedCheckpoint` if its checksum or a field is wrong."""
-        try:
-            document = msgspec.convert(_parse(data), cls, strict=True)
-            document.check()
-        except (MalformedManifest, msgspec.ValidationError) as error:
-            raise_damaged(file, str(error))
-        except RecursionError:
-            raise_damaged(file, "it is nested too deeply")
-        return document
+        """Parse and validate a file; raises `DamagedCheckpoint` if anything is wrong."""
+        ManifestOutline.load(data, file)
+        with reporting_damage(file):
+            fields = b"{" + _CHECKSUM_LINE.sub(b"", data, count=1)
+            manifest = msgspec.json.decode(fields, type=cls)
+            _check_pieces(manifest.files, manifest.entries)
+        return manifest
 
-    def check(self) -> None:
-        """Validate beyond the types of fields; raises `MalformedManifest`."""
+    @cached_property
+    def entries(self) -> list[ManifestEntry]:
+        """The values of the state in order; raises `MalformedManifest` if it is invalid."""
+        entries: list[ManifestEntry] = []
+        _collect_entries(self.state, (), None, 0, entries)
+        return entries
 
 
-def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) -> None:
+@contextmanager
+def reporting_damage(file: str) -> Iterator[None]:
+    """Raise `DamagedCheckpoint` with the name of the file for what is wrong with its content."""
+    try:
+        yield
+    except MalformedManifest as error:
+        raise DamagedCheckpoint(f"{file} cannot be used: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedCheckpoint(f"{file} cannot be used: it is malformed: {error}") from None
+    except RecursionError:
+        raise DamagedCheckpoint(f"{file} cannot be used: it is nested too deeply") from None
+
+
+def _check_pieces(files: dict[str, FileEntry], entries: Iterable[ManifestEntry]) -> None:
     """Check that the tensors cover every file without gap or overlap, so every byte is verified.
 
     Only identical tensors may share bytes. Otherwise a small file could fill the memory, as many
     tensors of different shapes.
     """
     ranges: dict[str, dict[tuple[int, int], TensorEntry]] = defaultdict(dict)
-    for tensor in tensors:
+    for name, _, tensor, _ in entries:
+        if tensor is None:
+            continue
+        if len({(piece.file, piece.at) for piece in tensor.pieces}) < len(tensor.pieces):
+            raise MalformedManifest(f"{name} has the same piece twice")
         for piece in tensor.pieces:
             begin, end = piece.at
-            known = ranges[piece.file].setdefault(piece.at, tensor)
-            if begin > end:
+            file = files.get(piece.file)
+            if file is None:
                 raise MalformedManifest(
-                    f"{piece.file} has a range that runs backwards, {begin} to {end}"
+                    f"{name} is in {piece.file!r:.80}, which is not a file of the checkpoint"
                 )
+            if not file.header.bytes <= begin <= end <= file.bytes:
+                raise MalformedManifest(
+                    f"{name} is at {begin}..{end} of {piece.file}, which is not a range of its data"
+                )
+            known = ranges[piece.file].setdefault(piece.at, tensor)
             if begin < end and known is not tensor and known != tensor:
                 raise MalformedManifest(f"{piece.file} has different tensors at {begin} to {end}")
     for name, entry in files.items():
@@ -187,81 +250,57 @@ def check_ranges(files: dict[str, FileEntry], tensors: Iterable[TensorEntry]) ->
             )
 
 
-def is_rank_key(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 9
+_TAGS: dict[str, Any] = {
+    "$tensor": TensorEntry,
+    "$per_rank": dict[Annotated[str, Meta(pattern=r"^[0-9]{1,8}\Z")], Any],
+    "$tuple": list[Any],
+    "$dict": list[tuple[StateKey, Any]],
+    "$codec": tuple[str, Any],
+    "$float": Literal["nan", "inf", "-inf"],
+    "$int": Annotated[str, Meta(pattern=r"^-?[0-9]{1,4300}\Z")],
+    "$size": list[Annotated[int, Meta(ge=0, le=2**63 - 1)]],
+    "$dtype": str,
+    "$device": str,
+}
+"""What JSON lacks is an object with a single key that starts with a dollar, and this content."""
 
 
-def raise_damaged(file: str, problem: str) -> NoReturn:
-    raise DamagedCheckpoint(f"{file} cannot be used: {problem}") from None
+def _collect_entries(
+    json: Any, path: StatePath, rank: int | None, depth: int, entries: list[ManifestEntry]
+) -> None:
+    if depth > MAX_DEPTH + 1:  # one for the ranks
+        raise MalformedManifest("the state is nested too deeply")
+    tag, body = None, json
+    if isinstance(json, dict) and any(key.startswith("$") for key in json):
+        tag, body = _parse_tagged(json, path)
+    if tag == "$tensor":
+        entries.append(ManifestEntry(format_path(path), rank, body))
+    elif tag == "$per_rank":
+        for key, value in body.items():
+            _collect_entries(value, path, int(key), depth + 1, entries)
+    elif tag == "$codec":
+        _collect_entries(body[1], path, rank, depth + 1, entries)
+    elif tag in (None, "$tuple", "$dict") and isinstance(body, dict | list) and body:
+        items = body if tag == "$dict" else enumerate(body)
+        for key, value in body.items() if isinstance(body, dict) else items:
+            _collect_entries(value, (*path, key), rank, depth + 1, entries)
+    else:
+        entries.append(ManifestEntry(format_path(path), rank, None, body))
 
 
-class _Outline(Struct):
-    version: int
-    files: dict[str, FileEntry]
-
-
-def read_file_entries(data: bytes, file: str) -> dict[str, FileEntry]:
-    """Return the files of a manifest, about twenty times faster than parsing all of it.
-
-    The checksum is verified; the state is skipped.
-    """
+def _parse_tagged(json: dict[str, Any], path: StatePath) -> tuple[str, Any]:
+    tag, body = next(iter(json.items()))
+    if tag not in _TAGS or len(json) > 1:
+        raise MalformedManifest(f"{format_path(path)} has invalid keys: {list(json)!r:.60}")
     try:
-        _check_checksum(data)
-        outline = msgspec.json.decode(data, type=_Outline)
-        _check_version(outline.version)
-    except (MalformedManifest, msgspec.DecodeError) as error:
-        raise_damaged(file, str(error))
-    except RecursionError:
-        raise_damaged(file, "it is nested too deeply")
-    return outline.files
-
-
-def _check_checksum(data: bytes) -> None:
-    line = _CHECKSUM_LINE.match(data)
-    if line is None:
-        raise MalformedManifest("it does not begin like a manifest")
-    if checksum(data[line.end() :]) != line[1].decode():
-        raise MalformedManifest("its checksum is wrong: it was damaged or edited")
-
-
-def _check_version(version: int) -> None:
-    if version != VERSION:
-        raise MalformedManifest(f"it has version {version}, this phalanx reads version {VERSION}")
-
-
-def _parse(data: bytes) -> Any:
-    _check_checksum(data)
-    try:
-        fields = json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except MalformedManifest:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise MalformedManifest(f"it is not JSON: {error}") from None
-    if b"\\ud" in data.lower():  # may be a lone surrogate, which cannot be printed
-        _check_text(fields)
-    del fields["xxh3_128"]
-    version = fields.get("version")
-    if type(version) is int:
-        _check_version(version)
-    return fields
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        raise MalformedManifest("it has an object with a duplicate key")
-    return fields
-
-
-def _check_text(fields: Any) -> None:
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise MalformedManifest("it has text that is not valid Unicode") from None
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise MalformedManifest(f"it has the number {text}, which is not JSON")
+        parsed = msgspec.convert(body, _TAGS[tag], strict=True)
+    except msgspec.ValidationError as error:
+        raise MalformedManifest(
+            f"{format_path(path)} has an invalid {tag!r}: {error}, got {body!r:.60}"
+        ) from None
+    if tag == "$dict" and len({key for key, _ in parsed}) < len(parsed):
+        raise MalformedManifest(f"{format_path(path)} has the same key twice: {body!r:.60}")
+    return tag, parsed
 
 
 def _pretty(value: Any, depth: int) -> str:
@@ -280,80 +319,9 @@ def _pretty(value: Any, depth: int) -> str:
 
 
 def _is_flat(value: Any) -> bool:
-    if not isinstance(value, dict | list):
+    if not isinstance(value, dict | list) or "$tensor" in value:
         return True
     inner = list(value.values()) if isinstance(value, dict) else value
-    if "$tensor" in value or (len(inner) == 1 and isinstance(inner[0], list)):
-        return "$tensor" in value or _is_flat(inner[0])
+    if len(inner) == 1 and isinstance(inner[0], list):
+        return _is_flat(inner[0])
     return not any(isinstance(each, dict | list) for each in inner)
-
-
-_MAX_JSON_DEPTH = 400  # more than any state that can be saved
-
-
-@dataclass(frozen=True)
-class ManifestEntry:
-    """One value of a state."""
-
-    name: str
-    rank: int | None
-    """The rank it belongs to; None if it is replicated."""
-    tensor: TensorEntry | None
-    value: Any = None
-    """The JSON value, if it is not a tensor."""
-
-    @property
-    def bytes(self) -> int:
-        pieces = [] if self.tensor is None else self.tensor.pieces
-        return sum(end - begin for begin, end in (piece.at for piece in pieces))
-
-    @property
-    def owner(self) -> str:
-        """The rank it belongs to, for people."""
-        return "all" if self.rank is None else f"rank {self.rank}"
-
-
-def list_entries(document: Manifest) -> list[ManifestEntry]:
-    """List the values of a state in order; raises `MalformedManifest` if it is invalid."""
-    try:
-        return list(_walk(document.state, ()))
-    except RecursionError:
-        raise MalformedManifest("the state is nested too deeply") from None
-
-
-def _walk(json: Any, path: StatePath) -> Iterator[ManifestEntry]:
-    if len(path) > _MAX_JSON_DEPTH:
-        raise MalformedManifest("the state is nested too deeply")
-    tag = next(iter(json), None) if isinstance(json, dict) else None
-    if isinstance(json, dict) and isinstance(tag, str) and tag.startswith("$"):
-        yield from _walk_tagged(tag, json[tag], path)
-    elif isinstance(json, dict | list) and json:
-        for key, each in json.items() if isinstance(json, dict) else enumerate(json):
-            yield from _walk(each, (*path, key))
-    else:
-        yield ManifestEntry(format_path(path), None, None, json)
-
-
-def _walk_tagged(tag: str, body: Any, path: StatePath) -> Iterator[ManifestEntry]:
-    match tag, body:
-        case "$tensor", _:
-            try:
-                yield ManifestEntry(
-                    format_path(path), None, msgspec.convert(body, TensorEntry, strict=True)
-                )
-            except msgspec.ValidationError as error:
-                raise MalformedManifest(f"{format_path(path)}: {error}") from None
-        case "$per_rank", dict():
-            for rank, each in body.items():
-                if not is_rank_key(rank):
-                    raise MalformedManifest(f"{format_path(path)} has an invalid rank {rank!r:.40}")
-                yield from (replace(entry, rank=int(rank)) for entry in _walk(each, path))
-        case "$tuple", list():
-            yield from _walk(body, path)
-        case "$dict", list() if all(isinstance(each, list) and len(each) == 2 for each in body):
-            for key, each in body:
-                yield from _walk(each, (*path, key))
-        case "$codec", [str(), value]:
-            yield from _walk(value, path)
-        case _:
-            yield ManifestEntry(format_path(path), None, None, body)

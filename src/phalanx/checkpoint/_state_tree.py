@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DamagedCheckpoint, InvalidArgument, UnsupportedState
-from ._manifest import StateKey, StatePath, format_path, tensor_name
+from ._manifest import MAX_DEPTH, StateKey, StatePath, format_path, tensor_name
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,6 @@ def _counter(counts: Any) -> Counter[Any]:
 # The state of torch's MultiStepLR contains one.
 register_codec("collections.Counter", Counter, encode=dict, decode=_counter)
 
-
-MAX_DEPTH = 100
-"""Levels of nesting of a state. Rejects cycles and attacks.
-
-Its JSON may be three times as deep, and recursive functions must reach its end from any depth of
-the caller's stack.
-"""
 
 Mark: TypeAlias = Literal["", "replicated", "per rank"]
 _MARKS: dict[type, Mark] = {Replicated: "replicated", PerRank: "per rank"}

@@ -1,10 +1,14 @@
 """A directory of checkpoints: found by step, locked while they are read, removed atomically.
 
 A checkpoint is ``step-00001000`` in the directory. It is removed by renaming it to a name that
-nobody looks for, then deleting its files, so it is there as a whole or not at all. Readers hold
+no reader looks for, then deleting its files, so it is there as a whole or not at all. Readers hold
 a shared lock on it, and a locked checkpoint stays; without locks, readers that have its files
 open can still finish. A checkpoint that is a symbolic link or contains foreign files is never
 removed.
+
+`prune` removes the checkpoints that a `RetentionPolicy` does not keep. A damaged one does not count
+as one of the last, and is never removed: it may be worth rescuing. The newest one that counts is
+known to be good.
 
 Steps are ordered by number; the times of files are never used. Torch-free.
 """
@@ -17,10 +21,11 @@ import os
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple
 
 from ..errors import (
     CheckpointDirectoryInUse,
@@ -29,18 +34,11 @@ from ..errors import (
     InvalidArgument,
 )
 from ._local_storage import DirectoryLock, LocalStorage, fsync_directory, make_durable_directories
-from ._manifest import MANIFEST, FileEntry, Manifest, read_file_entries
+from ._manifest import MANIFEST, ManifestOutline
 from ._remote_storage import list_names, open_filesystem
-from ._storage import (
-    DATA_FILE_NAME,
-    RETRIES,
-    Snapshot,
-    fault_point,
-    storage_at,
-    strip_file_scheme,
-)
-
-T = TypeVar("T")
+from ._storage import DATA_FILE_NAME, RETRIES, fault_point, strip_file_scheme
+from ._types import check_integer
+from ._verify import read_manifest, verify
 
 _STEP_NAME = re.compile(r"step-(\d{8,18})")
 _REMOVED_NAME = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
@@ -56,90 +54,73 @@ def step_name(step: int) -> str:
 def parse_step_name(name: str) -> int | None:
     """Return the step of a checkpoint's name, or None for any other name."""
     found = _STEP_NAME.fullmatch(name)
-    step = None if found is None else int(found[1])
-    return step if step is not None and name == step_name(step) else None
+    return int(found[1]) if found and name == step_name(int(found[1])) else None
 
 
-def read_manifest(path: str) -> Manifest:
-    """Read the manifest of a checkpoint, and check that its files exist with the right lengths."""
-    return _read_checked(path, Manifest.load, lambda document: document.files)
-
-
-def _read_checked(
-    path: str, parse: Callable[[bytes, str], T], files: Callable[[T], dict[str, FileEntry]]
-) -> T:
-    """Read a manifest and check its files; start over if a save replaces it meanwhile."""
-    try:
-        with closing(storage_at(path).snapshot()) as snapshot:
-            while True:
-                data = snapshot.manifest()
-                parsed = parse(data, f"{path}/{MANIFEST}")
-                try:
-                    _check_files(path, files(parsed), snapshot)
-                except DamagedCheckpoint:
-                    if snapshot.manifest() == data:
-                        raise
-                else:
-                    return parsed
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
-
-
-def _check_files(path: str, files: dict[str, FileEntry], snapshot: Snapshot) -> None:
-    for name, entry in files.items():
-        try:
-            with closing(snapshot.open(name)) as source:
-                length = source.length
-        except OSError as error:
-            raise DamagedCheckpoint(f"{path}/{name} cannot be opened: {error.strerror}") from None
-        if length != entry.bytes:
-            raise DamagedCheckpoint(f"{path}/{name} has {length} bytes, expected {entry.bytes}")
+def _is_our_file(name: str) -> bool:
+    return name == MANIFEST or DATA_FILE_NAME.fullmatch(name) is not None
 
 
 class StepDirectory(ABC):
-    """A directory of checkpoints."""
+    """A directory of checkpoints; without locks, unless a subclass has them."""
 
     path: str
 
     @abstractmethod
-    def steps(self) -> list[int]:
-        """Return the steps of all committed checkpoints, in order."""
+    def _names(self, step: int | None = None) -> list[str]:
+        """List the directory, or the checkpoint of a step; empty if it does not exist."""
 
     @abstractmethod
-    def obstacle(self, step: int) -> str | None:
-        """Return why a checkpoint must not be removed, or None if it may."""
+    def _is_committed(self, step: int) -> bool: ...
 
     @abstractmethod
     def remove(self, step: int) -> bool:
         """Remove a checkpoint; False if it is being read."""
 
-    @abstractmethod
-    def lock_for_reading(self, step: int) -> ReadLock | None:
-        """Protect a checkpoint from removal; None if it does not exist."""
-
-    @abstractmethod
-    def lock(self, owner: str) -> None:
-        """Lock the directory for a job; raises `CheckpointDirectoryInUse` if another has it."""
-
-    @abstractmethod
-    def unlock(self) -> None:
-        """Unlock the directory."""
-
-    @abstractmethod
-    def clean(self) -> None:
-        """Remove what dead jobs left."""
-
     def path_of(self, step: int) -> str:
         """Return the path of a step's checkpoint."""
         return f"{self.path.rstrip('/')}/{step_name(step)}"
 
+    def steps(self) -> list[int]:
+        """Return the steps of all committed checkpoints, in order."""
+        for _ in range(RETRIES):
+            names = self._names()
+            if MANIFEST in names:  # a manager there would start a new run inside of a checkpoint
+                raise InvalidArgument(
+                    f"{self.path} is a checkpoint itself, not a directory of checkpoints"
+                )
+            found = {step for name in names if (step := parse_step_name(name)) is not None}
+            steps = sorted(filter(self._is_committed, found))
+            # A newer checkpoint may have replaced the only one since the directory was listed.
+            if steps or {*names} == {*self._names()}:
+                break
+        return steps
+
     def damage(self, step: int) -> str | None:
         """Return what is wrong with a checkpoint's manifest and files. Their data is not read."""
         try:
-            _read_checked(self.path_of(step), read_file_entries, lambda files: files)
+            read_manifest(self.path_of(step), ManifestOutline)
         except (DamagedCheckpoint, CheckpointNotFound, OSError) as error:
             return str(error)
         return None
+
+    def obstacle(self, step: int) -> str | None:
+        """Return why a checkpoint must not be removed, or None if it may."""
+        foreign = [name for name in self._names(step) if not _is_our_file(name)]
+        return f"it contains {min(foreign)}, which is not part of a checkpoint" if foreign else None
+
+    def lock_for_reading(self, step: int) -> ExitStack | None:
+        """Protect a checkpoint from removal until the result is closed; None if there is none."""
+        return ExitStack() if self._is_committed(step) else None
+
+    def lock(self, owner: str) -> None:  # noqa: B027
+        """Lock the directory for a job; raises `CheckpointDirectoryInUse` if another has it."""
+
+    def unlock(self) -> None:  # noqa: B027
+        """Unlock the directory."""
+
+    def clean(self) -> None:  # noqa: B027
+        """Remove what dead jobs left. Without locks, no owner of a file is certainly dead."""
 
 
 def step_directory_at(path: str | os.PathLike[str]) -> StepDirectory:
@@ -148,52 +129,33 @@ def step_directory_at(path: str | os.PathLike[str]) -> StepDirectory:
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"the path of a checkpoint directory cannot be {path!r}")
     path = strip_file_scheme(path)
-    if "://" in path:
-        return RemoteStepDirectory(path)
-    return LocalStepDirectory(path)
+    return RemoteStepDirectory(path) if "://" in path else LocalStepDirectory(path)
 
 
-def _committed_steps(
-    path: str, names: Collection[str], is_committed: Callable[[int], bool]
-) -> list[int]:
-    if MANIFEST in names:  # a manager there would start a new run inside of a checkpoint
-        raise InvalidArgument(f"{path} is a checkpoint itself, not a directory of checkpoints")
-    steps = {step for name in names if (step := parse_step_name(name)) is not None}
-    return sorted(step for step in steps if is_committed(step))
+class RemoteStepDirectory(StepDirectory):
+    """A directory of an fsspec file system. It has no locks: run one job at a time."""
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._fs, self._directory = open_filesystem(path)
 
-def _is_our_file(name: str) -> bool:
-    return name == MANIFEST or DATA_FILE_NAME.fullmatch(name) is not None
+    def _names(self, step: int | None = None) -> list[str]:
+        name = "" if step is None else f"/{step_name(step)}"
+        return list_names(self._fs, self._directory + name)
 
+    def _is_committed(self, step: int) -> bool:
+        return bool(self._fs.exists(f"{self._directory}/{step_name(step)}/{MANIFEST}"))
 
-def _foreign_file(names: Iterable[str]) -> str | None:
-    foreign = sorted(name for name in names if not _is_our_file(name))
-    return f"it contains {foreign[0]}, which is not part of a checkpoint" if foreign else None
-
-
-class ReadLock:
-    """A lock that protects a checkpoint from removal."""
-
-    def __init__(self, fd: int | None = None) -> None:
-        self._fd = fd
-
-    def close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def lock_for_reading(directory: str) -> ReadLock | None:
-    """Protect a local checkpoint from removal; None if it does not exist."""
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    lock = ReadLock(fd)
-    if _flock(fd, fcntl.LOCK_SH) and _is_at(fd, directory):
-        return lock
-    lock.close()
-    return None
+    def remove(self, step: int) -> bool:
+        """Remove the manifest, without which there is no checkpoint, then the data."""
+        directory = f"{self._directory}/{step_name(step)}"
+        names = filter(_is_our_file, self._names(step))
+        for name in sorted(names, key=lambda name: name != MANIFEST):
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(f"{directory}/{name}")
+        with suppress(OSError):
+            self._fs.rmdir(directory)
+        return True
 
 
 class LocalStepDirectory(StepDirectory):
@@ -204,36 +166,24 @@ class LocalStepDirectory(StepDirectory):
         self._directory = Path(path)
         self._lock: DirectoryLock | None = None
 
-    def steps(self) -> list[int]:
-        for _ in range(RETRIES):
-            names = self._names()
-            steps = _committed_steps(
-                self.path, names, lambda step: (Path(self.path_of(step)) / MANIFEST).is_file()
-            )
-            # A newer checkpoint may have replaced the only one since the directory was listed.
-            if steps or {*names} == {*self._names()}:
-                break
-        return steps
+    def _names(self, step: int | None = None) -> list[str]:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return os.listdir(self.path if step is None else self.path_of(step))
+        return []
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self._directory)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    def _is_committed(self, step: int) -> bool:
+        return os.path.isfile(f"{self.path_of(step)}/{MANIFEST}")
 
     def obstacle(self, step: int) -> str | None:
-        """Look for a symbolic link and for foreign files."""
-        directory = Path(self.path_of(step))
-        if directory.is_symlink():
-            return "it is a link"
-        return _foreign_file(os.listdir(directory))
+        return "it is a link" if os.path.islink(self.path_of(step)) else super().obstacle(step)
 
     def remove(self, step: int) -> bool:
         """Rename the checkpoint, then remove its files."""
         directory = Path(self.path_of(step))
         renamed = directory.with_name(f".{directory.name}.removed-{secrets.token_hex(4)}")
         try:
-            with _locked(directory, fcntl.LOCK_EX) as is_locked:
+            # Not through a symbolic link: its target is not ours to rename or remove.
+            with _locked(directory, fcntl.LOCK_EX, os.O_NOFOLLOW) as is_locked:
                 if is_locked:
                     os.rename(directory, renamed)
         except FileNotFoundError:
@@ -245,7 +195,7 @@ class LocalStepDirectory(StepDirectory):
             _remove_files(renamed)
         return is_locked
 
-    def lock_for_reading(self, step: int) -> ReadLock | None:
+    def lock_for_reading(self, step: int) -> ExitStack | None:
         return lock_for_reading(self.path_of(step))
 
     def lock(self, owner: str) -> None:
@@ -278,11 +228,9 @@ def remove_stale_workspaces(directory: str | os.PathLike[str]) -> list[str]:
         if found is None or not (Path(directory) / entry).is_dir():
             continue
         storage = LocalStorage(str(Path(directory) / found["name"]))
-        try:
+        with suppress(CheckpointDirectoryInUse):
             storage.remove_stale_files(f"process {os.getpid()}, which removes stale files")
-        except CheckpointDirectoryInUse:
-            continue
-        removed.append(found["name"])
+            removed.append(found["name"])
     return removed
 
 
@@ -294,71 +242,89 @@ def _remove_files(directory: Path) -> None:
         directory.rmdir()
 
 
+def lock_for_reading(directory: str) -> ExitStack | None:
+    """Protect a local checkpoint from removal until the result is closed; None if there is none."""
+    with ExitStack() as lock, suppress(FileNotFoundError, NotADirectoryError):
+        if lock.enter_context(_locked(directory, fcntl.LOCK_SH)):
+            return lock.pop_all()
+    return None
+
+
 @contextmanager
-def _locked(directory: Path, kind: int) -> Iterator[bool]:
+def _locked(directory: str | Path, kind: int, flags: int = 0) -> Iterator[bool]:
     """Try to lock a directory; yields whether it is locked and still has its name."""
-    # Not through a symbolic link: its target is not ours to rename or remove.
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
-        yield _flock(fd, kind) and _is_at(fd, str(directory))
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            is_locked = True
+        except OSError as error:
+            # Any other error: this file system cannot lock directories, and the rename must do.
+            is_locked = error.errno != errno.EWOULDBLOCK
+        yield is_locked and os.path.samestat(os.fstat(fd), os.stat(directory))
     finally:
         os.close(fd)
 
 
-def _flock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        # Any other error: this file system cannot lock directories, and the rename must do.
-        return error.errno != errno.EWOULDBLOCK
-    return True
+@dataclass(frozen=True)
+class RetentionPolicy:
+    """Keep the last checkpoints, and those whose step is a multiple of `every`."""
+
+    last: int
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if check_integer("keep_last", self.last) < 1:
+            raise InvalidArgument(f"keep_last must be at least 1, got {self.last}")
+        if self.every is not None and check_integer("keep_every", self.every) < 0:
+            raise InvalidArgument(f"keep_every must not be negative, got {self.every}")
 
 
-def _is_at(fd: int, directory: str) -> bool:
-    try:
-        return os.path.samestat(os.fstat(fd), os.stat(directory))
-    except FileNotFoundError:
-        return False
+class RetentionDecision(NamedTuple):
+    """What happens to a checkpoint."""
+
+    step: int
+    kept: str | None
+    """Why it is kept; None if it is removed."""
 
 
-class RemoteStepDirectory(StepDirectory):
-    """A directory of an fsspec file system. It has no locks: run one job at a time."""
+def prune(
+    directory: StepDirectory,
+    policy: RetentionPolicy,
+    *,
+    written: int | None = None,
+    dry_run: bool = False,
+) -> list[RetentionDecision]:
+    """Remove checkpoints that the policy does not keep, and return the decision on each.
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._fs, self._directory = open_filesystem(path)
+    The newest checkpoint that counts as good is either the one `written` just now, or all of its
+    data is read and verified.
+    """
+    decisions: list[RetentionDecision] = []
+    good = 0
+    for step in reversed(directory.steps()):
+        is_trusted = good > 0 or (written is not None and step >= written)
+        why: str | None
+        if good == policy.last and policy.every and step % policy.every == 0:
+            why = f"every {policy.every}"
+        elif _is_damaged(directory, step, is_trusted=is_trusted):
+            why = "damaged"
+        elif good < policy.last:
+            good += 1
+            why = "the last one" if policy.last == 1 else f"one of the last {policy.last}"
+        else:
+            why = directory.obstacle(step)
+            if why is None and not dry_run and not directory.remove(step):
+                why = "it is being read"
+        decisions.append(RetentionDecision(step, why))
+    return decisions[::-1]
 
-    def steps(self) -> list[int]:
-        return _committed_steps(
-            self.path, list_names(self._fs, self._directory), self._is_committed
-        )
 
-    def _is_committed(self, step: int) -> bool:
-        return bool(self._fs.exists(f"{self._directory}/{step_name(step)}/{MANIFEST}"))
-
-    def obstacle(self, step: int) -> str | None:
-        """Look for foreign objects."""
-        return _foreign_file(list_names(self._fs, f"{self._directory}/{step_name(step)}"))
-
-    def remove(self, step: int) -> bool:
-        """Remove the manifest, without which there is no checkpoint, then the data."""
-        directory = f"{self._directory}/{step_name(step)}"
-        names = filter(_is_our_file, list_names(self._fs, directory))
-        for name in sorted(names, key=lambda name: name != MANIFEST):
-            with suppress(FileNotFoundError):
-                self._fs.rm_file(f"{directory}/{name}")
-        with suppress(OSError):
-            self._fs.rmdir(directory)
+def _is_damaged(directory: StepDirectory, step: int, *, is_trusted: bool) -> bool:
+    """Whether a checkpoint is damaged. The data of a trusted one is not read."""
+    if directory.damage(step) is not None:
         return True
-
-    def lock_for_reading(self, step: int) -> ReadLock | None:
-        return ReadLock() if self._is_committed(step) else None
-
-    def lock(self, owner: str) -> None:
-        """Do nothing: there are no locks."""
-
-    def unlock(self) -> None:
-        """Do nothing."""
-
-    def clean(self) -> None:
-        """Do nothing: nobody can prove that the owner of a file is dead."""
+    try:
+        return not is_trusted and bool(verify(directory.path_of(step)))
+    except CheckpointNotFound:
+        return True

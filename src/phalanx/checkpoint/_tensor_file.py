@@ -19,7 +19,7 @@ from torch import Tensor
 from ._progress import ProgressMeter
 from ._storage import CHUNK_BYTES, Sink, checksum, fault_point
 
-_NAMES = {
+DTYPES = {
     name: value
     for name, value in vars(torch).items()
     if isinstance(value, torch.dtype) and str(value) == f"torch.{name}"
@@ -52,7 +52,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_from_name(name: str) -> torch.dtype | None:
     """Return the dtype of that name, or None if this torch has none."""
-    return _NAMES.get(name)
+    return DTYPES.get(name)
 
 
 def is_quantized(dtype: torch.dtype) -> bool:

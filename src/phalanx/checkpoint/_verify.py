@@ -1,28 +1,30 @@
-"""Verify a checkpoint: read every byte and compare checksums. Torch-free."""
+"""Check a checkpoint: its manifest, the lengths of its files, and every byte. Torch-free."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from typing import TypeVar
 
 import xxhash
 
 from ..errors import CheckpointNotFound, DamagedCheckpoint
-from ._manifest import (
-    MANIFEST,
-    FileEntry,
-    MalformedManifest,
-    Manifest,
-    ManifestEntry,
-    PieceEntry,
-    TensorEntry,
-    check_ranges,
-    list_entries,
-)
-from ._storage import Snapshot, Source, storage_at
+from ._manifest import MANIFEST, FileEntry, Manifest, ManifestOutline, TensorEntry
+from ._storage import Snapshot, storage_at
 
+T = TypeVar("T", Manifest, ManifestOutline)
 ProgressCallback = Callable[[int], None]
+_Checksums = dict[str, dict[tuple[int, int], tuple[str, str]]]
+"""By file and range: its checksum, and the problem if it is another."""
+
+
+def read_manifest(path: str, kind: type[T]) -> T:
+    """Read the manifest of a checkpoint, and check that its files exist with the right lengths."""
+    manifest, problems = _check(path, kind, lambda _: {})
+    if problems:
+        raise DamagedCheckpoint(problems[0])
+    return manifest
 
 
 def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
@@ -31,38 +33,12 @@ def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
     `progress` is called with the number of bytes of each read. If a save replaces the checkpoint
     meanwhile, the new one is verified instead.
     """
-    while True:
-        save, problems = _verify_once(path, progress)
-        if not problems or save == _current_save(path):
-            return problems
-
-
-def _current_save(path: str) -> str:
-    """Return the id of the current checkpoint's save, or "" if it cannot be read."""
     try:
-        with closing(storage_at(path).snapshot()) as snapshot:
-            return Manifest.load(snapshot.manifest(), path).save
-    except (DamagedCheckpoint, OSError):
-        return ""
-
-
-def _verify_once(path: str, progress: ProgressCallback) -> tuple[str, list[str]]:
-    try:
-        snapshot = storage_at(path).snapshot()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
-    with closing(snapshot):
-        try:
-            document, pieces = _read_manifest(path, snapshot)
-        except FileNotFoundError:
-            raise CheckpointNotFound(f"{path} has no {MANIFEST}") from None
-        except (DamagedCheckpoint, OSError) as error:
-            return _current_save(path), [str(error)]
-        return document.save, [
-            f"{path}/{name}: {problem}"
-            for name, entry in document.files.items()
-            for problem in _verify_file(snapshot, name, entry, pieces[name], progress)
-        ]
+        return _check(path, Manifest, _checksums, progress)[1]
+    except CheckpointNotFound:
+        raise
+    except (DamagedCheckpoint, OSError) as error:
+        return [str(error)]
 
 
 def stored_digest(path: str, tensor: TensorEntry) -> str:
@@ -76,50 +52,58 @@ def stored_digest(path: str, tensor: TensorEntry) -> str:
     return digest.hexdigest()
 
 
-Pieces = dict[tuple[int, int], tuple[PieceEntry, ManifestEntry]]
-
-
-def _read_manifest(path: str, snapshot: Snapshot) -> tuple[Manifest, dict[str, Pieces]]:
-    """Return the manifest and, for each file, the pieces in it."""
-    file = f"{path}/{MANIFEST}"
-    document = Manifest.load(snapshot.manifest(), file)
-    pieces: dict[str, Pieces] = defaultdict(dict)
+def _check(
+    path: str,
+    kind: type[T],
+    checksums: Callable[[T], _Checksums],
+    progress: ProgressCallback = lambda _: None,
+) -> tuple[T, list[str]]:
+    """Return a manifest and the problems of its files; start over if a save replaces it."""
     try:
-        entries = list_entries(document)
-        tensors = [entry.tensor for entry in entries if entry.tensor is not None]
-        check_ranges(document.files, tensors)
-    except MalformedManifest as error:
-        raise DamagedCheckpoint(f"{file} cannot be used: {error}") from None
-    for entry in entries:
+        with closing(storage_at(path).snapshot()) as snapshot:
+            while True:
+                data = snapshot.manifest()
+                manifest = kind.load(data, f"{path}/{MANIFEST}")
+                found = _problems(manifest.files, checksums(manifest), snapshot, progress)
+                problems = [f"{path}/{each}" for each in found]
+                if not problems or snapshot.manifest() == data:
+                    return manifest, problems
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+
+
+def _checksums(manifest: Manifest) -> _Checksums:
+    checksums: _Checksums = defaultdict(dict)
+    for name, file in manifest.files.items():
+        problem = "the checksum of its header is wrong"
+        checksums[name][0, file.header.bytes] = (file.header.xxh3_128, problem)
+    for entry in manifest.entries:
+        owner = entry.name if entry.rank is None else f"{entry.name} of rank {entry.rank}"
         for piece in entry.tensor.pieces if entry.tensor is not None else ():
-            if piece.file not in document.files:
-                raise DamagedCheckpoint(f"{file}: {entry.name} is in an unlisted file")
-            pieces[piece.file].setdefault(piece.at, (piece, entry))
-    return document, pieces
+            problem = f"{owner} is damaged (bytes {piece.at[0]} to {piece.at[1]})"
+            checksums[piece.file].setdefault(piece.at, (piece.xxh3_128, problem))
+    return checksums
 
 
-def _verify_file(
-    snapshot: Snapshot, name: str, entry: FileEntry, pieces: Pieces, progress: ProgressCallback
+def _problems(
+    files: dict[str, FileEntry],
+    checksums: _Checksums,
+    snapshot: Snapshot,
+    progress: ProgressCallback,
 ) -> Iterator[str]:
-    try:
-        source = snapshot.open(name)
-    except OSError as error:
-        yield f"it cannot be opened: {error.strerror or error}"
-        return
-    with closing(source):
-        if source.length != entry.bytes:
-            yield f"it has {source.length} bytes, expected {entry.bytes}"
-        if _checksum(source, 0, entry.header.bytes, progress) != entry.header.xxh3_128:
-            yield "the checksum of its header is wrong"
-        for (begin, end), (piece, owner) in sorted(pieces.items()):
-            if _checksum(source, begin, end, progress) != piece.xxh3_128:
-                rank = "" if owner.rank is None else f" of rank {owner.rank}"
-                yield f"{owner.name}{rank} is damaged (bytes {begin} to {end})"
-
-
-def _checksum(source: Source, begin: int, end: int, progress: ProgressCallback) -> str:
-    """Return the checksum of a range, or "" if it cannot be read."""
-    try:
-        return source.checksum(begin, end, progress=progress)
-    except (EOFError, OSError):
-        return ""
+    for name, file in files.items():
+        try:
+            source = snapshot.open(name)
+        except OSError as error:
+            yield f"{name}: it cannot be opened: {error.strerror or error}"
+            continue
+        with closing(source):
+            if source.length != file.bytes:
+                yield f"{name}: it has {source.length} bytes, expected {file.bytes}"
+            for at, (checksum, problem) in sorted(checksums.get(name, {}).items()):
+                try:
+                    actual = source.checksum(*at, progress=progress)
+                except (EOFError, OSError):
+                    actual = ""
+                if actual != checksum:
+                    yield f"{name}: {problem}"

@@ -6,6 +6,7 @@ when they run.
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -53,12 +54,11 @@ def _inspection() -> Iterator[Any]:
         raise click.UsageError(str(error)) from error
 
 
-def _echo(to_json: Any, lines: Callable[[], Any], *, as_json: bool) -> None:
-    click.echo(
-        json.dumps(to_json(), indent=2)
-        if as_json
-        else "\n".join(map(_escape_control_characters, lines()))
-    )
+def _echo(as_json: bool, to_json: Callable[[], Any], lines: Callable[[], Any]) -> None:
+    if as_json:
+        click.echo(json.dumps(to_json(), indent=2))
+    else:
+        click.echo("\n".join(map(_escape_control_characters, lines())))
 
 
 def _escape_control_characters(line: str) -> str:
@@ -74,9 +74,9 @@ def ls(*, path: str, as_json: bool) -> None:
     with _inspection() as inspection:
         found = inspection.find_checkpoints(path)
         _echo(
+            as_json,
             lambda: [each.to_json() for each in found],
             lambda: inspection.listing_lines(found),
-            as_json=as_json,
         )
 
 
@@ -86,8 +86,12 @@ def ls(*, path: str, as_json: bool) -> None:
 def show(*, path: str, as_json: bool) -> None:
     """Show the contents of the checkpoint at PATH, or of the newest one in that directory."""
     with _inspection() as inspection:
-        details = inspection.CheckpointDetails(inspection.newest_checkpoint(path))
-        _echo(details.to_json, details.lines, as_json=as_json)
+        found = inspection.newest_checkpoint(path)
+        _echo(
+            as_json,
+            lambda: found.to_json(with_state=True),
+            lambda: inspection.detail_lines(found),
+        )
 
 
 @checkpoint.command(short_help="Read checkpoints and compare all checksums.")
@@ -100,20 +104,12 @@ def verify(*, path: str, as_json: bool) -> None:
     """
     with _inspection() as inspection:
         found = inspection.find_checkpoints(path)
-        with _progress(sum(each.bytes for each in found)) as advance:
-            problems = inspection.verify_all(found, advance)
-        _echo(lambda: problems, lambda: inspection.verify_lines(found, problems), as_json=as_json)
+        total = sum(each.bytes for each in found)
+        output = sys.stderr if sys.stderr.isatty() else io.StringIO()
+        with click.progressbar(length=total, label="reading", file=output) as bar:
+            problems = inspection.verify_all(found, bar.update)
+        _echo(as_json, lambda: problems, lambda: inspection.verify_lines(found, problems))
     click.get_current_context().exit(1 if any(problems.values()) else 0)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    with click.progressbar(length=total, label="reading", file=sys.stderr) as bar:
-        yield bar.update
 
 
 @checkpoint.command()
@@ -130,26 +126,15 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     with _inspection() as inspection:
         one, two = inspection.checkpoints_to_compare(path, other)
         found = inspection.differences(one, two)
-        _echo(lambda: found, lambda: inspection.diff_lines(one, two, found), as_json=as_json)
+        _echo(as_json, lambda: found, lambda: inspection.diff_lines(one, two, found))
     click.get_current_context().exit(1 if found else 0)
 
 
 @checkpoint.command()
 @click.option(
-    "--keep-last",
-    type=int,
-    default=3,
-    show_default=True,
-    metavar="N",
-    help="Keep the N newest steps.",
+    "--keep-last", default=3, show_default=True, metavar="N", help="Newest steps to keep."
 )
-@click.option(
-    "--keep-every",
-    type=int,
-    default=0,
-    metavar="N",
-    help="Also keep the steps that are multiples of N.",
-)
+@click.option("--keep-every", default=0, metavar="N", help="Also keep multiples of N.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @_json_option
 @_path_argument
@@ -160,16 +145,14 @@ def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json:
     newest one first, so that at least one good checkpoint remains.
     """
     with _inspection() as inspection:
-        from ..checkpoint._retention import RetentionPolicy
-        from ..checkpoint._retention import prune as prune_directory
+        from ..checkpoint._step_directory import RetentionPolicy
+        from ..checkpoint._step_directory import prune as prune_directory
 
         directory, found = inspection.checkpoint_directory(path)
-        before = {each.step: each for each in found}
-        decisions = prune_directory(
-            directory, RetentionPolicy(keep_last, keep_every or None), dry_run=dry_run
-        )
+        policy = RetentionPolicy(keep_last, keep_every or None)
+        decisions = prune_directory(directory, policy, dry_run=dry_run)
         _echo(
+            as_json,
             lambda: [{"step": each.step, "kept": each.kept} for each in decisions],
-            lambda: inspection.prune_lines(decisions, before, dry_run=dry_run),
-            as_json=as_json,
+            lambda: inspection.prune_lines(decisions, found, dry_run=dry_run),
         )

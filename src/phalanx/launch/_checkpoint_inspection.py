@@ -10,30 +10,20 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from .._formatting import format_age, format_count, format_size, format_table
-from ..checkpoint._manifest import (
-    MANIFEST,
-    MalformedManifest,
-    Manifest,
-    ManifestEntry,
-    TensorEntry,
-    check_ranges,
-    list_entries,
-)
-from ..checkpoint._retention import RetentionDecision
+from ..checkpoint._manifest import MANIFEST, Manifest, ManifestEntry
 from ..checkpoint._step_directory import (
-    ReadLock,
+    RetentionDecision,
     StepDirectory,
     lock_for_reading,
     parse_step_name,
-    read_manifest,
     step_directory_at,
 )
-from ..checkpoint._verify import stored_digest, verify
+from ..checkpoint._verify import read_manifest, stored_digest, verify
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 
 _MAX_VALUE_WIDTH = 60  # characters of a value that are shown
@@ -48,7 +38,6 @@ class CheckpointInfo:
     manifest: Manifest | None
     """The manifest; None if it is damaged."""
     damage: str | None = None
-    state: tuple[ManifestEntry, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -69,24 +58,26 @@ class CheckpointInfo:
         except OSError:
             return None
 
-    def entries(self) -> tuple[ManifestEntry, ...]:
-        """Return its entries; raise `DamagedCheckpoint` if it is damaged."""
+    @property
+    def entries(self) -> list[ManifestEntry]:
+        """Its entries; raises `DamagedCheckpoint` if it is damaged."""
         if self.manifest is None:
             raise DamagedCheckpoint(self.damage)
-        return self.state
+        return self.manifest.entries
 
-    def to_json(self) -> dict[str, Any]:
-        """Return a summary for JSON."""
+    def to_json(self, *, with_state: bool = False) -> dict[str, Any]:
+        """Return a summary for JSON, and all entries if asked for."""
+        summary = {"path": self.path, "step": self.step}
         if self.manifest is None:
-            return {"path": self.path, "step": self.step, "damaged": self.damage}
+            return {**summary, "damaged": self.damage}
         return {
-            "path": self.path,
-            "step": self.step,
+            **summary,
             "ranks": self.manifest.ranks,
-            "tensors": sum(entry.tensor is not None for entry in self.entries()),
+            "tensors": sum(entry.tensor is not None for entry in self.entries),
             "files": len(self.manifest.files),
             "bytes": self.bytes,
             "age_seconds": self.age_seconds,
+            **({"state": [_entry_json(entry) for entry in self.entries]} if with_state else {}),
         }
 
 
@@ -96,8 +87,14 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
         return [_read_checkpoint(path)]
     directory = step_directory_at(path)
     for _ in range(_ATTEMPTS):
-        steps = directory.steps()
-        found = [each for step in steps if (each := _read_step(directory, step)) is not None]
+        steps, found = directory.steps(), []
+        for place in map(directory.path_of, steps):
+            try:
+                found.append(_read_checkpoint(place))
+            except CheckpointNotFound:
+                continue  # it was removed meanwhile
+            except (OSError, EOFError) as error:
+                found.append(CheckpointInfo(place, None, f"{place}: {error}"))
         if found:
             return found
         if not steps:
@@ -107,32 +104,11 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
     raise CheckpointNotFound(f"{path} contains no checkpoint")
 
 
-def _read_step(directory: StepDirectory, step: int) -> CheckpointInfo | None:
-    """Read one checkpoint; None if it was removed meanwhile. Errors mark it as damaged."""
-    place = directory.path_of(step)
-    try:
-        return _read_checkpoint(place)
-    except CheckpointNotFound:
-        return None
-    except (OSError, EOFError) as error:
-        return CheckpointInfo(place, None, f"{place}: {error}")
-
-
 def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
-        manifest = read_manifest(path)
-        state = list_entries(manifest)
-        tensors = [entry.tensor for entry in state if entry.tensor is not None]
-        check_ranges(manifest.files, tensors)
-        # Before any file is read: a name could lead out of the directory.
-        for piece in (piece for tensor in tensors for piece in tensor.pieces):
-            if piece.file not in manifest.files:
-                raise MalformedManifest(f"it does not list the file {piece.file!r}")
+        return CheckpointInfo(path, read_manifest(path, Manifest))
     except DamagedCheckpoint as error:
         return CheckpointInfo(path, None, str(error))
-    except MalformedManifest as error:
-        return CheckpointInfo(path, None, f"{path}/{MANIFEST} is malformed: {error}")
-    return CheckpointInfo(path, manifest, None, tuple(state))
 
 
 def newest_checkpoint(path: str) -> CheckpointInfo:
@@ -142,60 +118,54 @@ def newest_checkpoint(path: str) -> CheckpointInfo:
 
 def listing_lines(found: list[CheckpointInfo]) -> list[str]:
     """Return a table of checkpoints and their total size."""
-    rows = [_listing_row(each) for each in found]
+    rows = []
+    for each in found:
+        about = each.to_json()
+        step, age = about["step"], each.age_seconds
+        rows.append(
+            [
+                "-" if step is None else str(step),
+                str(about.get("ranks", "-")),
+                f"{about['tensors']:,}" if "tensors" in about else "-",
+                "damaged" if each.manifest is None else format_size(each.bytes),
+                "-" if age is None else format_age(age),
+                each.path,
+            ]
+        )
     head = ["step", "ranks", "tensors", "size", "age", "path"]
     total_bytes = sum(each.bytes for each in found)
     total = f"{format_count(len(found), 'checkpoint')}, {format_size(total_bytes)}"
     return [*format_table(head, rows, right="step ranks tensors size age"), "", total]
 
 
-def _listing_row(each: CheckpointInfo) -> list[str]:
-    age = "-" if each.age_seconds is None else format_age(each.age_seconds)
-    step = "-" if each.step is None else str(each.step)
-    if each.manifest is None:
-        return [step, "-", "-", "damaged", age, each.path]
-    tensors = sum(entry.tensor is not None for entry in each.entries())
-    return [step, str(each.manifest.ranks), f"{tensors:,}", format_size(each.bytes), age, each.path]
+def detail_lines(found: CheckpointInfo) -> Iterator[str]:
+    """Yield a summary, a table of tensors and a table of other values."""
+    tensors, values = [], []
+    for name, rank, tensor, value in found.entries:
+        if tensor is None:
+            values.append([name, _format_value(value), _format_owner(rank)])
+        else:
+            shape = " x ".join(map(str, tensor.shape)) or "-"
+            size = format_size(tensor.bytes)
+            tensors.append([name, tensor.dtype, shape, size, _format_owner(rank)])
+    assert found.manifest is not None
+    step = "" if found.step is None else f"step {found.step}, "
+    age = "" if found.age_seconds is None else f", {format_age(found.age_seconds)} old"
+    counts = format_count(len(tensors), "tensor")
+    files = format_count(len(found.manifest.files), "file")
+    ranks = format_count(found.manifest.ranks, "rank")
+    size = format_size(found.bytes)
+    yield f"{found.path}: {step}{size}, {counts} in {files}, saved by {ranks}{age}"
+    if tensors:
+        yield ""
+        yield from format_table(["tensor", "type", "shape", "size", "of"], tensors, right="size")
+    if values:
+        yield ""
+        yield from format_table(["value", "is", "of"], values)
 
 
-class CheckpointDetails:
-    """One checkpoint in detail."""
-
-    def __init__(self, found: CheckpointInfo) -> None:
-        self.found = found
-        self.entries = found.entries()
-
-    def lines(self) -> Iterator[str]:
-        """Yield a summary, a table of tensors and a table of other values."""
-        found = self.found
-        assert found.manifest is not None
-        tensors = [entry for entry in self.entries if entry.tensor is not None]
-        values = [entry for entry in self.entries if entry.tensor is None]
-        step = "" if found.step is None else f"step {found.step}, "
-        age = "" if found.age_seconds is None else f", {format_age(found.age_seconds)} old"
-        counts = format_count(len(tensors), "tensor")
-        files = format_count(len(found.manifest.files), "file")
-        ranks = format_count(found.manifest.ranks, "rank")
-        size = format_size(found.bytes)
-        yield f"{found.path}: {step}{size}, {counts} in {files}, saved by {ranks}{age}"
-        if tensors:
-            rows = [[e.name, *_shape_of(e), format_size(e.bytes), e.owner] for e in tensors]
-            yield ""
-            yield from format_table(["tensor", "type", "shape", "size", "of"], rows, right="size")
-        if values:
-            yield ""
-            yield from format_table(
-                ["value", "is", "of"], [[e.name, _format_value(e.value), e.owner] for e in values]
-            )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the summary and all entries for JSON."""
-        return {**self.found.to_json(), "state": [_entry_json(entry) for entry in self.entries]}
-
-
-def _shape_of(entry: ManifestEntry) -> tuple[str, str]:
-    assert entry.tensor is not None
-    return entry.tensor.dtype, " x ".join(map(str, entry.tensor.shape)) or "-"
+def _format_owner(rank: int | None) -> str:
+    return "all" if rank is None else f"rank {rank}"
 
 
 def _format_value(value: Any) -> str:
@@ -205,76 +175,62 @@ def _format_value(value: Any) -> str:
 
 def _entry_json(entry: ManifestEntry) -> dict[str, Any]:
     about: dict[str, Any] = {"name": entry.name, "rank": entry.rank}
-    if entry.tensor is None:
+    if (tensor := entry.tensor) is None:
         return {**about, "value": entry.value}
-    tensor = entry.tensor
-    return {**about, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": entry.bytes}
+    return {**about, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": tensor.bytes}
 
 
 def differences(one: CheckpointInfo, two: CheckpointInfo) -> list[dict[str, Any]]:
     """Return what was added, removed or changed between two checkpoints."""
     before, after = _by_name(one), _by_name(two)
-
-    def is_same(key: _Key) -> bool:
-        return _have_same_bytes(one.path, before[key].tensor, two.path, after[key].tensor)
-
     found = []
-    for key in [*before, *(key for key in after if key not in before)]:
-        how = _compare_entries(before.get(key), after.get(key))
-        if how is None and not is_same(key):
-            how = "changed", f"values of {_format_entry(before[key])}"
-        if how is not None:
-            kind, text = how
-            found.append({"name": key[0], "rank": key[1], "change": kind, "how": text})
+    for key in before | after:
+        if key not in after:
+            change, how = "removed", _format_entry(before[key])
+        elif key not in before:
+            change, how = "added", _format_entry(after[key])
+        else:
+            change, how = "changed", _difference(one.path, before[key], two.path, after[key])
+        if how:
+            found.append({"name": key[0], "rank": key[1], "change": change, "how": how})
     return found
 
 
-_Key = tuple[str, int | None, int]
-
-
-def _by_name(found: CheckpointInfo) -> dict[_Key, ManifestEntry]:
+def _by_name(found: CheckpointInfo) -> dict[tuple[str, int | None, int], ManifestEntry]:
     """Return the entries by name, rank and occurrence: printed names need not be unique."""
     seen: Counter[tuple[str, int | None]] = Counter()
     entries = {}
-    for entry in found.entries():
+    for entry in found.entries:
         key = entry.name, entry.rank
         entries[*key, seen[key]] = entry
         seen[key] += 1
     return entries
 
 
-def _compare_entries(
-    one: ManifestEntry | None, two: ManifestEntry | None
-) -> tuple[str, str] | None:
-    if one is None or two is None:
-        assert one or two
-        return ("removed", _format_entry(one)) if one else ("added", _format_entry(two))
-    if _format_entry(one) != _format_entry(two):
-        return "changed", f"{_format_entry(one)} -> {_format_entry(two)}"
-    if one.value != two.value:
-        return "changed", f"{_format_value(one.value)} -> {_format_value(two.value)}"
-    return None
-
-
-def _have_same_bytes(
-    path: str, one: TensorEntry | None, other_path: str, two: TensorEntry | None
-) -> bool:
-    if one is None or two is None:
-        return True
-    pieces = [[(each.at[1] - each.at[0], each.xxh3_128) for each in it.pieces] for it in (one, two)]
+def _difference(path: str, old: ManifestEntry, other_path: str, new: ManifestEntry) -> str:
+    """Return how an entry has changed, or "" if it has not."""
+    if _format_entry(old) != _format_entry(new):
+        return f"{_format_entry(old)} -> {_format_entry(new)}"
+    if old.value != new.value:
+        return f"{_format_value(old.value)} -> {_format_value(new.value)}"
+    if old.tensor is None or new.tensor is None:
+        return ""
+    pieces = [
+        [(each.at[1] - each.at[0], each.xxh3_128) for each in tensor.pieces]
+        for tensor in (old.tensor, new.tensor)
+    ]
     lengths = [[length for length, _ in each] for each in pieces]
     if lengths[0] == lengths[1]:
-        return pieces[0] == pieces[1]
-    # Another number of ranks sharded it differently, so only the data can be compared.
-    return stored_digest(path, one) == stored_digest(other_path, two)
+        is_same = pieces[0] == pieces[1]
+    else:  # another number of ranks sharded it differently, so only the data can be compared
+        is_same = stored_digest(path, old.tensor) == stored_digest(other_path, new.tensor)
+    return "" if is_same else f"values of {_format_entry(old)}"
 
 
-def _format_entry(entry: ManifestEntry | None) -> str:
-    if entry is None:
-        return ""
+def _format_entry(entry: ManifestEntry) -> str:
     if entry.tensor is None:
         return _format_value(entry.value)
-    return f"{entry.tensor.dtype}[{', '.join(map(str, entry.tensor.shape))}]"
+    return f"{entry.tensor.dtype}{entry.tensor.shape}"
 
 
 def checkpoints_to_compare(path: str, other: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
@@ -289,15 +245,9 @@ def checkpoints_to_compare(path: str, other: str | None) -> tuple[CheckpointInfo
 
 def diff_lines(one: CheckpointInfo, two: CheckpointInfo, found: list[dict[str, Any]]) -> list[str]:
     """Return a table of the differences."""
-    same = len(one.entries()) - sum(each["change"] != "added" for each in found)
+    same = len(one.entries) - sum(each["change"] != "added" for each in found)
     rows = [
-        [
-            each["change"],
-            each["name"],
-            "all" if each["rank"] is None else f"rank {each['rank']}",
-            each["how"],
-        ]
-        for each in found
+        [each["change"], each["name"], _format_owner(each["rank"]), each["how"]] for each in found
     ]
     head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are equal"
     return [head, "", *format_table(["change", "name", "of", "how"], rows)] if rows else [head]
@@ -309,9 +259,9 @@ def verify_all(
     """Verify checkpoints; return the problems by path, without those removed meanwhile."""
     problems = {}
     for each in found:
-        hold = ReadLock() if "://" in each.path else lock_for_reading(each.path)
-        if hold is not None:
-            with closing(hold), suppress(CheckpointNotFound):
+        lock = ExitStack() if "://" in each.path else lock_for_reading(each.path)
+        if lock is not None:
+            with lock, suppress(CheckpointNotFound):
                 problems[each.path] = verify(each.path, progress)
     return problems
 
@@ -338,18 +288,19 @@ def checkpoint_directory(path: str) -> tuple[StepDirectory, list[CheckpointInfo]
 
 
 def prune_lines(
-    decisions: list[RetentionDecision], before: dict[int | None, CheckpointInfo], *, dry_run: bool
+    decisions: list[RetentionDecision], found: list[CheckpointInfo], *, dry_run: bool
 ) -> list[str]:
     """Return a table of what was kept and removed, and the freed size."""
+    sizes = {each.step: each.bytes for each in found}
     would = "would be removed" if dry_run else "removed"
     rows = [
         [
-            str(each.step),
-            format_size(before[each.step].bytes) if each.step in before else "-",
-            f"kept: {each.kept}" if each.kept else would,
+            str(step),
+            format_size(sizes[step]) if step in sizes else "-",
+            f"kept: {kept}" if kept else would,
         ]
-        for each in decisions
+        for step, kept in decisions
     ]
-    gone = [before[each.step].bytes for each in decisions if not each.kept and each.step in before]
+    gone = [sizes[step] for step, kept in decisions if not kept and step in sizes]
     total = f"{format_count(len(gone), 'checkpoint')} {would}, {format_size(sum(gone))}"
     return [*format_table(["step", "size", "what"], rows, right="step size"), "", total]

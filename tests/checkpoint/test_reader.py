@@ -291,7 +291,7 @@ def test_a_rank_that_is_none_is_refused(path, rank):
 def test_nothing_but_state_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
-    with pytest.raises(MissingKeys, match="only state of ranks 0, 1"):
+    with pytest.raises(MissingKeys, match="has it for ranks 0, 1 only"):
         load(tmp_path / "c", 2, 4)
 
 

@@ -18,7 +18,8 @@ from phalanx.checkpoint._replication import (
     sampled_digest,
     tensor_digest,
 )
-from phalanx.checkpoint._state_tree import ReplicatedShard, parse_state, rebuild_state
+from phalanx.checkpoint._staging_buffer import state_from_tree
+from phalanx.checkpoint._state_tree import ReplicatedShard, map_leaves, parse_state
 from phalanx.checkpoint.components import RankInfo
 from phalanx.errors import StateMismatch
 
@@ -160,7 +161,9 @@ def own_shards(state, rank_info):
     """The state with only the bytes of replicated tensors that a rank writes."""
     tree = parse_state(state)
     shards = replicated_shards(tree, rank_info)
-    return rebuild_state(tree, lambda leaf: shards.get(leaf.name, leaf.data), marked=True)
+    return state_from_tree(
+        map_leaves(tree, lambda leaf: replace(leaf, data=shards.get(leaf.name, leaf.data)))
+    )
 
 
 def staged(state, rank, size):

@@ -139,6 +139,7 @@ def test_tensors_are_written_from_where_they_are(monkeypatch):
     assert written.header_length % 64 == 0
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_tensors_lie_where_they_can_be_used_in_place():
     sink = Recorder()
     tensors = [torch.ones(3, dtype=dtype) for dtype in (torch.int8, torch.float64, torch.int16)]

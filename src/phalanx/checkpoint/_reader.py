@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ..errors import (
     StateMismatch,
 )
 from ..groups._formatting import format_ranks
-from ._manifest import MANIFEST, PieceEntry, StatePath, format_path
+from ._manifest import MANIFEST, StatePath, format_path
 from ._state_encoding import StateManifest
 from ._state_tree import (
     Absent,
@@ -38,7 +38,7 @@ from ._state_tree import (
     Replicated,
     Scalar,
     TensorLeaf,
-    codec_for,
+    codecs_by_class,
     leaves,
     rebuild_state,
     unsupported_reason,
@@ -48,16 +48,8 @@ from ._storage import Snapshot, Source, Storage, storage_at
 from ._tensor_file import dtype_name, tensor_memory
 from ._types import STATE_DICT, RankInfo
 
-T = TypeVar("T")
-
 _PROCESS_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of this process, which say nothing about the checkpoint."""
-
-
-def _max_open_files() -> int:
-    """Return how many files to keep open: a checkpoint may have thousands, one per rank."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return sys.maxsize if soft == resource.RLIM_INFINITY else max(1, soft // 2)
 
 
 def _files_of(tensors: Iterable[TensorLeaf]) -> set[str]:
@@ -73,21 +65,20 @@ class OpenCheckpoint:
 
     def __init__(self, path: str, snapshot: Snapshot) -> None:
         self.path = path
-        self._manifest_file = f"{path}/{MANIFEST}"
+        self.manifest_file = f"{path}/{MANIFEST}"
         self._snapshot = snapshot
         self._sources: dict[str, Source] = {}
         """Open files, oldest first."""
-        self._max_open = _max_open_files()
-        with self._reporting_damage(self._manifest_file):
+        # A checkpoint may have thousands of files, one per rank.
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_open = sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 2)
+        with self._reporting_damage(self.manifest_file):
             data = snapshot.manifest()
-        self.manifest = StateManifest.load(data, self._manifest_file)
+        self.manifest = StateManifest.load(data, self.manifest_file)
 
     def survives_removal(self, tensors: Iterable[TensorLeaf]) -> bool:
         """Whether these tensors stay readable even if a save removes their files."""
         return self._snapshot.survives_removal and len(_files_of(tensors)) <= self._max_open
-
-    def tree(self, rank: int | None) -> Node:
-        return self.manifest.tree(rank, self._manifest_file)
 
     def open_files(self, tensors: Iterable[TensorLeaf]) -> None:
         """Open the files that hold these tensors, and check their lengths and headers."""
@@ -95,56 +86,43 @@ class OpenCheckpoint:
             self._source(name)
 
     def _source(self, name: str) -> Source:
-        if name not in self._sources:
-            if len(self._sources) >= self._max_open:
-                self._sources.pop(next(iter(self._sources))).close()
-            with self._reporting_damage(f"{self.path}/{name}"):
-                self._sources[name] = self._open(name)
-                self._check_file(name)
-        return self._sources[name]
-
-    def _open(self, name: str) -> Source:
-        while True:
-            try:
-                return self._snapshot.open(name)
-            except OSError as error:
-                if error.errno != errno.EMFILE or not self._sources:
-                    raise
-                self._max_open = len(self._sources)  # the process uses the other descriptors
-                self._sources.pop(next(iter(self._sources))).close()
-
-    def _check_file(self, name: str) -> None:
-        entry, source = self.manifest.files[name], self._sources[name]
-        if source.length != entry.bytes:
-            raise EOFError(f"it has {source.length} bytes, expected {entry.bytes}")
-        if source.checksum(0, entry.header.bytes) != entry.header.xxh3_128:
-            raise EOFError("the checksum of its header is wrong")
+        if name in self._sources:
+            return self._sources[name]
+        source, entry = None, self.manifest.files[name]
+        with self._reporting_damage(f"{self.path}/{name}"):
+            while source is None:
+                if len(self._sources) >= self._max_open:
+                    self._sources.pop(next(iter(self._sources))).close()
+                try:
+                    source = self._snapshot.open(name)
+                except OSError as error:
+                    if error.errno != errno.EMFILE or not self._sources:
+                        raise
+                    self._max_open = len(self._sources)  # the process uses the other descriptors
+            self._sources[name] = source
+            if source.length != entry.bytes:
+                raise EOFError(f"it has {source.length} bytes, expected {entry.bytes}")
+            if source.checksum(0, entry.header.bytes) != entry.header.xxh3_128:
+                raise EOFError("the checksum of its header is wrong")
+        return source
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
         """Return a new, verified CPU tensor."""
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.read_into(leaf, tensor)
+        self.read(leaf, tensor)
         return tensor
 
-    def read_into(self, leaf: TensorLeaf, tensor: Tensor) -> None:
-        """Read into a CPU tensor, and verify what was read."""
-        data = tensor_memory(tensor)
+    def read(self, leaf: TensorLeaf, tensor: Tensor | None = None) -> None:
+        """Read and verify a tensor, into a contiguous CPU tensor if one is given."""
+        memory = None if tensor is None else tensor_memory(tensor)
         for piece in leaf.data.pieces:
-            size = piece.at[1] - piece.at[0]
-            self._read_piece(piece, data[:size])
-            data = data[size:]
-
-    def verify(self, leaf: TensorLeaf) -> None:
-        """Read and verify a tensor without keeping it."""
-        for piece in leaf.data.pieces:
-            self._read_piece(piece, None)
-
-    def _read_piece(self, piece: PieceEntry, data: memoryview | None) -> None:
-        begin, end = piece.at
-        source = self._source(piece.file)
-        with self._reporting_damage(f"{self.path}/{piece.file}"):
-            if source.checksum(begin, end, into=data) != piece.xxh3_128:
-                raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
+            begin, end = piece.at
+            into = None if memory is None else memory[: end - begin]
+            source = self._source(piece.file)
+            with self._reporting_damage(f"{self.path}/{piece.file}"):
+                if source.checksum(begin, end, into=into) != piece.xxh3_128:
+                    raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
+            memory = None if memory is None else memory[end - begin :]
 
     @contextmanager
     def _reporting_damage(self, file: str) -> Iterator[None]:
@@ -165,28 +143,7 @@ class OpenCheckpoint:
 
 
 @contextmanager
-def open_checkpoint(storage: Storage, prepare: Callable[[OpenCheckpoint], T]) -> Iterator[T]:
-    """Yield what `prepare` returns for the current checkpoint, while its files are open.
-
-    If a save replaces the checkpoint meanwhile, so that a file is gone, `prepare` is called again
-    with the new one; it must not have side effects.
-    """
-    tried: set[str] = set()
-    while True:
-        with _opened(storage) as checkpoint:
-            try:
-                prepared = prepare(checkpoint)
-            except _FileGone as error:
-                if checkpoint.manifest.save in tried:
-                    raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
-                tried.add(checkpoint.manifest.save)
-                continue
-            yield prepared
-            return
-
-
-@contextmanager
-def _opened(storage: Storage) -> Iterator[OpenCheckpoint]:
+def open_checkpoint(storage: Storage) -> Iterator[OpenCheckpoint]:
     try:
         snapshot = storage.snapshot()
     except (FileNotFoundError, NotADirectoryError):
@@ -202,64 +159,69 @@ def _opened(storage: Storage) -> Iterator[OpenCheckpoint]:
             yield checkpoint
 
 
-FetchTensor = Callable[[TensorLeaf], Tensor]
-"""Return a tensor of the checkpoint on its target device."""
 _Apply = Callable[[], Any]
 """Apply a loaded value to the target, and return it."""
 
 
 class LoadPlan:
-    """What to load into a state, and which keys are missing."""
+    """What to load into a state, or as a new one, and which keys are missing.
+
+    Creating a plan verifies everything and builds new values; existing tensors are left for
+    `apply`.
+    """
 
     def __init__(
-        self, checkpoint: OpenCheckpoint, tree: Node, state: Any, fresh: FetchTensor
+        self, checkpoint: OpenCheckpoint, rank: int, state: Any, map_location: Any
     ) -> None:
+        tree = checkpoint.manifest.tree(rank, checkpoint.manifest_file)
         self.missing: list[str] = []
+        if state is None:
+            self.missing = [format_path(path) for path, _ in _absent_nodes(tree)]
         self._checkpoint = checkpoint
-        self._fresh = fresh
+        self._map_location = map_location
         self._in_place: list[tuple[TensorLeaf, Tensor]] = []
         self._prefetched: dict[int, Tensor] = {}
         """Tensors that may be unreadable later, by index in `_in_place`."""
         self._new: list[Node] = []
-        self._built: list[Any] = []
-        """The values of `_new`."""
+        self._new_tensors: dict[Any, Tensor] = {}
+        """Those that shared memory share it again."""
         self._loads: list[_Apply] = []
         """Calls of ``load_state_dict``."""
         self._root = self._fit(state, tree, ())
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Verify everything; build new values, and leave existing tensors for `apply`."""
-        new = [leaf for node in self._new for leaf in leaves(node)]
         in_place = [leaf for leaf, _ in self._in_place]
-        self._checkpoint.open_files([*new, *in_place])
-        self._built = [rebuild_state(node, self._fresh) for node in self._new]
-        is_readable_later = self._checkpoint.survives_removal([*new, *in_place])
+        tensors = [leaf for node in self._new for leaf in leaves(node)] + in_place
+        checkpoint.open_files(tensors)
+        self._built = [rebuild_state(node, self._fetch_new) for node in self._new]
+        is_readable_later = checkpoint.survives_removal(tensors)
         for i, leaf in enumerate(in_place):
             if is_readable_later:
-                self._checkpoint.verify(leaf)
+                checkpoint.read(leaf)
             else:
-                self._prefetched[i] = self._checkpoint.fetch(leaf)
+                self._prefetched[i] = checkpoint.fetch(leaf)
+
+    def _fetch_new(self, leaf: TensorLeaf) -> Tensor:
+        ranges = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
+        identity = (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
+        if identity not in self._new_tensors:
+            tensor = self._checkpoint.fetch(leaf)
+            self._new_tensors[identity] = _move(tensor, leaf.device, self._map_location)
+        return self._new_tensors[identity]
 
     def apply(self) -> Any:
         for load in self._loads:
             load()
         for i, (leaf, tensor) in enumerate(self._in_place):
             with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+                is_lazy = tensor.is_conj() or tensor.is_neg()  # memory differs from values
                 if i in self._prefetched:
                     tensor.copy_(self._prefetched.pop(i))
+                elif tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
+                    self._checkpoint.read(leaf, tensor)
+                    with suppress(RuntimeError):  # inference tensors have no version
+                        torch.autograd.graph.increment_version(tensor)
                 else:
-                    self._load_in_place(leaf, tensor)
+                    tensor.copy_(self._checkpoint.fetch(leaf))
         return self._root()
-
-    def _load_in_place(self, leaf: TensorLeaf, tensor: Tensor) -> None:
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # memory differs from values
-        if tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
-            self._checkpoint.read_into(leaf, tensor)
-            with suppress(RuntimeError):  # inference tensors have no version
-                torch.autograd.graph.increment_version(tensor)
-        else:
-            tensor.copy_(self._checkpoint.fetch(leaf))
 
     def _fit(self, target: Any, node: Node, path: StatePath) -> _Apply:
         if isinstance(node, Absent):
@@ -279,14 +241,18 @@ class LoadPlan:
             state = self._build(node)
             self._loads.append(lambda: target.load_state_dict(state()))
             return lambda: target
-        if target is None or codec_for(target) is not None:
-            return self._build(node)
-        if not isinstance(node, Scalar):
+        takes_any = target is None or type(target) in codecs_by_class
+        if not takes_any and not isinstance(node, Scalar):
             raise _mismatch(path, type(target).__name__, node)
         return self._build(node)
 
     def _fit_tensor(self, target: Tensor, node: Node, path: StatePath) -> _Apply:
-        reason = unsupported_reason(target) or _overlap_reason(target)
+        reason = unsupported_reason(target)
+        if not reason and any(
+            length > 1 and stride == 0
+            for length, stride in zip(target.shape, target.stride(), strict=True)
+        ):
+            reason = "an expanded tensor, whose elements share memory; pass a copy (contiguous)"
         if reason:
             raise StateMismatch(f"{format_path(path)} cannot be loaded in place: it is {reason}")
         shape = tuple(target.shape)
@@ -334,13 +300,6 @@ class LoadPlan:
         return lambda: self._built[i]
 
 
-def _overlap_reason(tensor: Tensor) -> str:
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    if any(length > 1 and stride == 0 for length, stride in sizes):
-        return "an expanded tensor, whose elements share memory; pass a copy (contiguous)"
-    return ""
-
-
 def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath, Absent]]:
     return ((where, each) for where, each in walk(node, path=path) if isinstance(each, Absent))
 
@@ -348,7 +307,8 @@ def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath,
 def _missing_keys(path: StatePath, absent: Absent) -> MissingKeys:
     return MissingKeys(
         f"{format_path(path)} differs between ranks, and the checkpoint has it for "
-        f"{format_ranks(absent.ranks)} only. Choose one with rank=, or leave the key out"
+        f"{format_ranks(absent.ranks)} only. Choose one with rank="
+        + (", or leave the key out" if path else "")
     )
 
 
@@ -395,62 +355,32 @@ class CheckpointReader:
         own = self._rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:
             raise InvalidArgument(f"rank must be a non-negative integer, got {rank!r}")
-        locate = _DeviceMapper(map_location)
-
-        def prepare(checkpoint: OpenCheckpoint) -> Callable[[], tuple[Any, list[str]]]:
-            tree = checkpoint.tree(own)
-            if state_dict is None:
-                state, missing = _read_all(checkpoint, tree, locate)
-            else:
-                plan = LoadPlan(checkpoint, tree, state_dict, locate.fresh(checkpoint))
-                missing = plan.missing
-            if strict and missing:
-                raise MissingKeys(f"the checkpoint at {path} is missing keys: {missing}")
-            return lambda: (state if state_dict is None else plan.apply(), missing)
-
-        with open_checkpoint(storage_at(os.fsdecode(path)), prepare) as finish:
-            return finish()
-
-
-def _read_all(
-    checkpoint: OpenCheckpoint, tree: Node, locate: _DeviceMapper
-) -> tuple[Any, list[str]]:
-    if isinstance(tree, Absent):
-        raise MissingKeys(
-            f"{checkpoint.path} has only state of {format_ranks(tree.ranks)}. Choose one with rank="
-        )
-    checkpoint.open_files(leaves(tree))
-    state = rebuild_state(tree, locate.fresh(checkpoint))
-    return state, [format_path(path) for path, _ in _absent_nodes(tree)]
+        storage = storage_at(os.fsdecode(path))
+        tried: set[str] = set()
+        while True:
+            with open_checkpoint(storage) as checkpoint:
+                try:
+                    plan = LoadPlan(checkpoint, own, state_dict, map_location)
+                except _FileGone as error:
+                    # A save may have replaced the checkpoint meanwhile; then load the new one.
+                    if checkpoint.manifest.save in tried:
+                        raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
+                    tried.add(checkpoint.manifest.save)
+                    continue
+                if strict and plan.missing:
+                    raise MissingKeys(f"the checkpoint at {path} is missing keys: {plan.missing}")
+                return plan.apply(), plan.missing
 
 
-class _DeviceMapper:
-    """Where new tensors go: by `map_location` as in `torch.load`, else where they were."""
-
-    def __init__(self, map_location: Any) -> None:
-        self._map = map_location
-
-    def fresh(self, checkpoint: OpenCheckpoint) -> Callable[[TensorLeaf], Tensor]:
-        """Return a function that fetches tensors; those that shared memory share it again."""
-        known: dict[Any, Tensor] = {}
-
-        def get(leaf: TensorLeaf) -> Tensor:
-            ranges = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
-            identity = (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
-            if identity not in known:
-                known[identity] = self._move(checkpoint.fetch(leaf), leaf.device)
-            return known[identity]
-
-        return get
-
-    def _move(self, tensor: Tensor, saved_on: str) -> Tensor:
-        if callable(self._map):
-            storage = self._map(tensor.untyped_storage(), saved_on)
-            return tensor if storage is None else tensor.to(storage.device)
-        if isinstance(self._map, dict):
-            return tensor.to(self._map.get(saved_on, self._map.get(f"{saved_on}:0", "cpu")))
-        if self._map is not None:
-            return tensor.to(self._map)
-        accelerator = torch.accelerator.current_accelerator()
-        is_available = accelerator is not None and accelerator.type == saved_on
-        return tensor.to(saved_on) if is_available else tensor
+def _move(tensor: Tensor, saved_on: str, map_location: Any) -> Tensor:
+    """Move a new tensor by `map_location` as in `torch.load`, else to where it was."""
+    if callable(map_location):
+        storage = map_location(tensor.untyped_storage(), saved_on)
+        return tensor if storage is None else tensor.to(storage.device)
+    if isinstance(map_location, dict):
+        return tensor.to(map_location.get(saved_on, map_location.get(f"{saved_on}:0", "cpu")))
+    if map_location is not None:
+        return tensor.to(map_location)
+    accelerator = torch.accelerator.current_accelerator()
+    is_available = accelerator is not None and accelerator.type == saved_on
+    return tensor.to(saved_on) if is_available else tensor

@@ -29,7 +29,7 @@ from ._manifest import (
     reporting_damage,
     tensor_name,
 )
-from ._state_tree import Absent, Branch, Node, Scalar, TensorLeaf, codec_named, drop_absent
+from ._state_tree import Absent, Branch, Node, Scalar, TensorLeaf, codecs_by_name, drop_absent
 from ._tensor_file import DTYPES, dtype_from_name, dtype_name, is_quantized, nbytes
 
 Json: TypeAlias = Any
@@ -127,7 +127,7 @@ def decode(
     items: Iterable[tuple[StateKey, Json]]
     match tag, body:
         case "$codec", [name, value]:
-            if codec_named(name) is None:
+            if name not in codecs_by_name:
                 raise MalformedManifest(
                     f"{format_path(path)} was stored by the codec {name!r}, which is not registered"
                 )

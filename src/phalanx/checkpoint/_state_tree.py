@@ -10,12 +10,13 @@ and only for classes that were registered.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,8 +67,7 @@ class ReplicatedShard:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Codec:
+class Codec(NamedTuple):
     """How values of a class are stored, under a name that the manifest records."""
 
     name: str
@@ -75,8 +75,8 @@ class Codec:
     decode: Callable[[Any], Any]
 
 
-_by_class: dict[type, Codec] = {}
-_by_name: dict[str, Codec] = {}
+codecs_by_class: dict[type, Codec] = {}
+codecs_by_name: dict[str, Codec] = {}
 
 
 def register_codec(
@@ -90,19 +90,10 @@ def register_codec(
     """
     if not re.fullmatch(r"[A-Za-z_][\w.-]*", name):
         raise InvalidArgument(f"a codec's name has only letters, digits and ._-, got {name!r}")
-    known = _by_name.get(name)
-    if known is not None and _by_class.get(kind) is not known:
+    known = codecs_by_name.get(name)
+    if known is not None and codecs_by_class.get(kind) is not known:
         raise InvalidArgument(f"a codec named {name!r} is already registered for another class")
-    codec = Codec(name, encode, decode)
-    _by_class[kind] = _by_name[name] = codec
-
-
-def codec_for(value: object) -> Codec | None:
-    return _by_class.get(type(value))
-
-
-def codec_named(name: str) -> Codec | None:
-    return _by_name.get(name)
+    codecs_by_class[kind] = codecs_by_name[name] = Codec(name, encode, decode)
 
 
 def _counter(counts: Any) -> Counter[Any]:
@@ -165,8 +156,26 @@ Node: TypeAlias = Branch | Scalar | TensorLeaf | Absent
 
 
 def parse_state(state: Any) -> Node:
-    """Return the tree of a state; raises `UnsupportedState` with the path of a bad value."""
-    return _unify_aliases(_parse(state, (), ""))
+    """Return the tree of a state; raises `UnsupportedState` with the path of a bad value.
+
+    Tensors that share memory get one name: the least, whatever the order of keys.
+    """
+    tree = _parse(state, (), "")
+    names: dict[Any, list[str]] = defaultdict(list)
+    for leaf in leaves(tree):
+        names[_identity(leaf)].append(leaf.name)
+    if all(len(each) == 1 for each in names.values()):
+        return tree
+    return map_leaves(tree, lambda leaf: replace(leaf, name=min(names[_identity(leaf)])))
+
+
+def _identity(leaf: TensorLeaf) -> Any:
+    tensor = leaf.data
+    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
+        return leaf.name
+    # With the mark: replicated and per-rank tensors are written to different files.
+    flags = (tensor.is_conj(), tensor.is_neg(), leaf.mark)
+    return (tensor.data_ptr(), tensor.device, tensor.dtype, leaf.shape, tensor.stride(), flags)
 
 
 def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
@@ -175,9 +184,15 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
             f"{format_path(path[:6])}… is nested deeper than {MAX_DEPTH} levels, or contains itself"
         )
     if type(value) in _MARKS:
-        return _parse(value.value, path, _combine_marks(mark, _MARKS[type(value)], path))
+        inner = _MARKS[type(value)]
+        if mark not in ("", inner):
+            raise UnsupportedState(
+                f"{format_path(path)} is marked {inner} inside a part that is marked {mark}"
+            )
+        return _parse(value.value, path, inner)
     if isinstance(value, Tensor):
-        _check_tensor(value, path)
+        if reason := unsupported_reason(value):
+            raise UnsupportedState(f"{format_path(path)} is {reason}")
         shape, device = tuple(value.shape), value.device.type
         return TensorLeaf(tensor_name(path), value.dtype, shape, device, value, mark)
     if isinstance(value, Branch | TensorLeaf):
@@ -185,13 +200,13 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
     if isinstance(value, ReplicatedShard):
         return TensorLeaf(value.name, value.dtype, value.shape, value.device, value, mark)
     if type(value) in _SCALARS:
-        return Scalar(_check_scalar(value, path), mark)
+        _check_scalar(value, path)
+        return Scalar(value, mark)
     return _parse_branch(value, path, mark)
 
 
 def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
-    codec = codec_for(value)
-    if codec is not None:
+    if (codec := codecs_by_class.get(type(value))) is not None:
         child = _parse(codec.encode(value), (*path, "value"), mark)
         return Branch(f"codec:{codec.name}", {"value": child}, mark)
     items: Iterable[tuple[Any, Any]]
@@ -206,59 +221,33 @@ def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
             f"{format_path(path)} is a {_class_name(value)}, neither a tensor nor JSON-like. "
             "Store its parts, give it state_dict and load_state_dict, or call register_codec"
         )
-    children = {_check_key(key, path): _parse(each, (*path, key), mark) for key, each in items}
+    children: dict[StateKey, Node] = {}
+    for key, each in items:
+        if type(key) not in _KEYS or (type(key) is float and not math.isfinite(key)):
+            raise UnsupportedState(
+                f"{format_path(path)} has the key {key!r} of type {_class_name(key)}; "
+                "keys must be strings, numbers, booleans or None"
+            )
+        _check_scalar(key, path)
+        children[key] = _parse(each, (*path, key), mark)
     return Branch(kind, children, mark)
 
 
-def _combine_marks(outer: Mark, inner: Mark, path: StatePath) -> Mark:
-    if outer and outer != inner:
-        raise UnsupportedState(
-            f"{format_path(path)} is marked {inner} inside a part that is marked {outer}"
-        )
-    return inner
-
-
-_SCALARS = frozenset([type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device])
+_KEYS = frozenset([type(None), bool, int, float, str])
+_SCALARS = _KEYS | {torch.Size, torch.dtype, torch.device}
 _MAX_DIGITS = sys.int_info.default_max_str_digits
 
 
-def _check_scalar(value: Any, path: StatePath) -> Any:
-    if type(value) is int:
-        _check_int(value, path)
-    elif type(value) is str:
-        _check_text(value, path)
-    return value
-
-
-def _check_key(key: Any, path: StatePath) -> StateKey:
-    if type(key) is str:
-        _check_text(key, path)
-    elif type(key) is int:
-        _check_int(key, path)
-    elif type(key) not in (bool, type(None)) and not (type(key) is float and key - key == 0.0):
-        raise UnsupportedState(
-            f"{format_path(path)} has the key {key!r} of type {_class_name(key)}; "
-            "keys must be strings, numbers, booleans or None"
-        )
-    return key  # type: ignore[no-any-return]
-
-
-def _check_int(value: int, path: StatePath) -> None:
-    if value.bit_length() > 3 * _MAX_DIGITS:
+def _check_scalar(value: Any, path: StatePath) -> None:
+    if type(value) is int and value.bit_length() > 3 * _MAX_DIGITS:
         raise UnsupportedState(f"{format_path(path)} has an integer of {value.bit_length()} bits")
-
-
-def _check_text(text: str, path: StatePath) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise UnsupportedState(f"{format_path(path)} has text that is not valid Unicode") from None
-
-
-def _check_tensor(tensor: Tensor, path: StatePath) -> None:
-    reason = unsupported_reason(tensor)
-    if reason:
-        raise UnsupportedState(f"{format_path(path)} is {reason}")
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UnsupportedState(
+                f"{format_path(path)} has text that is not valid Unicode"
+            ) from None
 
 
 def unsupported_reason(tensor: Tensor) -> str:
@@ -324,25 +313,6 @@ def find_node(node: Node, path: StatePath) -> Node | None:
     return found
 
 
-def _unify_aliases(node: Node) -> Node:
-    """Give tensors that share memory one name: the least, whatever the order of keys."""
-    names: dict[Any, list[str]] = defaultdict(list)
-    for leaf in leaves(node):
-        names[_identity(leaf)].append(leaf.name)
-    if all(len(each) == 1 for each in names.values()):
-        return node
-    return map_leaves(node, lambda leaf: replace(leaf, name=min(names[_identity(leaf)])))
-
-
-def _identity(leaf: TensorLeaf) -> Any:
-    tensor = leaf.data
-    if not isinstance(tensor, Tensor) or tensor.numel() == 0:
-        return leaf.name
-    # With the mark: replicated and per-rank tensors are written to different files.
-    flags = (tensor.is_conj(), tensor.is_neg(), leaf.mark)
-    return (tensor.data_ptr(), tensor.device, tensor.dtype, leaf.shape, tensor.stride(), flags)
-
-
 def drop_absent(node: Node) -> Node:
     if not isinstance(node, Branch):
         return node
@@ -354,18 +324,15 @@ def drop_absent(node: Node) -> Node:
     return Branch(node.kind, present, node.mark)
 
 
-def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any], *, marked: bool = False) -> Any:
-    """Return the state of a tree. `tensor` returns its tensors; `marked` keeps its marks."""
-    if marked and node.mark:
-        value = rebuild_state(node, tensor)
-        return Replicated(value) if node.mark == "replicated" else PerRank(value)
+def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any]) -> Any:
+    """Return the state of a tree. `tensor` returns its tensors."""
     if isinstance(node, TensorLeaf):
         return tensor(node)
     if isinstance(node, Scalar):
         return node.value
     assert isinstance(node, Branch), "absent nodes are skipped by their parents"
     items = {
-        key: rebuild_state(child, tensor, marked=marked)
+        key: rebuild_state(child, tensor)
         for key, child in node.children.items()
         if not isinstance(child, Absent)  # `_reader` raises for those that were asked for
     }
@@ -373,6 +340,4 @@ def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any], *, marked: bo
         return items
     if node.kind in ("list", "tuple"):
         return (list if node.kind == "list" else tuple)(items.values())
-    codec = codec_named(node.kind.removeprefix("codec:"))
-    assert codec is not None, "looked up when the tree was made"
-    return codec.decode(items["value"])
+    return codecs_by_name[node.kind.removeprefix("codec:")].decode(items["value"])

@@ -22,6 +22,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -29,8 +30,8 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from weakref import WeakSet
 
-from ..errors import CheckpointDirectoryInUse, DamagedCheckpoint
-from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from ..errors import CheckpointDirectoryInUse
+from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
 from ._progress import ProgressMeter
 from ._storage import (
     CHUNK_BYTES,
@@ -42,7 +43,6 @@ from ._storage import (
     Source,
     Storage,
     fault_point,
-    new_save_id,
 )
 
 _LOCK_NAME = "lock"
@@ -72,11 +72,12 @@ class DirectoryLock:
             lock = cls(directory, fd)
             try:
                 lock._acquire(purpose)
-                if lock._is_current():
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, owner.encode(), 0)
-                    _held_locks.add(lock)
-                    return lock
+                with suppress(FileNotFoundError):
+                    if os.path.samestat(os.stat(directory / _LOCK_NAME), os.fstat(fd)):
+                        os.ftruncate(fd, 0)
+                        os.pwrite(fd, owner.encode(), 0)
+                        _held_locks.add(lock)
+                        return lock
             except BaseException:
                 os.close(fd)
                 raise
@@ -99,20 +100,12 @@ class DirectoryLock:
                 f"({error.strerror}). If that job is dead, remove {self._directory}"
             ) from None
 
-    def _is_current(self) -> bool:
-        try:
-            named = os.stat(self._directory / _LOCK_NAME)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(named, os.fstat(self._fd))
-
     def release(self) -> None:
         """Remove the file and the directory, then unlock. Idempotent."""
-        if self._fd < 0:
-            return
-        with suppress(OSError):
-            (self._directory / _LOCK_NAME).unlink()
-            self._directory.rmdir()  # fails while ranks still have messages in it
+        if self._fd >= 0:
+            with suppress(OSError):
+                (self._directory / _LOCK_NAME).unlink()
+                self._directory.rmdir()  # fails while ranks still have messages in it
         self.abandon()
 
     def abandon(self) -> None:
@@ -162,16 +155,14 @@ class FileMessageStore(MessageStore):
         os.rename(draft, self._directory / name)
 
     def names(self) -> set[str]:
-        try:
-            return set(os.listdir(self._directory))
-        except FileNotFoundError:
-            return set()
+        with suppress(FileNotFoundError):
+            return {*os.listdir(self._directory)}
+        return set()
 
     def get(self, name: str) -> str | None:
-        try:
+        with suppress(FileNotFoundError):
             return (self._directory / name).read_text()
-        except FileNotFoundError:
-            return None
+        return None
 
     def remove(self, name: str) -> None:
         """Remove a file, and the directory with the last one."""
@@ -185,16 +176,15 @@ class FileMessageStore(MessageStore):
         self.put(draft, "")
         fd = os.open(self._directory / draft, os.O_RDWR | os.O_CLOEXEC)
         try:
-            is_locked = _try_lock(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             os.rename(self._directory / draft, self._directory / name)  # keeps the lock
-        except BaseException:
+        except BaseException as error:
             os.close(fd)
-            raise
-        if is_locked:
-            return fd
-        os.close(fd)
-        self.put(name, "unlocked")
-        return None
+            if not isinstance(error, OSError) or error.errno not in _LOCKS_UNSUPPORTED:
+                raise
+            self.put(name, "unlocked")
+            return None
+        return fd
 
     def is_abandoned(self, name: str) -> bool:
         """Whether the lock is free. A file without a lock has content."""
@@ -203,29 +193,16 @@ class FileMessageStore(MessageStore):
         except FileNotFoundError:
             return False
         try:
-            return not os.fstat(fd).st_size and _is_unlocked(fd)
+            if os.fstat(fd).st_size:
+                return False
+            # With a shared lock, so that peers that look at the same time get the same answer.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        else:
+            return True
         finally:
             os.close(fd)
-
-
-def _try_lock(fd: int) -> bool:
-    """Lock a file; False if the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _LOCKS_UNSUPPORTED:
-            raise
-        return False
-    return True
-
-
-def _is_unlocked(fd: int) -> bool:
-    # With a shared lock, so that peers that look at the same time get the same answer.
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 class LocalStorage(Storage):
@@ -244,7 +221,7 @@ class LocalStorage(Storage):
         """Lock the path, remove what dead jobs left, and create a temporary directory."""
         make_durable_directories(self._target.parent)
         self._lock = DirectoryLock.take(self.workspace, owner, purpose=self.path)
-        save = new_save_id()
+        save = secrets.token_hex(8)
         try:
             fault_point("locked")
             self._remove_leftovers()
@@ -274,20 +251,11 @@ class LocalStorage(Storage):
 
     def _remove_strays(self) -> None:
         with suppress(OSError):  # the next save tries again
-            strays = self._strays(self._named_files())
+            strays = self._strays(named_files(self))
             if strays:
                 # The manifest may be newer than the strays, and must be durable before they go.
                 fsync_directory(self._target)
                 self.discard(strays)
-
-    def _named_files(self) -> set[str] | None:
-        try:
-            with closing(LocalSnapshot(str(self._target))) as snapshot:
-                return set(Manifest.load(snapshot.manifest(), self.path).files)
-        except FileNotFoundError:
-            return set()
-        except (OSError, DamagedCheckpoint):
-            return None
 
     def _strays(self, named: set[str] | None) -> list[str]:
         if named is None:
@@ -300,9 +268,7 @@ class LocalStorage(Storage):
         """Write a file in the temporary directory, then fsync it and the directory."""
         directory = self.workspace / save
         if not directory.is_dir():
-            problem = (
-                "this rank does not see what rank 0 created; do all ranks share the file system?"
-            )
+            problem = "not visible on this rank; do all ranks share the file system?"
             raise FileNotFoundError(errno.ENOENT, problem, str(directory))
         sink = _FileSink(directory / name)
         try:
@@ -311,10 +277,11 @@ class LocalStorage(Storage):
             self._meter.enter("flushing")
             sink.flush()
         except BaseException:
-            sink.remove()  # at once: on a full disk, messages to other ranks need the space
+            # Before anything else: on a full disk, messages to other ranks need the space.
+            (directory / name).unlink(missing_ok=True)
             raise
         finally:
-            sink.close()
+            os.close(sink.fd)
         fsync_directory(directory)
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
@@ -380,22 +347,16 @@ class _FileSink:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
+        self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
 
     def write(self, data: memoryview) -> None:
         with self._naming_file():
             while data:
-                data = data[os.write(self._fd, data) :]
+                data = data[os.write(self.fd, data) :]
 
     def flush(self) -> None:
         with self._naming_file():
-            os.fsync(self._fd)
-
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        os.close(self._fd)
+            os.fsync(self.fd)
 
     @contextmanager
     def _naming_file(self) -> Iterator[None]:
@@ -424,11 +385,11 @@ class LocalSnapshot(Snapshot):
     def open(self, name: str) -> _FileSource:
         """Open a regular file: a link could lead anywhere, and a pipe would block."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        source = _FileSource(os.open(name, flags, dir_fd=self._fd))
-        if not source.is_regular:
-            source.close()
+        fd = os.open(name, flags, dir_fd=self._fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file", name)
-        return source
+        return _FileSource(fd)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -439,14 +400,7 @@ class _FileSource(Source):
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
-
-    @property
-    def is_regular(self) -> bool:
-        return stat.S_ISREG(os.fstat(self._fd).st_mode)
-
-    @property
-    def length(self) -> int:
-        return os.fstat(self._fd).st_size
+        self.length = os.fstat(fd).st_size
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         while memory:

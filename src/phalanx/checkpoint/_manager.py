@@ -14,8 +14,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import ExitStack, closing, contextmanager
-from types import TracebackType
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -29,11 +28,7 @@ from ..errors import (
 )
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._commit import lock_owner
-from ._coordination import (
-    Coordinator,
-    format_by_rank,
-    rank_and_barrier,
-)
+from ._coordination import Coordinator, format_by_rank, rank_and_barrier
 from ._reader import CheckpointReader
 from ._step_directory import RetentionPolicy, prune, step_directory_at
 from ._storage import strip_file_scheme
@@ -103,10 +98,6 @@ class CheckpointManager:
     def _coordinator(self) -> Coordinator:
         return Coordinator(*self._rank_and_barrier)
 
-    @property
-    def _is_rank_zero(self) -> bool:
-        return self._rank_and_barrier[0].global_rank == 0
-
     def _own_checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
             rank_info, barrier = self._rank_and_barrier
@@ -128,7 +119,7 @@ class CheckpointManager:
         return self._run_on_all_ranks("asking for the latest step", self._latest_local_step)[0]
 
     def _latest_local_step(self) -> int | None:
-        return next(reversed(self.steps()), None) if self._is_rank_zero else None
+        return next(reversed(self.steps()), None) if self._coordinator.rank == 0 else None
 
     def save(
         self, step: int, state: STATE_DICT, **kwargs: Any
@@ -162,10 +153,15 @@ class CheckpointManager:
         return futures
 
     def _prepare_save(self, step: int) -> int:
-        if self._is_rank_zero:
+        if self._coordinator.rank == 0:
             self._directory.lock(lock_owner(self._coordinator.size))
             if not self._is_cleaned:
-                self._clean()
+                try:
+                    self._directory.clean()
+                except OSError as error:  # harmless leftovers, possibly of another user
+                    where = self._directory.path
+                    _log.warning("cannot remove what dead jobs left in %s: %s", where, error)
+                self._is_cleaned = True
             newest = max([self._newest, *self.steps()])
             if step < newest:
                 raise InvalidArgument(
@@ -173,13 +169,6 @@ class CheckpointManager:
                     f"rewind({step}) first, which removes later steps, or use another directory"
                 )
         return step
-
-    def _clean(self) -> None:
-        try:
-            self._directory.clean()
-        except OSError as error:  # harmless leftovers, possibly of another user
-            _log.warning("cannot remove what dead jobs left in %s: %s", self._directory.path, error)
-        self._is_cleaned = True
 
     def _prune_after(self, written: Future[None], step: int) -> None:
         pruned: Future[None] = Future()
@@ -199,7 +188,7 @@ class CheckpointManager:
 
     def _prune(self, step: int) -> None:
         """Remove old checkpoints, on rank 0, after a step was written. Never raises."""
-        if not self._is_rank_zero:
+        if self._coordinator.rank != 0:
             return
         try:
             prune(self._directory, self._keep, written=step)
@@ -218,20 +207,21 @@ class CheckpointManager:
         """
         step = _check_step(step)
         self._wait()
-        self._run_on_all_ranks("removing later steps", lambda: self._remove_after(step))
-        self._newest = -1
 
-    def _remove_after(self, step: int) -> None:
-        if not self._is_rank_zero:
-            return
-        self._directory.lock(lock_owner(self._coordinator.size))
-        later = [each for each in self.steps() if each > step]
-        for each in later:
-            if (obstacle := self._directory.obstacle(each)) is not None:
-                raise CheckpointError(f"{self.path(each)} cannot be removed: {obstacle}")
-        for each in reversed(later):  # leaves no gap if it fails
-            if not self._directory.remove(each):
-                raise CheckpointError(f"{self.path(each)} is being read")
+        def remove_later() -> None:
+            if self._coordinator.rank != 0:
+                return
+            self._directory.lock(lock_owner(self._coordinator.size))
+            later = [each for each in self.steps() if each > step]
+            for each in later:
+                if (obstacle := self._directory.obstacle(each)) is not None:
+                    raise CheckpointError(f"{self.path(each)} cannot be removed: {obstacle}")
+            for each in reversed(later):  # leaves no gap if it fails
+                if not self._directory.remove(each):
+                    raise CheckpointError(f"{self.path(each)} is being read")
+
+        self._run_on_all_ranks("removing later steps", remove_later)
+        self._newest = -1
 
     def load(
         self,
@@ -258,29 +248,35 @@ class CheckpointManager:
             try:
                 self._run_on_all_ranks(f"loading step {chosen}", load)
             except DamagedCheckpoint as error:
-                error.add_note(self._recovery_hint(chosen))
+                older = next((each for each in reversed(self.steps()) if each < chosen), None)
+                error.add_note(
+                    f"{self._directory.path} has no older checkpoint"
+                    if older is None
+                    else f"to continue from the one before it: load({older}, ...), then "
+                    f"rewind({older}), which removes step {chosen}"
+                )
                 raise
         return loaded[0]
 
-    def _recovery_hint(self, step: int) -> str:
-        older = [each for each in self.steps() if each < step]
-        if not older:
-            return f"{self._directory.path} has no older checkpoint"
-        return (
-            f"to continue from the one before it: load({older[-1]}, ...), then "
-            f"rewind({older[-1]}), which removes step {step}"
-        )
-
     @contextmanager
     def _locked_step(self, step: int | None) -> Iterator[int]:
-        """Choose a checkpoint with all ranks, and protect it from removal."""
+        """Choose a checkpoint with all ranks, and protect it from removal.
+
+        It is the given one, or the newest that rank 0 sees.
+        """
         for _ in range(_LOAD_ATTEMPTS if step is None else 1):
-            chosen = self._choose(step)
+            wanted = self._run_on_all_ranks("loading", lambda: [step, self._latest_local_step()])
+            if any(each[0] != step for each in wanted):
+                steps = format_by_rank(each[0] for each in wanted)
+                raise InvalidArgument(f"ranks load different steps: {steps}")
+            chosen = wanted[0][1] if step is None else step
+            if chosen is None:
+                raise CheckpointNotFound(f"there is no checkpoint in {self._directory.path}")
             with ExitStack() as locks:
 
                 def lock(step: int = chosen, locks: ExitStack = locks) -> bool:
                     held = self._directory.lock_for_reading(step)
-                    return held is not None and bool(locks.enter_context(closing(held)))
+                    return held is not None and bool(locks.enter_context(held))
 
                 if all(self._run_on_all_ranks(f"loading step {chosen}", lock)):
                     yield chosen
@@ -290,24 +286,13 @@ class CheckpointManager:
             f"{self._directory.path} has no step {chosen}; there are: {existing}"
         )
 
-    def _choose(self, step: int | None) -> int:
-        """Return the step that all ranks load: the given one, or the newest on rank 0."""
-        wanted = self._run_on_all_ranks("loading", lambda: [step, self._latest_local_step()])
-        if any(each[0] != step for each in wanted):
-            steps = format_by_rank(each[0] for each in wanted)
-            raise InvalidArgument(f"ranks load different steps: {steps}")
-        chosen = wanted[0][1] if step is None else step
-        if chosen is None:
-            raise CheckpointNotFound(f"there is no checkpoint in {self._directory.path}")
-        return chosen
-
     def _run_on_all_ranks(self, phase: str, action: Callable[[], T]) -> list[T]:
         return self._coordinator.run_on_all_ranks(phase, action, wrap_errors=False)
 
     def close(self) -> None:
         """Wait for pending saves, and unlock the directory.
 
-        Raises the error of a failed write that nobody has observed. A checkpointer that was passed
+        Raises the error of a failed write that was not observed. A checkpointer that was passed
         in is not closed.
         """
         unreported = [written for written, _ in self._writes if _is_unreported(written)]
@@ -327,12 +312,7 @@ class CheckpointManager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -359,7 +339,7 @@ def _write_error(written: Future[None]) -> BaseException | None:
 
 
 def _is_unreported(written: Future[None]) -> bool:
-    """Whether a write is pending, or has failed without anyone observing it."""
+    """Whether a write is pending, or has failed and was not observed."""
     if not written.done():
         return True
     was_observed = getattr(written, "was_observed", True)

@@ -15,7 +15,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 
@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from ..errors import DamagedCheckpoint, UnsupportedState
-from ._storage import checksum
+from ._storage import Storage, checksum
 
 StateKey: TypeAlias = str | int | float | bool | None
 """A key of a dict or an index of a list."""
@@ -210,6 +210,17 @@ def reporting_damage(file: str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{file} cannot be used: it is malformed: {error}") from None
     except RecursionError:
         raise DamagedCheckpoint(f"{file} cannot be used: it is nested too deeply") from None
+
+
+def named_files(storage: Storage) -> set[str] | None:
+    """Return the data files of the current checkpoint; None if its manifest is damaged."""
+    try:
+        with closing(storage.snapshot()) as snapshot:
+            return {*ManifestOutline.load(snapshot.manifest(), storage.path).files}
+    except FileNotFoundError:
+        return set()
+    except (OSError, DamagedCheckpoint):
+        return None
 
 
 def _check_pieces(files: dict[str, FileEntry], entries: Iterable[ManifestEntry]) -> None:

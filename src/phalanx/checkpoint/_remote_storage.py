@@ -9,12 +9,13 @@ Torch-free.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
-from ..errors import DamagedCheckpoint, InvalidArgument
-from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, Manifest
+from ..errors import InvalidArgument
+from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
 from ._storage import (
     DATA_FILE_NAME,
     MessageStore,
@@ -22,7 +23,6 @@ from ._storage import (
     Source,
     Storage,
     fault_point,
-    new_save_id,
 )
 
 _MESSAGE_END = b"\0"
@@ -62,7 +62,7 @@ class RemoteStorage(Storage):
         messages = self.message_store()
         for name in messages.names():
             messages.remove(name)  # a live peer sends its message again
-        return new_save_id()
+        return secrets.token_hex(8)
 
     @contextmanager
     def create(self, save: str, name: str) -> Iterator[_RemoteSink]:
@@ -72,37 +72,29 @@ class RemoteStorage(Storage):
         try:
             yield _RemoteSink(file)
         except BaseException:
-            _abort_upload(file)
+            with suppress(Exception):  # discard, if the store can do that: then nothing appears
+                (file.discard if hasattr(file, "discard") else file.close)()
             raise
         fault_point("flush")
         file.close()
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
         """Upload the manifest, and return the files of the one that it replaced."""
-        old = self._named_files()
+        old = named_files(self)
         fault_point("publish")
         self._fs.pipe_file(f"{self._directory}/{MANIFEST}", manifest)
         self._is_published = True
         fault_point("published")
         return [name for name in old or () if DATA_FILE_NAME.fullmatch(name) and save not in name]
 
-    def _named_files(self) -> list[str] | None:
-        try:
-            data = self._fs.cat_file(f"{self._directory}/{MANIFEST}")
-            return list(Manifest.load(data, self.path).files)
-        except FileNotFoundError:
-            return []
-        except DamagedCheckpoint:
-            return None
-
     def end(self, save: str | None) -> None:
         """Remove the files of a save that was not committed."""
         if save is None or self._is_published:
             return
         with suppress(Exception):  # stores raise errors of any class
-            named = self._named_files()  # an upload may have succeeded although it raised
+            named = named_files(self)  # an upload may have succeeded although it raised
             if named is not None:
-                names = {*list_names(self._fs, self._directory)} - {*named}
+                names = {*list_names(self._fs, self._directory)} - named
                 self.discard(
                     [name for name in names if DATA_FILE_NAME.fullmatch(name) and save in name]
                 )
@@ -128,15 +120,6 @@ class _RemoteSink:
         while data:
             count = self._file.write(data)
             data = data[len(data) if count is None else count :]
-
-
-def _abort_upload(file: Any) -> None:
-    """Close a file so that nothing appears, if the store can do that."""
-    with suppress(Exception):
-        if hasattr(file, "discard"):
-            file.discard()
-        else:
-            file.close()
 
 
 class RemoteMessageStore(MessageStore):
@@ -175,7 +158,6 @@ class RemoteMessageStore(MessageStore):
         return None
 
     def is_abandoned(self, name: str) -> bool:  # noqa: ARG002
-        """Return False: without locks, nobody is certainly dead."""
         return False
 
 
@@ -208,11 +190,7 @@ class _RemoteSource(Source):
     def __init__(self, fs: Any, path: str) -> None:
         self._fs = fs
         self._path = path
-        self._length: int = fs.info(path)["size"]
-
-    @property
-    def length(self) -> int:
-        return self._length
+        self.length = fs.info(path)["size"]
 
     def read_into(self, memory: memoryview, offset: int) -> None:
         data = self._fs.cat_file(self._path, start=offset, end=offset + len(memory))

@@ -11,7 +11,6 @@ Torch-free. Imports nothing else of this package but `_progress`.
 from __future__ import annotations
 
 import re
-import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
@@ -43,10 +42,6 @@ def fault_point(point: str) -> None:
     """Mark a point of a save at which tests can inject a fault."""
     if _faultpoints.armed:
         _faultpoints.reach(f"checkpoint:{point}")
-
-
-def new_save_id() -> str:
-    return secrets.token_hex(8)
 
 
 def data_file_name(save: str, rank: int) -> str:
@@ -116,12 +111,9 @@ class Source(ABC):
 
     chunk: int
     """The number of bytes to read at once."""
+    length: int
+    """The actual length in bytes."""
     _scratch = bytearray()
-
-    @property
-    @abstractmethod
-    def length(self) -> int:
-        """The actual length in bytes."""
 
     @abstractmethod
     def read_into(self, memory: memoryview, offset: int) -> None:

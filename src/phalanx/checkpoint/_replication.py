@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -27,16 +26,7 @@ from ..errors import StateMismatch
 from ..groups._formatting import format_ranks
 from ._manifest import StateKey, StatePath, format_path, tensor_name
 from ._state_encoding import encode_scalar
-from ._state_tree import (
-    Branch,
-    Node,
-    ReplicatedShard,
-    Scalar,
-    TensorLeaf,
-    find_node,
-    leaves,
-    walk,
-)
+from ._state_tree import Branch, Node, ReplicatedShard, Scalar, TensorLeaf, find_node, leaves, walk
 from ._storage import checksum
 from ._tensor_file import chunks, dtype_name, nbytes, tensor_memory
 from ._types import RankInfo
@@ -83,16 +73,37 @@ def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[in
     Every rank gets the same result, in the same order. All ranks raise `StateMismatch` if a part
     that is marked `Replicated` differs.
     """
-    comparison = _Comparison(tree)
-    comparison.classify((), exchange(comparison.begin))
-    while comparison.unresolved:
-        paths, comparison.unresolved = comparison.unresolved, []
-        summaries = exchange(partial(comparison.summaries_below, paths))
-        for i, path in enumerate(paths):
-            by_rank = [dict(each[i]) for each in summaries]
-            for key in dict.fromkeys(key for each in by_rank for key in each):
-                comparison.classify((*path, key), [each.get(key) for each in by_rank])
-    return dict(sorted(comparison.per_rank.items(), key=lambda item: tensor_name(item[0])))
+    own: dict[StatePath, _Summary] = {}
+    found: dict[StatePath, tuple[int, ...]] = {}
+
+    def summarize_all() -> _Summary:
+        _summarize(tree, (), own)
+        return own[()]
+
+    def summaries_below(paths: list[StatePath]) -> list[list[tuple[StateKey, _Summary]]]:
+        branches = [(path, find_node(tree, path)) for path in paths]
+        return [
+            [(key, own[*path, key]) for key in branch.children]
+            for path, branch in branches
+            if isinstance(branch, Branch)
+        ]
+
+    compared: dict[StatePath, list[_Summary | None]] = {(): [*exchange(summarize_all)]}
+    while compared:
+        unresolved = []
+        for path, summaries in compared.items():
+            differing = _differing_paths(find_node(tree, path), path, summaries)
+            if differing is None:
+                unresolved.append(path)
+            else:
+                found.update(differing)
+        compared = {}
+        replies = exchange(partial(summaries_below, unresolved)) if unresolved else []
+        for i, path in enumerate(unresolved):
+            by_rank = [dict(reply[i]) for reply in replies]
+            for key in dict.fromkeys(chain.from_iterable(by_rank)):
+                compared[*path, key] = [each.get(key) for each in by_rank]
+    return dict(sorted(found.items(), key=lambda item: tensor_name(item[0])))
 
 
 def per_rank_paths(node: Node, path: StatePath = ()) -> Iterator[StatePath]:
@@ -101,93 +112,52 @@ def per_rank_paths(node: Node, path: StatePath = ()) -> Iterator[StatePath]:
     return (where for where, each in nodes if each.mark == "per rank")
 
 
-class _Comparison:
-    """The state of a comparison between ranks."""
-
-    def __init__(self, tree: Node) -> None:
-        self._tree = tree
-        self._digests: dict[StatePath, str] = {}
-        self.per_rank: dict[StatePath, tuple[int, ...]] = {}
-        """Paths that differ, and which ranks have something there."""
-        self.unresolved: list[StatePath] = []
-        """Branches that differ, to be compared child by child."""
-
-    def begin(self) -> _Summary:
-        """Digest the whole state, and return the summary of its root."""
-        _digest_tree(self._tree, (), self._digests)
-        return self._summary(self._tree, ())
-
-    def _summary(self, node: Node, path: StatePath) -> _Summary:
-        kind = "leaf"
-        if isinstance(node, Branch):
-            length = "" if node.kind == "dict" else len(node.children)
-            kind = f"branch {node.kind} {length}"
-        return [node.mark, kind, self._digests[path]]
-
-    def summaries_below(self, paths: list[StatePath]) -> list[list[tuple[StateKey, _Summary]]]:
-        branches = [(path, self._find(path)) for path in paths]
-        return [
-            [(key, self._summary(child, (*path, key))) for key, child in branch.children.items()]
-            for path, branch in branches
-            if isinstance(branch, Branch)
-        ]
-
-    def classify(self, path: StatePath, summaries: Sequence[_Summary | None]) -> None:
-        """Decide about one path, given the summaries of all ranks."""
-        marks = {each[0] for each in summaries if each is not None}
-        kinds = {None if each is None else each[1] for each in summaries}
-        is_branch = len(kinds) == 1 and str(*kinds).startswith("branch")
-        if all(each == summaries[0] for each in summaries):
-            below = per_rank_paths(self._find(path), path)
-            self.per_rank.update(dict.fromkeys(below, tuple(range(len(summaries)))))
-        elif is_branch and marks in ({""}, {"replicated"}):
-            self.unresolved.append(path)
-        elif "replicated" in marks:
-            raise StateMismatch(_mismatch_message(path, summaries, marks))
-        else:
-            present = (rank for rank, each in enumerate(summaries) if each is not None)
-            self.per_rank[path] = tuple(present)
-
-    def _find(self, path: StatePath) -> Node:
-        node = find_node(self._tree, path)
-        assert node is not None
-        return node
-
-
-def _mismatch_message(
-    path: StatePath, summaries: Sequence[_Summary | None], marks: set[str]
-) -> str:
-    if len(marks) > 1:
-        return f"{format_path(path)} is marked Replicated on some ranks only"
-    others = [rank for rank, each in enumerate(summaries) if each != summaries[0]]
-    return (
-        f"{format_path(path)} is marked Replicated but differs between rank 0 and "
-        f"{format_ranks(others)}"
-    )
-
-
-def _digest_tree(node: Node, path: StatePath, digests: dict[StatePath, str]) -> str:
+def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]) -> str:
+    """Record the summaries of a node and of all below it; return its digest."""
+    kind = "leaf"
+    if isinstance(node, Branch):
+        kind = f"branch {node.kind} {'' if node.kind == 'dict' else len(node.children)}"
     if node.mark == "per rank":
         digest = ""  # not compared
     elif isinstance(node, TensorLeaf):
-        digest = f"{node.name} {_leaf_digest(node)}"
+        if isinstance(node.data, ReplicatedShard):
+            digest = node.data.fingerprint
+        else:
+            digest = (sampled_digest if node.mark == "replicated" else tensor_digest)(node.data)
+        digest = f"{node.name} {digest}"
     elif isinstance(node, Branch):
         below = {
-            tensor_name((key,)): _digest_tree(child, (*path, key), digests)
+            tensor_name((key,)): _summarize(child, (*path, key), summaries)
             for key, child in node.children.items()
         }
         digest = checksum(json.dumps([node.kind, sorted(below.items())]).encode())
     else:
         assert isinstance(node, Scalar)
         digest = checksum(json.dumps(encode_scalar(node.value)).encode())
-    digests[path] = f"{node.mark} {digest}"
-    return digests[path]
+    summaries[path] = [node.mark, kind, f"{node.mark} {digest}"]
+    return summaries[path][2]
 
 
-def _leaf_digest(leaf: TensorLeaf) -> str:
-    if isinstance(leaf.data, ReplicatedShard):
-        return leaf.data.fingerprint
-    return sampled_digest(leaf.data) if leaf.mark == "replicated" else tensor_digest(leaf.data)
+def _differing_paths(
+    node: Node | None, path: StatePath, summaries: list[_Summary | None]
+) -> dict[StatePath, tuple[int, ...]] | None:
+    """Return what differs at a path or below; None if its children must be compared."""
+    marks = {each[0] for each in summaries if each is not None}
+    kinds = {None if each is None else each[1] for each in summaries}
+    others = [rank for rank, each in enumerate(summaries) if each != summaries[0]]
+    if not others:
+        assert node is not None
+        return dict.fromkeys(per_rank_paths(node, path), tuple(range(len(summaries))))
+    if len(kinds) == 1 and str(*kinds).startswith("branch") and marks in ({""}, {"replicated"}):
+        return None
+    if len(marks) > 1 and "replicated" in marks:
+        raise StateMismatch(f"{format_path(path)} is marked Replicated on some ranks only")
+    if "replicated" in marks:
+        raise StateMismatch(
+            f"{format_path(path)} is marked Replicated but differs between rank 0 and "
+            f"{format_ranks(others)}"
+        )
+    return {path: tuple(rank for rank, each in enumerate(summaries) if each is not None)}
 
 
 MIN_SPLIT_BYTES = 1 << 20
@@ -195,8 +165,7 @@ MIN_SPLIT_BYTES = 1 << 20
 _SPLIT_ALIGNMENT = 4096  # bytes; a multiple of every element size
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class TensorRange:
+class TensorRange(NamedTuple):
     """The bytes of a tensor that one rank writes."""
 
     name: str
@@ -282,19 +251,15 @@ def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedSh
     replicated = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "replicated"}
     ranges = ranges_of_rank(replicated.values(), rank_info.global_world_size, rank_info.global_rank)
     mine = {part.name: part for part in ranges}
-    return {
-        name: _shard_of_leaf(leaf, mine.get(name))
-        for name, leaf in replicated.items()
-        if name not in in_codecs
-    }
-
-
-def _shard_of_leaf(leaf: TensorLeaf, part: TensorRange | None) -> ReplicatedShard:
-    if isinstance(leaf.data, ReplicatedShard):
-        return leaf.data
-    start, stop = (part.start, part.stop) if part is not None else (0, 0)
-    data = elements_in_range(leaf.data, part) if part is not None else None
-    digest = sampled_digest(leaf.data)
-    return ReplicatedShard(
-        leaf.name, leaf.dtype, leaf.shape, leaf.device, start, stop, digest, data
-    )
+    shards = {}
+    for name, leaf in replicated.items():
+        if name in in_codecs:
+            continue
+        if isinstance(leaf.data, ReplicatedShard):
+            shards[name] = leaf.data
+            continue
+        part = mine.get(name, TensorRange(name, 0, 0))
+        data = elements_in_range(leaf.data, part) if name in mine else None
+        about = (name, leaf.dtype, leaf.shape, leaf.device, part.start, part.stop)
+        shards[name] = ReplicatedShard(*about, sampled_digest(leaf.data), data)
+    return shards

@@ -24,12 +24,20 @@ class RNGState:
             "torch": torch.get_rng_state(),
             "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         }
-        accelerator = _accelerator()
-        if accelerator is not None:
+        if (accelerator := _accelerator()) is not None:
             name, module = accelerator
             state["accelerator"] = {name: module.get_rng_state()}
         if "numpy" in sys.modules:
-            state["numpy"] = _numpy_state()
+            import numpy as np
+
+            name, words, position, has_gauss, gauss = np.random.get_state()
+            state["numpy"] = {
+                "generator": name,
+                "words": torch.tensor([int(word) for word in words]),
+                "position": int(position),
+                "has_gauss": int(has_gauss),
+                "gauss": float(gauss),
+            }
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -45,13 +53,17 @@ class RNGState:
         python = state_dict["python"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
         torch.set_rng_state(state_dict["torch"].cpu())
-        accelerator = _accelerator()
-        if accelerator is not None:
+        if (accelerator := _accelerator()) is not None:
             name, module = accelerator
             if name in state_dict.get("accelerator", {}):
                 module.set_rng_state(state_dict["accelerator"][name].cpu())
         if "numpy" in state_dict:
-            _set_numpy_state(state_dict["numpy"])
+            import numpy as np
+
+            state = state_dict["numpy"]
+            words = np.array(state["words"].tolist(), dtype=np.uint32)
+            gauss = (state["has_gauss"], state["gauss"])
+            np.random.set_state((state["generator"], words, state["position"], *gauss))
 
 
 def _accelerator() -> tuple[str, Any] | None:
@@ -59,25 +71,3 @@ def _accelerator() -> tuple[str, Any] | None:
     if device is None or not torch.accelerator.is_available():
         return None
     return device.type, torch.get_device_module(device)
-
-
-def _numpy_state() -> dict[str, Any]:
-    import numpy as np
-
-    name, words, position, has_gauss, gauss = np.random.get_state()
-    return {
-        "generator": name,
-        "words": torch.tensor([int(word) for word in words]),
-        "position": int(position),
-        "has_gauss": int(has_gauss),
-        "gauss": float(gauss),
-    }
-
-
-def _set_numpy_state(state: dict[str, Any]) -> None:
-    import numpy as np
-
-    words = np.array(state["words"].tolist(), dtype=np.uint32)
-    np.random.set_state(
-        (state["generator"], words, state["position"], state["has_gauss"], state["gauss"])
-    )

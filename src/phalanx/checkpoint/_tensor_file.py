@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -55,11 +57,6 @@ def dtype_from_name(name: str) -> torch.dtype | None:
     return DTYPES.get(name)
 
 
-def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether a dtype needs a scale; some have less than a byte per element."""
-    return dtype_name(dtype).startswith(("qint", "quint"))
-
-
 def safetensors_type(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     """Return the dtype and shape in a safetensors file: complex as pairs, unknown as bytes."""
     name = dtype_name(dtype)
@@ -102,8 +99,7 @@ class TensorShard:
         return safetensors_type(self.dtype, ((self.stop - self.start) // self.dtype.itemsize,))
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenRange:
+class WrittenRange(NamedTuple):
     """Where the bytes of a shard are in their file."""
 
     begin: int
@@ -111,8 +107,7 @@ class WrittenRange:
     checksum: str
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenFile:
+class WrittenFile(NamedTuple):
     """A file that was written."""
 
     length: int
@@ -123,10 +118,7 @@ class WrittenFile:
 
 
 def nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size
+    return math.prod(shape, start=dtype.itemsize)
 
 
 def tensor_memory(tensor: Tensor) -> memoryview:
@@ -161,9 +153,16 @@ def write_tensor_file(
     ranges: dict[int, WrittenRange] = {}
     for i in order:
         fault_point("tensor")
-        digest = _write_shard(sink, shards[i], meter)
-        begin, position = position, position + shards[i].stop - shards[i].start
-        ranges[i] = WrittenRange(begin, position, digest)
+        digest = xxhash.xxh3_128()
+        plain = shards[i].data.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = tensor_memory(plain)
+        assert len(data) == shards[i].stop - shards[i].start
+        for chunk in chunks(data):
+            digest.update(chunk)
+            sink.write(chunk)
+            meter.wrote(len(chunk))
+        begin, position = position, position + len(data)
+        ranges[i] = WrittenRange(begin, position, digest.hexdigest())
     in_order = [ranges[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
 
@@ -179,14 +178,3 @@ def _header(shards: Sequence[TensorShard]) -> bytes:
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
-
-
-def _write_shard(sink: Sink, shard: TensorShard, meter: ProgressMeter) -> str:
-    digest = xxhash.xxh3_128()
-    data = tensor_memory(shard.data.detach().resolve_conj().resolve_neg().cpu().contiguous())
-    assert len(data) == shard.stop - shard.start
-    for chunk in chunks(data):
-        digest.update(chunk)
-        sink.write(chunk)
-        meter.wrote(len(chunk))
-    return digest.hexdigest()

@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from ._commit import commit_checkpoint
 from ._coordination import Coordinator, PeersBehind, StorageExchange, TextExchange
@@ -80,53 +79,41 @@ class CheckpointWriter:
             if self._commit_hook is not None:
                 self._commit_hook.pre_commit(path, **kwargs)
 
-        self._wait_for_removal()  # this save needs the space
+        self.close()  # this save needs the space of what the last one replaced
         self._writes += 1
         number = save_number or self._writes
         while True:
+            exchange = self._text_exchange(path)
             coordinator = Coordinator(
-                self._rank_info,
-                self._text_exchange(path),
-                save_number=number,
-                meter=progress_meter,
+                self._rank_info, exchange, save_number=number, meter=progress_meter
             )
             with suppress(PeersBehind):
                 remove = commit_checkpoint(
                     path, state_dict, coordinator=coordinator, before_commit=before_commit
                 )
                 break
-        self._remove_in_background(remove)
+        if remove is not None:
+            thread = threading.Thread(target=remove, name="phalanx checkpoint removal")
+            try:
+                thread.start()
+                self._removal = thread
+            except RuntimeError:  # the interpreter is shutting down
+                remove()
         if self._commit_hook is not None:
             self._commit_hook.post_commit(path, **kwargs)
         return None
 
-    def _remove_in_background(self, remove: Callable[[], None] | None) -> None:
-        if remove is None:
-            return
-        thread = threading.Thread(target=remove, name="phalanx checkpoint removal")
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter is shutting down
-            remove()
-        else:
-            self._removal = thread
-
     def _text_exchange(self, path: str) -> TextExchange | None:
         if self._rank_info.global_world_size == 1:
             return None
-        barrier: Any = self._barrier
-        if hasattr(barrier, "exchange"):
-            exchange: TextExchange = barrier
-            return exchange
+        if hasattr(self._barrier, "exchange"):
+            return cast("TextExchange", self._barrier)
         timeout = self._config.write_barrier_timeout_secs
         messages = storage_at(path).message_store()
-        return StorageExchange(self._rank_info, messages, timeout=timeout, barrier=barrier)
+        return StorageExchange(self._rank_info, messages, timeout=timeout, barrier=self._barrier)
 
     def close(self) -> None:
         """Wait until the files of a replaced checkpoint are removed."""
-        self._wait_for_removal()
-
-    def _wait_for_removal(self) -> None:
         if self._removal is not None:
             self._removal.join()
             self._removal = None

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.checkpoint._local_storage import DirectoryLock, LocalStorage
 from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._step_directory import remove_stale_workspaces
+from phalanx.checkpoint._step_directory import LocalStepDirectory
 from phalanx.checkpoint._storage import data_file_name
 from phalanx.errors import CheckpointDirectoryInUse, SaveFailed
 
@@ -72,7 +72,7 @@ def test_leftovers_are_removed_without_a_save_too(tmp_path):
     (tmp_path / ".dead.saving" / ("1" * 16)).mkdir(parents=True)
     storage = LocalStorage(str(tmp_path / "alive"))
     held = storage.begin("a job that is alive")
-    assert remove_stale_workspaces(tmp_path) == ["dead"]
+    LocalStepDirectory(str(tmp_path)).clean()
     assert sorted(os.listdir(tmp_path)) == [".alive.saving", "dead"]
     assert (tmp_path / ".alive.saving" / held).is_dir()
     storage.end(held)

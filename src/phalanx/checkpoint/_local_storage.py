@@ -27,6 +27,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
@@ -39,6 +40,7 @@ from ._storage import (
     MESSAGE_PREFIX,
     RETRIES,
     MessageStore,
+    Sink,
     Snapshot,
     Source,
     Storage,
@@ -231,14 +233,6 @@ class LocalStorage(Storage):
             raise
         return save
 
-    def remove_stale_files(self, owner: str) -> None:
-        """Remove what dead jobs left; raises `CheckpointDirectoryInUse` if one is alive."""
-        self._lock = DirectoryLock.take(self.workspace, owner, purpose=self.path)
-        try:
-            self._remove_leftovers()
-        finally:
-            self.end(None)
-
     def _remove_leftovers(self) -> None:
         for entry in os.scandir(self.workspace):
             if _SAVE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
@@ -264,24 +258,27 @@ class LocalStorage(Storage):
         return [name for name in names if DATA_FILE_NAME.fullmatch(name) and name not in named]
 
     @contextmanager
-    def create(self, save: str, name: str) -> Iterator[_FileSink]:
+    def create(self, save: str, name: str) -> Iterator[Sink]:
         """Write a file in the temporary directory, then fsync it and the directory."""
         directory = self.workspace / save
         if not directory.is_dir():
             problem = "not visible on this rank; do all ranks share the file system?"
             raise FileNotFoundError(errno.ENOENT, problem, str(directory))
-        sink = _FileSink(directory / name)
+        path = directory / name
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         try:
-            yield sink
+            yield Sink(partial(os.write, fd))
             fault_point("flush")
             self._meter.enter("flushing")
-            sink.flush()
-        except BaseException:
+            os.fsync(fd)
+        except BaseException as error:
             # Before anything else: on a full disk, messages to other ranks need the space.
-            (directory / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+            if isinstance(error, OSError) and error.filename is None:
+                error.filename = str(path)
             raise
         finally:
-            os.close(sink.fd)
+            os.close(fd)
         fsync_directory(directory)
 
     def commit(self, save: str, manifest: bytes) -> list[str]:
@@ -340,30 +337,6 @@ class LocalStorage(Storage):
 
     def snapshot(self) -> LocalSnapshot:
         return LocalSnapshot(self.path)
-
-
-class _FileSink:
-    """A new file; errors of writing it contain its name."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
-
-    def write(self, data: memoryview) -> None:
-        with self._naming_file():
-            while data:
-                data = data[os.write(self.fd, data) :]
-
-    def flush(self) -> None:
-        with self._naming_file():
-            os.fsync(self.fd)
-
-    @contextmanager
-    def _naming_file(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
 
 class LocalSnapshot(Snapshot):

@@ -12,13 +12,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import Any
 
 from ..errors import InvalidArgument
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
 from ._storage import (
     DATA_FILE_NAME,
     MessageStore,
+    Sink,
     Snapshot,
     Source,
     Storage,
@@ -65,12 +66,12 @@ class RemoteStorage(Storage):
         return secrets.token_hex(8)
 
     @contextmanager
-    def create(self, save: str, name: str) -> Iterator[_RemoteSink]:
+    def create(self, save: str, name: str) -> Iterator[Sink]:
         """Write an object. It appears when the block ends, as durable as the store makes it."""
         assert name == MANIFEST or save in name, "no two saves write the same object"
         file = self._fs.open(f"{self._directory}/{name}", "wb")
         try:
-            yield _RemoteSink(file)
+            yield Sink(file.write)
         except BaseException:
             with suppress(Exception):  # discard, if the store can do that: then nothing appears
                 (file.discard if hasattr(file, "discard") else file.close)()
@@ -112,16 +113,6 @@ class RemoteStorage(Storage):
         return RemoteSnapshot(self._fs, self._directory)
 
 
-class _RemoteSink:
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            count = self._file.write(data)
-            data = data[len(data) if count is None else count :]
-
-
 class RemoteMessageStore(MessageStore):
     """Messages as small objects."""
 
@@ -152,14 +143,6 @@ class RemoteMessageStore(MessageStore):
         with suppress(OSError):
             self._fs.rmdir(self._directory)
 
-    def put_locked(self, name: str) -> int | None:
-        """Store a message without a lock: object stores have none."""
-        self.put(name, "")
-        return None
-
-    def is_abandoned(self, name: str) -> bool:  # noqa: ARG002
-        return False
-
 
 class RemoteSnapshot(Snapshot):
     """The current state of a directory; a save that replaces it may remove its files."""
@@ -180,9 +163,6 @@ class RemoteSnapshot(Snapshot):
     def open(self, name: str) -> _RemoteSource:
         return _RemoteSource(self._fs, f"{self._directory}/{name}")
 
-    def close(self) -> None:
-        """Do nothing."""
-
 
 class _RemoteSource(Source):
     chunk = 16 << 20  # each chunk is a request
@@ -197,6 +177,3 @@ class _RemoteSource(Source):
         if len(data) < len(memory):
             raise EOFError(f"the file ends at {offset + len(data)}")
         memory[:] = data
-
-    def close(self) -> None:
-        pass

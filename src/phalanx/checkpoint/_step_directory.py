@@ -42,7 +42,7 @@ from ._verify import read_manifest, verify
 
 _STEP_NAME = re.compile(r"step-(\d{8,18})")
 _REMOVED_NAME = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
-_WORKSPACE = re.compile(r"\.(?P<name>.+)\.saving")
+_WORKSPACE = re.compile(r"\.(.+)\.saving")
 _LOCK_DIRECTORY = ".saving"
 
 
@@ -211,27 +211,14 @@ class LocalStepDirectory(StepDirectory):
             self._lock = None
 
     def clean(self) -> None:
-        for name in os.listdir(self._directory):
+        for name in os.listdir(self.path):
+            found = _WORKSPACE.fullmatch(name)
             if _REMOVED_NAME.fullmatch(name):
                 _remove_files(self._directory / name)
-        remove_stale_workspaces(self._directory)
-
-
-def remove_stale_workspaces(directory: str | os.PathLike[str]) -> list[str]:
-    """Remove what killed saves left in a directory of checkpoints, and return their names.
-
-    Workspaces of live saves stay.
-    """
-    removed = []
-    for entry in sorted(os.listdir(directory)):
-        found = _WORKSPACE.fullmatch(entry)
-        if found is None or not (Path(directory) / entry).is_dir():
-            continue
-        storage = LocalStorage(str(Path(directory) / found["name"]))
-        with suppress(CheckpointDirectoryInUse):
-            storage.remove_stale_files(f"process {os.getpid()}, which removes stale files")
-            removed.append(found["name"])
-    return removed
+            elif found is not None and (self._directory / name).is_dir():
+                with suppress(CheckpointDirectoryInUse):  # a save that is alive
+                    storage = LocalStorage(str(self._directory / found[1]))
+                    storage.end(storage.begin(f"process {os.getpid()}, which removes stale files"))
 
 
 def _remove_files(directory: Path) -> None:

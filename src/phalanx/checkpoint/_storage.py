@@ -14,7 +14,6 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
-from typing import Protocol
 
 import xxhash
 
@@ -87,23 +86,30 @@ class MessageStore(ABC):
     def remove(self, name: str) -> None:
         """Remove a message if it exists."""
 
-    @abstractmethod
     def put_locked(self, name: str) -> int | None:
         """Store a message and lock it, so that peers notice when this process dies.
 
         Returns the descriptor that holds the lock, or None if the storage has no locks.
         """
+        self.put(name, "")
+        return None
 
-    @abstractmethod
-    def is_abandoned(self, name: str) -> bool:
+    def is_abandoned(self, name: str) -> bool:  # noqa: ARG002
         """Whether the process that stored a locked message is certainly dead."""
+        return False
 
 
-class Sink(Protocol):
-    """A file that is being written."""
+class Sink:
+    """A file that is being written, by a function that may write less than it is given."""
+
+    def __init__(self, write: Callable[[memoryview], int | None]) -> None:
+        self._write = write
 
     def write(self, data: memoryview) -> None:
         """Append all of `data`."""
+        while data:
+            count = self._write(data)
+            data = data[len(data) if count is None else count :]
 
 
 class Source(ABC):
@@ -119,8 +125,7 @@ class Source(ABC):
     def read_into(self, memory: memoryview, offset: int) -> None:
         """Fill `memory` with the bytes at `offset`; raises `EOFError` if there are too few."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close the file."""
 
     def read_chunks(
@@ -165,8 +170,7 @@ class Snapshot(ABC):
     def open(self, name: str) -> Source:
         """Open a data file; raises `FileNotFoundError` if it was removed."""
 
-    @abstractmethod
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Close the snapshot, but not its sources."""
 
 

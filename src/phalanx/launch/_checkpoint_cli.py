@@ -9,8 +9,8 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import click
@@ -39,26 +39,24 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.
 _path_argument = click.argument("path")
 
 
-@contextmanager
-def _inspection() -> Iterator[Any]:
-    """Import `_checkpoint_inspection`; turn its errors into messages without a traceback."""
+def _print(as_json: bool, command: Callable[[Any], tuple[Any, Iterable[str]]]) -> Any:
+    """Run a command of `_checkpoint_inspection`, print its output, and return it as JSON.
+
+    Errors become messages without a traceback.
+    """
     from . import _checkpoint_inspection
 
     try:
-        yield _checkpoint_inspection
+        output, lines = command(_checkpoint_inspection)
+        text = "\n".join(map(_escape_control_characters, lines))
+        click.echo(json.dumps(output, indent=2) if as_json else text)
     except BrokenPipeError:
         raise  # the reader closed the pipe; click exits silently
     except (CheckpointError, OSError, EOFError) as error:
         raise click.ClickException(str(error)) from error
     except MisuseError as error:
         raise click.UsageError(str(error)) from error
-
-
-def _echo(as_json: bool, to_json: Callable[[], Any], lines: Callable[[], Any]) -> None:
-    if as_json:
-        click.echo(json.dumps(to_json(), indent=2))
-    else:
-        click.echo("\n".join(map(_escape_control_characters, lines())))
+    return output
 
 
 def _escape_control_characters(line: str) -> str:
@@ -71,13 +69,7 @@ def _escape_control_characters(line: str) -> str:
 @_path_argument
 def ls(*, path: str, as_json: bool) -> None:
     """List the checkpoints at PATH with their sizes."""
-    with _inspection() as inspection:
-        found = inspection.find_checkpoints(path)
-        _echo(
-            as_json,
-            lambda: [each.to_json() for each in found],
-            lambda: inspection.listing_lines(found),
-        )
+    _print(as_json, lambda inspection: inspection.list_checkpoints(path))
 
 
 @checkpoint.command(short_help="Show the contents of a checkpoint.")
@@ -85,13 +77,7 @@ def ls(*, path: str, as_json: bool) -> None:
 @_path_argument
 def show(*, path: str, as_json: bool) -> None:
     """Show the contents of the checkpoint at PATH, or of the newest one in that directory."""
-    with _inspection() as inspection:
-        found = inspection.newest_checkpoint(path)
-        _echo(
-            as_json,
-            lambda: found.to_json(with_state=True),
-            lambda: inspection.detail_lines(found),
-        )
+    _print(as_json, lambda inspection: inspection.show_checkpoint(path))
 
 
 @checkpoint.command(short_help="Read checkpoints and compare all checksums.")
@@ -102,13 +88,12 @@ def verify(*, path: str, as_json: bool) -> None:
 
     The exit code is 1 if any is damaged; the output names the file and the tensor.
     """
-    with _inspection() as inspection:
-        found = inspection.find_checkpoints(path)
-        total = sum(each.bytes for each in found)
-        output = sys.stderr if sys.stderr.isatty() else io.StringIO()
-        with click.progressbar(length=total, label="reading", file=output) as bar:
-            problems = inspection.verify_all(found, bar.update)
-        _echo(as_json, lambda: problems, lambda: inspection.verify_lines(found, problems))
+    file = sys.stderr if sys.stderr.isatty() else io.StringIO()
+    bar = partial(click.progressbar, label="reading", file=file)
+    problems = _print(
+        as_json,
+        lambda inspection: inspection.verify_checkpoints(path, lambda size: bar(length=size)),
+    )
     click.get_current_context().exit(1 if any(problems.values()) else 0)
 
 
@@ -123,17 +108,12 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     shapes, types and checksums; reads data only if another number of ranks sharded it differently.
     The exit code is 1 if they differ.
     """
-    with _inspection() as inspection:
-        one, two = inspection.checkpoints_to_compare(path, other)
-        found = inspection.differences(one, two)
-        _echo(as_json, lambda: found, lambda: inspection.diff_lines(one, two, found))
+    found = _print(as_json, lambda inspection: inspection.compare_checkpoints(path, other))
     click.get_current_context().exit(1 if found else 0)
 
 
 @checkpoint.command()
-@click.option(
-    "--keep-last", default=3, show_default=True, metavar="N", help="Newest steps to keep."
-)
+@click.option("--keep-last", default=3, show_default=True, metavar="N", help="Keep the newest N.")
 @click.option("--keep-every", default=0, metavar="N", help="Also keep multiples of N.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @_json_option
@@ -144,15 +124,9 @@ def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json:
     Never removes a checkpoint that is damaged, being read, or contains unknown files. Verifies the
     newest one first, so that at least one good checkpoint remains.
     """
-    with _inspection() as inspection:
-        from ..checkpoint._step_directory import RetentionPolicy
-        from ..checkpoint._step_directory import prune as prune_directory
 
-        directory, found = inspection.checkpoint_directory(path)
-        policy = RetentionPolicy(keep_last, keep_every or None)
-        decisions = prune_directory(directory, policy, dry_run=dry_run)
-        _echo(
-            as_json,
-            lambda: [{"step": each.step, "kept": each.kept} for each in decisions],
-            lambda: inspection.prune_lines(decisions, found, dry_run=dry_run),
-        )
+    def command(inspection: Any) -> Any:
+        policy = inspection.RetentionPolicy(keep_last, keep_every or None)
+        return inspection.prune_checkpoints(path, policy, dry_run=dry_run)
+
+    _print(as_json, command)

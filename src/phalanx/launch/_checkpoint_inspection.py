@@ -1,6 +1,7 @@
-"""What `phalanx checkpoint` finds and prints, as tables and as JSON; works without torch.
+"""What `phalanx checkpoint` finds and prints; works without torch.
 
-A damaged checkpoint is listed as such and never hides the others.
+The function of each command returns its output as JSON and as lines of text. A damaged checkpoint
+is listed as such and never hides the others.
 """
 
 from __future__ import annotations
@@ -9,18 +10,18 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from .._formatting import format_age, format_count, format_size, format_table
 from ..checkpoint._manifest import MANIFEST, Manifest, ManifestEntry
 from ..checkpoint._step_directory import (
-    RetentionDecision,
-    StepDirectory,
+    RetentionPolicy,
     lock_for_reading,
     parse_step_name,
+    prune,
     step_directory_at,
 )
 from ..checkpoint._verify import read_manifest, stored_digest, verify
@@ -28,6 +29,7 @@ from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 
 _MAX_VALUE_WIDTH = 60  # characters of a value that are shown
 _ATTEMPTS = 10
+Output: TypeAlias = tuple[Any, Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ class CheckpointInfo:
             raise DamagedCheckpoint(self.damage)
         return self.manifest.entries
 
-    def to_json(self, *, with_state: bool = False) -> dict[str, Any]:
-        """Return a summary for JSON, and all entries if asked for."""
+    def to_json(self) -> dict[str, Any]:
         summary = {"path": self.path, "step": self.step}
         if self.manifest is None:
             return {**summary, "damaged": self.damage}
@@ -77,7 +78,6 @@ class CheckpointInfo:
             "files": len(self.manifest.files),
             "bytes": self.bytes,
             "age_seconds": self.age_seconds,
-            **({"state": [_entry_json(entry) for entry in self.entries]} if with_state else {}),
         }
 
 
@@ -111,22 +111,17 @@ def _read_checkpoint(path: str) -> CheckpointInfo:
         return CheckpointInfo(path, None, str(error))
 
 
-def newest_checkpoint(path: str) -> CheckpointInfo:
-    """Return the checkpoint at a path, or the newest one in that directory."""
-    return find_checkpoints(path)[-1]
-
-
-def listing_lines(found: list[CheckpointInfo]) -> list[str]:
+def list_checkpoints(path: str) -> Output:
     """Return a table of checkpoints and their total size."""
-    rows = []
-    for each in found:
-        about = each.to_json()
-        step, age = about["step"], each.age_seconds
+    rows, found = [], find_checkpoints(path)
+    summaries = [each.to_json() for each in found]
+    for each, summary in zip(found, summaries, strict=True):
+        age = each.age_seconds
         rows.append(
             [
-                "-" if step is None else str(step),
-                str(about.get("ranks", "-")),
-                f"{about['tensors']:,}" if "tensors" in about else "-",
+                "-" if each.step is None else str(each.step),
+                str(summary.get("ranks", "-")),
+                f"{summary['tensors']:,}" if "tensors" in summary else "-",
                 "damaged" if each.manifest is None else format_size(each.bytes),
                 "-" if age is None else format_age(age),
                 each.path,
@@ -135,33 +130,38 @@ def listing_lines(found: list[CheckpointInfo]) -> list[str]:
     head = ["step", "ranks", "tensors", "size", "age", "path"]
     total_bytes = sum(each.bytes for each in found)
     total = f"{format_count(len(found), 'checkpoint')}, {format_size(total_bytes)}"
-    return [*format_table(head, rows, right="step ranks tensors size age"), "", total]
+    return summaries, [*format_table(head, rows, right="step ranks tensors size age"), "", total]
 
 
-def detail_lines(found: CheckpointInfo) -> Iterator[str]:
-    """Yield a summary, a table of tensors and a table of other values."""
+def show_checkpoint(path: str) -> Output:
+    """Return a summary, a table of tensors and a table of other values."""
+    found = find_checkpoints(path)[-1]
+    state: list[dict[str, Any]] = []
     tensors, values = [], []
     for name, rank, tensor, value in found.entries:
+        about, owner = {"name": name, "rank": rank}, _format_owner(rank)
         if tensor is None:
-            values.append([name, _format_value(value), _format_owner(rank)])
+            state.append({**about, "value": value})
+            values.append([name, _format_value(value), owner])
         else:
-            shape = " x ".join(map(str, tensor.shape)) or "-"
-            size = format_size(tensor.bytes)
-            tensors.append([name, tensor.dtype, shape, size, _format_owner(rank)])
+            dtype, dims, size = tensor.dtype, tensor.shape, tensor.bytes
+            state.append({**about, "dtype": dtype, "shape": dims, "bytes": size})
+            shape = " x ".join(map(str, dims)) or "-"
+            tensors.append([name, dtype, shape, format_size(size), owner])
     assert found.manifest is not None
     step = "" if found.step is None else f"step {found.step}, "
     age = "" if found.age_seconds is None else f", {format_age(found.age_seconds)} old"
     counts = format_count(len(tensors), "tensor")
     files = format_count(len(found.manifest.files), "file")
     ranks = format_count(found.manifest.ranks, "rank")
-    size = format_size(found.bytes)
-    yield f"{found.path}: {step}{size}, {counts} in {files}, saved by {ranks}{age}"
+    total = format_size(found.bytes)
+    lines = [f"{found.path}: {step}{total}, {counts} in {files}, saved by {ranks}{age}"]
     if tensors:
-        yield ""
-        yield from format_table(["tensor", "type", "shape", "size", "of"], tensors, right="size")
+        head = ["tensor", "type", "shape", "size", "of"]
+        lines += ["", *format_table(head, tensors, right="size")]
     if values:
-        yield ""
-        yield from format_table(["value", "is", "of"], values)
+        lines += ["", *format_table(["value", "is", "of"], values)]
+    return {**found.to_json(), "state": state}, lines
 
 
 def _format_owner(rank: int | None) -> str:
@@ -173,17 +173,16 @@ def _format_value(value: Any) -> str:
     return text if len(text) <= _MAX_VALUE_WIDTH else f"{text[: _MAX_VALUE_WIDTH - 1]}…"
 
 
-def _entry_json(entry: ManifestEntry) -> dict[str, Any]:
-    about: dict[str, Any] = {"name": entry.name, "rank": entry.rank}
-    if (tensor := entry.tensor) is None:
-        return {**about, "value": entry.value}
-    return {**about, "dtype": tensor.dtype, "shape": tensor.shape, "bytes": tensor.bytes}
-
-
-def differences(one: CheckpointInfo, two: CheckpointInfo) -> list[dict[str, Any]]:
-    """Return what was added, removed or changed between two checkpoints."""
+def compare_checkpoints(path: str, other: str | None) -> Output:
+    """Return what differs between two checkpoints, or between the newest two of a directory."""
+    if other is not None:
+        one, two = find_checkpoints(path)[-1], find_checkpoints(other)[-1]
+    elif len(checkpoints := find_checkpoints(path)) < 2:
+        raise InvalidArgument(f"{path} has only one checkpoint: give a second path to compare with")
+    else:
+        one, two = checkpoints[-2:]
     before, after = _by_name(one), _by_name(two)
-    found = []
+    found, rows = [], []
     for key in before | after:
         if key not in after:
             change, how = "removed", _format_entry(before[key])
@@ -192,8 +191,13 @@ def differences(one: CheckpointInfo, two: CheckpointInfo) -> list[dict[str, Any]
         else:
             change, how = "changed", _difference(one.path, before[key], two.path, after[key])
         if how:
-            found.append({"name": key[0], "rank": key[1], "change": change, "how": how})
-    return found
+            name, rank, _ = key
+            found.append({"name": name, "rank": rank, "change": change, "how": how})
+            rows.append([change, name, _format_owner(rank), how])
+    same = len(before) - sum(each["change"] != "added" for each in found)
+    head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are equal"
+    table = ["", *format_table(["change", "name", "of", "how"], rows)] if rows else []
+    return found, [head, *table]
 
 
 def _by_name(found: CheckpointInfo) -> dict[tuple[str, int | None, int], ManifestEntry]:
@@ -233,65 +237,33 @@ def _format_entry(entry: ManifestEntry) -> str:
     return f"{entry.tensor.dtype}{entry.tensor.shape}"
 
 
-def checkpoints_to_compare(path: str, other: str | None) -> tuple[CheckpointInfo, CheckpointInfo]:
-    """Return the two given checkpoints, or the newest two in a directory."""
-    if other is not None:
-        return newest_checkpoint(path), newest_checkpoint(other)
-    found = find_checkpoints(path)
-    if len(found) < 2:
-        raise InvalidArgument(f"{path} has only one checkpoint: give a second path to compare with")
-    return found[-2], found[-1]
-
-
-def diff_lines(one: CheckpointInfo, two: CheckpointInfo, found: list[dict[str, Any]]) -> list[str]:
-    """Return a table of the differences."""
-    same = len(one.entries) - sum(each["change"] != "added" for each in found)
-    rows = [
-        [each["change"], each["name"], _format_owner(each["rank"]), each["how"]] for each in found
-    ]
-    head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are equal"
-    return [head, "", *format_table(["change", "name", "of", "how"], rows)] if rows else [head]
-
-
-def verify_all(
-    found: list[CheckpointInfo], progress: Callable[[int], None]
-) -> dict[str, list[str]]:
+def verify_checkpoints(path: str, progress_bar: Callable[[int], Any]) -> Output:
     """Verify checkpoints; return the problems by path, without those removed meanwhile."""
-    problems = {}
-    for each in found:
-        lock = ExitStack() if "://" in each.path else lock_for_reading(each.path)
-        if lock is not None:
-            with lock, suppress(CheckpointNotFound):
-                problems[each.path] = verify(each.path, progress)
-    return problems
-
-
-def verify_lines(found: list[CheckpointInfo], problems: dict[str, list[str]]) -> list[str]:
-    """Return one line per checkpoint or problem."""
+    found = find_checkpoints(path)
+    problems: dict[str, list[str]] = {}
     lines = []
-    for each in found:
-        bad = problems.get(each.path)
-        lines += [f"damaged: {problem}" for problem in bad or ()]
-        if bad is None:
-            lines.append(f"removed meanwhile: {each.path}")
-        elif not bad:
-            lines.append(f"good: {each.path}, {format_size(each.bytes)}")
-    return lines
+    with progress_bar(sum(each.bytes for each in found)) as bar:
+        for each in found:
+            lock = ExitStack() if "://" in each.path else lock_for_reading(each.path)
+            if lock is not None:
+                with lock, suppress(CheckpointNotFound):
+                    problems[each.path] = verify(each.path, bar.update)
+            if each.path not in problems:
+                lines.append(f"removed meanwhile: {each.path}")
+            elif not problems[each.path]:
+                lines.append(f"good: {each.path}, {format_size(each.bytes)}")
+            else:
+                lines += [f"damaged: {problem}" for problem in problems[each.path]]
+    return problems, lines
 
 
-def checkpoint_directory(path: str) -> tuple[StepDirectory, list[CheckpointInfo]]:
-    """Return the directory at a path and its checkpoints."""
+def prune_checkpoints(path: str, policy: RetentionPolicy, *, dry_run: bool) -> Output:
+    """Remove old checkpoints; return what was kept and removed, and the freed size."""
     found = find_checkpoints(path)
     if found[0].path == path:
         raise CheckpointNotFound(f"{path} is a checkpoint; prune needs a directory of checkpoints")
-    return step_directory_at(path), found
-
-
-def prune_lines(
-    decisions: list[RetentionDecision], found: list[CheckpointInfo], *, dry_run: bool
-) -> list[str]:
-    """Return a table of what was kept and removed, and the freed size."""
     sizes = {each.step: each.bytes for each in found}
+    decisions = prune(step_directory_at(path), policy, dry_run=dry_run)
     would = "would be removed" if dry_run else "removed"
     rows = [
         [
@@ -303,4 +275,5 @@ def prune_lines(
     ]
     gone = [sizes[step] for step, kept in decisions if not kept and step in sizes]
     total = f"{format_count(len(gone), 'checkpoint')} {would}, {format_size(sum(gone))}"
-    return [*format_table(["step", "size", "what"], rows, right="step size"), "", total]
+    table = format_table(["step", "size", "what"], rows, right="step size")
+    return [each._asdict() for each in decisions], [*table, "", total]

@@ -251,7 +251,7 @@ def test_what_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path, monkeyp
         return data
 
     monkeypatch.setattr(LocalSnapshot, "manifest", read)
-    assert LocalStepDirectory(str(tmp_path)).damage(1) is None
+    assert not LocalStepDirectory(str(tmp_path)).is_damaged(1)
 
 
 def test_it_lives_wherever_fsspec_reaches():

@@ -48,22 +48,19 @@ __all__ = [
 ]
 
 _MODULES = {
-    "CheckpointManager": "_manager",
-    "CheckpointerConfig": "_checkpointer",
-    "PerRank": "_state_tree",
-    "PreemptionGuard": "_preemption",
-    "RNGState": "_rng",
-    "Replicated": "_state_tree",
-    "make_async_checkpointer": "_checkpointer",
-    "make_sync_checkpointer": "_checkpointer",
-    "register_codec": "_state_tree",
+    "_checkpointer": ["CheckpointerConfig", "make_async_checkpointer", "make_sync_checkpointer"],
+    "_manager": ["CheckpointManager"],
+    "_preemption": ["PreemptionGuard"],
+    "_rng": ["RNGState"],
+    "_state_tree": ["PerRank", "Replicated", "register_codec"],
 }
 
 
 def __getattr__(name: str) -> Any:
     # On first use: the command line lists and verifies checkpoints without torch.
-    if name in _MODULES:
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

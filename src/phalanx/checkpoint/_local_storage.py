@@ -26,7 +26,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from weakref import WeakSet
@@ -67,23 +67,18 @@ class DirectoryLock:
         for _ in range(RETRIES):
             with suppress(FileExistsError):
                 os.mkdir(directory)  # pathlib's mkdir raises if it is removed at that instant
-            try:
+            # The previous holder may remove the directory, or the file while we wait for its lock.
+            with suppress(FileNotFoundError), ExitStack() as undo:
                 fd = _open_lock(directory)
-            except FileNotFoundError:
-                continue  # the previous holder has just removed the directory
-            lock = cls(directory, fd)
-            try:
+                undo.callback(os.close, fd)
+                lock = cls(directory, fd)
                 lock._acquire(purpose)
-                with suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(directory / _LOCK_NAME), os.fstat(fd)):
-                        os.ftruncate(fd, 0)
-                        os.pwrite(fd, owner.encode(), 0)
-                        _held_locks.add(lock)
-                        return lock
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)  # the previous holder removed the file while we waited for the lock
+                if os.path.samestat(os.stat(directory / _LOCK_NAME), os.fstat(fd)):
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, owner.encode(), 0)
+                    _held_locks.add(lock)
+                    undo.pop_all()
+                    return lock
         raise CheckpointDirectoryInUse(f"{purpose} is being saved to by one job after another")
 
     def _acquire(self, purpose: str) -> None:
@@ -176,35 +171,31 @@ class FileMessageStore(MessageStore):
         """Create a file that is locked when its name appears."""
         draft = f".{name}.draft"
         self.put(draft, "")
-        fd = os.open(self._directory / draft, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        with ExitStack() as undo:
+            fd = os.open(self._directory / draft, os.O_RDWR | os.O_CLOEXEC)
+            undo.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in _LOCKS_UNSUPPORTED:
+                    raise
+                self.put(name, "unlocked")
+                return None
             os.rename(self._directory / draft, self._directory / name)  # keeps the lock
-        except BaseException as error:
-            os.close(fd)
-            if not isinstance(error, OSError) or error.errno not in _LOCKS_UNSUPPORTED:
-                raise
-            self.put(name, "unlocked")
-            return None
-        return fd
+            undo.pop_all()
+            return fd
 
     def is_abandoned(self, name: str) -> bool:
         """Whether the lock is free. A file without a lock has content."""
         try:
-            fd = os.open(self._directory / name, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            if os.fstat(fd).st_size:
-                return False
-            # With a shared lock, so that peers that look at the same time get the same answer.
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            with open(self._directory / name, "r+b") as file:
+                if os.fstat(file.fileno()).st_size:
+                    return False
+                # Shared, so that peers that look at the same time get the same answer.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return True
         except OSError:
             return False
-        else:
-            return True
-        finally:
-            os.close(fd)
 
 
 class LocalStorage(Storage):
@@ -245,15 +236,14 @@ class LocalStorage(Storage):
 
     def _remove_strays(self) -> None:
         with suppress(OSError):  # the next save tries again
-            strays = self._strays(named_files(self))
-            if strays:
+            named = named_files(self)
+            # Files of a damaged checkpoint may be worth rescuing.
+            if named is not None and (strays := self._strays(named)):
                 # The manifest may be newer than the strays, and must be durable before they go.
                 fsync_directory(self._target)
                 self.discard(strays)
 
-    def _strays(self, named: set[str] | None) -> list[str]:
-        if named is None:
-            return []  # files of a damaged checkpoint may be worth rescuing
+    def _strays(self, named: set[str]) -> list[str]:
         names = os.listdir(self._target)
         return [name for name in names if DATA_FILE_NAME.fullmatch(name) and name not in named]
 

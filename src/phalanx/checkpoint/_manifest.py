@@ -135,7 +135,6 @@ class ManifestOutline(Struct):
     """A manifest without its state, which is read about twenty times faster."""
 
     version: int
-    save: str
     files: dict[str, FileEntry]
 
     @classmethod

@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 from ..errors import InvalidArgument
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
@@ -49,8 +49,13 @@ def list_names(fs: Any, directory: str) -> list[str]:
     return [each.rstrip("/").rpartition("/")[2] for each in found]
 
 
-class RemoteStorage(Storage):
-    """A checkpoint in a directory of an fsspec file system."""
+class RemoteStorage(Storage, Snapshot):
+    """A checkpoint in a directory of an fsspec file system.
+
+    It is its own snapshot: a save that replaces the checkpoint may remove the files of a reader.
+    """
+
+    survives_removal = False
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -109,8 +114,18 @@ class RemoteStorage(Storage):
     def message_store(self) -> RemoteMessageStore:
         return RemoteMessageStore(self._fs, f"{self._directory}/.saving")
 
-    def snapshot(self) -> RemoteSnapshot:
-        return RemoteSnapshot(self._fs, self._directory)
+    def snapshot(self) -> Self:
+        return self
+
+    def manifest(self) -> bytes:
+        name = f"{self._directory}/{MANIFEST}"
+        if self._fs.info(name)["size"] > MAX_MANIFEST_BYTES:
+            raise OSError(f"{name} is too large for a manifest")
+        data: bytes = self._fs.cat_file(name)
+        return data
+
+    def open(self, name: str) -> _RemoteSource:
+        return _RemoteSource(self._fs, f"{self._directory}/{name}")
 
 
 class RemoteMessageStore(MessageStore):
@@ -142,26 +157,6 @@ class RemoteMessageStore(MessageStore):
             self._fs.rm_file(f"{self._directory}/{name}")
         with suppress(OSError):
             self._fs.rmdir(self._directory)
-
-
-class RemoteSnapshot(Snapshot):
-    """The current state of a directory; a save that replaces it may remove its files."""
-
-    survives_removal = False
-
-    def __init__(self, fs: Any, directory: str) -> None:
-        self._fs = fs
-        self._directory = directory
-
-    def manifest(self) -> bytes:
-        name = f"{self._directory}/{MANIFEST}"
-        if self._fs.info(name)["size"] > MAX_MANIFEST_BYTES:
-            raise OSError(f"{name} is too large for a manifest")
-        data: bytes = self._fs.cat_file(name)
-        return data
-
-    def open(self, name: str) -> _RemoteSource:
-        return _RemoteSource(self._fs, f"{self._directory}/{name}")
 
 
 class _RemoteSource(Source):

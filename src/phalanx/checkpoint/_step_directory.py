@@ -96,13 +96,13 @@ class StepDirectory(ABC):
                 break
         return steps
 
-    def damage(self, step: int) -> str | None:
-        """Return what is wrong with a checkpoint's manifest and files. Their data is not read."""
+    def is_damaged(self, step: int, *, read_data: bool = False) -> bool:
+        """Whether the manifest or the files of a checkpoint are damaged, or their data."""
         try:
             read_manifest(self.path_of(step), ManifestOutline)
-        except (DamagedCheckpoint, CheckpointNotFound, OSError) as error:
-            return str(error)
-        return None
+            return read_data and bool(verify(self.path_of(step)))
+        except (DamagedCheckpoint, CheckpointNotFound, OSError):
+            return True
 
     def obstacle(self, step: int) -> str | None:
         """Return why a checkpoint must not be removed, or None if it may."""
@@ -294,7 +294,7 @@ def prune(
         why: str | None
         if good == policy.last and policy.every and step % policy.every == 0:
             why = f"every {policy.every}"
-        elif _is_damaged(directory, step, is_trusted=is_trusted):
+        elif directory.is_damaged(step, read_data=not is_trusted):
             why = "damaged"
         elif good < policy.last:
             good += 1
@@ -305,13 +305,3 @@ def prune(
                 why = "it is being read"
         decisions.append(RetentionDecision(step, why))
     return decisions[::-1]
-
-
-def _is_damaged(directory: StepDirectory, step: int, *, is_trusted: bool) -> bool:
-    """Whether a checkpoint is damaged. The data of a trusted one is not read."""
-    if directory.damage(step) is not None:
-        return True
-    try:
-        return not is_trusted and bool(verify(directory.path_of(step)))
-    except CheckpointNotFound:
-        return True

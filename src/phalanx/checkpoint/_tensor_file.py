@@ -93,11 +93,6 @@ class TensorShard:
     def is_whole(self) -> bool:
         return self.stop - self.start == nbytes(self.dtype, self.shape)
 
-    def describe(self) -> tuple[str, list[int]]:
-        if self.is_whole:
-            return safetensors_type(self.dtype, self.shape)
-        return safetensors_type(self.dtype, ((self.stop - self.start) // self.dtype.itemsize,))
-
 
 class WrittenRange(NamedTuple):
     """Where the bytes of a shard are in their file."""
@@ -171,8 +166,10 @@ def _header(shards: Sequence[TensorShard]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
     for shard in shards:
-        dtype, shape = shard.describe()
-        end = position + shard.stop - shard.start
+        length = shard.stop - shard.start
+        flat = (length // shard.dtype.itemsize,)
+        dtype, shape = safetensors_type(shard.dtype, shard.shape if shard.is_whole else flat)
+        end = position + length
         entries[shard.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -143,10 +143,9 @@ class FileMessageStore(MessageStore):
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def _make_directory(self) -> None:
-        self._directory.mkdir(parents=True)
-
     def _write(self, name: str, text: str) -> None:
+        with suppress(FileExistsError):
+            self._directory.mkdir(parents=True)
         draft = self._directory / f".{name}.draft"
         draft.write_text(text)
         os.rename(draft, self._directory / name)
@@ -304,11 +303,10 @@ class LocalStorage(Storage):
         fault_point("replaced")
         return self._strays(set(files))
 
-    def end(self, save: str | None) -> None:
+    def end(self, save: str) -> None:
         """Remove the temporary directory, and unlock the path."""
         try:
-            if save is not None:
-                shutil.rmtree(self.workspace / save, ignore_errors=True)
+            shutil.rmtree(self.workspace / save, ignore_errors=True)
             if self._lock is not None and not self._is_published:
                 self._remove_strays()
         finally:  # else nobody could save here while this process lives

@@ -193,12 +193,9 @@ class CheckpointManager:
         try:
             prune(self._directory, self._keep, written=step)
         except Exception as error:  # noqa: BLE001 - object stores raise errors of any class
-            _log.warning(
-                "cannot remove old checkpoints in %s: %s",
-                self._directory.path,
-                error,
-                exc_info=not isinstance(error, OSError),
-            )
+            message = "cannot remove old checkpoints in %s: %s"
+            is_usual = isinstance(error, OSError)
+            _log.warning(message, self._directory.path, error, exc_info=not is_usual)
 
     def rewind(self, step: int) -> None:
         """Remove all checkpoints after a step, to continue from it. All ranks call this.

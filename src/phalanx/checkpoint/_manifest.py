@@ -319,13 +319,12 @@ def _pretty(value: Any, depth: int) -> str:
         return json.dumps(value)
     pad = "  " * (depth + 1)
     if isinstance(value, dict):
-        lines = [
-            f"{pad}{json.dumps(key)}: {_pretty(each, depth + 1)}" for key, each in value.items()
-        ]
+        parts = [f"{json.dumps(key)}: {_pretty(each, depth + 1)}" for key, each in value.items()]
     else:
-        lines = [pad + _pretty(each, depth + 1) for each in value]
+        parts = [_pretty(each, depth + 1) for each in value]
     opening, closing = "{}" if isinstance(value, dict) else "[]"
-    return f"{opening}\n" + ",\n".join(lines) + f"\n{'  ' * depth}{closing}"
+    lines = ",\n".join(pad + part for part in parts)
+    return f"{opening}\n{lines}\n{'  ' * depth}{closing}"
 
 
 def _is_flat(value: Any) -> bool:

@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..errors import (
     StateMismatch,
 )
 from ..groups._formatting import format_ranks
-from ._manifest import MANIFEST, StatePath, format_path
+from ._manifest import MANIFEST, StateKey, StatePath, format_path
 from ._state_encoding import StateManifest
 from ._state_tree import (
     Absent,
@@ -44,7 +44,7 @@ from ._state_tree import (
     unsupported_reason,
     walk,
 )
-from ._storage import Snapshot, Source, Storage, storage_at
+from ._storage import Snapshot, Source, storage_at
 from ._tensor_file import dtype_name, tensor_memory
 from ._types import STATE_DICT, RankInfo
 
@@ -142,23 +142,7 @@ class OpenCheckpoint:
         self._sources.clear()
 
 
-@contextmanager
-def open_checkpoint(storage: Storage) -> Iterator[OpenCheckpoint]:
-    try:
-        snapshot = storage.snapshot()
-    except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {storage.path}") from None
-    with closing(snapshot):
-        try:
-            checkpoint = OpenCheckpoint(storage.path, snapshot)
-        except FileNotFoundError:
-            raise CheckpointNotFound(
-                f"there is no checkpoint at {storage.path}: it has no {MANIFEST}"
-            ) from None
-        with closing(checkpoint):
-            yield checkpoint
-
-
+Children = dict[StateKey, Node]
 _Apply = Callable[[], Any]
 """Apply a loaded value to the target, and return it."""
 
@@ -231,10 +215,12 @@ class LoadPlan:
             return lambda: mark(inner())
         if isinstance(target, Tensor):
             return self._fit_tensor(target, node, path)
-        if isinstance(target, dict):
-            return self._fit_dict(target, node, path)
-        if type(target) in (list, tuple):
-            return self._fit_list(target, node, path)
+        if isinstance(target, dict) or type(target) in (list, tuple):
+            kind = "dict" if isinstance(target, dict) else type(target).__name__
+            if not isinstance(node, Branch) or node.kind != kind:
+                raise _mismatch(path, kind, node)
+            fit = self._fit_dict if kind == "dict" else self._fit_list
+            return fit(target, node.children, path)
         if callable(getattr(target, "load_state_dict", None)):
             for where, absent in _absent_nodes(node, path):
                 raise _missing_keys(where, absent)  # an object needs its whole state
@@ -261,13 +247,11 @@ class LoadPlan:
         self._in_place.append((node, target))
         return lambda: target
 
-    def _fit_dict(self, target: dict[Any, Any], node: Node, path: StatePath) -> _Apply:
-        if not isinstance(node, Branch) or node.kind != "dict":
-            raise _mismatch(path, "dict", node)
+    def _fit_dict(self, target: Any, children: Children, path: StatePath) -> _Apply:
         items: dict[Any, _Apply] = {}
         for key, value in target.items():
-            if key in node.children:
-                items[key] = self._fit(value, node.children[key], (*path, key))
+            if key in children:
+                items[key] = self._fit(value, children[key], (*path, key))
             else:
                 self.missing.append(format_path((*path, key)))
 
@@ -278,20 +262,17 @@ class LoadPlan:
 
         return apply
 
-    def _fit_list(self, target: Any, node: Node, path: StatePath) -> _Apply:
-        kind = type(target).__name__
-        if not isinstance(node, Branch) or node.kind != kind:
-            raise _mismatch(path, kind, node)
+    def _fit_list(self, target: Any, children: Children, path: StatePath) -> _Apply:
         items: list[_Apply] = []
-        for i in range(max(len(target), len(node.children))):
+        for i in range(max(len(target), len(children))):
             where = (*path, i)
-            if i not in node.children:
+            if i not in children:
                 self.missing.append(format_path(where))
                 items.append(partial(target.__getitem__, i))
             elif i < len(target):
-                items.append(self._fit(target[i], node.children[i], where))
+                items.append(self._fit(target[i], children[i], where))
             else:
-                items.append(self._build(node.children[i]))
+                items.append(self._build(children[i]))
         return lambda: type(target)(item() for item in items)
 
     def _build(self, node: Node) -> _Apply:
@@ -358,7 +339,14 @@ class CheckpointReader:
         storage = storage_at(os.fsdecode(path))
         tried: set[str] = set()
         while True:
-            with open_checkpoint(storage) as checkpoint:
+            with ExitStack() as stack:
+                try:
+                    snapshot = stack.enter_context(closing(storage.snapshot()))
+                    checkpoint = OpenCheckpoint(storage.path, snapshot)
+                except (FileNotFoundError, NotADirectoryError):
+                    problem = f"there is no checkpoint at {storage.path}: no {MANIFEST} found"
+                    raise CheckpointNotFound(problem) from None
+                stack.callback(checkpoint.close)
                 try:
                     plan = LoadPlan(checkpoint, own, state_dict, map_location)
                 except _FileGone as error:

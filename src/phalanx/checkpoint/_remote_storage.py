@@ -93,9 +93,9 @@ class RemoteStorage(Storage, Snapshot):
         fault_point("published")
         return [name for name in old or () if DATA_FILE_NAME.fullmatch(name) and save not in name]
 
-    def end(self, save: str | None) -> None:
+    def end(self, save: str) -> None:
         """Remove the files of a save that was not committed."""
-        if save is None or self._is_published:
+        if self._is_published:
             return
         with suppress(Exception):  # stores raise errors of any class
             named = named_files(self)  # an upload may have succeeded although it raised
@@ -135,10 +135,8 @@ class RemoteMessageStore(MessageStore):
         self._fs = fs
         self._directory = directory
 
-    def _make_directory(self) -> None:
-        self._fs.makedirs(self._directory, exist_ok=True)
-
     def _write(self, name: str, text: str) -> None:
+        self._fs.makedirs(self._directory, exist_ok=True)
         self._fs.pipe_file(f"{self._directory}/{name}", text.encode() + _MESSAGE_END)
 
     def names(self) -> set[str]:

@@ -219,13 +219,11 @@ def ranges_of_rank(replicated: Iterable[TensorLeaf], ranks: int, rank: int) -> l
     Tensors marked `Replicated` are divided separately: an asynchronous save needs their division
     before ranks have compared the rest.
     """
-    by_mark: dict[bool, list[TensorLeaf]] = {True: [], False: []}
+    parts: dict[bool, list[TensorLeaf]] = {True: [], False: []}
     for leaf in replicated:
-        by_mark[leaf.mark == "replicated"].append(leaf)
-    divided = (
-        divide_among_ranks(tensor_sizes(tensors), ranks)[rank] for tensors in by_mark.values()
-    )
-    return [part for share in divided for part in share]
+        parts[leaf.mark == "replicated"].append(leaf)
+    sizes = map(tensor_sizes, parts.values())
+    return [part for each in sizes for part in divide_among_ranks(each, ranks)[rank]]
 
 
 def tensor_sizes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
@@ -253,13 +251,11 @@ def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedSh
     mine = {part.name: part for part in ranges}
     shards = {}
     for name, leaf in replicated.items():
-        if name in in_codecs:
-            continue
         if isinstance(leaf.data, ReplicatedShard):
             shards[name] = leaf.data
-            continue
-        part = mine.get(name, TensorRange(name, 0, 0))
-        data = elements_in_range(leaf.data, part) if name in mine else None
-        about = (name, leaf.dtype, leaf.shape, leaf.device, part.start, part.stop)
-        shards[name] = ReplicatedShard(*about, sampled_digest(leaf.data), data)
+        elif name not in in_codecs:
+            part = mine.get(name, TensorRange(name, 0, 0))
+            data = elements_in_range(leaf.data, part) if name in mine else None
+            about = (name, leaf.dtype, leaf.shape, leaf.device, part.start, part.stop)
+            shards[name] = ReplicatedShard(*about, sampled_digest(leaf.data), data)
     return shards

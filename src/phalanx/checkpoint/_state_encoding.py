@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -29,7 +30,7 @@ from ._manifest import (
     reporting_damage,
     tensor_name,
 )
-from ._state_tree import Absent, Branch, Node, Scalar, TensorLeaf, codecs_by_name, drop_absent
+from ._state_tree import Absent, Branch, Node, Scalar, TensorLeaf, codecs_by_name
 from ._tensor_file import DTYPES, dtype_from_name, dtype_name, nbytes
 
 Json: TypeAlias = Any
@@ -99,12 +100,20 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(
-    json: Json, *, tensor: Callable[[Json, StatePath], Node], rank: int | None, path: StatePath = ()
+    json: Json,
+    *,
+    tensor: Callable[[Json, StatePath], Node],
+    rank: int | None,
+    ranks: int = 0,
+    path: StatePath = (),
 ) -> Node:
     """Return the tree of a JSON value, with the parts of `rank` where ranks differ.
 
-    Raises `MalformedManifest` for a codec, dtype or device that does not exist here.
+    A key that this rank does not have is `Absent`, unless it was one of the `ranks` that saved:
+    then it lacks nothing. Raises `MalformedManifest` for a codec, dtype or device that does not
+    exist here.
     """
+    inner = partial(decode, tensor=tensor, rank=rank, ranks=ranks)
     tag, body = "", json
     if isinstance(json, dict) and next(iter(json), "").startswith("$"):
         ((tag, body),) = json.items()
@@ -112,18 +121,10 @@ def decode(
         return tensor(body, path)
     if tag == "$per_rank":
         # Decode all of them, so that every rank detects damage in any.
-        nodes = {
-            int(key): decode(each, tensor=tensor, rank=rank, path=path)
-            for key, each in body.items()
-        }
+        nodes = {int(key): inner(each, path=path) for key, each in body.items()}
         return nodes.get(-1 if rank is None else rank, Absent(tuple(sorted(nodes))))
     if tag in _SCALARS:
-        try:
-            return Scalar(_SCALARS[tag](body))
-        except (KeyError, ValueError, RuntimeError):
-            raise MalformedManifest(
-                f"{format_path(path)} has an invalid {tag!r}: {body!r:.60}"
-            ) from None
+        return _decode_scalar(tag, body, path)
     items: Iterable[tuple[StateKey, Json]]
     match tag, body:
         case "$codec", [name, value]:
@@ -140,12 +141,21 @@ def decode(
             kind, items = "tuple" if tag else "list", enumerate(body)
         case _:
             return Scalar(body)
-    children = {
-        key: decode(each, tensor=tensor, rank=rank, path=(*path, key)) for key, each in items
-    }
-    # A list or tuple is absent as a whole if one of its items is.
-    absent = (each for each in children.values() if isinstance(each, Absent) and kind != "dict")
-    return next(absent, Branch(kind, children))
+    children = {key: inner(each, path=(*path, key)) for key, each in items}
+    absent = {key: each for key, each in children.items() if isinstance(each, Absent)}
+    if absent and kind != "dict":
+        return next(iter(absent.values()))  # a list or tuple is absent as a whole
+    if rank is not None and rank < ranks:
+        children = {key: each for key, each in children.items() if key not in absent}
+    return Branch(kind, children)
+
+
+def _decode_scalar(tag: str, body: Json, path: StatePath) -> Scalar:
+    try:
+        return Scalar(_SCALARS[tag](body))
+    except (KeyError, ValueError, RuntimeError):
+        problem = f"{format_path(path)} has an invalid {tag!r}: {body!r:.60}"
+        raise MalformedManifest(problem) from None
 
 
 class StateManifest(Manifest, forbid_unknown_fields=True):
@@ -154,9 +164,7 @@ class StateManifest(Manifest, forbid_unknown_fields=True):
     def tree(self, rank: int | None, file: str) -> Node:
         """Return the tree of the state, with the parts of `rank` where ranks differ."""
         with reporting_damage(file):
-            tree = decode(self.state, tensor=_decode_tensor, rank=rank)
-        # A rank that took part in the save and had no such key lacks nothing.
-        return drop_absent(tree) if rank is not None and rank < self.ranks else tree
+            return decode(self.state, tensor=_decode_tensor, rank=rank, ranks=self.ranks)
 
 
 def _decode_tensor(body: Json, path: StatePath) -> TensorLeaf:

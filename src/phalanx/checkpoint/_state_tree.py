@@ -313,17 +313,6 @@ def find_node(node: Node, path: StatePath) -> Node | None:
     return found
 
 
-def drop_absent(node: Node) -> Node:
-    if not isinstance(node, Branch):
-        return node
-    present = {
-        key: drop_absent(child)
-        for key, child in node.children.items()
-        if not isinstance(child, Absent)
-    }
-    return Branch(node.kind, present, node.mark)
-
-
 def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any]) -> Any:
     """Return the state of a tree. `tensor` returns its tensors."""
     if isinstance(node, TensorLeaf):

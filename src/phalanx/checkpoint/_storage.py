@@ -59,8 +59,6 @@ class MessageStore(ABC):
     def put(self, name: str, text: str) -> None:
         """Store a message; no reader sees part of it."""
         for _ in range(RETRIES):  # a peer that removes its last message removes the directory
-            with suppress(FileExistsError):
-                self._make_directory()
             with suppress(FileNotFoundError):
                 self._write(name, text)
                 return
@@ -69,10 +67,8 @@ class MessageStore(ABC):
         )
 
     @abstractmethod
-    def _make_directory(self) -> None: ...
-
-    @abstractmethod
-    def _write(self, name: str, text: str) -> None: ...
+    def _write(self, name: str, text: str) -> None:
+        """Store a message, in a directory that is created if it does not exist."""
 
     @abstractmethod
     def names(self) -> set[str]:
@@ -192,7 +188,7 @@ class Storage(ABC):
         """Make a save visible atomically and durably; return the files that it replaces."""
 
     @abstractmethod
-    def end(self, save: str | None) -> None:
+    def end(self, save: str) -> None:
         """Remove what was not committed and unlock the path. Never raises."""
 
     @abstractmethod

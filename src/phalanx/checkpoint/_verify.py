@@ -69,7 +69,7 @@ def _check(
                 if not problems or snapshot.manifest() == data:
                     return manifest, problems
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}") from None
+        raise CheckpointNotFound(f"there is no checkpoint at {path}: no {MANIFEST} found") from None
 
 
 def _checksums(manifest: Manifest) -> _Checksums:

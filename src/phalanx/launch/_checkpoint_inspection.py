@@ -67,6 +67,10 @@ class CheckpointInfo:
             raise DamagedCheckpoint(self.damage)
         return self.manifest.entries
 
+    @property
+    def tensors(self) -> int:
+        return sum(entry.tensor is not None for entry in self.entries)
+
     def to_json(self) -> dict[str, Any]:
         summary = {"path": self.path, "step": self.step}
         if self.manifest is None:
@@ -74,7 +78,7 @@ class CheckpointInfo:
         return {
             **summary,
             "ranks": self.manifest.ranks,
-            "tensors": sum(entry.tensor is not None for entry in self.entries),
+            "tensors": self.tensors,
             "files": len(self.manifest.files),
             "bytes": self.bytes,
             "age_seconds": self.age_seconds,
@@ -88,13 +92,9 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
     directory = step_directory_at(path)
     for _ in range(_ATTEMPTS):
         steps, found = directory.steps(), []
-        for place in map(directory.path_of, steps):
-            try:
-                found.append(_read_checkpoint(place))
-            except CheckpointNotFound:
-                continue  # it was removed meanwhile
-            except (OSError, EOFError) as error:
-                found.append(CheckpointInfo(place, None, f"{place}: {error}"))
+        for step in steps:
+            with suppress(CheckpointNotFound):  # it was removed meanwhile
+                found.append(_read_checkpoint(directory.path_of(step)))
         if found:
             return found
         if not steps:
@@ -107,30 +107,30 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
 def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
         return CheckpointInfo(path, read_manifest(path, Manifest))
+    except CheckpointNotFound:
+        raise
     except DamagedCheckpoint as error:
         return CheckpointInfo(path, None, str(error))
+    except (OSError, EOFError) as error:
+        return CheckpointInfo(path, None, f"{path}: {error}")
 
 
 def list_checkpoints(path: str) -> Output:
     """Return a table of checkpoints and their total size."""
     rows, found = [], find_checkpoints(path)
-    summaries = [each.to_json() for each in found]
-    for each, summary in zip(found, summaries, strict=True):
-        age = each.age_seconds
-        rows.append(
-            [
-                "-" if each.step is None else str(each.step),
-                str(summary.get("ranks", "-")),
-                f"{summary['tensors']:,}" if "tensors" in summary else "-",
-                "damaged" if each.manifest is None else format_size(each.bytes),
-                "-" if age is None else format_age(age),
-                each.path,
-            ]
-        )
+    for each in found:
+        step = "-" if each.step is None else str(each.step)
+        age = "-" if each.age_seconds is None else format_age(each.age_seconds)
+        ranks, tensors, size = "-", "-", "damaged"
+        if each.manifest is not None:
+            ranks, size = str(each.manifest.ranks), format_size(each.bytes)
+            tensors = f"{each.tensors:,}"
+        rows.append([step, ranks, tensors, size, age, each.path])
     head = ["step", "ranks", "tensors", "size", "age", "path"]
     total_bytes = sum(each.bytes for each in found)
     total = f"{format_count(len(found), 'checkpoint')}, {format_size(total_bytes)}"
-    return summaries, [*format_table(head, rows, right="step ranks tensors size age"), "", total]
+    table = format_table(head, rows, right="step ranks tensors size age")
+    return [each.to_json() for each in found], [*table, "", total]
 
 
 def show_checkpoint(path: str) -> Output:

@@ -216,22 +216,19 @@ class LocalStorage(Storage):
         save = secrets.token_hex(8)
         try:
             fault_point("locked")
-            self._remove_leftovers()
+            for entry in os.scandir(self.workspace):
+                if _SAVE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path, ignore_errors=True)
+                elif entry.name.lstrip(".").startswith(MESSAGE_PREFIX):
+                    # A message of a live peer may be among them; the peer sends it again.
+                    with suppress(OSError):
+                        os.unlink(entry.path)
+            self._remove_strays()
             (self.workspace / save).mkdir()
         except BaseException:
             self.end(save)
             raise
         return save
-
-    def _remove_leftovers(self) -> None:
-        for entry in os.scandir(self.workspace):
-            if _SAVE_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path, ignore_errors=True)
-            elif entry.name.lstrip(".").startswith(MESSAGE_PREFIX):
-                # A message of a live peer may be among them; the peer sends it again.
-                with suppress(OSError):
-                    os.unlink(entry.path)
-        self._remove_strays()
 
     def _remove_strays(self) -> None:
         with suppress(OSError):  # the next save tries again
@@ -309,7 +306,7 @@ class LocalStorage(Storage):
             shutil.rmtree(self.workspace / save, ignore_errors=True)
             if self._lock is not None and not self._is_published:
                 self._remove_strays()
-        finally:  # else nobody could save here while this process lives
+        finally:  # else no job could save here while this process lives
             if self._lock is not None:
                 self._lock.release()
                 self._lock = None

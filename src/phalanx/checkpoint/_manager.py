@@ -31,7 +31,6 @@ from ._commit import lock_owner
 from ._coordination import Coordinator, format_by_rank, rank_and_barrier
 from ._reader import CheckpointReader
 from ._step_directory import RetentionPolicy, prune, step_directory_at
-from ._storage import strip_file_scheme
 from ._types import STATE_DICT, RankInfo, check_integer
 from ._writer import CheckpointWriter, CheckpointWriterConfig
 
@@ -70,7 +69,7 @@ class CheckpointManager:
         checkpointer: Checkpointer | None = None,
         timeout_secs: int = 600,
     ) -> None:
-        self._directory = step_directory_at(_absolute_path(path))
+        self._directory = step_directory_at(path, absolute=True)
         self._keep = RetentionPolicy(keep_last, keep_every)
         self._group = group
         self._timeout = timeout_secs
@@ -319,14 +318,6 @@ def _check_step(step: int) -> int:
     if not 0 <= number < 10**18:
         raise InvalidArgument(f"step must be in [0, 10**18), got {step}")
     return number
-
-
-def _absolute_path(path: str | os.PathLike[str]) -> str:
-    """Return a path that survives a change of directory; URLs and invalid paths unchanged."""
-    path = os.fspath(path)
-    if not isinstance(path, str) or not path or "://" in (path := strip_file_scheme(path)):
-        return path
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def _write_error(written: Future[None]) -> BaseException | None:

@@ -73,7 +73,6 @@ Its JSON may be three times as deep, and recursive functions must reach its end 
 the caller's stack.
 """
 
-_FORMAT: Literal["phalanx checkpoint"] = "phalanx checkpoint"
 _CHECKSUM_LINE = re.compile(rb'\{\n  "xxh3_128": "([0-9a-f]{32})",\n')
 _FILE_NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,200}\.safetensors$"
 
@@ -167,7 +166,7 @@ class Manifest(Struct, forbid_unknown_fields=True, dict=True):
 
     @classmethod
     def make(cls, save: str, ranks: int, files: dict[str, FileEntry], state: Any) -> Self:
-        return cls(_FORMAT, VERSION, save, ranks, files, state)
+        return cls("phalanx checkpoint", VERSION, save, ranks, files, state)
 
     def dump(self) -> bytes:
         """Return the file's content: indented JSON with a checksum in its first line."""

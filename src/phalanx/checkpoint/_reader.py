@@ -330,8 +330,7 @@ class CheckpointReader:
         any value for None. The state is not changed before everything was matched and verified.
         Where ranks differ, each rank gets what the same rank saved, or what `rank` saved.
         """
-        unknown = set(kwargs) - _IGNORED_ARGUMENTS
-        if unknown:
+        if unknown := set(kwargs) - _IGNORED_ARGUMENTS:
             raise InvalidArgument(f"unknown arguments: {', '.join(sorted(unknown))}")
         own = self._rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:

@@ -136,7 +136,8 @@ class RemoteMessageStore(MessageStore):
         self._directory = directory
 
     def _write(self, name: str, text: str) -> None:
-        self._fs.makedirs(self._directory, exist_ok=True)
+        with suppress(FileExistsError):  # despite exist_ok, if a peer removes it at that instant
+            self._fs.makedirs(self._directory, exist_ok=True)
         self._fs.pipe_file(f"{self._directory}/{name}", text.encode() + _MESSAGE_END)
 
     def names(self) -> set[str]:

@@ -45,7 +45,7 @@ class PerRank:
 
 @dataclass(frozen=True)
 class ReplicatedShard:
-    """A replicated tensor, reduced to the bytes that this rank writes.
+    """A replicated tensor, reduced to the bytes from `start` to `stop`, which this rank writes.
 
     An asynchronous save stages these, so that it need not copy what other ranks write.
     """
@@ -55,9 +55,7 @@ class ReplicatedShard:
     shape: tuple[int, ...]
     device: str
     start: int
-    """The first byte of the tensor that is held."""
     stop: int
-    """The byte after the last one that is held."""
     fingerprint: str
     """A sampled digest of the whole tensor, for comparison between ranks."""
     data: torch.Tensor | None
@@ -148,7 +146,6 @@ class Absent:
     """State that the checkpoint has for other ranks only."""
 
     ranks: tuple[int, ...]
-    """The ranks that have it."""
     mark: Mark = ""
 
 
@@ -253,11 +250,9 @@ def _check_scalar(value: Any, path: StatePath) -> None:
 def unsupported_reason(tensor: Tensor) -> str:
     """Return why a tensor is not plain bytes in memory, with a hint; "" if it is."""
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        advice = (
-            "store its local part (to_local) or the whole (full_tensor)"
-            if hasattr(tensor, "full_tensor")
-            else "store a plain tensor"
-        )
+        advice = "store a plain tensor"
+        if hasattr(tensor, "full_tensor"):
+            advice = "store its local part (to_local) or the whole (full_tensor)"
         return f"a {_class_name(tensor)}; {advice}"
     if tensor.is_nested:
         return "a nested tensor; store its components (unbind)"

@@ -123,13 +123,18 @@ class StepDirectory(ABC):
         """Remove what dead jobs left. Without locks, no owner of a file is certainly dead."""
 
 
-def step_directory_at(path: str | os.PathLike[str]) -> StepDirectory:
-    """Return the directory at a path: local, or on fsspec if it contains ``://``."""
+def step_directory_at(path: str | os.PathLike[str], *, absolute: bool = False) -> StepDirectory:
+    """Return the directory at a path: local, or on fsspec if it contains ``://``.
+
+    If `absolute`, a local path survives a change of the working directory.
+    """
     path = os.fspath(path)
     if not isinstance(path, str) or not path:
         raise InvalidArgument(f"the path of a checkpoint directory cannot be {path!r}")
     path = strip_file_scheme(path)
-    return RemoteStepDirectory(path) if "://" in path else LocalStepDirectory(path)
+    if "://" in path:
+        return RemoteStepDirectory(path)
+    return LocalStepDirectory(os.path.abspath(os.path.expanduser(path)) if absolute else path)
 
 
 class RemoteStepDirectory(StepDirectory):

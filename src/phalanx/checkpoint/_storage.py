@@ -62,9 +62,7 @@ class MessageStore(ABC):
             with suppress(FileNotFoundError):
                 self._write(name, text)
                 return
-        raise FileNotFoundError(
-            f"cannot store {name}: another process keeps removing its directory"
-        )
+        raise FileNotFoundError(f"cannot store {name}: a process keeps removing its directory")
 
     @abstractmethod
     def _write(self, name: str, text: str) -> None:

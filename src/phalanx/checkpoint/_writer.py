@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 from ._commit import commit_checkpoint
@@ -74,11 +75,8 @@ class CheckpointWriter:
         a writer that did not make all earlier saves of its rank. Other arguments go to the hook.
         """
         path = os.fsdecode(path)
-
-        def before_commit() -> None:
-            if self._commit_hook is not None:
-                self._commit_hook.pre_commit(path, **kwargs)
-
+        hook = self._commit_hook
+        before_commit = (lambda: None) if hook is None else partial(hook.pre_commit, path, **kwargs)
         self.close()  # this save needs the space of what the last one replaced
         self._writes += 1
         number = save_number or self._writes
@@ -99,8 +97,8 @@ class CheckpointWriter:
                 self._removal = thread
             except RuntimeError:  # the interpreter is shutting down
                 remove()
-        if self._commit_hook is not None:
-            self._commit_hook.post_commit(path, **kwargs)
+        if hook is not None:
+            hook.post_commit(path, **kwargs)
         return None
 
     def _text_exchange(self, path: str) -> TextExchange | None:

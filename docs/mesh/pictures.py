@@ -23,7 +23,7 @@ def pictures() -> dict[str, str]:
             "cp",
             "ep",
         ),
-        "large.svg": plan_mesh("8x16x8", names="dp,pp,tp", rank=513, hosts=128).svg(),
+        "large.svg": plan_mesh("8x16x8", names="dp,pp,tp", rank=513, hosts=128).draw(svg=True),
     }
 
 

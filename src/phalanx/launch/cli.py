@@ -267,6 +267,6 @@ def mesh(
     click.echo(planned.text(picture=draw))
     if svg is not None:
         try:
-            Path(svg).write_text(planned.svg(), encoding="utf-8")
+            Path(svg).write_text(planned.draw(svg=True), encoding="utf-8")
         except OSError as error:
             raise click.FileError(svg, error.strerror or str(error)) from error

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .._formatting import format_table
 from ..errors import InvalidArgument
@@ -17,8 +18,7 @@ from . import _drawing
 from .layout import MeshLayout, format_ranks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AxisPlan:
+class AxisPlan(NamedTuple):
     """One axis of a planned mesh."""
 
     label: str
@@ -44,15 +44,22 @@ class MeshPlan:
 
     def text(self, *, picture: bool = False) -> str:
         """Return a table of the axes, optionally below a drawing."""
-        drawn = self._draw(svg=False)
+        drawn = self.draw()
         head = drawn if picture else "\n".join(drawn.splitlines()[: 1 if self.rank is None else 2])
-        return f"{head}\n\n{self._table()}"
+        titles = ["axis", "size", "stride"]
+        rows = [[axis.label, str(axis.size), str(axis.stride)] for axis in self.axes]
+        if self.ranks_per_host is not None:
+            titles.append("crosses hosts")
+            for axis, row in zip(self.axes, rows, strict=True):
+                row.append("yes" if axis.crosses_hosts else "no")
+        if self.rank is not None:
+            titles += ["at", f"group of rank {self.rank}"]
+            for axis, row in zip(self.axes, rows, strict=True):
+                row += [str(axis.coordinate), format_ranks(axis.ranks) + self._group_hosts(axis)]
+        return "\n".join([head, "", *format_table(titles, rows)])
 
-    def svg(self) -> str:
-        """Return an SVG drawing of the mesh."""
-        return self._draw(svg=True)
-
-    def _draw(self, *, svg: bool) -> str:
+    def draw(self, *, svg: bool = False) -> str:
+        """Draw the mesh as text or as SVG."""
         return _drawing.draw_mesh(
             self.layout,
             names=self.names,
@@ -61,87 +68,64 @@ class MeshPlan:
             svg=svg,
         )
 
-    def _table(self) -> str:
-        titles = ["axis", "size", "stride"]
-        if self.ranks_per_host is not None:
-            titles.append("crosses hosts")
-        if self.rank is not None:
-            titles += ["at", f"group of rank {self.rank}"]
-        return "\n".join(format_table(titles, [self._row(axis) for axis in self.axes]))
-
-    def _row(self, axis: AxisPlan) -> list[str]:
-        row = [axis.label, str(axis.size), str(axis.stride)]
-        if self.ranks_per_host is not None:
-            row.append("yes" if axis.crosses_hosts else "no")
-        if self.rank is not None:
-            row += [str(axis.coordinate), self._group(axis)]
-        return row
-
-    def _group(self, axis: AxisPlan) -> str:
+    def _group_hosts(self, axis: AxisPlan) -> str:
         if self.ranks_per_host is None:
-            return format_ranks(axis.ranks)
+            return ""
         first, last = (axis.ranks[end] // self.ranks_per_host for end in (0, -1))
         if first == last:
-            return f"{format_ranks(axis.ranks)} on host {first}"
+            return f" on host {first}"
         # Strides smaller than a host skip no host; larger ones visit a new host each time.
         count = last - first + 1 if axis.stride < self.ranks_per_host else axis.size
-        return f"{format_ranks(axis.ranks)} on {count} hosts"
+        return f" on {count} hosts"
 
 
 def plan_mesh(
     shape: str, *, names: str | None = None, rank: int | None = None, hosts: int | None = None
 ) -> MeshPlan:
     """Plan a mesh such as ``8x16x8``, with names such as ``dp,pp,tp``."""
-    sizes = _parse_shape(shape)
-    layout = MeshLayout.from_sizes_strides(sizes)
-    labels = _parse_names(names, shape=shape, count=len(sizes))
-    per_host = _ranks_per_host(hosts, layout.numel())
-    if rank is not None and not 0 <= rank < layout.numel():
-        raise InvalidArgument(
-            f"rank {rank} is out of range: a mesh of {layout.numel()} ranks has ranks 0 to "
-            f"{layout.numel() - 1}"
-        )
-    axes = [
-        _plan_axis(layout, axis, label=label, rank=rank, ranks_per_host=per_host)
-        for axis, label in enumerate(labels or [f"axis {axis}" for axis in range(len(sizes))])
-    ]
-    return MeshPlan(
-        layout=layout, names=labels, rank=rank, ranks_per_host=per_host, axes=tuple(axes)
-    )
-
-
-def _plan_axis(
-    layout: MeshLayout, axis: int, *, label: str, rank: int | None, ranks_per_host: int | None
-) -> AxisPlan:
-    size = layout.top_level_sizes[axis]
-    stride = layout[axis + 1 :].numel()
-    crosses = None
-    if ranks_per_host is not None:
-        # Groups fill a block of size * stride ranks. If hosts end only at block ends, no group is
-        # split; otherwise the first host to end inside a block splits at least one group.
-        one_host = ranks_per_host == layout.numel()
-        crosses = size > 1 and not one_host and ranks_per_host % (size * stride) != 0
-    coordinate = None if rank is None else layout.coordinate_of(rank)
-    return AxisPlan(
-        label=label,
-        size=size,
-        stride=stride,
-        crosses_hosts=crosses,
-        coordinate=None if coordinate is None else coordinate[axis],
-        ranks=() if rank is None else layout.ranks_of_group(rank, axis),
-    )
-
-
-def _parse_shape(shape: str) -> tuple[int, ...]:
     words = re.split(r"[xX×,]", shape.strip())  # noqa: RUF001 - both are typed
     if not all(re.fullmatch(r"\s*-?[0-9]{1,18}\s*", word) for word in words):
         raise InvalidArgument(f"shape must be sizes separated by x, such as 8x16x8, got {shape!r}")
     sizes = tuple(map(int, words))
     if min(sizes) < 1:
         raise InvalidArgument(f"shape {shape!r} has size {min(sizes)}: the minimum is 1")
-    if math.prod(sizes) > sys.maxsize:
+    count = math.prod(sizes)
+    if count > sys.maxsize:
         raise InvalidArgument(f"shape {shape!r} has more than {sys.maxsize} ranks")
-    return sizes
+    layout = MeshLayout.from_sizes_strides(sizes)
+    labels = _parse_names(names, shape=shape, count=len(sizes))
+    per_host = None if hosts is None else _ranks_per_host(hosts, count)
+    if rank is not None and not 0 <= rank < count:
+        raise InvalidArgument(
+            f"rank {rank} is out of range: a mesh of {count} ranks has ranks 0 to {count - 1}"
+        )
+    coordinate = None if rank is None else layout.coordinate_of(rank)
+    axes = []
+    for axis, size in enumerate(sizes):
+        stride = layout[axis + 1 :].numel()
+        axes.append(
+            AxisPlan(
+                label=labels[axis] if labels else f"axis {axis}",
+                size=size,
+                stride=stride,
+                crosses_hosts=_crosses_hosts(size, stride, ranks=count, ranks_per_host=per_host),
+                coordinate=None if coordinate is None else coordinate[axis],
+                ranks=() if rank is None else layout.ranks_of_group(rank, axis),
+            )
+        )
+    return MeshPlan(
+        layout=layout, names=labels, rank=rank, ranks_per_host=per_host, axes=tuple(axes)
+    )
+
+
+def _crosses_hosts(
+    size: int, stride: int, *, ranks: int, ranks_per_host: int | None
+) -> bool | None:
+    if ranks_per_host is None:
+        return None
+    # Groups fill a block of size * stride ranks. If hosts end only at block ends, no group is
+    # split; otherwise the first host to end inside a block splits at least one group.
+    return size > 1 and ranks_per_host < ranks and ranks_per_host % (size * stride) != 0
 
 
 def _parse_names(names: str | None, *, shape: str, count: int) -> tuple[str, ...] | None:
@@ -161,9 +145,7 @@ def _parse_names(names: str | None, *, shape: str, count: int) -> tuple[str, ...
     return parts
 
 
-def _ranks_per_host(hosts: int | None, ranks: int) -> int | None:
-    if hosts is None:
-        return None
+def _ranks_per_host(hosts: int, ranks: int) -> int:
     if hosts < 1:
         raise InvalidArgument(f"hosts must be at least 1, got {hosts}")
     if ranks % hosts:

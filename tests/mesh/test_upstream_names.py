@@ -104,7 +104,14 @@ INHERITED = {
     "_init_one_process_group",  # static
     "_init_process_groups",  # static
     "_stable_hash",  # of _hash_key, which is ours
-    "_sym_get_coordinate",  # of properties that are ours
+    "_is_current_rank_part_of_mesh",  # these and the others, of properties that are ours
+    "_sym_get_coordinate",
+    "device_type",
+    "get_all_groups",
+    "get_coordinate",
+    "mesh_dim_names",
+    "ndim",
+    "shape",
 }
 UNSUPPORTED = {
     "__getstate__",

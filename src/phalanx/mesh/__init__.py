@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from .layout import FlatLayout, MeshLayout, _FlatLayout, _MeshLayout
 
 if TYPE_CHECKING:
-    from ._device_mesh import DeviceMesh, init_device_mesh
-    from ._mesh_env import _mesh_resources, _MeshEnv
+    from ._device_mesh import DeviceMesh, _mesh_resources, _MeshEnv, init_device_mesh
 
 __all__ = [
     "DeviceMesh",
@@ -28,18 +27,13 @@ __all__ = [
 ]
 
 # Imported on access, since they need torch and `phalanx mesh` does not.
-_LAZY = {
-    "DeviceMesh": "_device_mesh",
-    "_MeshEnv": "_mesh_env",
-    "_mesh_resources": "_mesh_env",
-    "init_device_mesh": "_device_mesh",
-}
+_LAZY = ("DeviceMesh", "_MeshEnv", "_mesh_resources", "init_device_mesh")
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    value = getattr(importlib.import_module("._device_mesh", __name__), name)
     globals()[name] = value
     return value
 

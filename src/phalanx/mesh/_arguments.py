@@ -8,15 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Backend
 
 from ..errors import InvalidMesh, InvalidType
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
+
+_T = TypeVar("_T")
 
 
 def check_device_type(device_type: object) -> str:
@@ -34,11 +35,22 @@ def check_device_type(device_type: object) -> str:
     return device_type
 
 
-def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
+def as_tuple(
+    values: Iterable[_T], name: str, description: str, kind: type = object
+) -> tuple[_T, ...]:
+    """Return values as a tuple; raise `InvalidType` unless all are of one type."""
     try:
-        sizes = tuple(shape)
+        checked = tuple(values)
     except TypeError:
-        raise InvalidType(f"mesh_shape must be a tuple of sizes, got {shape!r}") from None
+        raise InvalidType(f"{name} must be {description}, got {values!r}") from None
+    for each in checked:
+        if not isinstance(each, kind):
+            raise InvalidType(f"{name} must be {description}, got {each!r} in it")
+    return checked
+
+
+def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
+    sizes = as_tuple(shape, "mesh_shape", "a tuple of sizes")
     for size in sizes:
         if not isinstance(size, int):
             raise InvalidMesh(f"mesh_shape must have integers only, got {size!r} in {sizes}")
@@ -52,13 +64,7 @@ def check_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | Non
         return None
     if isinstance(names, str):
         raise InvalidMesh(f"mesh_dim_names must be a tuple of names, got the string {names!r}")
-    try:
-        names = tuple(names)
-    except TypeError:
-        raise InvalidType(f"mesh_dim_names must be a tuple of names, got {names!r}") from None
-    for name in names:
-        if not isinstance(name, str):
-            raise InvalidType(f"mesh_dim_names must be strings, got {name!r} in {names}")
+    names = as_tuple(names, "mesh_dim_names", "a tuple of names", str)
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise InvalidMesh(f"mesh_dim_names {names} has {repeated[0]!r} more than once")
@@ -69,20 +75,16 @@ def check_names(names: Iterable[str] | None, ndim: int) -> tuple[str, ...] | Non
 
 def read_ranks(mesh: Any) -> tuple[tuple[int, ...], Sequence[int]]:
     """Return the shape of an array of ranks, and the ranks in order, as a range if possible."""
-    tensor = mesh.detach().cpu() if isinstance(mesh, torch.Tensor) else _rank_tensor(mesh)
+    try:
+        is_tensor = isinstance(mesh, torch.Tensor)
+        tensor = mesh.detach().cpu() if is_tensor else torch.tensor(mesh, device="cpu")
+    except (TypeError, ValueError) as error:
+        kind = InvalidMesh if isinstance(error, ValueError) else InvalidType
+        raise kind(f"mesh {mesh!r} is not an array of ranks: {error}") from error
     whole = tensor.to(torch.int64)
     if tensor.dtype.is_floating_point and not torch.equal(whole.to(tensor.dtype), tensor):
         raise InvalidMesh(f"mesh must have integers only, got {tensor.tolist()}")
     return tuple(tensor.shape), as_range(whole.flatten().tolist())
-
-
-def _rank_tensor(mesh: Any) -> torch.Tensor:
-    try:
-        return torch.tensor(mesh, device="cpu")
-    except ValueError as error:
-        raise InvalidMesh(f"mesh {mesh!r} is not an array of ranks: {error}") from error
-    except TypeError as error:
-        raise InvalidType(f"mesh {mesh!r} is not an array of ranks: {error}") from error
 
 
 def as_range(ranks: Sequence[int]) -> Sequence[int]:
@@ -165,29 +167,20 @@ def _override_axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
 
 
 def parse_override(value: Override | Sequence[Any] | None) -> GroupOptions:
-    if value is None:
-        return DEFAULT_OPTIONS
+    backend, options = None, value
     if isinstance(value, str):
-        return GroupOptions(backend=value)
-    if isinstance(value, tuple | list) and len(value) == 2:
+        backend, options = value, None
+    elif isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[0], str | None):
         backend, options = value
-        if backend is None or isinstance(backend, str):
-            return replace(_parse_options(options), backend=backend)
-    return _parse_options(value)
-
-
-def _parse_options(value: object) -> GroupOptions:
-    if value is None:
-        return DEFAULT_OPTIONS
-    if isinstance(value, timedelta):
-        return GroupOptions(timeout=value)
-    if isinstance(value, Backend.Options):
-        return GroupOptions(timeout=value._timeout, native=value)
-    if isinstance(value, Mapping):
-        timeout = value.get("timeout")
-        if timeout is None or isinstance(timeout, timedelta):
-            rest = tuple(sorted((k, v) for k, v in value.items() if k != "timeout"))
-            return GroupOptions(timeout=timeout, options=rest)
+    if options is None:
+        return GroupOptions(backend=backend)
+    if isinstance(options, timedelta):
+        return GroupOptions(backend=backend, timeout=options)
+    if isinstance(options, Backend.Options):
+        return GroupOptions(backend=backend, timeout=options._timeout, native=options)
+    if isinstance(options, Mapping) and isinstance(options.get("timeout"), timedelta | None):
+        others = tuple(sorted((k, v) for k, v in options.items() if k != "timeout"))
+        return GroupOptions(backend=backend, timeout=options.get("timeout"), options=others)
     raise InvalidType(
         f"backend_override must be a backend, options (torch's object or a dict), a timeout, or a "
         f"pair of a backend and one of these, got {value!r}"

@@ -11,9 +11,14 @@ none. Groups of axes are formed by `get_group`, by the members of that group onl
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..env import read_rank_env
 from ..errors import InvalidMesh, InvalidState, InvalidType, NotInMesh, UnknownAxis
+from ..groups._factory import default_group
 from ..groups._subgroups import (
     DEFAULT_OPTIONS,
     GroupOptions,
@@ -35,6 +42,7 @@ from ._arguments import (
     Override,
     Overrides,
     as_range,
+    as_tuple,
     check_device_type,
     check_names,
     check_ranks,
@@ -43,11 +51,7 @@ from ._arguments import (
     read_ranks,
 )
 from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of, format_axes
-from ._mesh_env import _mesh_resources, choose_device
 from .layout import FlatLayout, MeshLayout
-
-if TYPE_CHECKING:
-    from types import TracebackType
 
 _Names = tuple[str, ...] | None
 _Options = tuple[GroupOptions, ...]
@@ -69,12 +73,18 @@ class RootState:
         base: ParentGroup | None,
         rank: int | None = None,
         base_rank_names: Sequence[int] | None = None,
+        is_registered: bool = True,
     ) -> None:
+        if rank is None and base is not None:
+            rank = base.rank if base_rank_names is None else base_rank_names[base.rank]
+        elif rank is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
         self.device_type = device_type
         self.ranks = ranks
         self.base = base
         self.base_rank_names = base_rank_names
-        self.rank = rank = _own_rank(base, base_rank_names) if rank is None else rank
+        self.rank = rank
+        self.is_registered = is_registered
         self.position = ranks.index(rank) if rank in ranks else None
         self.groups: AxisGroups = AxisGroups() if base is None else axis_groups_of(base.group)
         self.flattened: dict[str, DeviceMesh] = {}
@@ -83,21 +93,9 @@ class RootState:
         # Not shared with other roots: a member that was not given the group would form one and
         # wait for the others.
         self.provided_groups: dict[Sequence[int], dist.ProcessGroup] = {}
-        self.root: DeviceMesh
+        self.root: DeviceMesh  # set by the first mesh of this state
         self.root_key: RootKey
         self.torch_root: TorchMesh | None = None
-
-    def subset(self, ranks: Sequence[int]) -> RootState:
-        """Return the state of a root mesh of some of the ranks."""
-        state = RootState(
-            self.device_type,
-            ranks,
-            base=self.base,
-            rank=self.rank,
-            base_rank_names=self.base_rank_names,
-        )
-        state.provided_groups = self.provided_groups
-        return state
 
     def record_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
         """Record axes made by flatten or unflatten."""
@@ -153,12 +151,16 @@ class RootState:
             ranks = torch.tensor(self.ranks, device="cpu")[positions]
         return ranks.to(torch.int32).reshape(layout.top_level_sizes)
 
+    def axis_ranks(self, axis: FlatLayout, name: str) -> Sequence[int]:
+        """Return the ranks of this rank's group along an axis."""
+        position = self.require_position(f"it has no group along axis {name!r}")
+        return self.ranks_at(axis.group_of(position))
+
     def axis_group(
         self, axis: FlatLayout, name: str, options: GroupOptions, *, desc: str
     ) -> dist.ProcessGroup:
         """Return this rank's group along an axis; form it if there is none."""
-        position = self.require_position(f"it has no group along axis {name!r}")
-        ranks = self.ranks_at(axis.group_of(position))
+        ranks = self.axis_ranks(axis, name)
         if ranks in self.provided_groups and options == DEFAULT_OPTIONS:
             return self.provided_groups[ranks]
         if self.base is None:
@@ -172,10 +174,77 @@ class RootState:
         )
 
 
-def _own_rank(base: ParentGroup | None, base_rank_names: Sequence[int] | None) -> int:
-    if base is not None:
-        return base.rank if base_rank_names is None else base_rank_names[base.rank]
-    return dist.get_rank() if dist.is_initialized() else 0
+class _MeshEnv(threading.local):
+    """The meshes that a thread has entered by ``with``."""
+
+    def __init__(self) -> None:
+        self.mesh_stack: list[DeviceMesh] = []
+
+    def get_current_mesh(self) -> DeviceMesh:
+        """Return the mesh that this thread entered last."""
+        if not self.mesh_stack:
+            raise InvalidState("this thread has entered no mesh: use `with mesh:`")
+        return self.mesh_stack[-1]
+
+    def get_root_mesh(self, device_mesh: DeviceMesh) -> DeviceMesh:
+        """Return the mesh that a mesh was derived from."""
+        return device_mesh.get_root_mesh()
+
+    def _get_all_submeshes(self, device_mesh: DeviceMesh, mesh_dim_name: str) -> list[DeviceMesh]:
+        return device_mesh.get_all_submeshes(mesh_dim_name)
+
+    @staticmethod
+    def num_devices_per_host(device_type: str) -> int:
+        """Return the number of devices of a type on this machine."""
+        module = device_module(device_type)
+        if module is None:
+            raise InvalidState(f"torch has no devices of type {device_type!r} on this machine")
+        count: int = module.device_count()
+        return count
+
+    @staticmethod
+    def num_hosts(device_type: str) -> int:
+        """Return the number of machines, if all have as many devices as this one."""
+        group = default_group()
+        world_size = read_rank_env().world_size if group is None else group.size()
+        return world_size // _MeshEnv.num_devices_per_host(device_type)
+
+
+_mesh_resources = _MeshEnv()
+
+
+def device_module(device_type: str) -> ModuleType | None:
+    module = getattr(torch, device_type, None)
+    return module if hasattr(module, "device_count") else None
+
+
+def choose_device(device_type: str, base: ParentGroup) -> None:
+    """Select the device of this rank, unless the program has used one of that type already.
+
+    It is ``LOCAL_RANK`` if the launcher sets that. Otherwise all machines are assumed to have the
+    same number of devices.
+    """
+    module = device_module(device_type)
+    if device_type == "cpu" or module is None or not base.talks or module.is_initialized():
+        return
+    count = module.device_count()
+    if count == 0:
+        return
+    if "LOCAL_RANK" in os.environ:
+        module.set_device(int(os.environ["LOCAL_RANK"]))
+        return
+    if base.size > count and base.size % count:
+        raise InvalidMesh(
+            f"cannot choose a device: {base.size} ranks do not divide among machines with {count} "
+            f"devices of type {device_type!r}. Hint: set LOCAL_RANK, or choose a device first."
+        )
+    chosen = base.rank % count
+    warnings.warn(
+        f"rank {base.rank} has chosen no device and LOCAL_RANK is not set: using "
+        f"{device_type}:{chosen}. Choose a device before making a mesh, or use a launcher",
+        stacklevel=4,
+    )
+    module.set_device(chosen)
 
 
 def _unsupported(name: str) -> Callable[..., NoReturn]:
@@ -193,6 +262,9 @@ class DeviceMesh(TorchMesh):
     is given. See `init_device_mesh` for the other arguments, and to make a mesh by its shape.
     """
 
+    # Inherited, since they read only what this class sets: device_type, mesh_dim_names, ndim,
+    # shape, get_coordinate and get_all_groups.
+
     _thread_id = None
 
     def __init__(
@@ -205,11 +277,17 @@ class DeviceMesh(TorchMesh):
         group: dist.ProcessGroup | None = None,
         _init_backend: bool = True,
         _rank: int | None = None,
+        _shape: tuple[int, ...] | None = None,
     ) -> None:
-        if mesh is None:
+        ranks: Sequence[int]
+        if _shape is not None:
+            sizes, ranks = _shape, range(math.prod(_shape))
+        elif mesh is not None:
+            sizes, ranks = read_ranks(mesh)
+            mesh_dim_names = mesh_dim_names or None
+        else:
             raise InvalidType("mesh is missing: pass an array of ranks, or use init_device_mesh")
-        sizes, ranks = read_ranks(mesh)
-        names = check_names(mesh_dim_names or None, len(sizes))
+        names = check_names(mesh_dim_names, len(sizes))
         check_device_type(device_type)
         options = parse_overrides(backend_override, len(sizes), names)
         base: ParentGroup | None = None
@@ -217,53 +295,20 @@ class DeviceMesh(TorchMesh):
             base = default_parent_group(device_type) if group is None else parent_group(group)
         check_ranks(ranks, size=None if base is None else base.size)
         state = RootState(device_type, ranks, base=base, rank=_rank)
-        self._init_root(state, MeshLayout.from_sizes_strides(sizes), names, options)
-
-    def _init_root(
-        self,
-        state: RootState,
-        layout: MeshLayout,
-        names: _Names,
-        options: _Options,
-        *,
-        registered: bool = True,
-    ) -> None:
-        """Make this the root mesh of `state`."""
-        base = state.base
-        if base is not None:
-            for each in options:
-                if each is not DEFAULT_OPTIONS:
-                    base.check(each)
-            choose_device(state.device_type, base)
-        self._set_state(state, layout, names, options)
-        state.root = self
-        state.root_key = RootKey(state.device_type, names, layout, state.base_ranks(state.ranks))
-        if registered:
-            state.groups.registry.add(state.root_key)
+        self._set_state(state, MeshLayout.from_sizes_strides(sizes), names, options)
 
     @staticmethod
-    def _make_root(
-        state: RootState,
-        layout: MeshLayout,
-        names: _Names,
-        options: _Options | None = None,
-        *,
-        registered: bool = True,
+    def _make(
+        state: RootState, layout: MeshLayout, names: _Names, options: _Options | None = None
     ) -> DeviceMesh:
         mesh = DeviceMesh.__new__(DeviceMesh)
-        options = (DEFAULT_OPTIONS,) * len(layout) if options is None else options
-        mesh._init_root(state, layout, names, options, registered=registered)
-        return mesh
-
-    def _derive(self, layout: MeshLayout, names: tuple[str, ...], options: _Options) -> DeviceMesh:
-        """Return another mesh of the same root."""
-        mesh = DeviceMesh.__new__(DeviceMesh)
-        mesh._set_state(self._root_state, layout, names, options)
+        mesh._set_state(state, layout, names, options or (DEFAULT_OPTIONS,) * len(layout))
         return mesh
 
     def _set_state(
         self, state: RootState, layout: MeshLayout, names: _Names, options: _Options
     ) -> None:
+        """Become a mesh of `state`: the root if it has none yet."""
         self._root_state = state
         self._layout: MeshLayout = layout  # type: ignore[assignment]
         self._mesh_dim_names = names
@@ -271,28 +316,19 @@ class DeviceMesh(TorchMesh):
         self._groups: dict[int | str | None, dist.ProcessGroup] = {}
         self._tensor: torch.Tensor | None = None
         self._hash: int | None = None
+        if hasattr(state, "root"):
+            return
+        if state.base is not None:
+            for each in options:
+                if each is not DEFAULT_OPTIONS:
+                    state.base.check(each)
+            choose_device(state.device_type, state.base)
+        state.root = self
+        state.root_key = RootKey(state.device_type, names, layout, state.base_ranks(state.ranks))
+        if state.is_registered:
+            state.groups.registry.add(state.root_key)
 
     # -- shape and coordinates -------------------------------------------------------------
-
-    @property
-    def device_type(self) -> str:
-        """The type of the ranks' devices."""
-        return self._root_state.device_type
-
-    @property
-    def mesh_dim_names(self) -> tuple[str, ...] | None:
-        """The names of the axes, or None."""
-        return self._mesh_dim_names
-
-    @property
-    def ndim(self) -> int:
-        """The number of axes."""
-        return len(self._layout)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The size of each axis."""
-        return self._layout.top_level_sizes
 
     @property
     def layout(self) -> MeshLayout:
@@ -325,11 +361,6 @@ class DeviceMesh(TorchMesh):
     def get_rank(self) -> int:
         """Return this rank in the group that the mesh is made on."""
         return self._root_state.rank
-
-    def get_coordinate(self) -> tuple[int, ...] | None:
-        """Return this rank's coordinate, or None if it is not in the mesh."""
-        position = self._root_state.position
-        return None if position is None else self._layout.locate(position)[1]
 
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
         """Return this rank's coordinate on one axis."""
@@ -377,11 +408,8 @@ class DeviceMesh(TorchMesh):
         try:
             return self._groups[mesh_dim]
         except (KeyError, TypeError):
-            return self._get_or_form_group(mesh_dim)
-
-    def _get_or_form_group(self, mesh_dim: int | str | None) -> dist.ProcessGroup:
-        groups = self._root_state.groups
-        generation = groups.generation
+            groups = self._root_state.groups
+            generation = groups.generation
         flattened = self._flattened(mesh_dim)
         if flattened is not None:
             group = flattened.get_group()
@@ -408,8 +436,7 @@ class DeviceMesh(TorchMesh):
         """Use an existing group for an axis, in this mesh and its slices."""
         state = self._root_state
         name = self._mesh_dim_names[axis] if self._mesh_dim_names else str(axis)
-        position = state.require_position(f"it has no group along axis {name!r}")
-        ranks = state.ranks_at(self._layout[axis].group_of(position))
+        ranks = state.axis_ranks(self._layout[axis], name)
         members = as_range(dist.get_process_group_ranks(group))
         if ranks != members:
             raise InvalidMesh(
@@ -417,10 +444,6 @@ class DeviceMesh(TorchMesh):
                 f"given for it has {list(members)}"
             )
         state.provided_groups[ranks] = group
-
-    def get_all_groups(self) -> list[dist.ProcessGroup]:
-        """Return this rank's groups along all axes."""
-        return [self.get_group(axis) for axis in range(self.ndim)]
 
     def shutdown(self) -> None:
         """Shut down this rank's part in all groups formed for meshes on the same base group.
@@ -444,8 +467,17 @@ class DeviceMesh(TorchMesh):
         """
         check_device_type(device_type)
         if isinstance(group, dist.ProcessGroup):
-            return _from_single_group(group, device_type, mesh, mesh_dim_names)
-        groups = _check_groups(group)
+            members = as_range(dist.get_process_group_ranks(group))
+            if mesh is not None and read_ranks(mesh) != ((len(members),), members):
+                given = mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh
+                raise InvalidMesh(f"mesh {given} differs from the group's ranks, {list(members)}")
+            names = check_names(mesh_dim_names, 1)
+            state = RootState(
+                device_type, members, base=parent_group(group), base_rank_names=members
+            )
+            state.provided_groups[members] = group
+            return DeviceMesh._make(state, MeshLayout.from_sizes_strides((len(members),)), names)
+        groups = list(as_tuple(group, "group", "a group or a list of groups", dist.ProcessGroup))
         for value, name in ((groups, "group"), (mesh, "mesh"), (mesh_dim_names, "mesh_dim_names")):
             if value is None or value == []:
                 raise InvalidMesh(f"{name} is missing: a list of groups needs mesh and names")
@@ -454,11 +486,11 @@ class DeviceMesh(TorchMesh):
             raise InvalidMesh(f"mesh {sizes} has {len(sizes)} axes for {len(groups)} groups")
         names = check_names(mesh_dim_names, len(sizes))
         check_ranks(ranks, size=None)
-        members = dist.get_process_group_ranks(groups[0])
+        rank = dist.get_process_group_ranks(groups[0])[groups[0].rank()]
         world = dist.group.WORLD if dist.is_initialized() else None
         base = None if world is None else parent_group(world)
-        state = RootState(device_type, ranks, base=base, rank=members[groups[0].rank()])
-        made = DeviceMesh._make_root(state, MeshLayout.from_sizes_strides(sizes), names)
+        state = RootState(device_type, ranks, base=base, rank=rank)
+        made = DeviceMesh._make(state, MeshLayout.from_sizes_strides(sizes), names)
         for axis, each in enumerate(groups):
             made._set_axis_group(axis, each)
         return made
@@ -516,17 +548,19 @@ class DeviceMesh(TorchMesh):
         axis, state = self._axis_number(str(mesh_dim_name)), self._root_state
         names = None if self._mesh_dim_names is None else (self._mesh_dim_names[axis],)
         layout = MeshLayout.from_sizes_strides((self.size(axis),))
-        return [
-            # There may be thousands of them, so they are registered on first use.
-            DeviceMesh._make_root(
-                state.subset(state.ranks_at(positions)),
-                layout,
-                names,
-                (self._options[axis],),
-                registered=False,
+        meshes = []
+        for positions in self._layout[axis].global_ranks(len(state.ranks)):
+            part = RootState(
+                state.device_type,
+                state.ranks_at(positions),
+                base=state.base,
+                rank=state.rank,
+                base_rank_names=state.base_rank_names,
+                is_registered=False,  # before first use, since there may be thousands of them
             )
-            for positions in self._layout[axis].global_ranks(len(state.ranks))
-        ]
+            part.provided_groups = state.provided_groups
+            meshes.append(DeviceMesh._make(part, layout, names, (self._options[axis],)))
+        return meshes
 
     # -- identity, pickling, context -------------------------------------------------------
 
@@ -554,12 +588,7 @@ class DeviceMesh(TorchMesh):
         _mesh_resources.mesh_stack.append(self)
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        exc_traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _mesh_resources.mesh_stack.pop()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -567,21 +596,17 @@ class DeviceMesh(TorchMesh):
         options = _picklable_options(self._options)
         if self is not state.root:
             return _unpickle_submesh, (state.root, self._layout, self._mesh_dim_names, options)
-        flattened = [
-            (name, flat._layout, _picklable_options(flat._options))
-            for name, flat in state.flattened.items()
-        ]
-        pickled = _PickledRoot(
-            state.device_type,
-            state.ranks,
-            state.rank,
-            state.base_rank_names,
-            group=None if base is None else (base.group.group_name, base.size),
-            provided_groups=[
-                (ranks, group.group_name) for ranks, group in state.provided_groups.items()
+        return _unpickle_root, (
+            (state.device_type, state.ranks, state.rank, state.base_rank_names),
+            # Groups are pickled as the names under which torch knows them.
+            ("", 0) if base is None else (base.group.group_name, base.size),
+            [(ranks, group.group_name) for ranks, group in state.provided_groups.items()],
+            (self._layout, self._mesh_dim_names, options),
+            [
+                (name, flat._layout, _picklable_options(flat._options))
+                for name, flat in state.flattened.items()
             ],
         )
-        return _unpickle_root, (pickled, self._layout, self._mesh_dim_names, options, flattened)
 
     def draw(self, *, ranks_per_host: int | None = None, svg: bool = False) -> str:
         """Draw axes, hosts and this rank, as text or as SVG."""
@@ -665,13 +690,11 @@ class DeviceMesh(TorchMesh):
 
     @property
     def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
-        return self.get_coordinate()
+        position = self._root_state.position
+        return None if position is None else self._layout.locate(position)[1]
 
     def _compute_coordinate_on_dim(self) -> tuple[int, ...] | None:
-        return self.get_coordinate()
-
-    def _is_current_rank_part_of_mesh(self) -> bool:
-        return self._root_state.position is not None
+        return self._coordinate_on_dim
 
     _get_root_mesh = get_root_mesh
     _get_root_mesh_dim = get_root_mesh_dim
@@ -706,69 +729,13 @@ def init_device_mesh(
     before it is used. `backend_override` sets a backend, options or a timeout for some axes, by
     name or number.
     """
-    sizes = check_shape(mesh_shape)
-    names = check_names(mesh_dim_names, len(sizes))
-    check_device_type(device_type)
-    options = parse_overrides(backend_override, len(sizes), names)
-    layout = MeshLayout.from_sizes_strides(sizes)
-    base = default_parent_group(device_type) if group is None else parent_group(group)
-    ranks = range(layout.numel())
-    check_ranks(ranks, size=base.size)
-    return DeviceMesh._make_root(RootState(device_type, ranks, base=base), layout, names, options)
-
-
-def _check_groups(groups: Sequence[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    try:
-        checked = list(groups)
-    except TypeError:
-        raise InvalidType(f"group must be a group or a list of groups, got {groups!r}") from None
-    for group in checked:
-        if not isinstance(group, dist.ProcessGroup):
-            raise InvalidType(f"group must be a list of groups, got {group!r} in it")
-    return checked
-
-
-def _from_single_group(
-    group: dist.ProcessGroup, device_type: str, mesh: Any, names: _Names
-) -> DeviceMesh:
-    members = as_range(dist.get_process_group_ranks(group))
-    if mesh is not None and read_ranks(mesh) != ((len(members),), members):
-        given = mesh.tolist() if isinstance(mesh, torch.Tensor) else mesh
-        raise InvalidMesh(f"mesh {given} differs from the ranks of the group, {list(members)}")
-    names = check_names(names, 1)
-    state = RootState(device_type, members, base=parent_group(group), base_rank_names=members)
-    state.provided_groups[members] = group
-    return DeviceMesh._make_root(state, MeshLayout.from_sizes_strides((len(members),)), names)
-
-
-@dataclass(frozen=True)
-class _PickledRoot:
-    """A `RootState` with groups replaced by the names under which torch knows them."""
-
-    device_type: str
-    ranks: Sequence[int]
-    rank: int
-    base_rank_names: Sequence[int] | None
-    group: tuple[str, int] | None
-    provided_groups: list[tuple[Sequence[int], str]]
-
-    def restore(self) -> RootState:
-        """Return the state with those of its groups that exist in this process."""
-        name, size = self.group or ("", 0)
-        group = resolve_group(name)
-        base = parent_group(group) if group is not None and group.size() == size else None
-        state = RootState(
-            self.device_type,
-            self.ranks,
-            base=base,
-            rank=self.rank if base is None else None,
-            base_rank_names=self.base_rank_names,
-        )
-        for ranks, name in self.provided_groups:
-            group = resolve_group(name)
-            if group is not None and as_range(dist.get_process_group_ranks(group)) == ranks:
-                state.provided_groups[ranks] = group
-        return state
+    return DeviceMesh(
+        device_type,
+        mesh_dim_names=mesh_dim_names,
+        backend_override=backend_override,
+        group=group,
+        _shape=check_shape(mesh_shape),
+    )
 
 
 def _picklable_options(options: _Options) -> _Options:
@@ -777,22 +744,37 @@ def _picklable_options(options: _Options) -> _Options:
 
 
 def _unpickle_root(
-    pickled: _PickledRoot,
-    layout: MeshLayout,
-    names: _Names,
-    options: _Options,
+    identity: tuple[str, Sequence[int], int, Sequence[int] | None],
+    base_group: tuple[str, int],
+    provided_groups: list[tuple[Sequence[int], str]],
+    mesh_arguments: tuple[MeshLayout, _Names, _Options],
     flattened: list[tuple[str, MeshLayout, _Options]],
 ) -> DeviceMesh:
-    state = pickled.restore()
-    mesh = DeviceMesh._make_root(state, layout, names, options)
-    for name, flat, flat_options in flattened:
-        state.flattened[name] = mesh._derive(flat, (name,), flat_options)
+    """Make a root mesh with those of its groups that exist in this process."""
+    device_type, ranks, rank, base_rank_names = identity
+    name, size = base_group
+    group = resolve_group(name)
+    base = parent_group(group) if group is not None and group.size() == size else None
+    state = RootState(
+        device_type,
+        ranks,
+        base=base,
+        rank=rank if base is None else None,
+        base_rank_names=base_rank_names,
+    )
+    for members, name in provided_groups:
+        group = resolve_group(name)
+        if group is not None and as_range(dist.get_process_group_ranks(group)) == members:
+            state.provided_groups[members] = group
+    mesh = DeviceMesh._make(state, *mesh_arguments)
+    for name, layout, options in flattened:
+        state.flattened[name] = DeviceMesh._make(state, layout, (name,), options)
     return mesh
 
 
 def _unpickle_submesh(
     root: DeviceMesh, layout: MeshLayout, names: tuple[str, ...], options: _Options
 ) -> DeviceMesh:
-    mesh = root._derive(layout, names, options)
+    mesh = DeviceMesh._make(root._root_state, layout, names, options)
     flattened = root._root_state.flattened.get(names[0]) if len(names) == 1 else None
     return flattened if flattened == mesh and flattened is not None else mesh

@@ -13,7 +13,7 @@ from torch.distributed._mesh_layout import _FlatLayout, _MeshLayout
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import InvalidState, InvalidType
-from ..groups._subgroups import DEFAULT_OPTIONS, default_parent_group
+from ..groups._subgroups import default_parent_group
 from ._arguments import as_range
 from ._device_mesh import DeviceMesh, RootState
 from .layout import FlatLayout, MeshLayout
@@ -21,10 +21,15 @@ from .layout import FlatLayout, MeshLayout
 
 def to_torch(mesh: DeviceMesh, *, as_default: bool) -> TorchMesh:
     state = mesh._root_state
+    base = state.base
     if as_default and not dist.is_initialized():
-        _make_default(state)
-    is_whole = mesh._layout.numel() == len(state.ranks)
-    if not dist.is_initialized() and not is_whole:
+        if base is None or list(base.global_ranks) != list(range(base.size)):
+            raise InvalidState(
+                f"{state.root} cannot provide torch's default group: its group does not have all "
+                "global ranks"
+            )
+        c10d._update_default_pg(base.group)
+    if not dist.is_initialized() and mesh._layout.numel() != len(state.ranks):
         raise InvalidState(
             f"{mesh} is a slice of {state.root}, and torch's mesh needs a default group to locate "
             "this rank in it. Hint: initialize torch's default group, or pass as_default=True."
@@ -40,16 +45,6 @@ def to_torch(mesh: DeviceMesh, *, as_default: bool) -> TorchMesh:
     if state.flattened.get(name) is mesh:
         torch_root._flatten_mapping[name] = made
     return made
-
-
-def _make_default(state: RootState) -> None:
-    base = state.base
-    if base is None or list(base.global_ranks) != list(range(base.size)):
-        raise InvalidState(
-            f"{state.root} cannot provide torch's default group: its group does not have all "
-            "global ranks"
-        )
-    c10d._update_default_pg(base.group)
 
 
 def _without_groups(mesh: DeviceMesh, *, root: TorchMesh | None) -> TorchMesh:
@@ -73,16 +68,15 @@ def from_torch(mesh: TorchMesh) -> DeviceMesh:
     root = mesh._get_root_mesh()
     ranks = as_range(root._rank_map.tolist())
     state = RootState(root.device_type, ranks, base=default_parent_group(root.device_type))
-    made = DeviceMesh._make_root(state, _our_layout(root._layout), root.mesh_dim_names)
+    made = DeviceMesh._make(state, _our_layout(root._layout), root.mesh_dim_names)
     state.torch_root = root
     for name, flat in root._flatten_mapping.items():
-        state.flattened[name] = made._derive(_our_layout(flat._layout), (name,), (DEFAULT_OPTIONS,))
+        state.flattened[name] = DeviceMesh._make(state, _our_layout(flat._layout), (name,))
         _take_groups(state.flattened[name], flat)
     _take_groups(made, root)
     if mesh is root:
         return made
-    layout = _our_layout(mesh._layout)
-    derived = made._derive(layout, mesh.mesh_dim_names or (), (DEFAULT_OPTIONS,) * len(layout))
+    derived = DeviceMesh._make(state, _our_layout(mesh._layout), mesh.mesh_dim_names or ())
     _take_groups(derived, mesh)
     return derived
 

@@ -7,7 +7,7 @@ import pytest
 
 import phalanx
 from phalanx.launch import _error_reports
-from phalanx.launch._error_reports import ErrorReportFilter, SeenErrorReports
+from phalanx.launch._error_reports import ErrorReportFilter
 from phalanx.launch._output import OutputPump, OutputSource
 
 from .conftest import eventually
@@ -62,7 +62,7 @@ class Stream:
     """A rank's stderr, and what the screen shows of it."""
 
     def __init__(self, rank=0, seen=None, **options):
-        self.reader = ErrorReportFilter(seen or SeenErrorReports(), rank, **options)
+        self.reader = ErrorReportFilter({} if seen is None else seen, rank, **options)
 
     def write(self, text, *, now=0.0):
         return self._shown(self.reader.feed(text.encode().splitlines(), now))
@@ -87,7 +87,7 @@ def test_an_error_of_ours_is_shown_without_what_is_internal():
 
 
 def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
-    seen = SeenErrorReports()
+    seen = {}
     first, second = Stream(0, seen), Stream(1, seen)
     first.write(lost(0))
     first.close()
@@ -103,7 +103,7 @@ def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
         f"Traceback (most recent call last):\n{frame('a.py')}{frame(TORCH)}ValueError: no\nmore\n"
     )
     other = text.replace("a.py", "b.py")
-    seen = SeenErrorReports()
+    seen = {}
     for rank, written, shown in [
         (0, text, text.splitlines()),
         (1, other, other.splitlines()),
@@ -115,7 +115,7 @@ def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
 
 
 def test_a_usage_error_is_shown_once():
-    seen = SeenErrorReports()
+    seen = {}
     shown = []
     for rank in range(2):
         stream = Stream(rank, seen)
@@ -146,12 +146,12 @@ def traceback(message):
     ],
 )
 def test_what_is_not_the_same_is_shown_whole(first, second):
-    seen = SeenErrorReports()
+    seen = {}
     Stream(0, seen).read(first)
     stream, alone = Stream(1, seen), Stream(1)
     assert stream.read(second) == alone.read(second)
     if "phalanx" not in second:
-        assert Stream(1, SeenErrorReports()).read(second) == second.splitlines()
+        assert Stream(1, {}).read(second) == second.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_is_not_the_same_is_shown_whole(first, second):
 )
 def test_lines_after_a_traceback_are_shown_on_every_rank(after):
     """It may have been logged, and these are no part of its message."""
-    seen = SeenErrorReports()
+    seen = {}
     Stream(0, seen).read(f"{traceback('ValueError: no')}{after}\n")
     shown = Stream(1, seen).read(f"{traceback('ValueError: no')}{after}\n")
     assert shown == ["(the same ValueError as on rank 0)", *after.splitlines()]
@@ -174,7 +174,7 @@ def test_lines_after_a_traceback_are_shown_on_every_rank(after):
 
 @pytest.mark.parametrize("after", ["saved step 12", "  rank 1: 3 samples skipped", "  note"])
 def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
-    seen = SeenErrorReports()
+    seen = {}
     Stream(0, seen).read(lost(0, after=after))
     shown = Stream(1, seen).read(lost(1, after=after))
     assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)", after]
@@ -182,7 +182,7 @@ def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
 
 def test_an_error_of_ours_that_names_every_rank_is_shown_once():
     text = traceback("phalanx.errors.RankMismatch: rank 0 called barrier; rank 1 called allreduce")
-    seen = SeenErrorReports()
+    seen = {}
     Stream(0, seen).read(text)
     assert len(Stream(1, seen).read(text)) == 1
 
@@ -197,13 +197,13 @@ def test_a_report_is_shown_before_what_the_rank_prints_next():
     screen = Recorder()
     pump = OutputPump(screen)
     out, err = os.pipe(), os.pipe()
-    reader = ErrorReportFilter(SeenErrorReports(), 0, quiet_period=60.0, max_hold=60.0)
+    reader = ErrorReportFilter({}, 0, quiet_period=60.0, max_hold=60.0)
     pump.add(os.fdopen(out[0], "rb", buffering=0), OutputSource("", rank=0))
     pump.add(os.fdopen(err[0], "rb", buffering=0), OutputSource("", is_error=True, rank=0), reader)
     pump.start()
     try:
         os.write(err[1], traceback("ValueError: no").encode())
-        eventually(lambda: reader.is_holding)
+        eventually(lambda: reader.held)
         os.write(out[1], b"next\n")
         eventually(lambda: screen.shown[-1:] == ["next"])
     finally:

@@ -28,7 +28,7 @@ import click
 from .._formatting import format_size, format_table
 from ..env import usable_cores
 from . import run
-from ._outcome import Outcome, describe
+from ._outcome import describe
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 13)
@@ -53,6 +53,14 @@ class Finding:
 Check = Callable[[], Finding]
 
 
+def _in_thread(action: Callable[[], object], name: str, timeout: float) -> bool:
+    """Run an action in a thread, and return whether it ended in time."""
+    thread = threading.Thread(target=action, name=f"phalanx-{name}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    return not thread.is_alive()
+
+
 def run_check(check: Check, *, timeout: float = CHECK_TIMEOUT) -> Finding:
     """Return a check's finding; an exception or a timeout is a finding too."""
     label = check.__name__.removeprefix("check_").replace("_", " ")
@@ -65,10 +73,7 @@ def run_check(check: Check, *, timeout: float = CHECK_TIMEOUT) -> Finding:
             detail = f"{type(error).__name__}: {error}"
             findings.append(Finding(False, label, detail, "the check itself failed"))
 
-    thread = threading.Thread(target=attempt, name=f"phalanx-check-{label}", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if findings:
+    if _in_thread(attempt, f"check-{label}", timeout):
         return findings[0]
     return Finding(False, label, f"no answer in {timeout:g} s", "find out what blocks it")
 
@@ -176,15 +181,21 @@ def check_hostname() -> Finding:
 
 
 def check_loopback_name() -> Finding:
-    took = _lookup_seconds(LOOKUP_TIMEOUT)
-    if took is not None and took <= SLOW_LOOKUP:
+    def ask() -> None:
+        with suppress(OSError):  # a failure is an answer too
+            socket.getnameinfo(("127.0.0.1", 1), 0)
+
+    began = time.monotonic()
+    is_done = _in_thread(ask, "lookup", LOOKUP_TIMEOUT)
+    took = time.monotonic() - began
+    if is_done and took <= SLOW_LOOKUP:
         return Finding(True, "loopback name", f"looked up in {took * 1000:.0f} ms")
-    detail = f"no answer in {LOOKUP_TIMEOUT:g} s" if took is None else f"looked up in {took:.1f} s"
+    detail = f"looked up in {took:.1f} s" if is_done else f"no answer in {LOOKUP_TIMEOUT:g} s"
     advice = (
         "torch asks for this name at every connection to a store, so groups form slowly; "
         "add '127.0.0.1 localhost' to /etc/hosts"
     )
-    return Finding(took is not None and took <= FAULTY_LOOKUP, "loopback name", detail, advice)
+    return Finding(is_done and took <= FAULTY_LOOKUP, "loopback name", detail, advice)
 
 
 def check_compiler() -> Finding:
@@ -224,20 +235,6 @@ CHECKS: list[Check] = [
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
     """Return a finding that has advice only if it is not ok."""
     return Finding(ok, label, detail, "" if ok else advice)
-
-
-def _lookup_seconds(timeout: float) -> float | None:
-    """Return the duration of looking up the name of 127.0.0.1; None after the timeout."""
-
-    def ask() -> None:
-        with suppress(OSError):  # a failure is an answer too
-            socket.getnameinfo(("127.0.0.1", 1), 0)
-
-    began = time.monotonic()
-    thread = threading.Thread(target=ask, name="phalanx-lookup", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    return None if thread.is_alive() else time.monotonic() - began
 
 
 SELF_TEST_TIMEOUT = 60.0
@@ -295,42 +292,33 @@ def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
         raise KeyboardInterrupt
     lines = [line for line in out.getvalue().splitlines() if line.startswith(b"{")]
     measurements = [Measurement(**json.loads(line)) for line in lines]
-    return _self_test_finding(outcome), measurements
+    if outcome.exit_code == 0:
+        detail = "two ranks formed groups and summed tensors"
+        return Finding(True, "self-test", detail), measurements
+    advice = "fix the problems above, then read the traceback"
+    return Finding(False, "self-test", describe(outcome), advice), measurements
 
 
 def render(examination: Examination) -> str:
-    width = max(len(finding.label) for finding in examination.findings)
-    lines = [_finding_line(finding, width) for finding in examination.findings]
+    findings, lines = examination.findings, []
+    width = max(len(finding.label) for finding in findings)
+    margin = " " * (width + 9)
+    for finding in findings:
+        mark = _NOTE if finding.ok and finding.advice else _OK if finding.ok else _WRONG
+        detail = finding.detail.replace("\n", "\n" + margin)
+        lines.append(f"{mark}  {finding.label:<{width}}  {detail}")
+        if finding.advice:
+            lines.append(f"{margin}-> {finding.advice}")
     if examination.measurements:
         rows = [
-            [
-                each.backend,
-                each.ranks,
-                f"{each.latency_us:g} us",
-                f"{each.bandwidth_gb_per_s:g} GB/s",
-            ]
-            for each in examination.measurements
+            (m.backend, m.ranks, f"{m.latency_us:g} us", f"{m.bandwidth_gb_per_s:g} GB/s")
+            for m in examination.measurements
         ]
         lines += ["", *format_table(_HEADINGS, rows)]
-    wrong = sum(not finding.ok for finding in examination.findings)
-    summary = f"{wrong} of {len(examination.findings)} checks failed" if wrong else "no problems"
+    wrong = sum(not finding.ok for finding in findings)
+    summary = f"{wrong} of {len(findings)} checks failed" if wrong else "no problems"
     return "\n".join([*lines, "", summary])
 
 
 def render_json(examination: Examination) -> str:
     return json.dumps({"ok": examination.ok, **asdict(examination)}, indent=2)
-
-
-def _self_test_finding(outcome: Outcome) -> Finding:
-    if outcome.exit_code == 0:
-        return Finding(True, "self-test", "two ranks formed groups and summed tensors")
-    advice = "fix the problems above, then read the traceback"
-    return Finding(False, "self-test", describe(outcome), advice)
-
-
-def _finding_line(finding: Finding, width: int) -> str:
-    mark = _NOTE if finding.ok and finding.advice else _OK if finding.ok else _WRONG
-    margin = " " * (width + 9)
-    detail = finding.detail.replace("\n", "\n" + margin)
-    line = f"{mark}  {finding.label:<{width}}  {detail}"
-    return f"{line}\n{margin}-> {finding.advice}" if finding.advice else line

@@ -10,7 +10,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -29,59 +28,44 @@ def main() -> None:
     """Test and measure the backends that work on one machine."""
     # If it hangs, print where and exit.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
-    between = ["gloo", "shm"] if native.engine is not None else ["gloo"]
-    figures = {backend: _between_processes(backend) for backend in between}
-    # From here on one process has the machine to itself.
-    if read_rank_env().rank == 0:
-        for backend, measured in figures.items():
-            _report(backend, "2 processes", measured)
-        _report("local", "2 threads", _between_threads("local"))
-
-
-def _between_processes(backend: str) -> tuple[float, float]:
-    from ..groups import new_group
-
-    group = new_group(backend)
-    figures = _measure(group)
-    group.shutdown()
-    return figures
-
-
-def _between_threads(backend: str) -> tuple[float, float]:
     from torch._C._distributed_c10d import HashStore
 
     from ..groups import new_group
 
-    store = HashStore()
+    figures = {}
+    for backend in ["gloo", "shm"] if native.engine is not None else ["gloo"]:
+        group = new_group(backend)
+        figures[backend] = _measure(group)
+        group.shutdown()
+    # From here on one process has the machine to itself.
+    if read_rank_env().rank == 0:
+        for backend, measured in figures.items():
+            _report(backend, "2 processes", measured)
+        store = HashStore()
 
-    def rank(number: int) -> tuple[float, float]:
-        return _measure(new_group(backend, store=store, rank=number, world_size=2))
+        def rank(number: int) -> tuple[float, float]:
+            return _measure(new_group("local", store=store, rank=number, world_size=2))
 
-    with ThreadPoolExecutor(2) as pool:
-        return next(pool.map(rank, range(2)))
+        with ThreadPoolExecutor(2) as pool:
+            _report("local", "2 threads", next(pool.map(rank, range(2))))
 
 
 def _measure(group: ProcessGroup) -> tuple[float, float]:
-    """Return the seconds of a tiny and of a large allreduce."""
+    """Return the median seconds of a tiny and of a large allreduce."""
     import torch
 
     total = torch.ones(1)
     group.allreduce(total).wait()
     assert total.item() == 2, f"allreduce: 1 + 1 gave {total.item()}"
-    small, large = torch.zeros(1), torch.zeros(_LARGE_BYTES // 4)
-    return (
-        _median_seconds(lambda: group.allreduce(small).wait(), rounds=_LATENCY_ROUNDS),
-        _median_seconds(lambda: group.allreduce(large).wait(), rounds=_BANDWIDTH_ROUNDS),
-    )
-
-
-def _median_seconds(action: Callable[[], object], *, rounds: int) -> float:
-    times = []
-    for _ in range(_WARM_UP + rounds):
-        began = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[_WARM_UP:])
+    medians = []
+    for numel, rounds in ((1, _LATENCY_ROUNDS), (_LARGE_BYTES // 4, _BANDWIDTH_ROUNDS)):
+        tensor, times = torch.zeros(numel), []
+        for _ in range(_WARM_UP + rounds):
+            began = time.perf_counter()
+            group.allreduce(tensor).wait()
+            times.append(time.perf_counter() - began)
+        medians.append(statistics.median(times[_WARM_UP:]))
+    return medians[0], medians[1]
 
 
 def _report(backend: str, ranks: str, figures: tuple[float, float]) -> None:

@@ -18,11 +18,13 @@ that: what each rank was doing.
 from __future__ import annotations
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
-from .._formatting import PACKAGE_ROOT, mask_rank
+from .._formatting import PACKAGE_ROOT, format_count, mask_rank
 from ..errors import _STATE_TEXTS
 
 QUIET_PERIOD = 0.5
@@ -37,10 +39,10 @@ _MAX_SUMMARY_LINES = 20  # lines of frames and of the message that the final rep
 
 _HEADER = "Traceback (most recent call last):"
 _USAGE = "usage: "
-_LINKS = (
+_LINKS = {
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
-)
+}
 _STARTS = (_HEADER.encode(), _USAGE.encode())
 _ERROR_PREFIX = "phalanx.errors."
 _TORCH_PATHS = ("/site-packages/torch/", "/dist-packages/torch/")
@@ -70,6 +72,11 @@ class _ChainedException:
         return self.message[0].startswith(_ERROR_PREFIX)
 
     @property
+    def is_internal(self) -> bool:
+        """Whether no frame is user code."""
+        return all(map(_is_internal, self.frames))
+
+    @property
     def length(self) -> int:
         """The number of lines that certainly belong to the message."""
         if not self.header:
@@ -79,96 +86,6 @@ class _ChainedException:
             place += 1
         return place
 
-    @property
-    def is_internal(self) -> bool:
-        """Whether no frame is user code."""
-        return all(_is_internal(frame) for frame in self.frames)
-
-    def without_internal_frames(self) -> tuple[list[list[str]], int]:
-        """Return the frames to show and the number of hidden ones."""
-        if not self.is_ours or self.is_internal:
-            return self.frames, 0
-        kept = [frame for frame in self.frames if not _is_internal(frame)]
-        return kept, len(self.frames) - len(kept)
-
-
-@dataclass
-class _ErrorReport:
-    """A chain of exceptions, or a usage error, which has a message only."""
-
-    parts: list[_ChainedException]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each part ends in an exception line; another thread may have interleaved."""
-        return all(not part.header or _EXCEPTION.match(part.message[0]) for part in self.parts)
-
-    @property
-    def kind(self) -> str:
-        first = self.parts[-1].message[0]
-        return "usage error" if first.startswith(_USAGE) else first.partition(":")[0]
-
-    def shortened(self) -> _ErrorReport:
-        """Drop internal frames, and internal exceptions that led to a phalanx error."""
-        kept: list[_ChainedException] = []
-        for part in self.parts:
-            if part.is_ours:
-                while kept and kept[-1].is_internal:
-                    part.link = kept.pop().link
-            kept.append(part)
-        for part in kept:
-            part.frames, hidden = part.without_internal_frames()
-            if hidden:
-                frames = "1 frame" if hidden == 1 else f"{hidden} frames"
-                part.frames.append(
-                    [f"  ({frames} inside phalanx and torch; --full-tracebacks shows them)"]
-                )
-        return _ErrorReport(kept)
-
-    def lines(self, *, most: int | None = None) -> list[str]:
-        return [line for part in self.parts for line in _exception_lines(part, most)]
-
-    def trailing_lines(self) -> list[str]:
-        """Return the lines after the report; some may belong to its message."""
-        last = self.parts[-1]
-        return last.message[last.length :]
-
-    def identity(self, rank: int | None) -> tuple[str, ...]:
-        """Return the lines that are equal on two ranks that report the same error.
-
-        For phalanx errors these exclude the states of the ranks and, with a `rank`, the number of
-        the rank that reports the error.
-        """
-        *before, last = self.parts
-        lines = [line for part in before for line in _exception_identity(part, part.message, rank)]
-        return (*lines, *_exception_identity(last, last.message[: last.length], rank))
-
-
-def _exception_identity(
-    part: _ChainedException, message: Sequence[str], rank: int | None
-) -> Iterator[str]:
-    yield part.link
-    for frame in part.frames:
-        yield from frame
-    if part.is_ours:
-        message = [mask_rank(each, rank) for each in message if not _RANK_STATE_LINE.match(each)]
-    yield from message
-
-
-def _exception_lines(part: _ChainedException, most: int | None) -> Iterator[str]:
-    if part.link:
-        yield from ("", part.link, "")
-    frames = [line for frame in part.frames for line in frame]
-    if part.header:
-        yield part.header
-    if most is not None and len(frames) > most:
-        yield f"  ({len(frames) - most} lines not shown)"
-        frames = frames[-most:]
-    yield from frames
-    yield from part.message[:most]
-    if most is not None and len(part.message) > most:
-        yield f"  ({len(part.message) - most} lines not shown)"
-
 
 def _is_internal(frame: Sequence[str]) -> bool:
     found = _FILE.match(frame[0])
@@ -176,6 +93,56 @@ def _is_internal(frame: Sequence[str]) -> bool:
         return False
     path = found["path"]
     return path.startswith((PACKAGE_ROOT, "<frozen ")) or any(each in path for each in _TORCH_PATHS)
+
+
+class _ErrorReport:
+    """A chain of exceptions, or a usage error, which has a message only.
+
+    Internal frames are dropped, and internal exceptions that led to a phalanx error.
+    """
+
+    def __init__(self, chained: Sequence[_ChainedException]) -> None:
+        self.parts: list[_ChainedException] = []
+        for part in chained:
+            if part.is_ours:
+                while self.parts and self.parts[-1].is_internal:
+                    part.link = self.parts.pop().link
+            self.parts.append(part)
+        for part in self.parts:
+            if part.is_ours and not part.is_internal:
+                kept = [frame for frame in part.frames if not _is_internal(frame)]
+                if hidden := len(part.frames) - len(kept):
+                    frames = format_count(hidden, "frame")
+                    note = f"  ({frames} inside phalanx and torch; --full-tracebacks shows them)"
+                    part.frames = [*kept, [note]]
+
+    def lines(self, *, most: int = sys.maxsize) -> list[str]:
+        """Return the report, with at most `most` lines of frames and of a message for each part."""
+        lines = []
+        for part in self.parts:
+            frames = [*chain(*part.frames)]
+            lines += ["", part.link, ""] if part.link else []
+            lines += [part.header] if part.header else []
+            if len(frames) > most:
+                lines.append(f"  ({len(frames) - most} lines not shown)")
+            lines += [*frames[-most:], *part.message[:most]]
+            if len(part.message) > most:
+                lines.append(f"  ({len(part.message) - most} lines not shown)")
+        return lines
+
+    def identity(self, rank: int | None) -> tuple[str, ...]:
+        """Return the lines that are equal on two ranks that report the same error.
+
+        For phalanx errors these exclude the states of the ranks and, with a `rank`, the number of
+        the rank that reports the error.
+        """
+        lines: list[str] = []
+        for part in self.parts:
+            message = part.message[: part.length] if part is self.parts[-1] else part.message
+            if part.is_ours:
+                message = [mask_rank(m, rank) for m in message if not _RANK_STATE_LINE.match(m)]
+            lines += [part.link, *chain(*part.frames), *message]
+        return tuple(lines)
 
 
 def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
@@ -187,12 +154,8 @@ def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
             parts = [_ChainedException(header="", message=[*lines[place:end]])] if end else []
         else:
             end, parts = _parse_chain(lines, place)
-        if parts:
-            yield _ErrorReport(parts)
-        else:
-            end = place + 1
-            yield lines[place]
-        place = end
+        yield _ErrorReport(parts) if parts else lines[place]
+        place = end if parts else place + 1
 
 
 def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedException]]:
@@ -200,10 +163,22 @@ def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedEx
     parts: list[_ChainedException] = []
     end, link = place, ""
     while place < len(lines) and lines[place] == _HEADER:
-        after, part = _parse_traceback(lines, place)
-        if part is None:
-            break
-        part.link, end = link, after
+        part = _ChainedException(link=link)
+        place += 1
+        while place < len(lines) and lines[place].startswith(" "):
+            if lines[place].startswith("    ") and part.frames:
+                part.frames[-1].append(lines[place])
+            else:
+                part.frames.append([lines[place]])
+            place += 1
+        if place == len(lines) or not lines[place]:
+            break  # the traceback is cut off
+        end = place + 1
+        while end < len(lines) and lines[end] != _HEADER:
+            if not lines[end] and not _LINKS.isdisjoint(lines[end + 1 : end + 2]):
+                break
+            end += 1
+        part.message = [*lines[place:end]]
         parts.append(part)
         if end + 3 >= len(lines) or lines[end + 1] not in _LINKS:
             break
@@ -211,71 +186,25 @@ def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedEx
     return end, parts
 
 
-def _parse_traceback(lines: Sequence[str], place: int) -> tuple[int, _ChainedException | None]:
-    """Return where a traceback ends, and its exception; None if it is cut off."""
-    part = _ChainedException()
-    place += 1
-    while place < len(lines) and lines[place].startswith(" "):
-        if lines[place].startswith("    ") and part.frames:
-            part.frames[-1].append(lines[place])
-        else:
-            part.frames.append([lines[place]])
-        place += 1
-    if place == len(lines) or not lines[place]:
-        return place, None
-    end = _end_of_message(lines, place)
-    part.message = [*lines[place:end]]
-    return end, part
-
-
-def _end_of_message(lines: Sequence[str], place: int) -> int:
-    for end in range(place + 1, len(lines)):
-        is_linked = not lines[end] and lines[end + 1 : end + 2] and lines[end + 1] in _LINKS
-        if is_linked or lines[end] == _HEADER:
-            return end
-    return len(lines)
-
-
 def _end_of_usage(lines: Sequence[str], place: int) -> int:
     """Return where a usage error that starts at a line ends; 0 if there is none."""
     for end in range(place + 1, len(lines)):
         if _USAGE_ERROR.match(lines[end]):
             return end + 1
-        if not _continues_usage(lines[end]):
+        if lines[end][:1].strip():
             break
     return 0
 
 
-def _continues_usage(line: str) -> bool:
-    return not line[:1].strip()
-
-
-class SeenErrorReports:
-    """The error reports of all ranks in one attempt."""
-
-    def __init__(self) -> None:
-        self._first: dict[tuple[str, ...], int | None] = {}
-
-    def shown(self, report: _ErrorReport, rank: int | None) -> list[str]:
-        """Return the whole report, or one line if another rank has reported the same."""
-        if rank is None or not report.is_whole:
-            return report.lines()
-        # Most errors name the rank they are on; errors that list all ranks are equal everywhere.
-        keys = report.identity(None), report.identity(rank)
-        first = next((self._first[key] for key in keys if key in self._first), rank)
-        for key in keys:
-            self._first.setdefault(key, rank)
-        if first == rank:
-            return report.lines()
-        return [f"(the same {report.kind} as on rank {first})", *report.trailing_lines()]
-
-
 class ErrorReportFilter:
-    """Holds, shortens and deduplicates the error reports on one process's stderr."""
+    """Holds, shortens and deduplicates the error reports on one process's stderr.
+
+    `seen` has the first rank to report each error and is shared by the filters of one attempt.
+    """
 
     def __init__(
         self,
-        seen: SeenErrorReports,
+        seen: dict[tuple[str, ...], int],
         rank: int | None,
         *,
         labelled: bool = True,
@@ -283,35 +212,29 @@ class ErrorReportFilter:
         quiet_period: float = QUIET_PERIOD,
         max_hold: float = MAX_HOLD,
     ) -> None:
+        self.held: list[str] = []
+        self.may_be_complete = False
+        """Whether the held lines may be a complete report, not one cut off between frames."""
         self._seen = seen
         self._rank = rank
         self._full = full
         self._quiet_period = quiet_period
         self._max_hold = max_hold
         # torch prefixes each line of a traceback with the rank, as the launcher does.
-        self._torch_label = f"[rank{rank}]:"
+        self._torch_label = f"[rank{rank}]:".encode()
         self._keeps_label = not labelled
-        self._held: list[str] = []
-        self._is_complete = False
         self._has_label = False
         self._began = self._last = 0.0
         self._last_report: list[str] = []
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
         """The lines after the last report."""
 
-    @property
-    def is_holding(self) -> bool:
-        return bool(self._held)
-
-    @property
-    def may_be_complete(self) -> bool:
-        """Whether the held lines may be a complete report, not one cut off between frames."""
-        return self._is_complete
-
     def due(self) -> float:
         """Return when the held lines must be shown, on the clock of `feed`."""
         at_latest = self._began + self._max_hold
-        return min(self._last + self._quiet_period, at_latest) if self._is_complete else at_latest
+        return (
+            min(self._last + self._quiet_period, at_latest) if self.may_be_complete else at_latest
+        )
 
     def final_output(self) -> list[str]:
         """Return the last report and the lines after it, or the last lines."""
@@ -325,69 +248,76 @@ class ErrorReportFilter:
         """Add finished lines and return those that can be shown now."""
         shown: list[bytes] = []
         for line in lines:
-            text = self._strip_torch_label(line)
-            is_labelled = text is not line
-            if self._held and not self._continues(text, is_labelled=is_labelled):
+            is_labelled = line.startswith(self._torch_label)
+            data = line[len(self._torch_label) :].removeprefix(b" ") if is_labelled else line
+            if self.held and not self._continues(data, is_labelled=is_labelled):
                 shown += self.release()
-            if self._held or (text.startswith(_STARTS) and not self._full):
-                self._hold(text, now, is_labelled=is_labelled)
-                if len(self._held) > MAX_HELD_LINES or self._is_whole_usage():
-                    shown += self.release()
-            else:
-                self._remember(text)
-                shown.append(line if self._keeps_label else text)
+            if not self.held:
+                if self._full or not data.startswith(_STARTS):
+                    self._remember(data)
+                    shown.append(line if self._keeps_label else data)
+                    continue
+                self._began, self._has_label = now, is_labelled
+            self._last = now
+            text = data.decode(errors="surrogateescape")
+            self.held.append(text)
+            if text[:1].strip():
+                self.may_be_complete = text != _HEADER and text not in _LINKS
+            is_usage = self.held[0].startswith(_USAGE)
+            if len(self.held) > MAX_HELD_LINES or (is_usage and _end_of_usage(self.held, 0)):
+                shown += self.release()
         return shown
 
-    def _hold(self, line: bytes, now: float, *, is_labelled: bool) -> None:
-        if not self._held:
-            self._began, self._has_label = now, is_labelled
-        self._last = now
-        text = line.decode(errors="surrogateescape")
-        if text == _HEADER or text in _LINKS:
-            self._is_complete = False
-        elif text[:1].strip():
-            self._is_complete = True
-        self._held.append(text)
-
     def _continues(self, line: bytes, *, is_labelled: bool) -> bool:
+        """Whether a line belongs to the held report."""
         if line.strip() and is_labelled != self._has_label:
             return False
         text = line.decode(errors="surrogateescape")
-        return (
-            not self._held[0].startswith(_USAGE)
-            or _continues_usage(text)
-            or _USAGE_ERROR.match(text) is not None
-        )
-
-    def _is_whole_usage(self) -> bool:
-        return self._held[0].startswith(_USAGE) and bool(_end_of_usage(self._held, 0))
+        is_usage = self.held[0].startswith(_USAGE)
+        return not is_usage or not text[:1].strip() or _USAGE_ERROR.match(text) is not None
 
     def release(self) -> list[bytes]:
         """Return the held lines, shortened."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         shown: list[str] = []
         for item in _parse(held):
             if isinstance(item, str):
                 self._remember(_bytes(item))
                 shown.append(item)
             else:
-                short = item.shortened()
-                words = short.lines(most=_MAX_SUMMARY_LINES)
+                words = item.lines(most=_MAX_SUMMARY_LINES)
                 self._last_report = [_bytes(line).decode(errors="replace") for line in words]
                 self._tail.clear()
-                shown += self._seen.shown(short, self._rank)
+                shown += self._deduplicated(item)
         if self._has_label and self._keeps_label:
-            shown = [f"{self._torch_label} {line}" if line else line for line in shown]
+            label = self._torch_label.decode()
+            shown = [f"{label} {line}" if line else line for line in shown]
         return [*map(_bytes, shown)]
+
+    def _deduplicated(self, report: _ErrorReport) -> list[str]:
+        """Return the whole report, or one line if another rank has reported the same."""
+        rank = self._rank
+        # Without an exception line another thread has written in between.
+        is_whole = all(
+            not part.header or _EXCEPTION.match(part.message[0]) for part in report.parts
+        )
+        if rank is None or not is_whole:
+            return report.lines()
+        # Most errors name the rank they are on; errors that list all ranks are equal everywhere.
+        keys = report.identity(None), report.identity(rank)
+        first = next((self._seen[key] for key in keys if key in self._seen), rank)
+        for key in keys:
+            self._seen.setdefault(key, rank)
+        if first == rank:
+            return report.lines()
+        last = report.parts[-1]
+        kind = last.message[0].partition(":")[0] if last.header else "usage error"
+        return [f"(the same {kind} as on rank {first})", *last.message[last.length :]]
 
     def _remember(self, line: bytes) -> None:
         if len(self._tail) == TAIL_LINES:
             self._last_report = []  # too many lines after it: it did not end the process
         self._tail.append(line)
-
-    def _strip_torch_label(self, line: bytes) -> bytes:
-        label = self._torch_label.encode()
-        return line[len(label) :].removeprefix(b" ") if line.startswith(label) else line
 
 
 def _bytes(line: str) -> bytes:

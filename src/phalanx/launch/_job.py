@@ -97,27 +97,21 @@ def python_command(
     """Return the command that runs a script or a module."""
     target = os.fspath(script)
     if module:
-        if not _module_may_exist(target, environ):
-            raise InvalidArgument(f"module {target.partition('.')[0]!r} not found")
+        top = target.partition(".")[0]
+        # python -m searches the working directory first. Nothing is imported here.
+        places = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
+        try:
+            exists = PathFinder.find_spec(top, places) is not None or find_spec(top) is not None
+        except (ImportError, ValueError):  # a loaded module without a file
+            exists = True
+        if not exists:
+            raise InvalidArgument(f"module {top!r} not found")
         return (sys.executable, "-m", target, *args)
     if Path(target).is_dir():
         raise InvalidArgument(f"{target!r} is a directory; give the script in it, or use -m")
     if not Path(target).is_file():
         raise InvalidArgument(f"script {target!r} not found")
     return (sys.executable, target, *args)
-
-
-def _module_may_exist(name: str, environ: Mapping[str, str]) -> bool:
-    """Return whether a module may exist, without importing anything."""
-    top = name.partition(".")[0]
-    # python -m searches the working directory first.
-    places = [os.getcwd(), *environ.get("PYTHONPATH", "").split(os.pathsep)]
-    if PathFinder.find_spec(top, places) is not None:
-        return True
-    try:
-        return find_spec(top) is not None
-    except (ImportError, ValueError):  # a loaded module without a file
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +132,9 @@ class TorchrunOptions:
     def options(self) -> list[str]:
         """Return the given options as command-line arguments."""
         given = {each.name: getattr(self, each.name) for each in fields(self)}
-        if self._implies_c10d():
+        # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
+        # assigns the node ranks.
+        if self.rdzv_endpoint and self.rdzv_backend is None and self.node_rank is None:
             given["rdzv_backend"] = "c10d"
         return [
             f"--{name.replace('_', '-')}={value}"
@@ -146,52 +142,29 @@ class TorchrunOptions:
             if value is not None
         ]
 
-    def _implies_c10d(self) -> bool:
-        # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
-        # assigns the node ranks.
-        return bool(self.rdzv_endpoint) and self.rdzv_backend is None and self.node_rank is None
-
 
 def torchrun_command(
     script: str | os.PathLike[str],
     args: Sequence[str] = (),
     *,
     machines: TorchrunOptions,
-    ranks: int,
+    ranks: Ranks,
     module: bool = False,
     max_restarts: int = 0,
     grace: float | None = None,
 ) -> list[str]:
     """Return the equivalent command line of torchrun."""
     python, *target = python_command(script, args, module=module)
-    options = [*machines.options(), f"--nproc-per-node={ranks}", f"--max-restarts={max_restarts}"]
+    options = [*machines.options(), f"--nproc-per-node={count_ranks(ranks)}"]
+    options.append(f"--max-restarts={max_restarts}")
     if grace is not None:
         options.append(f"--shutdown-timeout={round(grace)}")
     # torchrun accepts "-m name" too, so Python's arguments follow unchanged.
     return [python, "-m", "torch.distributed.run", *options, *target]
 
 
-def exec_torchrun(
-    script: str | os.PathLike[str],
-    args: Sequence[str],
-    *,
-    machines: TorchrunOptions,
-    ranks: Ranks,
-    module: bool,
-    max_restarts: int,
-    grace: float | None,
-) -> NoReturn:
+def exec_torchrun(command: list[str], *, ranks: Ranks) -> NoReturn:
     """Replace this process by torchrun."""
-    count = count_ranks(ranks)
-    command = torchrun_command(
-        script,
-        args,
-        machines=machines,
-        ranks=count,
-        module=module,
-        max_restarts=max_restarts,
-        grace=grace,
-    )
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(command[0], command, {**thread_env(count), **os.environ})
+    os.execve(command[0], command, {**thread_env(count_ranks(ranks)), **os.environ})

@@ -104,7 +104,8 @@ class Outcome:
         if self.preempted:
             return STOPPED
         if self.first is not None:
-            return _shell_code(self.first.code)
+            code = self.first.code
+            return code if code >= 0 else 128 - code
         # Ranks that handled the signal and exited with 0 make a successful run.
         if self.signal is not None and any(each.code for each in self.exits):
             return 128 + self.signal
@@ -115,7 +116,8 @@ def describe(outcome: Outcome) -> str:
     """Describe which rank failed first and why, which followed, and which were stopped."""
     first = outcome.first
     if outcome.preempted:
-        return _describe_preemption(outcome)
+        output = [line for each in outcome.exits for line in each.final_output]
+        return next((line for line in output if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
     if first is None:
         return (
             f"stopped by {signal_name(outcome.signal)}" if outcome.signal else "all ranks succeeded"
@@ -123,7 +125,12 @@ def describe(outcome: Outcome) -> str:
     lines = [f"{first.name} failed first: {describe_code(first.code)}"]
     lines += [f"    {line}" for line in first.final_output]
     others = [each for each in outcome.exits if each is not first]
-    consequences = _group_identical([each for each in others if each.failed or each.error])
+    identical: dict[tuple[object, ...], list[RankExit]] = {}
+    for each in others:
+        if each.failed or each.error:
+            key = each.was_terminated, each.code, mask_rank(each.summary, each.rank)
+            identical.setdefault(key, []).append(each)
+    consequences = list(identical.values())
     lines += [_describe_consequence(each, first) for each in consequences[:_MAX_CONSEQUENCES]]
     if unlisted := sum(map(len, consequences[_MAX_CONSEQUENCES:])):
         lines.append(f"{unlisted} more ranks failed")
@@ -135,25 +142,12 @@ def describe(outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _describe_preemption(outcome: Outcome) -> str:
-    lines = [line for each in outcome.exits for line in each.final_output]
-    return next((line for line in lines if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
-
-
 def describe_code(code: int) -> str:
     """Describe an exit code: ``exit code 3``, or a signal with a hint."""
     if code >= 0:
         return f"exit code {code}"
     hint = _HINTS.get(-code)
     return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
-
-
-def _group_identical(exits: Sequence[RankExit]) -> list[list[RankExit]]:
-    groups: dict[tuple[object, ...], list[RankExit]] = {}
-    for each in exits:
-        key = each.was_terminated, each.code, mask_rank(each.summary, each.rank)
-        groups.setdefault(key, []).append(each)
-    return list(groups.values())
 
 
 def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:
@@ -169,7 +163,3 @@ def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:
 def _format_names(exits: Sequence[RankExit]) -> str:
     ranks = sorted(each.rank for each in exits if each.rank is not None)
     return format_ranks(ranks) if ranks else exits[0].name
-
-
-def _shell_code(code: int) -> int:
-    return code if code >= 0 else 128 - code

@@ -11,6 +11,7 @@ a line every few seconds, so that a log file is not silent during a long epoch.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import select
@@ -19,7 +20,8 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, Protocol
+from itertools import groupby
+from typing import IO, NamedTuple, TypeAlias
 
 from ._error_reports import ErrorReportFilter
 
@@ -34,17 +36,8 @@ _ERASE_BELOW = b"\x1b[J"
 _NO_WRAP, _WRAP = b"\x1b[?7l", b"\x1b[?7h"
 
 
-class OutputSink(Protocol):
-    """An unbuffered binary stream, as `open(fd, "wb", buffering=0)` returns."""
-
-    def write(self, data: bytes, /) -> int | None:
-        """Write some of `data` and return how much, or None if it would block."""
-
-    def isatty(self) -> bool:
-        """Return whether the stream is a terminal."""
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
+OutputSink: TypeAlias = io.RawIOBase | io.BytesIO
+"""An unbuffered binary stream, as `open(fd, "wb", buffering=0)` returns."""
 
 
 @dataclass(frozen=True)
@@ -92,53 +85,40 @@ class Screen:
 
     def unfinished(self, source: OutputSource, text: bytes, *, is_progress: bool) -> None:
         """Show the unfinished line of a source; remove it if it is blank."""
+        text = text if text.strip() else b""
         if self._output(source).is_terminal:
-            self._set_live(source, text if text.strip() else b"")
-        elif is_progress and text.strip() and self._is_due(source):
-            self.lines(source, [text])
+            if self._live.get(source, b"") != text:
+                self._changed = True
+                self._live[source] = text
+        elif is_progress and text:
+            now = time.monotonic()
+            # The interval starts when a bar first appears: a short one leaves only its last state.
+            if now - self._progress_at.setdefault(source, now) >= self._interval:
+                self._progress_at[source] = now
+                self.lines(source, [text])
 
     def flush(self) -> None:
         """Write all queued lines and redraw the live area below them."""
         if not self._queue and not self._changed:
             return
-        self._live_sink.write(self._erase())
-        for output, data in _coalesce_writes(self._queue):
-            output.write(data)
-        self._live_sink.write(self._draw())
+        if self._rows:
+            up = b"\x1b[%dA" % (self._rows - 1) if self._rows > 1 else b""
+            self._live_sink.write(b"\r" + up + _ERASE_BELOW)
+        # Neighbouring lines for the same sink are one write.
+        for output, lines in groupby(self._queue, key=lambda each: each[0]):
+            output.write(b"".join([data for _, data in lines]))
+        live = [source for source, text in self._live.items() if text]
+        sources = sorted(live, key=lambda source: (source.rank or 0, source.is_error))
+        shown = sources[: self._live_sink.height()]
+        rows = [self._live_sink.label(source) + self._live[source] for source in shown]
+        if rows:
+            self._live_sink.write(_NO_WRAP + b"\n".join(rows) + _WRAP)
+        self._rows = len(rows)
         self._queue.clear()
         self._changed = False
 
     def _output(self, source: OutputSource) -> _TerminalSink:
         return self._err if source.is_error else self._out
-
-    def _set_live(self, source: OutputSource, text: bytes) -> None:
-        if self._live.get(source, b"") != text:
-            self._changed = True
-            if text:
-                self._live[source] = text
-            else:
-                del self._live[source]
-
-    def _is_due(self, source: OutputSource) -> bool:
-        now = time.monotonic()
-        # The interval starts when a bar first appears: a short one leaves only its last state.
-        due = now - self._progress_at.setdefault(source, now) >= self._interval
-        if due:
-            self._progress_at[source] = now
-        return due
-
-    def _erase(self) -> bytes:
-        if not self._rows:
-            return b""
-        up = b"\x1b[%dA" % (self._rows - 1) if self._rows > 1 else b""
-        return b"\r" + up + _ERASE_BELOW
-
-    def _draw(self) -> bytes:
-        sources = sorted(self._live, key=lambda source: (source.rank or 0, source.is_error))
-        shown = sources[: self._live_sink.height()]
-        rows = [self._live_sink.label(source) + self._live[source] for source in shown]
-        self._rows = len(rows)
-        return _NO_WRAP + b"\n".join(rows) + _WRAP if rows else b""
 
 
 class _TerminalSink:
@@ -178,17 +158,6 @@ class _TerminalSink:
             data = data[written or 0 :]
 
 
-def _coalesce_writes(queue: list[tuple[_TerminalSink, bytes]]) -> list[tuple[_TerminalSink, bytes]]:
-    """Merge neighbouring writes to the same sink, so that a burst is one write."""
-    merged: list[tuple[_TerminalSink, list[bytes]]] = []
-    for output, data in queue:
-        if merged and merged[-1][0] is output:
-            merged[-1][1].append(data)
-        else:
-            merged.append((output, [data]))
-    return [(output, b"".join(parts)) for output, parts in merged]
-
-
 MAX_LINE_BYTES = 1 << 16
 """Longer lines are cut, to bound the memory of the launcher."""
 _CHUNK = 1 << 16  # bytes per read
@@ -219,10 +188,15 @@ class LineSplitter:
         *lines, rest = (self._rest + data).split(b"\n")
         if b"\r" in data or b"\r" in self._rest or b"\x1b" in data:
             lines = [_visible_text(line) for line in lines]
-        self._rest = _compact_unfinished(rest)
-        if len(self._rest) > MAX_LINE_BYTES:
-            lines.append(self._rest)
-            self._rest = b""
+        if b"\r" in rest:
+            # Drop what was overwritten, but keep the carriage return on its side: "50%\r" will be
+            # overwritten, "\r50%" may continue.
+            shown = _last_written(rest)
+            rest = shown + b"\r" if rest.endswith(b"\r") else b"\r" + shown
+        if len(rest) > MAX_LINE_BYTES:
+            lines.append(rest)
+            rest = b""
+        self._rest = rest
         return lines
 
     def finish(self) -> list[bytes]:
@@ -231,13 +205,11 @@ class LineSplitter:
         return [line] if line.strip() else []
 
 
-@dataclass(frozen=True)
-class _Stream:
+class _Stream(NamedTuple):
     pipe: IO[bytes]
     source: OutputSource
     lines: LineSplitter
-    reports: ErrorReportFilter | None
-    """Filters the lines, if error reports may be among them."""
+    reports: ErrorReportFilter | None  # filters the lines, if error reports may be among them
 
 
 class OutputPump:
@@ -280,55 +252,45 @@ class OutputPump:
     def _loop(self) -> None:
         is_ending = False
         while True:
-            ready = self._selector.select(0 if is_ending else self._select_timeout())
+            timeout = None
+            if self._holding:
+                timeout = max(0.0, min(each.due() for each in self._holding) - time.monotonic())
+            ready = self._selector.select(0 if is_ending else timeout)
             if is_ending and not ready:
                 break
             for key, _ in ready:
-                is_open = self._read_stream(key.data)
-                is_ending |= not is_open and key.data.pipe is self._own
-            self._flush_due_reports()
+                stream: _Stream = key.data
+                if data := os.read(stream.pipe.fileno(), _CHUNK):
+                    lines = stream.lines
+                    self._show(stream, lines.feed(data))
+                    self._screen.unfinished(
+                        stream.source, lines.unfinished, is_progress=lines.is_progress
+                    )
+                else:
+                    self._close(stream)
+                    is_ending |= stream.pipe is self._own
+            now = time.monotonic()
+            for reports, source in [*self._holding.items()]:
+                if reports.due() <= now:
+                    self._release(reports, source)
             self._screen.flush()
         for key in list(self._selector.get_map().values()):
             self._close(key.data)
         self._screen.flush()
         self._selector.close()
 
-    def _read_stream(self, stream: _Stream) -> bool:
-        data = os.read(stream.pipe.fileno(), _CHUNK)
-        if not data:
-            self._close(stream)
-            return False
-        lines = stream.lines
-        self._show(stream, lines.feed(data))
-        self._screen.unfinished(stream.source, lines.unfinished, is_progress=lines.is_progress)
-        return True
-
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
-        if lines and self._holding and not stream.source.is_error:
-            self._flush_report_of(stream.source)
+        if lines and not stream.source.is_error:
+            # First show the report that the same process wrote to stderr, if it may be complete.
+            process = stream.source.label, stream.source.rank
+            for reports, source in [*self._holding.items()]:
+                if (source.label, source.rank) == process and reports.may_be_complete:
+                    self._release(reports, source)
         if stream.reports is not None:
             lines = stream.reports.feed(lines, time.monotonic())
-            if stream.reports.is_holding:
+            if stream.reports.held:
                 self._holding[stream.reports] = stream.source
         self._screen.lines(stream.source, lines)
-
-    def _select_timeout(self) -> float | None:
-        if not self._holding:
-            return None
-        return max(0.0, min(each.due() for each in self._holding) - time.monotonic())
-
-    def _flush_due_reports(self) -> None:
-        now = time.monotonic()
-        for reports, source in [*self._holding.items()]:
-            if reports.due() <= now:
-                self._release(reports, source)
-
-    def _flush_report_of(self, stdout: OutputSource) -> None:
-        """Show the report that the same process wrote to stderr, if it may be complete."""
-        process = stdout.label, stdout.rank
-        for reports, source in [*self._holding.items()]:
-            if (source.label, source.rank) == process and reports.may_be_complete:
-                self._release(reports, source)
 
     def _release(self, reports: ErrorReportFilter, source: OutputSource) -> None:
         self._holding.pop(reports, None)
@@ -353,12 +315,3 @@ def _last_written(line: bytes) -> bytes:
     if b"\r" not in line:
         return line
     return next((part for part in reversed(line.split(b"\r")) if part), b"")
-
-
-def _compact_unfinished(rest: bytes) -> bytes:
-    """Return the shortest text that displays as `rest` does, whatever follows it."""
-    if b"\r" not in rest:
-        return rest
-    # Keep the carriage return on its side: "50%\r" will be overwritten, "\r50%" may continue.
-    shown = _last_written(rest)
-    return shown + b"\r" if rest.endswith(b"\r") else b"\r" + shown

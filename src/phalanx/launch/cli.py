@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import click
 from ..errors import MisuseError, RanksFailed
 from . import run as run_ranks
 from ._checkpoint_cli import checkpoint
-from ._job import GRACE, LINGER, Ranks, TorchrunOptions, exec_torchrun
+from ._job import GRACE, LINGER, Ranks, TorchrunOptions, exec_torchrun, torchrun_command
 from ._outcome import describe
 
 __all__ = [
@@ -132,19 +133,7 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
 @_machine_options
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(
-    *,
-    script: str,
-    args: tuple[str, ...],
-    ranks: Ranks,
-    module: bool,
-    max_restarts: int,
-    grace: float | None,
-    linger: float,
-    prefix: bool,
-    full_tracebacks: bool,
-    **machines: Any,
-) -> None:
+def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: Any) -> None:
     """Run SCRIPT on N ranks of this machine and supervise them.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on, as torchrun does, and divides the
@@ -159,28 +148,15 @@ def run(
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
-        if torchrun_options := TorchrunOptions(**machines):
-            exec_torchrun(
-                script,
-                args,
-                machines=torchrun_options,
-                ranks=ranks,
-                module=module,
-                max_restarts=max_restarts,
-                grace=grace,
-            )
-        outcome = run_ranks(
-            script,
-            args,
-            ranks=ranks,
-            module=module,
-            max_restarts=max_restarts,
-            grace=GRACE if grace is None else grace,
-            linger=linger,
-            prefix=prefix,
-            full_tracebacks=full_tracebacks,
-            check=False,
+        machines = TorchrunOptions(
+            **{each.name: options.pop(each.name) for each in fields(TorchrunOptions)}
         )
+        if machines:
+            shared = {name: options[name] for name in ("ranks", "module", "max_restarts")}
+            command = torchrun_command(script, args, machines=machines, grace=grace, **shared)
+            exec_torchrun(command, ranks=options["ranks"])
+        grace = GRACE if grace is None else grace
+        outcome = run_ranks(script, args, grace=grace, check=False, **options)
     if outcome.preempted:
         click.secho(f"phalanx: {describe(outcome)}", err=True, bold=True, color=_colour())
     elif outcome.exit_code:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
@@ -36,6 +36,7 @@ from .layout import FlatLayout, MeshLayout, format_ranks
 
 if TYPE_CHECKING:
     from ..groups._store import BlockingStoreClient, StoreClient
+    from ._device_mesh import DeviceMesh
 
 
 MAX_MESHES_KEPT = 256  # the last ones made
@@ -71,8 +72,7 @@ class RootKey:
         return hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
 
 
-@dataclass(frozen=True)
-class AxisUse:
+class AxisUse(NamedTuple):
     """An axis of a root mesh for which a group is formed."""
 
     root: RootKey
@@ -115,7 +115,12 @@ class MeshRegistry:
         """Record the use of an axis; return what its members compare, if they can communicate."""
         if not base.talks or len(ranks) == 1:
             return None
-        return AxisRendezvousCheck(base.rank, ranks, use, self._record_use(use), label)
+        with self._lock:
+            entry = self._entries.setdefault(use.root, _RegisteredMesh())
+            entry.used = True
+            entry.axes.setdefault(use.name, {})[use.axis] = None
+            record = {each.digest: _mesh_record(each, e) for each, e in self._entries.items()}
+        return AxisRendezvousCheck(base.rank, ranks, use, record, label)
 
     def publish(self, base: ParentGroup, use: AxisUse) -> None:
         """Publish the use of an axis that needs no new group, and compare with known records."""
@@ -129,13 +134,6 @@ class MeshRegistry:
         if conflict is not None:
             raise conflict
         self._published = check.record_json  # only now, so that a retry raises the same error
-
-    def _record_use(self, use: AxisUse) -> dict[str, Any]:
-        with self._lock:
-            entry = self._entries.setdefault(use.root, _RegisteredMesh())
-            entry.used = True
-            entry.axes.setdefault(use.name, {})[use.axis] = None
-            return {root.digest: _mesh_record(root, each) for root, each in self._entries.items()}
 
 
 @dataclass(frozen=True)
@@ -165,22 +163,23 @@ class AxisRendezvousCheck:
     def contradiction(
         self, store: BlockingStoreClient, members: Sequence[int]
     ) -> RankMismatch | None:
-        """Compare with the records of these members; return the first conflict."""
-        for member in self._nearest(members):
-            text = store.read(_record_key(self.ranks[member]))
+        """Compare with the records of these members, nearest first; return the first conflict."""
+        size, own = len(self.ranks), self.ranks.index(self.rank)
+        distance = {m: min((m - own) % size, (own - m) % size) for m in members if m != own}
+        for member in sorted(distance, key=distance.__getitem__)[:MAX_RECORDS_READ]:
+            peer = self.ranks[member]
+            text = store.read(_record_key(peer))
             conflict = None if text is None else self._find_conflict(json.loads(text))
             if conflict is not None:
-                return self._mismatch(member, *conflict)
+                sides = sorted([(own, self.rank, conflict[0]), (member, peer, conflict[1])])
+                facts = ", ".join(f"rank {rank} {what}" for _, rank, what in sides)
+                return RankMismatch(
+                    f"ranks disagree on the mesh behind group {self.label!r}: {facts}. Every rank "
+                    "must make the same mesh",
+                    group=self.label,
+                    ranks=[side[0] for side in sides],
+                )
         return None
-
-    def _nearest(self, members: Sequence[int]) -> list[int]:
-        size, own = len(self.ranks), self._own_index
-        distance = {m: min((m - own) % size, (own - m) % size) for m in members if m != own}
-        return sorted(distance, key=lambda member: distance[member])[:MAX_RECORDS_READ]
-
-    @cached_property
-    def _own_index(self) -> int:
-        return list(self.ranks).index(self.rank)
 
     def _find_conflict(self, theirs: dict[str, Any]) -> tuple[str, str] | None:
         """Return what this rank and the other one do differently."""
@@ -199,16 +198,6 @@ class AxisRendezvousCheck:
                 f"has the axis {name!r} as {unknown[0]} in {entry['text']}",
             )
         return None
-
-    def _mismatch(self, member: int, own: str, theirs: str) -> RankMismatch:
-        sides = sorted([(self._own_index, self.rank, own), (member, self.ranks[member], theirs)])
-        facts = ", ".join(f"rank {rank} {what}" for _, rank, what in sides)
-        return RankMismatch(
-            f"ranks disagree on the mesh behind group {self.label!r}: {facts}. Every rank must "
-            "make the same mesh",
-            group=self.label,
-            ranks=[side[0] for side in sides],
-        )
 
 
 def _record_key(rank: int) -> str:
@@ -236,12 +225,6 @@ _GroupKey = tuple[Sequence[int], GroupOptions, str]
 """Ranks, options and device type. Axes for which all three are equal share a group."""
 
 
-class GroupCache(Protocol):
-    """A mesh, which caches its groups by axis."""
-
-    _groups: dict[int | str | None, dist.ProcessGroup]
-
-
 class AxisGroups:
     """The groups that one rank has formed from a base group for axes of meshes."""
 
@@ -251,19 +234,20 @@ class AxisGroups:
         """Number of shutdowns. A group of an earlier generation must not be cached."""
         self._lock = threading.Lock()  # guards the rest and `generation`
         self._groups: dict[_GroupKey, Future[dist.ProcessGroup]] = {}
-        self._caches: WeakValueDictionary[int, GroupCache] = WeakValueDictionary()
+        self._caches: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 
     def cache_in(
         self,
-        mesh: GroupCache,
-        groups: dict[int | str | None, dist.ProcessGroup],
+        mesh: DeviceMesh,
+        axis: int | str | None,
+        group: dist.ProcessGroup,
         *,
         generation: int,
     ) -> None:
-        """Let a mesh cache groups, unless they were shut down meanwhile."""
+        """Let a mesh cache a group, unless it was shut down meanwhile."""
         with self._lock:
             if generation == self.generation:
-                mesh._groups.update(groups)
+                mesh._groups[axis] = group
                 self._caches[id(mesh)] = mesh
 
     def get_or_form(
@@ -286,14 +270,26 @@ class AxisGroups:
             return base.group
         # The name must be the same on every rank and unique among groups of the base.
         name = f"mesh {format_ranks(ranks)}{options.label}"
-
-        def form() -> dist.ProcessGroup:
+        key = ranks, options, device_type
+        with self._lock:
+            existing = self._groups.get(key)
+            if existing is None:
+                future = self._groups[key] = Future[dist.ProcessGroup]()
+        if existing is not None:
+            return existing.result()  # forming has a deadline, so this wait has one
+        try:
             check = self.registry.rendezvous_check(base, ranks, use, label=f"{base.label}/{name}")
-            return base.make(
+            group = base.make(
                 ranks, options, name=name, desc=desc, device_type=device_type, purpose=check
             )
-
-        return self._form_once((ranks, options, device_type), form)
+        except BaseException as error:
+            with self._lock:
+                if self._groups.get(key) is future:  # not one of a later generation
+                    del self._groups[key]  # the next call tries again
+            future.set_exception(error)
+            raise
+        future.set_result(group)
+        return group
 
     def shutdown(self) -> None:
         """Shut down this rank's part in all groups, those that are forming included."""
@@ -305,26 +301,6 @@ class AxisGroups:
         for future in groups.values():
             if future.exception() is None:
                 end_group(future.result())
-
-    def _form_once(
-        self, key: _GroupKey, form: Callable[[], dist.ProcessGroup]
-    ) -> dist.ProcessGroup:
-        with self._lock:
-            existing = self._groups.get(key)
-            if existing is None:
-                future = self._groups[key] = Future[dist.ProcessGroup]()
-        if existing is not None:
-            return existing.result()  # forming has a deadline, so this wait has one
-        try:
-            group = form()
-        except BaseException as error:
-            with self._lock:
-                if self._groups.get(key) is future:  # not one of a later generation
-                    del self._groups[key]  # the next call tries again
-            future.set_exception(error)
-            raise
-        future.set_result(group)
-        return group
 
 
 # torch's own groups take no attributes, hence a table. It does not keep groups alive.

@@ -423,7 +423,7 @@ class DeviceMesh(TorchMesh):
                 self._options[number],
                 desc=f"mesh_{names[number]}" if names else f"mesh_dim_{number}",
             )
-        groups.cache_in(self, {mesh_dim: group}, generation=generation)
+        groups.cache_in(self, mesh_dim, group, generation=generation)
         return group
 
     def _flattened(self, mesh_dim: int | str | None) -> DeviceMesh | None:

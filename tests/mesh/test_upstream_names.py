@@ -103,6 +103,7 @@ INHERITED = {
     "_get_mesh_tensor_from_full_mesh",  # static
     "_init_one_process_group",  # static
     "_init_process_groups",  # static
+    "_root_mesh",  # set on instances
     "_stable_hash",  # of _hash_key, which is ours
     "_is_current_rank_part_of_mesh",  # these and the others, of properties that are ours
     "_sym_get_coordinate",
@@ -112,6 +113,14 @@ INHERITED = {
     "mesh_dim_names",
     "ndim",
     "shape",
+}
+ON_INSTANCES = {
+    "_device_type",
+    "_flatten_mapping",
+    "_layout",
+    "_mesh_dim_names",
+    "_rank",
+    "_root_mesh",
 }
 UNSUPPORTED = {
     "__getstate__",
@@ -127,7 +136,7 @@ def test_each_name_of_torchs_mesh_is_overridden_or_safe_to_inherit():
     """A method that torch adds must not run on state that our mesh lacks."""
     assert set(vars(upstream.DeviceMesh)) - set(vars(DeviceMesh)) == INHERITED
     attributes = set(upstream.DeviceMesh.__annotations__)
-    assert attributes - set(vars(DeviceMesh)) == {"_layout", "_mesh_dim_names"}  # set on instances
+    assert attributes - set(vars(DeviceMesh)) == ON_INSTANCES
 
 
 def test_names_that_need_the_state_of_torchs_mesh_raise():

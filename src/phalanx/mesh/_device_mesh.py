@@ -7,6 +7,10 @@ Derived meshes come from `_submesh`.
 
 No constructor communicates, except that `init_device_mesh` forms the base group where there is
 none. Groups of axes are formed by `get_group`, by the members of that group only.
+
+Code that compares exact types or meshes (compiled DTensor programs) needs a mesh of torch's own
+class, which `to_torch` gives our layout and groups, so no group is formed twice. Meshes of one root
+stay meshes of one root, since torch compares roots.
 """
 
 from __future__ import annotations
@@ -22,6 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+from torch.distributed import _mesh_layout
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import _disable_current_modes
@@ -142,9 +148,9 @@ class RootState:
         start = 0
         if layout.numel() < len(self.ranks):
             start, _ = layout.locate(self.require_position("it is in no slice of it"))
-        positions = torch.tensor([start], device="cpu")
-        for size, step in layout.collapse().sizes_and_strides:
-            positions = (positions[:, None] + torch.arange(size, device="cpu") * step).flatten()
+        flat = layout.collapse()
+        positions = torch.arange(start, start + flat.cosize(), device="cpu")
+        positions = positions.as_strided(flat.shape, flat.stride)
         if isinstance(self.ranks, range):
             ranks = positions * self.ranks.step + self.ranks.start
         else:
@@ -310,13 +316,16 @@ class DeviceMesh(TorchMesh):
     ) -> None:
         """Become a mesh of `state`: the root if it has none yet."""
         self._root_state = state
+        self._device_type, self._rank = state.device_type, state.rank
+        self._flatten_mapping: dict[str, DeviceMesh] = state.flattened  # type: ignore[assignment]
         self._layout: MeshLayout = layout  # type: ignore[assignment]
         self._mesh_dim_names = names
         self._options = options
         self._groups: dict[int | str | None, dist.ProcessGroup] = {}
         self._tensor: torch.Tensor | None = None
         self._hash: int | None = None
-        if hasattr(state, "root"):
+        self._root_mesh = getattr(state, "root", None)
+        if self._root_mesh is not None:
             return
         if state.base is not None:
             for each in options:
@@ -443,7 +452,7 @@ class DeviceMesh(TorchMesh):
                 f"axis {name!r} of rank {state.rank} has ranks {list(ranks)}, but the group "
                 f"given for it has {list(members)}"
             )
-        state.provided_groups[ranks] = group
+        state.provided_groups.setdefault(ranks, group)
 
     def shutdown(self) -> None:
         """Shut down this rank's part in all groups formed for meshes on the same base group.
@@ -636,36 +645,64 @@ class DeviceMesh(TorchMesh):
         become meshes of one root. DTensor needs a default group: with `as_default` the mesh's
         group becomes torch's default group if there is none.
         """
-        from ._torch_interop import to_torch
+        state, base = self._root_state, self._root_state.base
+        if as_default and not dist.is_initialized():
+            if base is None or list(base.global_ranks) != list(range(base.size)):
+                raise InvalidState(
+                    f"{state.root} cannot provide torch's default group: its group does not have "
+                    "all global ranks"
+                )
+            c10d._update_default_pg(base.group)
+        if not dist.is_initialized() and self.size() != len(state.ranks):
+            raise InvalidState(
+                f"{self} is a slice of {state.root}, and torch's mesh needs a default group to "
+                "locate this rank in it. Hint: initialize torch's default group, or pass "
+                "as_default=True."
+            )
+        if state.torch_root is None:
+            state.torch_root = state.root._without_groups(root=None)
+        root = state.torch_root
+        made = root if self is state.root else self._without_groups(root=root)
+        made._dim_group_names = self._dim_group_names
+        for each in (made, root):
+            each._pg_registry.update(self._pg_registry)
+        name = (self._mesh_dim_names or ("",))[0]
+        if state.flattened.get(name) is self:
+            root._flatten_mapping[name] = made
+        return made
 
-        return to_torch(self, as_default=as_default)
+    def _without_groups(self, *, root: TorchMesh | None) -> TorchMesh:
+        base = self._root_state.base
+        return TorchMesh(
+            self._device_type,
+            _layout=_mesh_layout._MeshLayout(
+                [_mesh_layout._FlatLayout(axis.shape, axis.stride) for axis in self._layout]
+            ),
+            _rank_map=self._rank_map if root is None else root._rank_map,
+            mesh_dim_names=self._mesh_dim_names,
+            _root_mesh=root,
+            _init_backend=False,
+            _rank=self._rank if base is None else base.global_ranks[base.rank],
+        )
 
     @staticmethod
     def from_torch(mesh: TorchMesh) -> DeviceMesh:
         """Return a mesh with the ranks and groups of torch's mesh."""
-        from ._torch_interop import from_torch
-
-        return from_torch(mesh)
+        if isinstance(mesh, DeviceMesh):
+            return mesh
+        if not isinstance(mesh, TorchMesh):
+            raise InvalidType(f"from_torch takes a torch DeviceMesh, got {mesh!r}")
+        root = mesh._get_root_mesh()
+        ranks = as_range(root._rank_map.tolist())
+        state = RootState(root.device_type, ranks, base=default_parent_group(root.device_type))
+        state.torch_root = root
+        made = _with_groups_of(root, state, root.mesh_dim_names)
+        for name, flat in root._flatten_mapping.items():
+            state.flattened[name] = _with_groups_of(flat, state, (name,))
+        return made if mesh is root else _with_groups_of(mesh, state, mesh.mesh_dim_names or ())
 
     # What torch's code reads from a mesh. Everything is computed on access: nothing of a mesh
     # grows with the number of ranks until torch asks for it.
-
-    @property
-    def _device_type(self) -> str:  # type: ignore[override]
-        return self._root_state.device_type
-
-    @property
-    def _rank(self) -> int:  # type: ignore[override]
-        return self._root_state.rank
-
-    @property
-    def _root_mesh(self) -> DeviceMesh | None:  # type: ignore[override]
-        root = self._root_state.root
-        return None if root is self else root
-
-    @property
-    def _flatten_mapping(self) -> dict[str, DeviceMesh]:  # type: ignore[override]
-        return self._root_state.flattened
 
     @property
     def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
@@ -736,6 +773,16 @@ def init_device_mesh(
         group=group,
         _shape=check_shape(mesh_shape),
     )
+
+
+def _with_groups_of(mesh: TorchMesh, state: RootState, names: _Names) -> DeviceMesh:
+    """Return a mesh with the layout and groups of torch's."""
+    layout = MeshLayout([FlatLayout(axis.shape, axis.stride) for axis in mesh._layout])
+    made = DeviceMesh._make(state, layout, names)
+    if state.position is not None and hasattr(mesh, "_dim_group_names"):
+        for axis in range(len(layout)):
+            made._set_axis_group(axis, mesh.get_group(axis))
+    return made
 
 
 def _picklable_options(options: _Options) -> _Options:

@@ -23,9 +23,10 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
+from .._formatting import format_rank_ranges
 from ..errors import InvalidArgument, InvalidType
 
 if TYPE_CHECKING:
@@ -42,18 +43,10 @@ def format_ranks(ranks: Sequence[int], *, limit: int | None = None) -> str:
 
     Of an irregular list, at most `limit` ranks are shown.
     """
-    if isinstance(ranks, range) and ranks.step > 1 and len(ranks) > 1:
-        return f"{ranks[0]}-{ranks[-1]}:{ranks.step}"
     if isinstance(ranks, range) and len(ranks) > 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    runs: list[list[int]] = []
-    for rank in ranks[:limit]:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{ranks.step}" if ranks.step > 1 else "")
     more = ",..." if limit is not None and len(ranks) > limit else ""
-    return ",".join("-".join(map(str, run)) for run in runs) + more
+    return format_rank_ranges(ranks[:limit]) + more
 
 
 IntTuple: TypeAlias = "SupportsIndex | tuple[IntTuple, ...]"
@@ -65,7 +58,10 @@ def _flat_integers(value: object, *, name: str, least: int) -> tuple[int, ...]:
         return tuple(
             [each for part in value for each in _flat_integers(part, name=name, least=least)]
         )
-    number = value if type(value) is int else _as_index(value, name=name)
+    # The check of the type first: that of a protocol is slow.
+    if type(value) is not int and not isinstance(value, SupportsIndex):
+        raise InvalidType(f"{name} must be an integer or a tuple of integers, got {value!r}")
+    number = operator.index(value)
     if number < least:
         raise InvalidArgument(f"{name} must be at least {least}, got {number}")
     return (number,)
@@ -78,12 +74,6 @@ def _nesting(value: object) -> object:
 
 def _contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple([math.prod(sizes[position + 1 :]) for position in range(len(sizes))])
-
-
-def _as_index(value: object, *, name: str) -> int:
-    if not isinstance(value, SupportsIndex):
-        raise InvalidType(f"{name} must be an integer or a tuple of integers, got {value!r}")
-    return operator.index(value)
 
 
 _Loop: TypeAlias = tuple[int, int]
@@ -130,32 +120,6 @@ def _can_tile(loops: Iterable[_Loop]) -> bool:
     return True
 
 
-def _tile_starts(loops: Iterable[_Loop], world_size: int) -> _Loops | None:
-    """Return loops over the starts of copies that cover a world, or None; the loops must tile."""
-    extent = 1
-    found: list[_Loop] = []
-    for step, count in _ascending(loops):
-        found.append((step // extent, extent))
-        extent = step * count
-    if world_size % extent:
-        return None
-    found.append((world_size // extent, extent))
-    return _coalesce_loops(reversed(found))
-
-
-def _has_repeats(loops: _Loops) -> bool:
-    """Whether any rank occurs twice; enumerates ranks only where steps interleave."""
-    below = 0
-    for step, count in _ascending(loops):
-        if step == 0:
-            return True
-        if step <= below:
-            ranks = _enumerate_ranks(loops)
-            return len(set(ranks)) < len(ranks)
-        below += (count - 1) * step
-    return False
-
-
 def _digits_at(loops: Sequence[_Loop], index: int) -> list[int]:
     """Return the digits of an index; beyond the end, the outermost digit is out of range."""
     digits = []
@@ -169,12 +133,6 @@ def _digits_at(loops: Sequence[_Loop], index: int) -> list[int]:
 
 def _rank_of_digits(loops: Sequence[_Loop], digits: Sequence[int]) -> int:
     return sum([digit * step for digit, (_, step) in zip(digits, loops, strict=True)])
-
-
-def _locate_in_tile(loops: Sequence[_Loop], rank: int) -> tuple[int, list[int]]:
-    """Return the start of the copy that contains a rank, and its digits; the loops must tile."""
-    digits = [rank // step % count for count, step in loops]
-    return rank - _rank_of_digits(loops, digits), digits
 
 
 def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
@@ -250,8 +208,74 @@ def _ascending(loops: Iterable[_Loop]) -> list[tuple[int, int]]:
     return sorted((step, count) for count, step in loops if count > 1)
 
 
+_set = object.__setattr__  # layouts are frozen
+
+
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class FlatLayout:
+class _LoopNest:
+    """What one axis and a mesh of several have in common."""
+
+    _loops: _Loops
+    _tiles: bool
+    _key: object  # of plain tuples, which compare faster
+    _hash: int
+
+    def _set_loops(self, loops: _Loops, key: object) -> None:
+        _set(self, "_loops", loops)
+        _set(self, "_tiles", _can_tile(loops))
+        _set(self, "_key", key)
+        _set(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, type(self)):
+            return NotImplemented
+        return self is other or self._key == other._key
+
+    def numel(self) -> int:
+        """Return the number of ranks, or of coordinates where ranks repeat."""
+        return math.prod([count for count, _ in self._loops])
+
+    def cosize(self) -> int:
+        """Return the smallest world size that contains all ranks: the largest rank plus 1."""
+        return _largest_rank(self._loops) + 1
+
+    def check_orthogonal(self) -> bool:
+        """Whether shifted copies of this layout can cover a world with each rank in one of them.
+
+        Such a layout has no rank twice. The reverse does not hold: sizes (2, 2) with strides
+        (3, 1) are ranks 0, 1, 3, 4, and any copy with rank 2 repeats one of these.
+        """
+        return self._tiles
+
+    def has_repeats(self) -> bool:
+        """Whether any rank occurs more than once."""
+        below = 0
+        for step, count in _ascending(self._loops):
+            if step == 0:
+                return True
+            if step <= below:  # only where steps interleave are ranks enumerated
+                ranks = _enumerate_ranks(self._loops)
+                return len(set(ranks)) < len(ranks)
+            below += (count - 1) * step
+        return False
+
+    def _locate(self, rank: int) -> tuple[int, list[int]]:
+        """Return the start of the copy that contains a rank, and its digits."""
+        [rank] = _flat_integers(rank, name="rank", least=0)
+        if not self._tiles:
+            raise InvalidArgument(
+                f"layout {self} is not orthogonal: its axes overlap, so rank {rank} is in several "
+                "copies"
+            )
+        digits = [rank // step % count for count, step in self._loops]
+        return rank - _rank_of_digits(self._loops, digits), digits
+
+
+@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
+class FlatLayout(_LoopNest):
     """One axis: an ordered list of ranks from 0, as sizes and strides, outermost first.
 
     Without strides the ranks are 0, 1, 2, ... Sizes and strides are stored in their shortest form,
@@ -260,8 +284,6 @@ class FlatLayout:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    _loops: _Loops
-    _hash: int
 
     def __init__(self, shape: IntTuple, stride: IntTuple | None = None) -> None:
         sizes = _flat_integers(shape, name="shape", least=1)
@@ -271,27 +293,19 @@ class FlatLayout:
             steps = _flat_integers(stride, name="stride", least=0)
             if _nesting(shape) != _nesting(stride):
                 raise InvalidArgument(f"shape {shape} and stride {stride} have different nesting")
-        self._set(_coalesce_loops(zip(sizes, steps, strict=True)))
+        self._set_axis(zip(sizes, steps, strict=True))
 
     @classmethod
     def _of(cls, loops: Iterable[_Loop]) -> FlatLayout:
         layout = cls.__new__(cls)
-        layout._set(_coalesce_loops(loops))
+        layout._set_axis(loops)
         return layout
 
-    def _set(self, loops: _Loops) -> None:
-        object.__setattr__(self, "shape", tuple([size for size, _ in loops]))
-        object.__setattr__(self, "stride", tuple([step for _, step in loops]))
-        object.__setattr__(self, "_loops", loops)
-        object.__setattr__(self, "_hash", hash(loops))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return self._loops == other._loops if isinstance(other, FlatLayout) else NotImplemented
+    def _set_axis(self, loops: Iterable[_Loop]) -> None:
+        loops = _coalesce_loops(loops)
+        self._set_loops(loops, key=loops)
+        _set(self, "shape", tuple([count for count, _ in loops]))
+        _set(self, "stride", tuple([step for _, step in loops]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FlatLayout, (self.shape, self.stride)
@@ -308,14 +322,6 @@ class FlatLayout:
         """Iterate over pairs of a size and its stride, the outermost first."""
         return iter(self._loops)
 
-    def numel(self) -> int:
-        """Return the number of ranks."""
-        return math.prod(self.shape)
-
-    def cosize(self) -> int:
-        """Return the smallest world size that contains all ranks: the largest rank plus 1."""
-        return _largest_rank(self._loops) + 1
-
     def rank_at(self, index: int) -> int:
         """Return the rank at a position in the list of ranks."""
         if not 0 <= index < self.numel():
@@ -329,18 +335,6 @@ class FlatLayout:
     def check_sorted(self) -> bool:
         """Whether strides do not increase from the outermost to the innermost."""
         return all(left >= right for left, right in pairwise(self.stride))
-
-    def check_orthogonal(self) -> bool:
-        """Whether shifted copies of this layout can cover a world with each rank in one of them.
-
-        Such a layout has no rank twice. The reverse does not hold: sizes (2, 2) with strides
-        (3, 1) are ranks 0, 1, 3, 4, and any copy with rank 2 repeats one of these.
-        """
-        return _can_tile(self._loops)
-
-    def has_repeats(self) -> bool:
-        """Whether any rank occurs more than once."""
-        return _has_repeats(self._loops)
 
     def composition(self, layout: MeshLayout) -> MeshLayout:
         """Return this layout's rank at each index that another layout gives.
@@ -364,16 +358,19 @@ class FlatLayout:
         multiple of its extent.
         """
         [world_size] = _flat_integers(world_size, name="world_size", least=1)
-        if not _can_tile(self._loops):
+        if not self._tiles:
             raise InvalidArgument(f"layout {self} is not orthogonal: its copies cannot cover ranks")
-        found = _tile_starts(self._loops, world_size)
-        if found is None:
-            extent = max(size * step for size, step in self._loops)
+        extent = 1
+        starts: list[_Loop] = []
+        for step, count in _ascending(self._loops):
+            starts.append((step // extent, extent))
+            extent = step * count
+        if world_size % extent:
             raise InvalidArgument(
                 f"copies of layout {self} cannot cover {world_size} ranks: the world size must "
                 f"be a multiple of {extent}"
             )
-        return FlatLayout._of(found)
+        return FlatLayout._of([(world_size // extent, extent), *reversed(starts)])
 
     def global_ranks(self, world_size: int) -> list[list[int]]:
         """Return the ranks of each copy in a world: the groups along this axis."""
@@ -383,12 +380,7 @@ class FlatLayout:
 
     def group_of(self, rank: int) -> Sequence[int]:
         """Return the ranks of the copy that contains a rank."""
-        if not _can_tile(self._loops):
-            raise InvalidArgument(
-                f"layout {self} is not orthogonal: rank {rank} has several groups"
-            )
-        [rank] = _flat_integers(rank, name="rank", least=0)
-        start, _ = _locate_in_tile(self._loops, rank)
+        start, _ = self._locate(rank)
         if len(self._loops) == 1:
             [(size, step)] = self._loops
             return range(start, start + size * step, step)
@@ -396,27 +388,19 @@ class FlatLayout:
 
 
 @dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
-class MeshLayout(Sequence[FlatLayout]):
+class MeshLayout(_LoopNest, Sequence[FlatLayout]):
     """The axes of a mesh, outermost first, each of them a `FlatLayout`."""
 
     axes: tuple[FlatLayout, ...]
-    _loops: _Loops
-    _tiles: bool
-    _key: tuple[_Loops, ...]
-    _hash: int
 
     def __init__(self, axes: Sequence[FlatLayout]) -> None:
         axes = tuple(axes)
         for axis in axes:
             if not isinstance(axis, FlatLayout):
                 raise InvalidType(f"an axis must be a FlatLayout, got {axis!r}")
-        loops = tuple(loop for axis in axes for loop in axis._loops)
-        key = tuple([axis._loops for axis in axes])  # plain tuples compare faster
-        object.__setattr__(self, "axes", axes)
-        object.__setattr__(self, "_loops", loops)
-        object.__setattr__(self, "_tiles", _can_tile(loops))
-        object.__setattr__(self, "_key", key)
-        object.__setattr__(self, "_hash", hash(key))
+        key = tuple([axis._loops for axis in axes])
+        self._set_loops(tuple(chain(*key)), key=key)
+        _set(self, "axes", axes)
 
     @classmethod
     def from_sizes_strides(
@@ -426,18 +410,11 @@ class MeshLayout(Sequence[FlatLayout]):
         sizes = _flat_integers(tuple(sizes), name="sizes", least=1)
         if strides is None:
             strides = _contiguous_strides(sizes)
-        strides = _flat_integers(tuple(strides), name="strides", least=0)
+        else:
+            strides = _flat_integers(tuple(strides), name="strides", least=0)
         if len(sizes) != len(strides):
             raise InvalidArgument(f"sizes {sizes} and strides {strides} must have the same length")
         return cls([FlatLayout._of((loop,)) for loop in zip(sizes, strides, strict=True)])
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return self._key == other._key if isinstance(other, MeshLayout) else NotImplemented
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MeshLayout, (self.axes,)
@@ -468,25 +445,9 @@ class MeshLayout(Sequence[FlatLayout]):
         """The size of each axis."""
         return tuple(axis.numel() for axis in self.axes)
 
-    def numel(self) -> int:
-        """Return the number of coordinates."""
-        return math.prod(size for size, _ in self._loops)
-
-    def cosize(self) -> int:
-        """Return the smallest world size that contains all ranks: the largest rank plus 1."""
-        return _largest_rank(self._loops) + 1
-
     def check_sorted(self) -> bool:
         """Whether strides do not increase from the outermost axis to the innermost."""
         return self.collapse().check_sorted()
-
-    def check_orthogonal(self) -> bool:
-        """Whether shifted copies of this mesh can cover a world with each rank in one of them."""
-        return self._tiles
-
-    def has_repeats(self) -> bool:
-        """Whether any rank has more than one coordinate."""
-        return not self._tiles and _has_repeats(self._loops)
 
     def collapse(self) -> FlatLayout:
         """Return all axes as one, the last varying fastest."""
@@ -515,14 +476,12 @@ class MeshLayout(Sequence[FlatLayout]):
 
     def rank_of(self, coordinate: Sequence[int]) -> int:
         """Return the rank at a coordinate."""
-        if len(coordinate) != len(self.axes):
-            raise InvalidArgument(
-                f"coordinate {tuple(coordinate)} has {len(coordinate)} numbers for "
-                f"{len(self.axes)} axes"
-            )
         sizes = self.top_level_sizes
-        if not all(0 <= number < size for number, size in zip(coordinate, sizes, strict=True)):
-            raise InvalidArgument(f"coordinate {tuple(coordinate)} is not in a mesh of {sizes}")
+        is_inside = all(0 <= number < size for number, size in zip(coordinate, sizes, strict=False))
+        if len(coordinate) != len(sizes) or not is_inside:
+            raise InvalidArgument(
+                f"coordinate {tuple(coordinate)} is not in a mesh of {len(sizes)} axes, {sizes}"
+            )
         return sum(axis.rank_at(number) for axis, number in zip(self.axes, coordinate, strict=True))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
@@ -530,7 +489,7 @@ class MeshLayout(Sequence[FlatLayout]):
         if rank < 0:
             return None
         if self._tiles:
-            start, digits = _locate_in_tile(self._loops, rank)
+            start, digits = self._locate(rank)
             return None if start else self._coordinate(digits)
         found = _find_digits(self._loops, rank)
         return None if found is None else self._coordinate(found)
@@ -541,9 +500,7 @@ class MeshLayout(Sequence[FlatLayout]):
         The axes ``dp`` and ``tp`` of a larger mesh form one copy for each coordinate on the other
         axes.
         """
-        self._require_orthogonal()
-        [rank] = _flat_integers(rank, name="rank", least=0)
-        start, digits = _locate_in_tile(self._loops, rank)
+        start, digits = self._locate(rank)
         return start, self._coordinate(digits)
 
     def ranks_of_group(self, rank: int, axis: int) -> Sequence[int]:
@@ -552,7 +509,7 @@ class MeshLayout(Sequence[FlatLayout]):
         The rank may be in any copy of this mesh. The result is a `range` for a plain axis, and may
         be a list for a flattened one.
         """
-        self._require_orthogonal()
+        self._locate(rank)
         if not -len(self.axes) <= axis < len(self.axes):
             raise InvalidArgument(f"axis {axis} is out of range for {len(self.axes)} axes")
         return self.axes[axis].group_of(rank)
@@ -572,10 +529,6 @@ class MeshLayout(Sequence[FlatLayout]):
         outer = inner.complement(rank_map.numel())
         picked = rank_map.as_strided(outer.shape + inner.shape, outer.stride + inner.stride)
         return picked.reshape(-1, *self.top_level_sizes)
-
-    def _require_orthogonal(self) -> None:
-        if not self._tiles:
-            raise InvalidArgument(f"layout {self} is not orthogonal: its axes overlap")
 
     def _coordinate(self, digits: Sequence[int]) -> tuple[int, ...]:
         turns = iter(digits)

@@ -14,7 +14,6 @@ from phalanx.launch._doctor import (
     CHECKS,
     Examination,
     Finding,
-    Measurement,
     render,
     render_json,
     run_check,
@@ -23,7 +22,12 @@ from phalanx.launch._doctor import (
 
 GOOD = Finding(True, "torch", "2.13.0")
 BAD = Finding(False, "/dev/shm", "32 MiB, 1 MiB free", "enlarge it")
-FAST = Measurement("gloo", "2 processes", 85.2, 1.25)
+FAST = {
+    "backend": "gloo",
+    "ranks": "2 processes",
+    "latency_us": 85.2,
+    "bandwidth_gb_per_s": 1.25,
+}
 
 
 def test_people_read_what_is_wrong_and_what_to_do():

@@ -4,12 +4,7 @@ import pytest
 
 from phalanx.env import usable_cores
 from phalanx.errors import InvalidArgument
-from phalanx.launch._job import TorchrunOptions, torchrun_command
-
-
-def options(**given):
-    """Return what torchrun is told of the machines."""
-    return TorchrunOptions(**given).options()
+from phalanx.launch._job import torchrun_command, torchrun_options
 
 
 @pytest.fixture
@@ -26,7 +21,7 @@ def command(script):
 
 
 def test_everything_is_passed_on(command):
-    machines = TorchrunOptions(
+    machines = torchrun_options(
         nnodes="1:4",
         node_rank=1,
         rdzv_endpoint="host0:29400",
@@ -53,7 +48,7 @@ def test_everything_is_passed_on(command):
 
 
 def test_what_was_not_said_is_left_to_torchrun(command):
-    machines = TorchrunOptions(nnodes="2", node_rank=0)
+    machines = torchrun_options(nnodes="2", node_rank=0)
     assert command(machines=machines, ranks=1) == [
         "--nnodes=2",
         "--node-rank=0",
@@ -65,24 +60,27 @@ def test_what_was_not_said_is_left_to_torchrun(command):
 
 def test_module():
     command = torchrun_command(
-        "json.tool", ["-x"], machines=TorchrunOptions(), ranks=1, module=True
+        "json.tool", ["-x"], machines=torchrun_options(), ranks=1, module=True
     )
     assert command[-3:] == ["-m", "json.tool", "-x"]
 
 
 def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
-    assert options(rdzv_endpoint="h:1") == ["--rdzv-endpoint=h:1", "--rdzv-backend=c10d"]
-    assert options(rdzv_endpoint="h:1", node_rank=0) == ["--node-rank=0", "--rdzv-endpoint=h:1"]
+    assert torchrun_options(rdzv_endpoint="h:1") == ["--rdzv-endpoint=h:1", "--rdzv-backend=c10d"]
+    assert torchrun_options(rdzv_endpoint="h:1", node_rank=0) == [
+        "--node-rank=0",
+        "--rdzv-endpoint=h:1",
+    ]
 
 
 def test_a_missing_script_is_noticed_before(tmp_path):
     with pytest.raises(InvalidArgument, match="not found"):
-        torchrun_command(tmp_path / "missing.py", machines=TorchrunOptions(nnodes="2"), ranks=1)
+        torchrun_command(tmp_path / "missing.py", machines=torchrun_options(nnodes="2"), ranks=1)
 
 
 def test_no_option_no_machines():
-    assert not TorchrunOptions()
-    assert TorchrunOptions(node_rank=0)
+    assert not torchrun_options()
+    assert torchrun_options(node_rank=0)
 
 
 @pytest.mark.slow

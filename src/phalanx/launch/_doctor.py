@@ -14,14 +14,14 @@ import platform
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -30,7 +30,6 @@ from ..env import usable_cores
 from . import run
 from ._outcome import describe
 
-OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 13)
 SMALLEST_SHM = 64 << 20  # bytes
 SMALLEST_MEMORY = 1 << 30  # bytes
@@ -83,9 +82,8 @@ def check_phalanx() -> Finding:
 
 
 def check_python() -> Finding:
-    oldest = ".".join(map(str, OLDEST_PYTHON))
     detail = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    return _finding(sys.version_info >= OLDEST_PYTHON, "python", detail, f"use Python {oldest}")
+    return Finding(True, "python", detail)
 
 
 def check_torch() -> Finding:
@@ -104,12 +102,9 @@ def check_gloo() -> Finding:
     from torch import distributed
 
     has_gloo = distributed.is_available() and distributed.is_gloo_available()
-    return _finding(
-        has_gloo,
-        "gloo",
-        "in this build of torch" if has_gloo else "not in this build of torch",
-        "install a build of torch that has it; the ones on PyPI do",
-    )
+    detail = f"{'in' if has_gloo else 'not in'} this build of torch"
+    advice = "install a build of torch that has it; the ones on PyPI do"
+    return _finding(has_gloo, "gloo", detail, advice)
 
 
 def check_nccl() -> Finding:
@@ -136,9 +131,8 @@ def check_memory() -> Finding:
     table = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/meminfo").read_text()))
     total, free = (int(table[name]) << 10 for name in ("MemTotal", "MemAvailable"))
     detail = f"{format_size(total)}, {format_size(free)} available"
-    return _finding(
-        free >= SMALLEST_MEMORY, "memory", detail, "each rank loads torch: free some memory"
-    )
+    advice = "each rank loads torch: free some memory"
+    return _finding(free >= SMALLEST_MEMORY, "memory", detail, advice)
 
 
 def check_shared_memory() -> Finding:
@@ -199,9 +193,9 @@ def check_loopback_name() -> Finding:
 
 
 def check_compiler() -> Finding:
-    found = next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
-    if found:
-        return Finding(True, "compiler", found)
+    for name in ("c++", "g++", "clang++"):
+        if path := shutil.which(name):
+            return Finding(True, "compiler", path)
     advice = "a phalanx built here will lack the shared-memory engine; apt install g++"
     return Finding(True, "compiler", "no C++ compiler", advice)
 
@@ -247,21 +241,12 @@ _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Latency and bandwidth of one backend between two ranks."""
-
-    backend: str
-    ranks: str
-    latency_us: float
-    bandwidth_gb_per_s: float
-
-
-@dataclass(frozen=True)
 class Examination:
     """All findings and measurements."""
 
     findings: Sequence[Finding]
-    measurements: Sequence[Measurement]
+    measurements: Sequence[Mapping[str, Any]]
+    """What `_doctor_selftest` prints for each backend."""
 
     @property
     def ok(self) -> bool:
@@ -275,7 +260,7 @@ def examine(*, deadline: float = SELF_TEST_TIMEOUT) -> Examination:
     return Examination([*findings, result], measurements)
 
 
-def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
+def self_test(*, deadline: float) -> tuple[Finding, list[dict[str, Any]]]:
     """Start two ranks through the launcher and collect their measurements."""
     out, err = io.BytesIO(), io.BytesIO()
     outcome = run(
@@ -291,7 +276,7 @@ def self_test(*, deadline: float) -> tuple[Finding, list[Measurement]]:
     if outcome.signal is not None:
         raise KeyboardInterrupt
     lines = [line for line in out.getvalue().splitlines() if line.startswith(b"{")]
-    measurements = [Measurement(**json.loads(line)) for line in lines]
+    measurements = [json.loads(line) for line in lines]
     if outcome.exit_code == 0:
         detail = "two ranks formed groups and summed tensors"
         return Finding(True, "self-test", detail), measurements
@@ -311,7 +296,12 @@ def render(examination: Examination) -> str:
             lines.append(f"{margin}-> {finding.advice}")
     if examination.measurements:
         rows = [
-            (m.backend, m.ranks, f"{m.latency_us:g} us", f"{m.bandwidth_gb_per_s:g} GB/s")
+            (
+                m["backend"],
+                m["ranks"],
+                f"{m['latency_us']:g} us",
+                f"{m['bandwidth_gb_per_s']:g} GB/s",
+            )
             for m in examination.measurements
         ]
         lines += ["", *format_table(_HEADINGS, rows)]

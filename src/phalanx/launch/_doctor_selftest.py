@@ -32,26 +32,27 @@ def main() -> None:
 
     from ..groups import new_group
 
-    figures = {}
+    measured = []
     for backend in ["gloo", "shm"] if native.engine is not None else ["gloo"]:
         group = new_group(backend)
-        figures[backend] = _measure(group)
+        measured.append(_measure(group, backend=backend, ranks="2 processes"))
         group.shutdown()
     # From here on one process has the machine to itself.
     if read_rank_env().rank == 0:
-        for backend, measured in figures.items():
-            _report(backend, "2 processes", measured)
         store = HashStore()
 
-        def rank(number: int) -> tuple[float, float]:
-            return _measure(new_group("local", store=store, rank=number, world_size=2))
+        def rank(number: int) -> dict[str, object]:
+            group = new_group("local", store=store, rank=number, world_size=2)
+            return _measure(group, backend="local", ranks="2 threads")
 
         with ThreadPoolExecutor(2) as pool:
-            _report("local", "2 threads", next(pool.map(rank, range(2))))
+            measured.append(next(pool.map(rank, range(2))))
+        for each in measured:
+            print(json.dumps(each), flush=True)
 
 
-def _measure(group: ProcessGroup) -> tuple[float, float]:
-    """Return the median seconds of a tiny and of a large allreduce."""
+def _measure(group: ProcessGroup, **labels: str) -> dict[str, object]:
+    """Return the latency of a tiny and the bandwidth of a large allreduce."""
     import torch
 
     total = torch.ones(1)
@@ -65,18 +66,11 @@ def _measure(group: ProcessGroup) -> tuple[float, float]:
             group.allreduce(tensor).wait()
             times.append(time.perf_counter() - began)
         medians.append(statistics.median(times[_WARM_UP:]))
-    return medians[0], medians[1]
-
-
-def _report(backend: str, ranks: str, figures: tuple[float, float]) -> None:
-    small, large = figures
-    measured = {
-        "backend": backend,
-        "ranks": ranks,
-        "latency_us": round(small * 1e6, 1),
-        "bandwidth_gb_per_s": round(_LARGE_BYTES / large / 1e9, 2),
+    return {
+        **labels,
+        "latency_us": round(medians[0] * 1e6, 1),
+        "bandwidth_gb_per_s": round(_LARGE_BYTES / medians[1] / 1e9, 2),
     }
-    print(json.dumps(measured), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import chain
 
 from .._formatting import PACKAGE_ROOT, format_count, mask_rank
@@ -196,45 +196,36 @@ def _end_of_usage(lines: Sequence[str], place: int) -> int:
     return 0
 
 
+@dataclass(eq=False)
 class ErrorReportFilter:
-    """Holds, shortens and deduplicates the error reports on one process's stderr.
+    """Holds, shortens and deduplicates the error reports on one process's stderr."""
 
-    `seen` has the first rank to report each error and is shared by the filters of one attempt.
-    """
+    seen: dict[tuple[str, ...], int]
+    """The first rank to report each error; shared by the filters of one attempt."""
+    rank: int | None
+    _: KW_ONLY
+    labelled: bool = True
+    full: bool = False
+    quiet_period: float = QUIET_PERIOD
+    max_hold: float = MAX_HOLD
+    held: list[str] = field(default_factory=list, init=False)
+    may_be_complete: bool = field(default=False, init=False)
+    """Whether the held lines may be a complete report, not one cut off between frames."""
+    _has_label: bool = field(default=False, init=False)
+    _began: float = field(default=0.0, init=False)
+    _last: float = field(default=0.0, init=False)
+    _last_report: list[str] = field(default_factory=list, init=False)
+    _tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES), init=False)
+    """The lines after the last report."""
 
-    def __init__(
-        self,
-        seen: dict[tuple[str, ...], int],
-        rank: int | None,
-        *,
-        labelled: bool = True,
-        full: bool = False,
-        quiet_period: float = QUIET_PERIOD,
-        max_hold: float = MAX_HOLD,
-    ) -> None:
-        self.held: list[str] = []
-        self.may_be_complete = False
-        """Whether the held lines may be a complete report, not one cut off between frames."""
-        self._seen = seen
-        self._rank = rank
-        self._full = full
-        self._quiet_period = quiet_period
-        self._max_hold = max_hold
+    def __post_init__(self) -> None:
         # torch prefixes each line of a traceback with the rank, as the launcher does.
-        self._torch_label = f"[rank{rank}]:".encode()
-        self._keeps_label = not labelled
-        self._has_label = False
-        self._began = self._last = 0.0
-        self._last_report: list[str] = []
-        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
-        """The lines after the last report."""
+        self._torch_label = f"[rank{self.rank}]:".encode()
 
     def due(self) -> float:
         """Return when the held lines must be shown, on the clock of `feed`."""
-        at_latest = self._began + self._max_hold
-        return (
-            min(self._last + self._quiet_period, at_latest) if self.may_be_complete else at_latest
-        )
+        at_latest = self._began + self.max_hold
+        return min(self._last + self.quiet_period, at_latest) if self.may_be_complete else at_latest
 
     def final_output(self) -> list[str]:
         """Return the last report and the lines after it, or the last lines."""
@@ -253,9 +244,9 @@ class ErrorReportFilter:
             if self.held and not self._continues(data, is_labelled=is_labelled):
                 shown += self.release()
             if not self.held:
-                if self._full or not data.startswith(_STARTS):
+                if self.full or not data.startswith(_STARTS):
                     self._remember(data)
-                    shown.append(line if self._keeps_label else data)
+                    shown.append(data if self.labelled else line)
                     continue
                 self._began, self._has_label = now, is_labelled
             self._last = now
@@ -289,14 +280,14 @@ class ErrorReportFilter:
                 self._last_report = [_bytes(line).decode(errors="replace") for line in words]
                 self._tail.clear()
                 shown += self._deduplicated(item)
-        if self._has_label and self._keeps_label:
+        if self._has_label and not self.labelled:
             label = self._torch_label.decode()
             shown = [f"{label} {line}" if line else line for line in shown]
         return [*map(_bytes, shown)]
 
     def _deduplicated(self, report: _ErrorReport) -> list[str]:
         """Return the whole report, or one line if another rank has reported the same."""
-        rank = self._rank
+        rank = self.rank
         # Without an exception line another thread has written in between.
         is_whole = all(
             not part.header or _EXCEPTION.match(part.message[0]) for part in report.parts
@@ -305,9 +296,9 @@ class ErrorReportFilter:
             return report.lines()
         # Most errors name the rank they are on; errors that list all ranks are equal everywhere.
         keys = report.identity(None), report.identity(rank)
-        first = next((self._seen[key] for key in keys if key in self._seen), rank)
+        first = next((self.seen[key] for key in keys if key in self.seen), rank)
         for key in keys:
-            self._seen.setdefault(key, rank)
+            self.seen.setdefault(key, rank)
         if first == rank:
             return report.lines()
         last = report.parts[-1]

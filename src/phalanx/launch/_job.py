@@ -10,7 +10,7 @@ import os
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,40 +114,33 @@ def python_command(
     return (sys.executable, target, *args)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TorchrunOptions:
-    """The options of torchrun for several machines."""
+MACHINE_OPTIONS = (
+    "nnodes",
+    "node_rank",
+    "rdzv_endpoint",
+    "rdzv_backend",
+    "rdzv_id",
+    "master_addr",
+    "master_port",
+)
+"""The options of torchrun for several machines."""
 
-    nnodes: str | None = None
-    node_rank: int | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_backend: str | None = None
-    rdzv_id: str | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
 
-    def __bool__(self) -> bool:
-        return any(getattr(self, each.name) is not None for each in fields(self))
-
-    def options(self) -> list[str]:
-        """Return the given options as command-line arguments."""
-        given = {each.name: getattr(self, each.name) for each in fields(self)}
-        # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
-        # assigns the node ranks.
-        if self.rdzv_endpoint and self.rdzv_backend is None and self.node_rank is None:
-            given["rdzv_backend"] = "c10d"
-        return [
-            f"--{name.replace('_', '-')}={value}"
-            for name, value in given.items()
-            if value is not None
-        ]
+def torchrun_options(**given: str | int | None) -> list[str]:
+    """Return the machine options that are not None as arguments of torchrun."""
+    options = {name: given[name] for name in MACHINE_OPTIONS if given.get(name) is not None}
+    # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
+    # assigns the node ranks.
+    if "rdzv_endpoint" in options and not options.keys() & {"rdzv_backend", "node_rank"}:
+        options["rdzv_backend"] = "c10d"
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
 
 
 def torchrun_command(
     script: str | os.PathLike[str],
     args: Sequence[str] = (),
     *,
-    machines: TorchrunOptions,
+    machines: Sequence[str],
     ranks: Ranks,
     module: bool = False,
     max_restarts: int = 0,
@@ -155,7 +148,7 @@ def torchrun_command(
 ) -> list[str]:
     """Return the equivalent command line of torchrun."""
     python, *target = python_command(script, args, module=module)
-    options = [*machines.options(), f"--nproc-per-node={count_ranks(ranks)}"]
+    options = [*machines, f"--nproc-per-node={count_ranks(ranks)}"]
     options.append(f"--max-restarts={max_restarts}")
     if grace is not None:
         options.append(f"--shutdown-timeout={round(grace)}")

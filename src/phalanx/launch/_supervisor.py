@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, NamedTuple
@@ -99,10 +99,7 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
     events: _Events = SimpleQueue()
     with _signals_into(events), _orphan_guard_process(grace=job.grace) as guard:
         for number in range(job.max_restarts + 1):
-            pump = OutputPump(screen)
-            outcome = _Attempt(
-                job, number, events=events, guard=guard, pump=pump, timing=timing
-            ).run()
+            outcome = _Attempt(job, number, events, guard, OutputPump(screen), timing).run()
             if outcome.first is None or outcome.signal is not None:
                 break
     return outcome
@@ -169,35 +166,26 @@ def _with_orphans(children: Iterable[_Child]) -> list[_Child]:
     return [exited[group] for group in sorted(living - reused)]
 
 
+@dataclass(eq=False)
 class _Attempt:
     """One attempt: all ranks are started together, watched, and stopped together."""
 
-    def __init__(
-        self,
-        job: Job,
-        number: int,
-        *,
-        events: _Events,
-        guard: IO[bytes],
-        pump: OutputPump,
-        timing: SupervisorTiming,
-    ) -> None:
-        self._job = job
-        self._number = number
-        self._events = events
-        self._guard = guard
-        self._pump = pump
-        self._timing = timing
-        self._children: list[_Child] = []
-        self._running: set[_Child] = set()
-        self._seen_errors: dict[tuple[str, ...], int] = {}
-        self._exits: list[RankExit] = []
-        self._began = time.monotonic()
-        self._deadline: float | None = None
-        self._signal: _SignalReceived | None = None
-        self._stop_requested_at: float | None = None
-        """When the ranks were first asked to stop; later exits are not failures."""
-        self._is_killing = False
+    _job: Job
+    _number: int
+    _events: _Events
+    _guard: IO[bytes]
+    _pump: OutputPump
+    _timing: SupervisorTiming
+    _children: list[_Child] = field(default_factory=list)
+    _running: set[_Child] = field(default_factory=set)
+    _seen_errors: dict[tuple[str, ...], int] = field(default_factory=dict)
+    _exits: list[RankExit] = field(default_factory=list)
+    _began: float = field(default_factory=time.monotonic)
+    _deadline: float | None = None
+    _signal: _SignalReceived | None = None
+    _stop_requested_at: float | None = None
+    """When the ranks were first asked to stop; later exits are not failures."""
+    _is_killing: bool = False
 
     def run(self) -> Outcome:
         job = self._job

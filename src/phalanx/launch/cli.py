@@ -7,23 +7,21 @@ imports what only it needs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ..errors import MisuseError, RanksFailed
+from . import _job
 from . import run as run_ranks
 from ._checkpoint_cli import checkpoint
-from ._job import GRACE, LINGER, Ranks, TorchrunOptions, exec_torchrun, torchrun_command
+from ._job import GRACE, LINGER, Ranks
 from ._outcome import describe
 
-__all__ = [
-    "main",
-]
+__all__ = ["main"]
 
 
 _EXAMPLES = """\b
@@ -64,24 +62,6 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
     if not value.isdecimal() or int(value) < 1:
         raise click.BadParameter(f"{value!r} is not 'auto' or a number of at least 1.")
     return int(value)
-
-
-def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of `TorchrunOptions`."""
-    options = [
-        click.option("--nnodes", metavar="N[:MAX]", help="Number of machines."),
-        click.option("--node-rank", type=int, metavar="K", help="Rank of this machine."),
-        click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Rendezvous endpoint."),
-        click.option("--rdzv-backend", metavar="NAME", help="Rendezvous backend: c10d, static."),
-        click.option("--rdzv-id", metavar="ID", help="Rendezvous id, equal on all machines."),
-        click.option(
-            "--master-addr", metavar="HOST", help="Address of machine 0, with --node-rank."
-        ),
-        click.option("--master-port", type=int, metavar="PORT", help="Free port on machine 0."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
 
 
 # Everything after the script's name is an argument of the script.
@@ -130,7 +110,13 @@ def _machine_options(command: Callable[..., None]) -> Callable[..., None]:
     metavar="SECONDS",
     help="Time that the other ranks have to report after one failed.",
 )
-@_machine_options
+@click.option("--nnodes", metavar="N[:MAX]", help="Number of machines.")
+@click.option("--node-rank", type=int, metavar="K", help="Rank of this machine.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Rendezvous endpoint.")
+@click.option("--rdzv-backend", metavar="NAME", help="Rendezvous backend: c10d, static.")
+@click.option("--rdzv-id", metavar="ID", help="Rendezvous id, equal on all machines.")
+@click.option("--master-addr", metavar="HOST", help="Address of machine 0, with --node-rank.")
+@click.option("--master-port", type=int, metavar="PORT", help="Free port on machine 0.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: Any) -> None:
@@ -148,13 +134,12 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     With any of the options from --nnodes to --master-port, torchrun takes over.
     """
     with _errors_as_usage():
-        machines = TorchrunOptions(
-            **{each.name: options.pop(each.name) for each in fields(TorchrunOptions)}
-        )
-        if machines:
+        if machines := _job.torchrun_options(
+            **{name: options.pop(name) for name in _job.MACHINE_OPTIONS}
+        ):
             shared = {name: options[name] for name in ("ranks", "module", "max_restarts")}
-            command = torchrun_command(script, args, machines=machines, grace=grace, **shared)
-            exec_torchrun(command, ranks=options["ranks"])
+            command = _job.torchrun_command(script, args, machines=machines, grace=grace, **shared)
+            _job.exec_torchrun(command, ranks=options["ranks"])
         grace = GRACE if grace is None else grace
         outcome = run_ranks(script, args, grace=grace, check=False, **options)
     if outcome.preempted:

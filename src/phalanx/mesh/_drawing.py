@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from xml.sax.saxutils import escape
 
 from ..errors import InvalidArgument
@@ -50,12 +50,12 @@ class _MeshView:
         self,
         layout: MeshLayout,
         *,
-        names: Sequence[str] | None,
-        rank: int | None,
-        ranks_per_host: int | None,
-        start: int,
-        rank_map: Sequence[int] | None,
         limits: tuple[int, int, int],
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        ranks_per_host: int | None = None,
+        start: int = 0,
+        rank_map: Sequence[int] | None = None,
     ) -> None:
         sizes = layout.top_level_sizes
         if names is not None and len(names) != len(sizes):
@@ -373,21 +373,13 @@ def _svg_text(
 _TEXT_WIDTH = 96  # columns, approximately
 
 
-def draw_mesh(
-    layout: MeshLayout,
-    *,
-    names: Sequence[str] | None = None,
-    rank: int | None = None,
-    ranks_per_host: int | None = None,
-    start: int = 0,
-    rank_map: Sequence[int] | None = None,
-    svg: bool = False,
-) -> str:
+def draw_mesh(layout: MeshLayout, *, svg: bool = False, start: int = 0, **options: Any) -> str:
     """Draw a mesh as text, or as an SVG image: one block per position on all but two axes.
 
     As text, `rank` is in brackets and lines separate hosts. As SVG, each host is a box, and the
     groups of `rank` have one colour and outline per axis. `start` is the first rank of the copy of
-    the layout to draw; `rank_map` gives the global rank for each of the layout's.
+    the layout to draw; `rank_map` gives the global rank for each of the layout's. These and the
+    other options are arguments of `_MeshView`.
     """
     digits = len(str(start + layout.cosize()))
     columns = 8 if svg else max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
@@ -397,15 +389,7 @@ def draw_mesh(
     blocks = math.prod(outer)
     if blocks * height > rows:
         blocks, height = (1, rows // 2) if blocks == 1 else (3, min(rows // 3, 6))
-    view = _MeshView(
-        layout,
-        names=names,
-        rank=rank,
-        ranks_per_host=ranks_per_host,
-        start=start,
-        rank_map=rank_map,
-        limits=(blocks, height, columns),
-    )
+    view = _MeshView(layout, limits=(blocks, height, columns), start=start, **options)
     if svg:
         return _render_svg(view)
     lines = [view.title, *([view.place] if view.place else [])]

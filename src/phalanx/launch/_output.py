@@ -19,7 +19,6 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import IO, NamedTuple, TypeAlias
 
@@ -40,16 +39,12 @@ OutputSink: TypeAlias = io.RawIOBase | io.BytesIO
 """An unbuffered binary stream, as `open(fd, "wb", buffering=0)` returns."""
 
 
-@dataclass(frozen=True)
-class OutputSource:
+class OutputSource(NamedTuple):
     """One stream of one process."""
 
-    label: str
-    """Prefix of each line."""
-    is_error: bool = False
-    """Whether its lines go to stderr."""
-    rank: int | None = None
-    """Selects the colour, and the order in the live area."""
+    label: str  # prefix of each line
+    is_error: bool = False  # whether its lines go to stderr
+    rank: int | None = None  # selects the colour, and the order in the live area
 
 
 class Screen:
@@ -306,12 +301,8 @@ class OutputPump:
 
 
 def _visible_text(line: bytes) -> bytes:
-    if b"\x1b" in line:
-        line = _CONTROL_SEQUENCE.sub(b"", line)
-    return _last_written(line)
+    return _last_written(_CONTROL_SEQUENCE.sub(b"", line) if b"\x1b" in line else line)
 
 
 def _last_written(line: bytes) -> bytes:
-    if b"\r" not in line:
-        return line
     return next((part for part in reversed(line.split(b"\r")) if part), b"")

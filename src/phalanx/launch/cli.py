@@ -207,15 +207,7 @@ def doctor(*, as_json: bool) -> None:
     help="Write a picture of the mesh to FILE.",
 )
 @click.argument("shape")
-def mesh(
-    *,
-    shape: str,
-    names: str | None,
-    rank: int | None,
-    hosts: int | None,
-    draw: bool,
-    svg: str | None,
-) -> None:
+def mesh(*, shape: str, draw: bool, svg: str | None, **options: Any) -> None:
     """Show the mesh of a SHAPE such as 8x16x8, without starting ranks.
 
     The last axis varies fastest: its groups have consecutive ranks. Hosts have consecutive ranks
@@ -224,7 +216,7 @@ def mesh(
     from ..mesh._plan import plan_mesh
 
     with _errors_as_usage():
-        planned = plan_mesh(shape, names=names, rank=rank, hosts=hosts)
+        planned = plan_mesh(shape, **options)
     click.echo(planned.text(picture=draw))
     if svg is not None:
         try:

@@ -135,31 +135,6 @@ def _rank_of_digits(loops: Sequence[_Loop], digits: Sequence[int]) -> int:
     return sum([digit * step for digit, (_, step) in zip(digits, loops, strict=True)])
 
 
-def _find_digits(loops: _Loops, rank: int) -> list[int] | None:
-    """Return digits that add up to a rank, or None.
-
-    The cost depends only on the number of loops unless steps interleave.
-    """
-    order = sorted(range(len(loops)), key=lambda position: loops[position][1], reverse=True)
-    digits = [0] * len(loops)
-
-    def search(depth: int, rest: int, below: int) -> bool:
-        if depth == len(order):
-            return rest == 0
-        count, step = loops[order[depth]]
-        below -= (count - 1) * step
-        # The smaller loops together add at most `below`.
-        least = max(0, -((below - rest) // step)) if step else 0
-        most = min(count - 1, rest // step) if step else 0
-        for digit in range(least, most + 1):
-            digits[order[depth]] = digit
-            if search(depth + 1, rest - digit * step, below):
-                return True
-        return False
-
-    return digits if search(0, rank, _largest_rank(loops)) else None
-
-
 def _compose_loops(loops: _Loops, selectors: Iterable[_Loops]) -> list[_Loops] | None:
     """Return the loops over the ranks at the indices that each selector enumerates.
 
@@ -485,14 +460,19 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
         return sum(axis.rank_at(number) for axis, number in zip(self.axes, coordinate, strict=True))
 
     def coordinate_of(self, rank: int) -> tuple[int, ...] | None:
-        """Return a coordinate of a rank, or None if it is not in this layout."""
-        if rank < 0:
+        """Return a coordinate of a rank, or None if it is not in this layout.
+
+        For a layout that is not orthogonal, the cost grows with the number of ranks.
+        """
+        if not 0 <= rank < self.cosize():
             return None
         if self._tiles:
             start, digits = self._locate(rank)
             return None if start else self._coordinate(digits)
-        found = _find_digits(self._loops, rank)
-        return None if found is None else self._coordinate(found)
+        ranks = _enumerate_ranks(self._loops)
+        if rank not in ranks:
+            return None
+        return self._coordinate(_digits_at(self._loops, ranks.index(rank)))
 
     def locate(self, rank: int) -> tuple[int, tuple[int, ...]]:
         """Return the start of the copy that contains a rank, and the rank's coordinate in it.

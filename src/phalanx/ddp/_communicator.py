@@ -107,15 +107,16 @@ class Communicator:
         self, numbers: Sequence[float], root: int, dtype: torch.dtype = torch.int64
     ) -> list[Any]:
         """Return the root's numbers; all ranks pass as many."""
-        tensor = self._small(list(numbers), dtype)
+        tensor = torch.tensor(list(numbers), dtype=dtype, device=self.device)
         self.broadcast(tensor, root).wait()
-        return tensor.tolist()
+        return list(tensor.tolist())
 
     def gather_numbers(
         self, numbers: Sequence[float], dtype: torch.dtype = torch.int64
     ) -> list[list[Any]]:
         """Return the numbers of every rank; zeros for a rank that has left."""
-        return [part.tolist() for part in self.gather(self._small(list(numbers), dtype))]
+        tensor = torch.tensor(list(numbers), dtype=dtype, device=self.device)
+        return [part.tolist() for part in self.gather(tensor)]
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Gather a tensor from every rank and wait; zeros for a rank that has left."""

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import Store
 from ...errors import PeerLeft
 from .._background_threads import borrow_thread
 from .._engine import (
+    REAL_DTYPES,
     REDUCTIONS,
     TRANSFERS_IN_FLIGHT,
     CallFailed,
@@ -374,7 +375,7 @@ def single_rank_engine() -> Engine:
 TRAITS = Traits(
     compares_calls=True,
     devices=frozenset({"cpu", "cuda", "meta"}),
-    dtypes=Traits().real_dtypes | {torch.bool, torch.complex64, torch.complex128},
+    dtypes=REAL_DTYPES | {torch.bool, torch.complex64, torch.complex128},
     averages=REDUCTIONS,
     averages_all_types=True,
     ranks_are_threads=True,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -29,7 +29,8 @@ class ProcessGroupFactory(Protocol):
         """Return a torch process group or backend, or an object with the same methods."""
 
 
-class Backend(NamedTuple):
+@dataclass(frozen=True)
+class Backend:
     """A registered backend."""
 
     name: str

@@ -128,10 +128,8 @@ def _checked_config(config: GroupConfig) -> GroupConfig:
 class GroupNames(TypedDict, total=False):
     """What a group is called besides its label."""
 
-    torch_name: str
-    """The name of a group that torch itself registers."""
-    given_name: str
-    """Its name in torch's tables; the label by default."""
+    torch_name: str  # of a group that torch itself registers
+    given_name: str  # in torch's tables; the label by default
     desc: str
 
 
@@ -323,8 +321,8 @@ def form_group(
 
 def _options_text(config: GroupConfig, own: frozenset[str]) -> str:
     """Describe what ranks must agree on besides the backend."""
-    facts = {name: value for name, value in config.options.items() if name not in own}
-    facts = {"device": config.device.type, **facts}
+    shared = {name: value for name, value in config.options.items() if name not in own}
+    facts = {"device": config.device.type, **shared}
     if config.checks is not None:
         facts["checks"] = config.checks
     return ", ".join(f"{key}={value!r}" for key, value in sorted(facts.items()))

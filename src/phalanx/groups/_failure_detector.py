@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .. import native
+from .. import errors, native
 from ..errors import GroupError, RankReport
 from ._engine import Engine, EngineMismatch, PeerDead, is_peer_failure
 from ._flight_recorder import Call, FlightRecorder, describe_frame
@@ -46,25 +46,26 @@ class PendingCall:
 
     call: Call
     timeout: float
-    peer: int | None = None
-    """The one rank that a send or receive depends on; None if it depends on all."""
+    peer: int | None = None  # the one rank that a send or receive depends on; None means all
 
     # Set when the call is overdue. Class attributes, so that ordinary calls pay nothing for them.
-    has_dead_peer = False
-    """Whether a rank that the call needs was dead at the last check."""
-    next_query = 0.0
-    """When to query the status store again. Dead peers are seen without it."""
+    has_dead_peer = False  # a rank that the call needs was dead at the last check
+    next_query = 0.0  # when to query the status store again; dead peers are seen without it
 
     @property
     def deadline(self) -> float:
         return self.call.started + self.timeout
 
 
-PRUNE_IN_FLIGHT_ABOVE = 256
-"""Number of calls in flight from which completed ones are looked for."""
+PRUNE_IN_FLIGHT_ABOVE = 256  # calls in flight from which completed ones are looked for
 
-_KINDS_WITH_REPORTS = frozenset({"timeout", "lost", "engine"})
-"""Failures whose error includes a report of every rank."""
+_ERROR_BY_KIND: dict[FailureKind, type[GroupError]] = {
+    "timeout": errors.CollectiveTimeout,
+    "lost": errors.PeerLost,
+    "mismatch": errors.RankMismatch,
+    "aborted": errors.GroupAborted,
+    "engine": GroupError,
+}
 
 Reports = dict[int, RankReport]
 
@@ -94,16 +95,13 @@ class FailureDetector:
         self.rank = rank
         self.size = size
         self.closed = False
-        self.streams = streams
-        """Whether waiting orders a device's stream instead of blocking the caller."""
+        self.streams = streams  # waiting orders a device's stream instead of blocking the caller
         self.failure: Failure | None = None
         self.waiting: Call | None = None
         self.half_started = ""
         """A call that failed between two of its parts: ranks may have started different parts."""
-        self.started_parts: list[object] = []
-        """Keeps alive the parts of it that the engine has; never read."""
-        self.in_flight: dict[Call, Work] = {}
-        """Calls whose end has not been observed."""
+        self.started_parts: list[object] = []  # keeps those alive that the engine has; never read
+        self.in_flight: dict[Call, Work] = {}  # calls whose end has not been observed
         self._roster = roster
         self._status_store = board
         self._recorder = recorder
@@ -251,13 +249,31 @@ class FailureDetector:
         call: Call | None,
         reports: Reports | None = None,
     ) -> GroupError:
-        """Make the error that this rank raises for `failure`."""
+        """Make the error that this rank raises for `failure` out of `call`."""
         if reports is None:
-            wanted = pending is not None and failure.kind in _KINDS_WITH_REPORTS
+            wanted = pending is not None and failure.kind in ("timeout", "lost", "engine")
             lost = failure.kind == "lost"
             reports = self.gather_reports(after_death=lost) if wanted else {}
         reports.pop(self.rank, None)  # the error itself describes this rank
-        return failure.error(group=self.name, rank=self.rank, call=call, reports=reports)
+        where, cause = f"group {self.name!r}, rank {self.rank}", failure.cause
+        operation, sequence = failure.operation, failure.sequence
+        names_its_subject = failure.ranks and failure.kind in ("lost", "mismatch", "aborted")
+        if failure.by != self.rank and not names_its_subject:
+            same_call = call is not None and (call.what, call.sequence) == (operation, sequence)
+            there = f" in {operation} #{sequence}" if operation and not same_call else ""
+            cause = f"rank {failure.by}{there} {cause}"
+        if call is not None:
+            where = f"{call.what} #{call.sequence} at {call.site} ({where})"
+            operation = operation or call.what
+            sequence = call.sequence if sequence is None else sequence
+        return _ERROR_BY_KIND[failure.kind](
+            f"{where}: {cause}",
+            group=self.name,
+            operation=operation,
+            sequence=sequence,
+            ranks=failure.ranks,
+            reports=reports,
+        )
 
     def leave(self, site: str) -> None:
         """Tell the other ranks that this one takes part in no further call."""
@@ -330,12 +346,6 @@ class FailureDetector:
             return True  # they are the parent's, and so is the engine
         return any(not work.engine_is_done() for work in list(self.in_flight.values()))
 
-    def release_engine(self) -> None:
-        """Drop all references to the engine: the group is closed and nothing is in flight."""
-        self._lost_ranks, self._wake, self._drive = list[int], _no_op, _no_op
-        self._members = None
-        self.in_flight.clear()
-
     def watch_future(self, work: Work) -> None:
         """Have the watchdog complete the work's future."""
         self._futures.append(work)
@@ -379,7 +389,8 @@ class FailureDetector:
     # -- finding the cause -----------------------------------------------------------------
 
     def dead(self) -> set[int]:
-        return {*self._roster.dead(), *self._lost_ranks()} - {self.rank}
+        dead = {rank for rank, member in enumerate(self._roster.members) if member.is_dead}
+        return (dead | set(self._lost_ranks())) - {self.rank}
 
     def _needed(self, pending: PendingCall, gone: set[int]) -> list[int]:
         """Of the ranks that are gone, return those without which the call cannot complete."""
@@ -390,16 +401,15 @@ class FailureDetector:
             return []  # a receive from any rank: one sender is enough
         return sorted(gone & needed)
 
-    def gather_reports(
-        self, *, after_death: bool = False, absent: set[int] | None = None
-    ) -> Reports:
+    def gather_reports(self, *, after_death: bool = False, of_absent: bool = False) -> Reports:
         """Collect what every rank is doing, giving the watchdogs time to answer."""
         status = self._status_store
         if status is None:
             return {}
-        absent = self.absent() if absent is None else absent
+        absent = set() if of_absent else self.absent()
         request = status.request_reports()
-        known = {rank: RankReport(rank, "stopped") for rank in self._roster.stopped()}
+        members = enumerate(self._roster.members)
+        known = {rank: RankReport(rank, "stopped") for rank, each in members if each.is_stopped}
         known |= {rank: RankReport(rank, "dead") for rank in self.dead()}
         known |= {rank: RankReport(rank, "left") for rank in absent - self.dead()}
         for rank, (_, site) in status.left().items():
@@ -498,7 +508,9 @@ def retire_engines(detector: FailureDetector) -> None:
             _retired_engines.append((detector, engines))
         else:
             # torch keeps groups that have ended; free the memory of their engines.
-            detector.release_engine()
+            detector._lost_ranks, detector._wake, detector._drive = list[int], _no_op, _no_op
+            detector._members = None
+            detector.in_flight.clear()
 
 
 def _leak_busy_engines() -> None:

@@ -27,14 +27,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from .. import _faultpoints as faultpoints
-from ..errors import (
-    GroupError,
-    InvalidArgument,
-    InvalidState,
-    PeerLost,
-    PhalanxError,
-    RendezvousTimeout,
-)
+from ..errors import GroupError, InvalidArgument, InvalidState, PeerLost, PhalanxError
 from . import _validation
 from ._backend_registry import find_backend
 from ._engine import Engine
@@ -55,24 +48,15 @@ if TYPE_CHECKING:
 
 LEAVES, STAYS = 1, 2  # a rank's answer in `update_membership`; 0 is a rank that had left before
 
-MAX_KEPT_DEPARTURES = 4
-"""Departures between two rejoins whose engines are kept for the next time."""
-
-_UNSUPPORTED_HINTS = {
-    "leave": "call update_membership on every rank",
-    "exclude": "make a group of the survivors with split_group",
-}
+MAX_KEPT_DEPARTURES = 4  # between two rejoins, whose engines are kept for the next time
 
 
 @dataclass
 class _KeptEngine:
     engine: Engine
-    departure: int
-    """How many departures there had been since the last rejoin when it was made."""
-    used: int
-    """How many rejoins there had been when it was last used."""
-    store: BlockingStoreClient | None
-    """Where its ranks held their rendezvous."""
+    departure: int  # departures since the last rejoin when it was made
+    used: int  # rejoins when it was last used
+    store: BlockingStoreClient | None  # of its ranks' rendezvous
 
 
 class Membership:
@@ -114,11 +98,12 @@ class Membership:
 
     def leave(self) -> None:
         """End this rank's membership as soon as its calls in flight are done."""
-        self._engine_supporting("leave")
+        self._engine_supporting("leave", "call update_membership on every rank")
         self._leave("leave")
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        engine, detector = self._engine_supporting("exclude"), self._detector
+        hint, detector = "make a group of the survivors with split_group", self._detector
+        engine = self._engine_supporting("exclude", hint)
         excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
         if self._issuer.closed and not self._issuer.has_left:
             self._issuer.refuse("exclude")
@@ -178,7 +163,9 @@ class Membership:
             with issuer.issue_lock, issuer.state_lock:
                 if not issuer.has_left:  # closed meanwhile
                     issuer.refuse("rejoin")
-                waiting.complete(sequence)
+                issuer.recorder.collectives = waiting.call.sequence = sequence
+                issuer.recorder.starting = None
+                waiting.call.ended = time.monotonic()
                 self._leaving = set()
                 if not issuer.can_leave:
                     issuer.use_engine(self._full_engine or issuer.engine, None)
@@ -197,12 +184,11 @@ class Membership:
         self._full_engine = None
         self.kept_engines = {}
 
-    def _engine_supporting(self, operation: str) -> Engine:
+    def _engine_supporting(self, operation: str, hint: str) -> Engine:
         issuer = self._issuer
         if not hasattr(issuer.engine, operation) and not issuer.closed:
             raise InvalidState(
-                f"{operation}: {issuer.backend} does not support {operation}(); "
-                f"{_UNSUPPORTED_HINTS[operation]}, or use shm"
+                f"{operation}: {issuer.backend} does not support {operation}(); {hint}, or use shm"
             )
         return issuer.engine
 
@@ -292,7 +278,7 @@ class Membership:
                 failure = detector.lost_failure([ranks[place] for place in error.ranks], call)
             elif failure is None:
                 late = time.monotonic() - began >= issuer.timeout
-                reports = detector.gather_reports(absent=set())
+                reports = detector.gather_reports(of_absent=True)
                 mute = [r for r in ranks if r in reports and reports[r].operation is None]
                 cause = (
                     f"could not connect ranks {format_rank_ranges(ranks)}, which stay: "
@@ -329,12 +315,10 @@ class RejoinBarrier:
                 # A separate connection: a wait in the store blocks other requests on the same one.
                 self._store = StoreClient(self._group_store.connect()).under("rejoin")
             most = self._take_step(self._store, calls, seconds)
-        except RendezvousTimeout:  # the store's host is stopped or unreachable, and may come back
-            pass
         except DistNetworkError:  # the connection is closed for good; torch logs further attempts
             self._is_disconnected = True
-        except Exception:  # noqa: BLE001 - out of threads, a user's store: it may pass
-            time.sleep(max(seconds, default_timing().rejoin_retry_delay))
+        except Exception:  # noqa: BLE001 - its host is stopped, out of threads: it may pass
+            time.sleep(default_timing().rejoin_retry_delay)
         return ("waiting", 0) if most is None else ("entered", most)
 
     def awaited(self) -> list[int]:
@@ -411,12 +395,6 @@ class _RejoinCall(PendingCall):
         finally:
             self._detector.waiting = None
 
-    def complete(self, sequence: int) -> None:
-        """Record the call as done, with the number that all ranks continue from."""
-        self._recorder.collectives = self.call.sequence = sequence
-        self._recorder.starting = None
-        self.call.ended = time.monotonic()
-
     @property
     def deadline(self) -> float:
         """When the wait ends: `timeout` after the last call of a missing rank."""
@@ -444,7 +422,7 @@ class _RejoinCall(PendingCall):
     def _overdue(self) -> GroupError | None:
         """Ask whether the missing ranks still make calls, and time out if they do not."""
         detector, missing = self._detector, self._entrance.awaited()
-        reports = detector.gather_reports(absent=set())
+        reports = detector.gather_reports(of_absent=True)
         quiet = [r.quiet for r in reports.values() if r.rank in missing and r.quiet is not None]
         if quiet:
             self._counts_from = time.monotonic() - min(quiet)

@@ -21,11 +21,9 @@ class Member:
     """The process behind one rank."""
 
     host: str
-    machine: str
-    """Identifies the machine and pid namespace, within which pids are unique."""
+    machine: str  # identifies the machine and pid namespace, within which pids are unique
     pid: int
-    started: str
-    """When the process started, by the kernel's clock."""
+    started: str  # the start time of the process, by the kernel's clock
 
     @classmethod
     def here(cls) -> Member:
@@ -74,12 +72,6 @@ class Roster:
 
     token: str
     members: tuple[Member, ...] = ()
-
-    def dead(self) -> list[int]:
-        return [rank for rank, member in enumerate(self.members) if member.is_dead]
-
-    def stopped(self) -> list[int]:
-        return [rank for rank, member in enumerate(self.members) if member.is_stopped]
 
 
 @lru_cache(maxsize=1)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
@@ -100,24 +101,14 @@ class RendezvousResult:
     """The result of a rendezvous; the first that is written holds for all ranks."""
 
     token: str = ""
-    members: tuple[Member, ...] = ()
-    """The group's processes, unless all ranks know them already."""
+    members: tuple[Member, ...] = ()  # unless all ranks know them already
     same_purpose: bool = True
-    offer: dict[str, Any] | None = None
-    """What rank 0 offers the others to build their engines on."""
-    name_number: int = 0
-    """The first suffix with which the name is free on all ranks."""
-    error: PhalanxError | None = None
-    """Why there is no group."""
+    offer: dict[str, Any] | None = None  # of rank 0, for the others to build their engines on
+    name_number: int = 0  # the first suffix with which the name is free on all ranks
+    error: tuple[str, str, str, tuple[int, ...]] | None = None
+    """Why there is no group: the type, text, group and ranks of an error."""
     present: tuple[int, ...] | None = None
     """The ranks that the error is for; None means all. A rank that joins later tries again."""
-
-    def to_json(self) -> str:
-        return to_json(self, _encode_error)
-
-    @classmethod
-    def from_json(cls, text: bytes) -> RendezvousResult:
-        return from_json(text, cls, _decode_error)
 
 
 _ERROR_TYPES: dict[str, type[GroupError] | type[RendezvousError]] = {
@@ -125,14 +116,17 @@ _ERROR_TYPES: dict[str, type[GroupError] | type[RendezvousError]] = {
 }
 
 
-def _encode_error(error: Any) -> dict[str, Any]:
-    facts = {"ranks": error.ranks, "group": error.group} if isinstance(error, GroupError) else {}
-    return {"kind": type(error).__name__, "message": str(error), **facts}
+def _error_result(error: PhalanxError, present: tuple[int, ...] | None = None) -> str:
+    group, ranks = getattr(error, "group", ""), getattr(error, "ranks", ())
+    facts = type(error).__name__, str(error), group, tuple(ranks)
+    return to_json(RendezvousResult(error=facts, present=present))
 
 
-def _decode_error(_: type, data: Any) -> PhalanxError:
-    kind = _ERROR_TYPES.get(data.pop("kind"), RendezvousError)
-    return kind(**data) if issubclass(kind, GroupError) else kind(data["message"])
+def _make_error(kind: str, message: str, group: str, ranks: tuple[int, ...]) -> PhalanxError:
+    error = _ERROR_TYPES.get(kind, RendezvousError)
+    if issubclass(error, GroupError):
+        return error(message, group=group, ranks=ranks)
+    return error(message)
 
 
 class KnownPeers(NamedTuple):
@@ -141,8 +135,7 @@ class KnownPeers(NamedTuple):
     members: tuple[Member, ...]
     next_attempt: Callable[[], int]
     """Counts this rank's attempts to form a group of this name; the same on all ranks."""
-    ranks_on_machine: int = 1
-    """How many ranks of their common group share this rank's machine."""
+    ranks_on_machine: int = 1  # of their common group, on this rank's machine
 
 
 class Purpose(Protocol):
@@ -179,19 +172,16 @@ class Rendezvous:
         name_number: int = 0,
         check: Callable[[], None] | None = None,
     ) -> None:
+        # The members, the result and the group's part of the store, as far as they are known.
         self.roster = Roster("", () if known_peers is None else known_peers.members)
-        """The members, as far as they are known."""
         self.result = RendezvousResult()
-        self._store = BlockingStoreClient(store)
-        self._prefix = terms.key_prefix
-        """The group's prefix in the store; that of this attempt once this rank has joined."""
-        self.group_store = self._store.under(self._prefix)
-        """The group's own part of the store, once this rank has joined."""
-        self._has_joined = False
-        """Whether other ranks may know that this rank has joined."""
+        self._store = self.group_store = BlockingStoreClient(store)
+        self._prefix = ""  # of the group's part of the store
+        self._has_joined = False  # other ranks may know that this one has
         self._terms = terms
         self._rank = rank
         self._others = [each for each in range(terms.size) if each != rank]
+        self._requests: dict[int, RendezvousRequest] = {}  # those read, by rank
         self._known_peers = known_peers
         self._member = Member.here() if known_peers is None else known_peers.members[rank]
         self._purpose = purpose
@@ -200,12 +190,9 @@ class Rendezvous:
         self._extra_check = check
         self._timing = default_timing()
         self._timeout = timeout.total_seconds()
-        self._started = time.monotonic()
-        self._deadline = self._started + self._timeout
+        self._deadline = time.monotonic() + self._timeout
         self._abandoned: PhalanxError | None = None
-        self._offer: RegionOffer | None = None
-        """What rank 0 creates and the other ranks open, to build their engines on."""
-        self._connection: StoreClient | None = None
+        self._offer: RegionOffer | None = None  # creates or opens what engines are built on
         self._has_reported = False
 
     def meet(self) -> None:
@@ -236,7 +223,7 @@ class Rendezvous:
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks why this rank has no group, whether or not they have theirs."""
         with suppress(Exception):  # otherwise they find out at the deadline
-            client = self._client()
+            client = self._connection.under(self._prefix)
             self._report(error, client.set)
             status = StatusStore(client.under("status"), rank=self._rank, size=self._terms.size)
             cause = f"could not form the group: {_error_text(error)}"
@@ -267,7 +254,7 @@ class Rendezvous:
         if self._has_joined:
             error = None
             with suppress(Exception):  # this rank raises at the deadline instead
-                error = self._client().read("error")
+                error = self._connection.under(self._prefix).read("error")
             self._raise_peer_error(error)
 
     def _check_locally(self) -> None:
@@ -280,11 +267,10 @@ class Rendezvous:
                 "the store does not answer, or the engine of some rank does not connect"
             )
 
-    def _client(self) -> StoreClient:
-        """Return the group's part of the store, on a connection on which no engine waits."""
-        if self._connection is None:
-            self._connection = StoreClient(StoreClient(self._store.raw).connect())
-        return self._connection.under(self._prefix)
+    @cached_property
+    def _connection(self) -> StoreClient:
+        """A connection to the store on which no engine waits."""
+        return StoreClient(StoreClient(self._store.raw).connect())
 
     # -- joining ---------------------------------------------------------------------------
 
@@ -293,13 +279,18 @@ class Rendezvous:
         while True:
             self._write_request()
             try:
-                result = self._write_result() if self._rank == 0 else self._read_result()
+                result = self._write_result() if self._rank == 0 else self._wait(["result"])
             except PhalanxError as error:
                 result = self._close(error)
+            assert result is not None, "it was awaited"
             if result.present is None or self._rank in result.present:
                 break  # otherwise that attempt ended before this rank joined it
         if result.error is not None:
-            raise result.error
+            raise _make_error(*result.error)
+        if self._known_peers is None and len(result.members) != self._terms.size:
+            # Rank 0 has a smaller world size than this rank.
+            first = from_json(self.group_store.fetch("request/0"), RendezvousRequest)
+            raise self._disagreement(0, first.terms)
         members = result.members if self._known_peers is None else self._known_peers.members
         self.roster = Roster(result.token, members)
         self.result = result
@@ -324,11 +315,9 @@ class Rendezvous:
         self._prefix = f"{self._terms.key_prefix}/{attempt}"
         self.group_store = self._store.under(self._prefix)
         self._has_joined = True
-        request = to_json(
-            RendezvousRequest(
-                self._terms, self._member, attempt, self._purpose_text, self._name_number
-            )
-        )
+        self._requests = {}
+        purpose, number = self._purpose_text, self._name_number
+        request = to_json(RendezvousRequest(self._terms, self._member, attempt, purpose, number))
         notes = {} if self._purpose is None else self._purpose.notes()
         self._store.set_all(
             {
@@ -368,14 +357,13 @@ class Rendezvous:
 
     def _write_result(self) -> RendezvousResult:
         """Compare the requests and write the result, on rank 0; return the one that holds."""
-        requests: dict[int, RendezvousRequest] = {}
-        known = self._known_peers is not None
+        known, requests = self._known_peers is not None, self._requests
         key = self._agreement_key if known else "request/{}".format
-        result = self._wait([key(rank) for rank in self._others], self._others, requests)
+        result = self._wait([key(rank) for rank in self._others])
         if result is not None:  # written by a rank that waits for us in another group
             return result
         if not known:
-            self._read_requests(self._others, requests, self.group_store.fetch)
+            self._read_requests(self._others, self.group_store.fetch)
         members = () if known else (self._member, *(requests[r].member for r in self._others))
         result = RendezvousResult(
             token=uuid.uuid4().hex,
@@ -384,48 +372,33 @@ class Rendezvous:
             offer=self._create_offer(),
             name_number=max([self._name_number, *(r.name_number for r in requests.values())]),
         )
-        return RendezvousResult.from_json(self.group_store.write_once("result", result.to_json()))
-
-    def _read_result(self) -> RendezvousResult:
-        """Wait for the result, on the other ranks."""
-        result = self._wait(["result"], [0], {})
-        if result is None:
-            result = RendezvousResult.from_json(self.group_store.fetch("result"))
-        lists_members = result.error is None and self._known_peers is None
-        if lists_members and len(result.members) != self._terms.size:  # rank 0 has a smaller size
-            first = from_json(self.group_store.fetch("request/0"), RendezvousRequest)
-            return RendezvousResult(error=self._disagreement(0, first.terms))
-        return result
+        return from_json(self.group_store.write_once("result", to_json(result)), RendezvousResult)
 
     def _close(self, error: PhalanxError) -> RendezvousResult:
         """End this attempt, so that a rank that joins later does not wait in it."""
         present = tuple(set(range(self._terms.size)) - set(self._missing()))
-        mine = RendezvousResult(error=error, present=present).to_json()
+        mine = _error_result(error, present)
         holds = self.group_store.write_once("result", mine)
         if holds == mine.encode():
-            return RendezvousResult(error=error)  # the original has more attributes
-        return RendezvousResult.from_json(holds)
+            raise error  # which has more attributes than what is written
+        return from_json(holds, RendezvousResult)
 
-    def _wait(
-        self, keys: Sequence[str], ranks: Sequence[int], requests: dict[int, RendezvousRequest]
-    ) -> RendezvousResult | None:
-        """Wait for keys that depend on `ranks`; read their requests if it takes long.
+    def _wait(self, keys: Sequence[str]) -> RendezvousResult | None:
+        """Wait for keys; read the requests of the ranks that must write them if it takes long.
 
-        Returns early with a result that another rank has written, and on rank 0 with None if all
-        requests are read. Raises for the first that disagrees and for dead ranks.
+        Returns the result if there is one, and otherwise, on rank 0, None when all have joined.
+        Raises for the first request that disagrees and for dead ranks.
         """
         suspects: dict[int, bytes] = {}
-        checked = self._started
-        store = self.group_store
-        interval = self._timing.poll_interval
-        while keys and not store.await_all(
-            keys, min(interval, max(self._deadline - time.monotonic(), 0.001))
-        ):
+        now = checked = time.monotonic()
+        store, requests, interval = self.group_store, self._requests, self._timing.poll_interval
+        ranks = self._others if self._rank == 0 else [0]
+        while keys and not store.await_all(keys, min(interval, max(self._deadline - now, 0.001))):
             self._check_abandoned()
             result = store.read("result")
             if result is not None:
-                return RendezvousResult.from_json(result)
-            self._read_requests(ranks, requests, store.read)
+                return from_json(result, RendezvousResult)
+            self._read_requests(ranks, store.read)
             self._require_alive({rank: request.member for rank, request in requests.items()})
             if self._rank == 0 and len(requests) == len(ranks):
                 break
@@ -433,26 +406,20 @@ class Rendezvous:
             if now >= self._deadline:
                 missing = self._missing()
                 who = f"missing: {format_ranks(missing)}" if missing else "rank 0 wrote no result"
-                raise self._timed_out(
-                    f"{who}. Check that all ranks were started, with the same store and world size"
-                )
+                hint = "Check that all ranks were started, with the same store and world size"
+                raise self._timed_out(f"{who}. {hint}")
             if now - checked >= self._timing.other_groups_interval:
                 checked = now
                 suspects = self._check_other_groups(self._missing(), suspects)
-        return None
+        return None if self._rank == 0 else from_json(store.fetch("result"), RendezvousResult)
 
-    def _read_requests(
-        self,
-        ranks: Sequence[int],
-        requests: dict[int, RendezvousRequest],
-        read: Callable[[str], bytes | None],
-    ) -> None:
+    def _read_requests(self, ranks: list[int], read: Callable[[str], bytes | None]) -> None:
         for rank in ranks:
-            text = None if rank in requests else read(f"request/{rank}")
+            text = None if rank in self._requests else read(f"request/{rank}")
             if text is not None:
-                requests[rank] = from_json(text, RendezvousRequest)
-                if requests[rank].terms != self._terms:
-                    raise self._disagreement(rank, requests[rank].terms)
+                self._requests[rank] = request = from_json(text, RendezvousRequest)
+                if request.terms != self._terms:
+                    raise self._disagreement(rank, request.terms)
 
     def _missing(self) -> list[int]:
         ranks = range(self._terms.size)
@@ -490,7 +457,7 @@ class Rendezvous:
             if before.get(rank) == text:
                 error = self._disagreement(rank, theirs)
                 # Written into their group too, since they cannot see this rank's.
-                there.write_once("result", RendezvousResult(error=error).to_json())
+                there.write_once("result", _error_result(error))
                 raise error
         return found
 

@@ -10,28 +10,18 @@ No method blocks for longer than a store request: a store that does not answer r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeVar
 
 from torch.distributed import DistNetworkError
 
-from .. import errors
 from ..errors import RankReport, RendezvousTimeout
-from ._flight_recorder import Call
 from ._formatting import first_line
 from ._store import StoreClient, from_json, to_json
 
 FailureKind = Literal["timeout", "lost", "mismatch", "aborted", "engine"]
-
-_ERROR_BY_KIND: dict[FailureKind, type[errors.GroupError]] = {
-    "timeout": errors.CollectiveTimeout,
-    "lost": errors.PeerLost,
-    "mismatch": errors.RankMismatch,
-    "aborted": errors.GroupAborted,
-    "engine": errors.GroupError,
-}
 
 
 @dataclass(frozen=True)
@@ -39,48 +29,16 @@ class Failure:
     """Why a group failed: the first cause that any rank found, the same on every rank."""
 
     kind: FailureKind
-    by: int
-    """The rank that found it."""
+    by: int  # the rank that found it
     cause: str
     """A clause. If it names the ranks at fault it is complete (``rank 2 is dead``); otherwise its
     subject is the rank `by` (``timed out after 5 s``)."""
-    ranks: tuple[int, ...] = ()
-    """The ranks at fault."""
+    ranks: tuple[int, ...] = ()  # those at fault
     operation: str = ""
     sequence: int | None = None
 
-    def error(
-        self,
-        *,
-        group: str,
-        rank: int,
-        call: Call | None,
-        reports: Mapping[int, errors.RankReport] | None = None,
-    ) -> errors.GroupError:
-        """Make the error that `rank` raises out of `call`."""
-        where = f"group {group!r}, rank {rank}"
-        if call is not None:
-            where = f"{call.what} #{call.sequence} at {call.site} ({where})"
-        cause = self.cause
-        names_its_subject = self.ranks and self.kind in ("lost", "mismatch", "aborted")
-        if rank != self.by and not names_its_subject:
-            mine = None if call is None else (call.what, call.sequence)
-            in_another_call = self.operation and mine != (self.operation, self.sequence)
-            there = f" in {self.operation} #{self.sequence}" if in_another_call else ""
-            cause = f"rank {self.by}{there} {cause}"
-        return _ERROR_BY_KIND[self.kind](
-            f"{where}: {cause}",
-            group=group,
-            operation=self.operation or (call.what if call else ""),
-            sequence=self.sequence if self.sequence is not None or call is None else call.sequence,
-            ranks=self.ranks,
-            reports=reports,
-        )
-
 
 T = TypeVar("T")
-
-NO_ANSWER = "the store does not answer: is its host alive?"
 
 
 class StatusStore:
@@ -167,11 +125,11 @@ class StatusStore:
             return default
         try:
             answer = request()
-        except RendezvousTimeout:  # the store's host is stopped or unreachable, and may recover
-            self.last_error = NO_ANSWER
-        except DistNetworkError:  # the connection is closed; torch would log every further request
-            self.last_error = NO_ANSWER
-            self._is_disconnected = True
+        except (RendezvousTimeout, DistNetworkError) as error:
+            self.last_error = "the store does not answer: is its host alive?"
+            # A host that is stopped or unreachable may recover. A closed connection does not, and
+            # torch would log every further request.
+            self._is_disconnected = isinstance(error, DistNetworkError)
         except Exception as error:  # noqa: BLE001 - out of threads, a user's store: may pass
             self.last_error = f"the store failed: {first_line(error) or type(error).__name__}"
         else:

@@ -36,7 +36,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import parse_qsl, urlparse
 
 import msgspec
@@ -62,16 +62,14 @@ CLOSING_KEY = "phalanx/closing"
 RESERVATION_PREFIX = "phalanx/reservation/"
 
 
-def to_json(value: object, encode: Callable[[Any], object] | None = None) -> str:
-    """Encode a dataclass or plain value; `encode` turns objects of other types into such."""
+def to_json(value: object) -> str:
+    """Encode a dataclass or plain value."""
     # Not `msgspec.json`, which refuses the surrogates in names of files that are not UTF-8.
-    return json.dumps(msgspec.to_builtins(value, enc_hook=encode))
+    return json.dumps(msgspec.to_builtins(value))
 
 
-def from_json(
-    text: bytes | str, kind: type[T], decode: Callable[[type, Any], object] | None = None
-) -> T:
-    return msgspec.convert(json.loads(text), kind, dec_hook=decode)
+def from_json(text: bytes, kind: type[T]) -> T:
+    return msgspec.convert(json.loads(text), kind)
 
 
 def clone_connection(store: Store) -> Store:
@@ -209,10 +207,8 @@ class HostedStore:
     """A store that this process hosts."""
 
     def __init__(self, store: Store, key: tuple[int, int]) -> None:
-        self.store: Store | None = store
-        """None when it is closed."""
-        self.stays = False
-        """Whether it stays open until the process ends."""
+        self.store: Store | None = store  # None when it is closed
+        self.stays = False  # open until the process ends
         self._key = key
         self._linger = default_timing().idle_linger
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -306,8 +302,8 @@ class StoreReservation:
             self._store.delete(self._key)
 
 
+# By pid and port: a forked child does not host its parent's stores.
 _hosted_stores: dict[tuple[int, int], HostedStore] = {}
-"""By pid and port; a forked child does not host its parent's stores."""
 _lock = threading.Lock()  # guards `_hosted_stores` and the leases; no other lock is taken under it
 
 
@@ -328,14 +324,11 @@ class OpenStore:
     store: Store
     rank: int
     size: int
-    lent_store: Store | None = None
-    """The store that the caller passed; kept alive, since it may be the server."""
-    hosted: HostedStore | None = None
-    """The server, if this process hosts it."""
+    lent_store: Store | None = None  # the caller's; kept alive, since it may be the server
+    hosted: HostedStore | None = None  # the server, if this process hosts it
     hold: Lease | StoreReservation | None = None
-    """Keeps a store open that this process or a peer hosts, until the group has formed."""
-    is_remote: bool = False
-    """Whether rank 0, another process or thread, hosts it."""
+    """Keeps the store open until the group has formed, if this process or a peer hosts it."""
+    is_remote: bool = False  # rank 0, another process or thread, hosts it
 
 
 def open_and_reserve_store(
@@ -438,8 +431,7 @@ def _open_from_env(rank: int | None, size: int | None, timeout: timedelta) -> Op
             "`torchrun`, or pass store, rank and world_size"
         )
     hosts = env.rank == 0 and not env.agent_store
-    address, port = env.master_addr, env.master_port
-    opened = _open_tcp(address, port, env.rank, env.world_size, hosts, timeout)
+    opened = _open_tcp(env.master_addr, env.master_port, env.rank, env.world_size, hosts, timeout)
     if not env.agent_store:
         return opened
     # The launcher's store outlives the ranks; keys of an earlier attempt must not be read.

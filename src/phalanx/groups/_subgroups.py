@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_process_group
 
-from ..errors import InvalidArgument, InvalidState, InvalidType
-from ._backend_registry import find_backend
+from ..errors import InvalidState, InvalidType
+from ._backend_registry import _backends, find_backend
 from ._factory import default_group, derive_config, form_group, new_group, split_group
 from ._flight_recorder import user_site
 from ._process_group import GroupConfig, ProcessGroup
@@ -35,8 +35,7 @@ class GroupOptions:
     backend: str | None = None
     timeout: timedelta | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    native: Backend.Options | None = None
-    """torch's own options object, for an engine of torch's."""
+    native: Backend.Options | None = None  # torch's options object, for an engine of torch's
 
     @property
     def label(self) -> str:
@@ -59,10 +58,8 @@ class _Parent:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.label = label
-        """The name of the group, the same on every rank."""
-        self.talks = store is not None
-        """Whether its ranks communicate; those of a fake group do not exist."""
+        self.label = label  # the name of the group, the same on every rank
+        self.talks = store is not None  # the ranks of a fake group do not exist
         self._store = store
 
     def connect(self) -> StoreClient:
@@ -132,7 +129,7 @@ class _TorchParent(_Parent):
         backend = options.backend
         if backend is None or options.native is not None:
             return
-        if _has_backend(backend):
+        if backend in _backends:
             options.applied_to(self._config(backend, "cpu"))
         elif backend not in dist.Backend.backend_list:
             find_backend(backend)  # raises
@@ -152,7 +149,7 @@ class _TorchParent(_Parent):
         rank, ranks = list(ranks).index(self.rank), tuple(ranks)
         members = [self.global_ranks[each] for each in ranks]
         store = None if self._store is None else clone_connection(self._store)
-        if options.native is None and _has_backend(backend):
+        if options.native is None and backend in _backends:
             config = options.applied_to(self._config(backend, device_type))
             return form_group(
                 config,
@@ -212,14 +209,6 @@ ParentGroup = _PhalanxParent | _TorchParent
 """A group from which subgroups are created."""
 
 
-def _has_backend(backend: str) -> bool:
-    try:
-        find_backend(backend)
-    except InvalidArgument:
-        return False
-    return True
-
-
 def parent_group(group: dist.ProcessGroup) -> ParentGroup:
     """Return the `ParentGroup` of a group."""
     if isinstance(group, ProcessGroup):
@@ -232,10 +221,7 @@ def parent_group(group: dist.ProcessGroup) -> ParentGroup:
 
 
 def default_parent_group(device_type: str) -> ParentGroup:
-    """Return the parent to use where no group is given.
-
-    The default group, or else a new group of all ranks that the launcher has started.
-    """
+    """Return the default group, or else a new group of all ranks, as a parent."""
     group = default_group()
     return parent_group(new_group(device=device_type) if group is None else group)
 

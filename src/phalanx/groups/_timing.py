@@ -1,7 +1,7 @@
 """Time constants of process groups, in seconds.
 
-Objects take a `Timing` when they are created. The default is one per process; `override_timing`
-replaces it, so that tests need not wait out production values.
+There is one `Timing` per process. Objects read it when they are created; `override_timing` replaces
+it, so that tests need not wait out production values.
 """
 
 from __future__ import annotations

@@ -155,12 +155,15 @@ class TCPStoreBarrier(_StoreBarrier):
         prefix = _check_string("barrier_prefix", barrier_prefix)
         self._timeout = _check_seconds("timeout_secs", timeout_secs)
         init_timeout = _check_seconds("timeout_barrier_init_secs", timeout_barrier_init_secs)
-        host, port = _check_string("master_address", master_address), _check_port(tcpstore_port)
+        host, port = _check_string("master_address", master_address), 0
+        with suppress(ValueError, TypeError):
+            port = int(tcpstore_port)
+        if not 0 < port < 1 << 16:
+            raise InvalidArgument(f"tcpstore_port must be from 1 to 65535, got {tcpstore_port!r}.")
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
         def connect() -> Store:
-            seconds = timedelta(seconds=init_timeout)
-            opened = open_store(url, rank=rank, size=size, timeout=seconds)
+            opened = open_store(url, rank=rank, size=size, timeout=timedelta(seconds=init_timeout))
             if opened.hosted is not None:
                 opened.hosted.stays = True  # peers may use it when this rank's barrier is gone
             return opened.store
@@ -352,13 +355,6 @@ def _check_seconds(name: str, value: float) -> float:
     if not 0 < value < math.inf:
         raise InvalidArgument(f"{name} must be positive and finite, got {value!r}.")
     return min(float(value), MAX_TIMEOUT)
-
-
-def _check_port(value: int | str) -> int:
-    with suppress(ValueError, TypeError):
-        if 0 < (port := int(value)) < 1 << 16:
-            return port
-    raise InvalidArgument(f"tcpstore_port must be from 1 to 65535, got {value!r}.")
 
 
 def _check_string(name: str, value: str) -> str:

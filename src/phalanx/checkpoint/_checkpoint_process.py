@@ -50,7 +50,7 @@ from ._staging import CheckpointStagerConfig, DefaultStager, StagedState
 from ._state_tree import Node, leaves, parse_state
 from ._types import STATE_DICT, RankInfo, check_not_forked
 from ._writer import CheckpointWriter
-from ._writer_process import DoneReply, FailedReply, Reply, WriteRequest, printable
+from ._writer_process import Reply, WriteRequest, printable
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class WriterProcess:
         # Other children may inherit the sockets, so that the end of the process closes none.
         self._pidfd = os.pidfd_open(self.popen.pid)
 
-    def write(self, request: WriteRequest, buffer_fd: int | None = None) -> DoneReply:
+    def write(self, request: WriteRequest, buffer_fd: int | None = None) -> Reply:
         """Write the state in a buffer; send the buffer's descriptor the first time."""
         request.brings_buffer = buffer_fd is not None and request.buffer not in self._sent_buffers
         self._sent_buffers.add(request.buffer)
@@ -115,7 +115,7 @@ class WriterProcess:
 
     def call(
         self, message: bytes, fd: int | None, *, timeout: float | None = None, prefix: str = ""
-    ) -> DoneReply:
+    ) -> Reply:
         """Send a message, perhaps with a descriptor, and wait for the reply."""
         received = b""
         try:
@@ -131,9 +131,9 @@ class WriterProcess:
             raise SaveTimeout(f"the checkpoint process was not ready within {timeout} s")
         if not received:
             raise self._lost()
-        reply: Reply = msgspec.json.decode(received, type=Reply)
-        if isinstance(reply, FailedReply):
-            error = error_class(reply.kind, CheckpointError)(f"{prefix}{reply.message}")
+        reply = msgspec.json.decode(received, type=Reply)
+        if reply.error:
+            error = error_class(reply.error, CheckpointError)(f"{prefix}{reply.message}")
             raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
         return reply
 
@@ -143,9 +143,8 @@ class WriterProcess:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             status = self.popen.wait()
-        how = (
-            f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
-        )
+        killed = f"was killed by {signal_name(-status)}" if status < 0 else ""
+        how = killed or f"exited with code {status}"
         return WriterLost(f"the checkpoint process {self.popen.pid} {how}")
 
     def end(self) -> None:
@@ -271,7 +270,7 @@ class WriterThread:
             job.future.set_exception(error)
 
     def _write(self, job: WriteJob) -> dict[str, Any]:
-        """Return what `WriteFuture.succeed` takes."""
+        """Stage and write a state; return what `WriteFuture.succeed` takes."""
         request = job.request
         try:
             staged = self._stage(job)
@@ -345,12 +344,9 @@ class WriterThread:
         self._jobs.put(None)
 
     def close(self) -> None:
-        """Wait for the submitted jobs until the timeout; then fail those that are not done.
-
-        Does nothing in a fork, which lacks the thread.
-        """
+        """Wait for the submitted jobs until the timeout; then fail those that are not done."""
         if self.pid != os.getpid():
-            return
+            return  # a fork lacks the thread
         if not self.created.done() and not self._unfinished:
             self._kill_process()  # it is still starting, and not needed
         self.stop()

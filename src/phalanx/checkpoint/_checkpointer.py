@@ -35,6 +35,8 @@ from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo
 from ._writer import CheckpointWriter, CheckpointWriterConfig, WriterHook
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass
 class CheckpointerConfig:
@@ -96,9 +98,6 @@ class SyncCheckpointer(Checkpointer):
         self._writer.close()
 
 
-_log = logging.getLogger(__name__)
-
-
 class AsyncCheckpointer(Checkpointer):
     """Copy a state, and let another process write the copy while training continues."""
 
@@ -155,9 +154,9 @@ class AsyncCheckpointer(Checkpointer):
         The first save is then as fast as later ones. A size is in bytes of this rank's part. There
         is no need to wait for the future that is returned.
         """
+        prepare: Callable[..., Future[None]]
         prepare = getattr(self._checkpoint_stager, "prepare", wrap_future)
-        prepared: Future[None] = prepare(state_dict)
-        return prepared
+        return prepare(state_dict)
 
     def progress(self) -> SaveProgress | None:
         """Return this rank's progress with the current save, or None."""

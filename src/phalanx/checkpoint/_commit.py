@@ -139,11 +139,10 @@ class _Save:
             report["replicated"] = [
                 (each.name, each.start, piece) for each, piece in zip(ranges, pieces, strict=False)
             ]
-
-        def entry_of(leaf: TensorLeaf) -> Any:
-            return _tensor_entry(leaf, [own_pieces[leaf.name]])
-
-        report["per_rank"] = [None if node is None else encode(node, entry_of) for node in own]
+        report["per_rank"] = [
+            node and encode(node, lambda leaf: _tensor_entry(leaf, [own_pieces[leaf.name]]))
+            for node in own
+        ]
         fault_point("written")
         before_commit()
         return report

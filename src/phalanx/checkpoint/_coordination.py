@@ -274,8 +274,7 @@ class StorageExchange:
         reply = json.loads(found)
         if "failed" in reply:
             raise SaveFailed(reply["failed"])
-        session: str = reply["session"]
-        return session
+        return str(reply["session"])
 
     def _collect(self) -> list[str] | None:
         names = self._messages.names()

@@ -135,10 +135,10 @@ class PreemptionGuard:
         elif not self._decision:
             self._calls += 1
             if self._calls % self._every == 0:
-                self._agree(self._group)
+                self._decision = self._agree(self._group)
         return self._decision != 0
 
-    def _agree(self, group: dist.ProcessGroup) -> None:
+    def _agree(self, group: dist.ProcessGroup) -> int:
         votes = self._votes.zero_()
         if self._signal:
             votes[self._causes.index(self._signal)] = 1
@@ -146,8 +146,7 @@ class PreemptionGuard:
             group.allreduce(votes).wait()
         else:
             dist.all_reduce(votes, group=group)
-        voted = [cause for cause, count in zip(self._causes, votes.tolist(), strict=True) if count]
-        self._decision = voted[0] if voted else 0
+        return next((self._causes[i] for i, count in enumerate(votes.tolist()) if count), 0)
 
     def leave(self, step: int | None = None) -> NoReturn:
         """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""

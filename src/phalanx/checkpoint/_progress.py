@@ -104,15 +104,11 @@ class ProgressMeter:
     def written(self) -> int:
         return self._words[1]
 
-    @property
-    def total(self) -> int:
-        return self._words[2]
-
     def progress(self, path: str, began: float) -> SaveProgress:
         """Return the progress of a save that began at that time."""
         speed = self.written / (self._words[3] / 1e9) if self._words[3] else 0.0
         phase, seconds = PHASES[self._words[0]], time.perf_counter() - began
-        return SaveProgress(path, phase, self.written, self.total, seconds, speed)
+        return SaveProgress(path, phase, self.written, self._words[2], seconds, speed)
 
     def seconds(self) -> dict[str, float]:
         """Return the duration of each phase so far."""

@@ -199,16 +199,12 @@ def out_of_memory(size: int, error: OSError) -> SaveFailed:
 
 
 def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thread | None:
-    """Start a thread; return None if that is not possible.
-
-    Unlike an executor, this works while the interpreter shuts down.
-    """
+    """Start a thread, also while the interpreter shuts down, unlike an executor; None if not."""
     thread = threading.Thread(target=call, name=name, daemon=True)
-    try:
+    with suppress(RuntimeError):
         thread.start()
-    except RuntimeError:
-        return None
-    return thread
+        return thread
+    return None
 
 
 class Place(NamedTuple):
@@ -471,8 +467,7 @@ class DefaultStager(CheckpointStager):
         copy = StagingCopy(state_dict, self._rank_info, self._config)
         if not self._config.use_shared_memory:
             own = {name: slot.source.to("cpu", copy=True) for name, slot in copy.slots.items()}
-            state: STATE_DICT = state_from_tree(with_tensors(copy.tree, own))
-            return state
+            return dict(state_from_tree(with_tensors(copy.tree, own)))
         copy.buffer = self._pool.take(copy.buffer_size)
         staged: Future[STATE_DICT] = Future()
         staged.set_running_or_notify_cancel()  # it cannot be cancelled
@@ -516,10 +511,7 @@ class DefaultStager(CheckpointStager):
 
     @contextmanager
     def _returning(self, copy: StagingCopy) -> Iterator[None]:
-        """Give the buffer back on an error.
-
-        Not on an interrupt: threads that were not joined may still be filling it.
-        """
+        """Give the buffer back on an error; not on an interrupt: threads may still fill it."""
         try:
             yield
         except Exception as error:

@@ -322,7 +322,8 @@ class StoreBarrierMember:
                 raise self._failed(use, late=True)
             if use > self._next:  # this rank raised from uses that the store knows nothing of
                 self._close(self._base)
-                self._advance_failed(use - 1, f"continued with use {use}")
+                cause = f"continued with use {use}"
+                self._advance(use, UseFailure(use - 1, self.rank, cause, timeout=False))
                 continue
             self._use_key = f"{self._uses}{use}"
             value = self._store.add(self._count_key, self._increment)
@@ -341,8 +342,8 @@ class StoreBarrierMember:
         if value != self._base + self.size * self._increment:
             if self._close_at(value):
                 cause = "found that some ranks called execute_barrier and others exchange"
-                self._advance_failed(use, cause)
-                self._wake_later(use, self._use_key)
+                self._advance(use + 1, UseFailure(use, self.rank, cause, timeout=False))
+                self._wake(use, self._use_key, delay=self._timings.wake_after)
             else:
                 self._follow()
             raise self._failed(use)
@@ -432,17 +433,11 @@ class StoreBarrierMember:
         self._next = max(self._next, *self._progress())
         self._fail(self._next, "found that a rank ended the use without recording a cause")
 
-    def _advance_failed(self, use: int, cause: str) -> None:
-        self._advance(use + 1, UseFailure(use, self.rank, cause, timeout=False))
-
-    def _wake_later(self, use: int, key: str) -> None:
-        """Wake the ranks that wait in a use once they have been in it for `wake_after`."""
-        time.sleep(self._timings.wake_after)
-        self._within_grace()
-        self._wake(use, key)
-
-    def _wake(self, use: int, key: str) -> None:
-        """Make the ranks that wait in a use read the record."""
+    def _wake(self, use: int, key: str, *, delay: float = 0.0) -> None:
+        """Make the ranks that wait in a use read the record; only after `wake_after` in it."""
+        if delay:
+            time.sleep(delay)
+            self._within_grace()
         self._store.set(key, FAILED)
         self._woken.append((use, key))
 
@@ -473,10 +468,7 @@ class StoreBarrierMember:
 
     def _close(self, value: int) -> tuple[bool, int]:
         """End the epoch unless the open use is complete; return whether this rank did, and the
-        counter.
-
-        `value` is the counter as this rank last saw it.
-        """
+        counter. `value` is the counter as this rank last saw it."""
         mine = -1 - self.rank
         while True:
             now = int(self._store.compare_set(self._count_key, f"{value}", f"{mine}"))
@@ -568,13 +560,11 @@ class StoreBarrierMember:
         self._number = self._passed = self._floor = 0
         self._passed_keys = ("", "")
         self._woken = []
-        if self._instance > 1:
-            self._take_over()
-
-    def _take_over(self) -> None:
-        """Replace this rank's former barrier; a use in which that one was counted cannot pass."""
+        if self._instance == 1:
+            return
+        # Replace this rank's former barrier; a use in which that one was counted cannot pass.
         while True:
-            value = int(peek(self._store, self._count_key) or 0)
+            value = int(peek(store, self._count_key) or 0)
             if value < OPEN:
                 self._follow()
                 continue
@@ -590,7 +580,7 @@ class StoreBarrierMember:
                 break
         self._number = self._record.first - 1
         if waiting:
-            self._wake_later(use, key)
+            self._wake(use, key, delay=self._timings.wake_after)
 
     def _reconnect(self, timeout: float) -> None:
         """Open another connection, and find out how the use ended that broke off."""

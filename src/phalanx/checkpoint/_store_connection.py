@@ -33,7 +33,6 @@ from ..groups._store import wait_for_listener
 
 Address = tuple[str, int]
 
-_FD_DIRECTORY = "/dev/fd"
 _FLUSH_TIMEOUT = 0.25  # seconds
 
 # Held while a connection is opened, so that a socket that appears meanwhile belongs to it.
@@ -195,7 +194,7 @@ def store_address(store: Store) -> Address | None:
 def _open_sockets() -> dict[int, int]:
     """Map the descriptors of this process's sockets to their inodes."""
     found = {}
-    for name in os.listdir(_FD_DIRECTORY):
+    for name in os.listdir("/dev/fd"):
         with suppress(OSError):  # the descriptor of the listing is closed by now
             status = os.fstat(int(name))
             if stat.S_ISSOCK(status.st_mode):

@@ -21,7 +21,7 @@ import traceback
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import torch
@@ -51,22 +51,14 @@ class WriteRequest:
     brings_buffer: bool = False  # whether its descriptor follows, as after its first request
 
 
-class DoneReply(msgspec.Struct, tag="done"):
-    """The process is ready, or the checkpoint is committed."""
+class Reply(msgspec.Struct):
+    """The process is ready, the checkpoint is committed, or an error."""
 
     written: int = 0
     phases: dict[str, float] = {}
-
-
-class FailedReply(msgspec.Struct, tag="failed"):
-    """The write, or the start of the process, failed."""
-
-    kind: str
-    message: str
-    traceback: str
-
-
-Reply: TypeAlias = DoneReply | FailedReply
+    error: str = ""  # the class of an error; empty if there is none
+    message: str = ""
+    traceback: str = ""
 
 
 def printable(text: str) -> str:
@@ -83,7 +75,7 @@ def main(control_fd: int) -> None:
     except BaseException as error:  # noqa: BLE001 - the rank raises it
         control.send_bytes(msgspec.json.encode(_failure(error)))
     else:
-        control.send_bytes(msgspec.json.encode(DoneReply()))
+        control.send_bytes(msgspec.json.encode(Reply()))
         server.serve()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -106,13 +98,13 @@ def _set_up(control: Connection) -> _Server:
     return _Server(control, writer_init(**writer_init_args), meter)
 
 
-def _failure(error: BaseException) -> FailedReply:
+def _failure(error: BaseException) -> Reply:
     name = type(error).__name__
     is_ours = isinstance(error, CheckpointError)
     message = str(error) if is_ours else f"{name}: {error}"
     text = "".join(traceback.format_exception(error))
     kind = name if is_ours and hasattr(errors, name) else "SaveFailed"
-    return FailedReply(kind, printable(message), printable(text))
+    return Reply(error=kind, message=printable(message), traceback=printable(text))
 
 
 class _Server:
@@ -166,7 +158,7 @@ class _Server:
             pending = self._writer.write(request.path, state, **kwargs)
             if pending is not None:
                 pending.result()
-            return DoneReply(self._meter.written, self._meter.seconds())
+            return Reply(self._meter.written, self._meter.seconds())
         except BaseException as error:  # noqa: BLE001 - the process survives whatever it is
             return _failure(error)
 

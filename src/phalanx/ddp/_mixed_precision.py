@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
 
@@ -109,11 +109,10 @@ class PrecisionPolicy:
         return output
 
     def _cast(self, value: Any) -> Any:
-        def lower(item: Any) -> Any:
-            is_float = isinstance(item, Tensor) and item.is_floating_point()
-            return item.to(self._dtype) if is_float else item
-
-        return value if self._dtype is None else tree_map(lower, value)
+        dtype = self._dtype
+        if dtype is None:
+            return value
+        return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
     def use_copies_in_backward(self) -> None:
         """Keep the copies in place until the current graph task ends."""

@@ -437,12 +437,11 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # -- uneven inputs ---------------------------------------------------------------------
 
-    def join_hook(self, **kwargs: Any) -> JoinHook:
+    def join_hook(self, **_: Any) -> JoinHook:
         """Return the hook with which a rank without data keeps stepping its share.
 
         It steps with the current gradients, which the hook of DDP has set.
         """
-        del kwargs
         return _ShardedOptimizerJoinHook(self)
 
     @property

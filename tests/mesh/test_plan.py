@@ -27,10 +27,10 @@ def planned(draw):
 def test_an_axis_crosses_hosts_if_any_of_its_groups_does(both):
     mesh, hosts = both
     ranks = mesh.layout.numel()
-    for number, axis in enumerate(mesh.axes):
-        groups = mesh.layout[number].global_ranks(ranks)
+    for number, axis in enumerate(mesh.layout):
+        groups = axis.global_ranks(ranks)
         spans = [{rank // (ranks // hosts) for rank in group} for group in groups]
-        assert axis.crosses_hosts is any(len(span) > 1 for span in spans)
+        assert mesh.crosses_hosts(number) is any(len(span) > 1 for span in spans)
 
 
 @LAW
@@ -38,14 +38,15 @@ def test_an_axis_crosses_hosts_if_any_of_its_groups_does(both):
 def test_the_groups_of_the_rank_are_those_of_the_layout(both):
     mesh, hosts = both
     ranks = mesh.layout.numel()
-    assert tuple(axis.coordinate for axis in mesh.axes) == mesh.layout.coordinate_of(mesh.rank)
-    lines = mesh.text().splitlines()[-len(mesh.axes) :]
-    for number, (axis, line) in enumerate(zip(mesh.axes, lines, strict=True)):
-        [group] = [g for g in mesh.layout[number].global_ranks(ranks) if mesh.rank in g]
-        assert list(axis.ranks) == group
+    lines = mesh.text().splitlines()[-len(mesh.layout) :]
+    for number, (axis, line) in enumerate(zip(mesh.layout, lines, strict=True)):
+        [group] = [g for g in axis.global_ranks(ranks) if mesh.rank in g]
+        assert list(mesh.layout.ranks_of_group(mesh.rank, number)) == group
         spanned = {rank // (ranks // hosts) for rank in group}
         where = f"host {min(spanned)}" if len(spanned) == 1 else f"{len(spanned)} hosts"
-        assert line.endswith(f"{format_ranks(axis.ranks)} on {where}")
+        shown = format_ranks(mesh.layout.ranks_of_group(mesh.rank, number))
+        place = mesh.layout.coordinate_of(mesh.rank)[number]
+        assert line.split()[5:] == [str(place), *f"{shown} on {where}".split()]
 
 
 @pytest.mark.parametrize(

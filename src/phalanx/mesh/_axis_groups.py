@@ -103,11 +103,12 @@ class MeshRegistry:
                 if len(self._entries) > MAX_MESHES_KEPT:
                     del self._entries[next(iter(self._entries))]
 
-    def record_axis(self, root: RootKey, name: str, axis: FlatLayout) -> None:
-        """Record an axis made by flatten or unflatten."""
+    def record_axes(self, root: RootKey, names: Sequence[str], layout: MeshLayout) -> None:
+        """Record axes made by flatten or unflatten."""
         with self._lock:
             entry = self._entries.setdefault(root, _RegisteredMesh())
-            entry.axes.setdefault(name, {})[axis] = None
+            for name, axis in zip(names, layout, strict=True):
+                entry.axes.setdefault(name, {})[axis] = None
 
     def rendezvous_check(
         self, base: ParentGroup, ranks: Sequence[int], use: AxisUse, *, label: str

@@ -20,7 +20,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -63,6 +63,7 @@ _Names = tuple[str, ...] | None
 _Options = tuple[GroupOptions, ...]
 
 
+@dataclass(eq=False, repr=False)
 class RootState:
     """State that a root mesh shares with all meshes derived from it.
 
@@ -71,42 +72,32 @@ class RootState:
     a group.
     """
 
-    def __init__(
-        self,
-        device_type: str,
-        ranks: Sequence[int],
-        *,
-        base: ParentGroup | None,
-        rank: int | None = None,
-        base_rank_names: Sequence[int] | None = None,
-        is_registered: bool = True,
-    ) -> None:
-        if rank is None and base is not None:
-            rank = base.rank if base_rank_names is None else base_rank_names[base.rank]
-        elif rank is None:
-            rank = dist.get_rank() if dist.is_initialized() else 0
-        self.device_type = device_type
-        self.ranks = ranks
-        self.base = base
-        self.base_rank_names = base_rank_names
-        self.rank = rank
-        self.is_registered = is_registered
-        self.position = ranks.index(rank) if rank in ranks else None
-        self.groups: AxisGroups = AxisGroups() if base is None else axis_groups_of(base.group)
-        self.flattened: dict[str, DeviceMesh] = {}
-        self.unflattened: dict[str, set[FlatLayout]] = {}
-        """Axes made by unflatten, by name. A flattened axis must have another name."""
-        # Not shared with other roots: a member that was not given the group would form one and
-        # wait for the others.
-        self.provided_groups: dict[Sequence[int], dist.ProcessGroup] = {}
-        self.root: DeviceMesh  # set by the first mesh of this state
-        self.root_key: RootKey
-        self.torch_root: TorchMesh | None = None
+    device_type: str
+    ranks: Sequence[int]
+    _: KW_ONLY
+    base: ParentGroup | None
+    own_rank: InitVar[int | None] = None
+    base_rank_names: Sequence[int] | None = None
+    is_registered: bool = True
+    # Not shared with other roots: a member that was not given the group would form one and wait for
+    # the others.
+    provided_groups: dict[Sequence[int], dist.ProcessGroup] = field(default_factory=dict)
+    flattened: dict[str, DeviceMesh] = field(default_factory=dict)
+    unflattened: dict[str, set[FlatLayout]] = field(default_factory=dict)
+    """Axes made by unflatten, by name. A flattened axis must have another name."""
+    torch_root: TorchMesh | None = None
+    root: DeviceMesh = field(init=False)  # set by the first mesh of this state
+    root_key: RootKey = field(init=False)
 
-    def record_axes(self, names: Sequence[str], layout: MeshLayout) -> None:
-        """Record axes made by flatten or unflatten."""
-        for name, axis in zip(names, layout, strict=True):
-            self.groups.registry.record_axis(self.root_key, name, axis)
+    def __post_init__(self, own_rank: int | None) -> None:
+        base, names = self.base, self.base_rank_names
+        if own_rank is None and base is not None:
+            own_rank = base.rank if names is None else names[base.rank]
+        elif own_rank is None:
+            own_rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = own_rank
+        self.position = self.ranks.index(own_rank) if own_rank in self.ranks else None
+        self.groups = AxisGroups() if base is None else axis_groups_of(base.group)
 
     def is_equivalent(self, other: RootState) -> bool:
         """Whether a layout means the same ranks of the same group in both."""
@@ -300,7 +291,7 @@ class DeviceMesh(TorchMesh):
         if group is not None or _init_backend:
             base = default_parent_group(device_type) if group is None else parent_group(group)
         check_ranks(ranks, size=None if base is None else base.size)
-        state = RootState(device_type, ranks, base=base, rank=_rank)
+        state = RootState(device_type, ranks, base=base, own_rank=_rank)
         self._set_state(state, MeshLayout.from_sizes_strides(sizes), names, options)
 
     @staticmethod
@@ -498,7 +489,7 @@ class DeviceMesh(TorchMesh):
         rank = dist.get_process_group_ranks(groups[0])[groups[0].rank()]
         world = dist.group.WORLD if dist.is_initialized() else None
         base = None if world is None else parent_group(world)
-        state = RootState(device_type, ranks, base=base, rank=rank)
+        state = RootState(device_type, ranks, base=base, own_rank=rank)
         made = DeviceMesh._make(state, MeshLayout.from_sizes_strides(sizes), names)
         for axis, each in enumerate(groups):
             made._set_axis_group(axis, each)
@@ -563,11 +554,11 @@ class DeviceMesh(TorchMesh):
                 state.device_type,
                 state.ranks_at(positions),
                 base=state.base,
-                rank=state.rank,
+                own_rank=state.rank,
                 base_rank_names=state.base_rank_names,
                 is_registered=False,  # before first use, since there may be thousands of them
+                provided_groups=state.provided_groups,
             )
-            part.provided_groups = state.provided_groups
             meshes.append(DeviceMesh._make(part, layout, names, (self._options[axis],)))
         return meshes
 
@@ -806,7 +797,7 @@ def _unpickle_root(
         device_type,
         ranks,
         base=base,
-        rank=rank if base is None else None,
+        own_rank=rank if base is None else None,
         base_rank_names=base_rank_names,
     )
     for members, name in provided_groups:

@@ -8,28 +8,12 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .._formatting import format_table
 from ..errors import InvalidArgument
 from . import _drawing
 from .layout import MeshLayout, format_ranks
-
-
-class AxisPlan(NamedTuple):
-    """One axis of a planned mesh."""
-
-    label: str
-    size: int
-    stride: int
-    crosses_hosts: bool | None
-    """Whether any group along the axis has ranks on several hosts; None if hosts are unknown."""
-    coordinate: int | None
-    """The coordinate of the planned rank, if there is one."""
-    ranks: Sequence[int]
-    """The group of the planned rank, if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,23 +24,49 @@ class MeshPlan:
     names: tuple[str, ...] | None
     rank: int | None
     ranks_per_host: int | None
-    axes: tuple[AxisPlan, ...]
 
     def text(self, *, picture: bool = False) -> str:
         """Return a table of the axes, optionally below a drawing."""
         drawn = self.draw()
         head = drawn if picture else "\n".join(drawn.splitlines()[: 1 if self.rank is None else 2])
         titles = ["axis", "size", "stride"]
-        rows = [[axis.label, str(axis.size), str(axis.stride)] for axis in self.axes]
         if self.ranks_per_host is not None:
             titles.append("crosses hosts")
-            for axis, row in zip(self.axes, rows, strict=True):
-                row.append("yes" if axis.crosses_hosts else "no")
         if self.rank is not None:
             titles += ["at", f"group of rank {self.rank}"]
-            for axis, row in zip(self.axes, rows, strict=True):
-                row += [str(axis.coordinate), format_ranks(axis.ranks) + self._group_hosts(axis)]
+        rows = []
+        for axis, size in enumerate(self.layout.top_level_sizes):
+            label = self.names[axis] if self.names else f"axis {axis}"
+            row = [label, str(size), str(self._stride(axis))]
+            if self.ranks_per_host is not None:
+                row.append("yes" if self.crosses_hosts(axis) else "no")
+            if self.rank is not None:
+                row += [str(self.layout.locate(self.rank)[1][axis]), self._group(self.rank, axis)]
+            rows.append(row)
         return "\n".join([head, "", *format_table(titles, rows)])
+
+    def crosses_hosts(self, axis: int) -> bool:
+        """Whether any group along the axis has ranks on several hosts."""
+        size, per_host = self.layout.top_level_sizes[axis], self.ranks_per_host
+        if per_host is None or per_host == self.layout.numel():
+            return False
+        # Groups fill a block of size * stride ranks. If hosts end only at block ends, no group is
+        # split; otherwise the first host to end inside a block splits at least one group.
+        return size > 1 and per_host % (size * self._stride(axis)) != 0
+
+    def _stride(self, axis: int) -> int:
+        return self.layout[axis + 1 :].numel()
+
+    def _group(self, rank: int, axis: int) -> str:
+        ranks, per_host = self.layout.ranks_of_group(rank, axis), self.ranks_per_host
+        if per_host is None:
+            return format_ranks(ranks)
+        first, last = ranks[0] // per_host, ranks[-1] // per_host
+        if first == last:
+            return f"{format_ranks(ranks)} on host {first}"
+        # Strides smaller than a host skip no host; larger ones visit a new host each time.
+        count = last - first + 1 if self._stride(axis) < per_host else len(ranks)
+        return f"{format_ranks(ranks)} on {count} hosts"
 
     def draw(self, *, svg: bool = False) -> str:
         """Draw the mesh as text or as SVG."""
@@ -67,16 +77,6 @@ class MeshPlan:
             ranks_per_host=self.ranks_per_host,
             svg=svg,
         )
-
-    def _group_hosts(self, axis: AxisPlan) -> str:
-        if self.ranks_per_host is None:
-            return ""
-        first, last = (axis.ranks[end] // self.ranks_per_host for end in (0, -1))
-        if first == last:
-            return f" on host {first}"
-        # Strides smaller than a host skip no host; larger ones visit a new host each time.
-        count = last - first + 1 if axis.stride < self.ranks_per_host else axis.size
-        return f" on {count} hosts"
 
 
 def plan_mesh(
@@ -99,33 +99,7 @@ def plan_mesh(
         raise InvalidArgument(
             f"rank {rank} is out of range: a mesh of {count} ranks has ranks 0 to {count - 1}"
         )
-    coordinate = None if rank is None else layout.coordinate_of(rank)
-    axes = []
-    for axis, size in enumerate(sizes):
-        stride = layout[axis + 1 :].numel()
-        axes.append(
-            AxisPlan(
-                label=labels[axis] if labels else f"axis {axis}",
-                size=size,
-                stride=stride,
-                crosses_hosts=_crosses_hosts(size, stride, ranks=count, ranks_per_host=per_host),
-                coordinate=None if coordinate is None else coordinate[axis],
-                ranks=() if rank is None else layout.ranks_of_group(rank, axis),
-            )
-        )
-    return MeshPlan(
-        layout=layout, names=labels, rank=rank, ranks_per_host=per_host, axes=tuple(axes)
-    )
-
-
-def _crosses_hosts(
-    size: int, stride: int, *, ranks: int, ranks_per_host: int | None
-) -> bool | None:
-    if ranks_per_host is None:
-        return None
-    # Groups fill a block of size * stride ranks. If hosts end only at block ends, no group is
-    # split; otherwise the first host to end inside a block splits at least one group.
-    return size > 1 and ranks_per_host < ranks and ranks_per_host % (size * stride) != 0
+    return MeshPlan(layout=layout, names=labels, rank=rank, ranks_per_host=per_host)
 
 
 def _parse_names(names: str | None, *, shape: str, count: int) -> tuple[str, ...] | None:

@@ -47,7 +47,7 @@ def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> De
     known = state.flattened.get(name)
     if known is None:
         known = state.flattened.setdefault(name, mesh._make(state, layout, (name,), options))
-        state.record_axes((name,), layout)
+        state.groups.registry.record_axes(state.root_key, (name,), layout)
     if known._layout != layout or (override is not None and known._options != options):
         raise InvalidMesh(
             f"cannot flatten {mesh} as {name!r}: {known} has that name and other ranks or options"
@@ -107,7 +107,7 @@ def unflatten(
             raise InvalidMesh(f"{name!r} is already a flattened axis with other ranks, {flat}")
     for name, part in zip(names, parts, strict=True):
         state.unflattened.setdefault(name, set()).add(part)
-    state.record_axes(names, parts)
+    state.groups.registry.record_axes(state.root_key, names, parts)
     return _derive(mesh, axes, all_names)
 
 

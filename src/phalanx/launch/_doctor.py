@@ -1,6 +1,6 @@
 """`phalanx doctor`: check this machine, run two ranks on it, and report what is wrong.
 
-A check is a function that returns a `Finding`, listed in `CHECKS`. A check that raises or does
+A check is a function named ``check_*`` that returns a `Finding`. A check that raises or does
 not return in time is a finding too. The self-test starts two ranks of `_doctor_selftest`
 through the launcher, which is thereby tested as well.
 """
@@ -161,19 +161,6 @@ def check_loopback() -> Finding:
     return Finding(True, "loopback", "127.0.0.1 answers")
 
 
-def check_hostname() -> Finding:
-    name = socket.gethostname()
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-    if chosen:
-        return Finding(True, "hostname", f"{name}, GLOO_SOCKET_IFNAME={chosen}")
-    try:
-        address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        advice = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
-        return Finding(False, "hostname", f"{name} does not resolve: {error}", advice)
-    return Finding(True, "hostname", f"{name} is {address}")
-
-
 def check_loopback_name() -> Finding:
     def ask() -> None:
         with suppress(OSError):  # a failure is an answer too
@@ -190,6 +177,19 @@ def check_loopback_name() -> Finding:
         "add '127.0.0.1 localhost' to /etc/hosts"
     )
     return Finding(is_done and took <= FAULTY_LOOKUP, "loopback name", detail, advice)
+
+
+def check_hostname() -> Finding:
+    name = socket.gethostname()
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        return Finding(True, "hostname", f"{name}, GLOO_SOCKET_IFNAME={chosen}")
+    try:
+        address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        advice = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
+        return Finding(False, "hostname", f"{name} does not resolve: {error}", advice)
+    return Finding(True, "hostname", f"{name} is {address}")
 
 
 def check_compiler() -> Finding:
@@ -209,21 +209,8 @@ def check_engine() -> Finding:
     return Finding(True, "shm engine", native.why_missing, advice)
 
 
-CHECKS: list[Check] = [
-    check_phalanx,
-    check_python,
-    check_torch,
-    check_gloo,
-    check_nccl,
-    check_cores,
-    check_memory,
-    check_shared_memory,
-    check_loopback,
-    check_loopback_name,
-    check_hostname,
-    check_compiler,
-    check_engine,
-]
+# In the order of their definition.
+CHECKS: list[Check] = [each for name, each in vars().items() if name.startswith("check_")]
 
 
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
@@ -231,8 +218,7 @@ def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
     return Finding(ok, label, detail, "" if ok else advice)
 
 
-SELF_TEST_TIMEOUT = 60.0
-"""Seconds."""
+SELF_TEST_TIMEOUT = 60.0  # seconds
 _OK, _NOTE, _WRONG = (
     click.style(f"{word:<5}", fg=colour)
     for word, colour in (("ok", "green"), ("note", "yellow"), ("WRONG", "red"))

@@ -27,14 +27,10 @@ from itertools import chain
 from .._formatting import PACKAGE_ROOT, format_count, mask_rank
 from ..errors import _STATE_TEXTS
 
-QUIET_PERIOD = 0.5
-"""Seconds without a further line after which a report counts as complete."""
-MAX_HOLD = 3.0
-"""Seconds after which a report is shown, complete or not."""
-MAX_HELD_LINES = 5000
-"""A report of more lines is shown unchanged."""
-TAIL_LINES = 30
-"""How many lines outside of reports are kept as the final output of a process."""
+QUIET_PERIOD = 0.5  # seconds without a further line after which a report counts as complete
+MAX_HOLD = 3.0  # seconds after which a report is shown, complete or not
+MAX_HELD_LINES = 5000  # a report of more lines is shown unchanged
+TAIL_LINES = 30  # lines outside of reports that are kept as the final output of a process
 _MAX_SUMMARY_LINES = 20  # lines of frames and of the message that the final report repeats
 
 _HEADER = "Traceback (most recent call last):"
@@ -60,12 +56,11 @@ _FINAL_REPORT_STARTS = (_HEADER, "Fatal Python error")
 class _ChainedException:
     """One exception of a chain: its traceback and its message."""
 
-    link: str = ""
-    """The sentence between it and the exception before it."""
+    link: str = ""  # the sentence between it and the exception before it
     header: str = _HEADER
     frames: list[list[str]] = field(default_factory=list)
+    # The line that names the exception, and the lines after it.
     message: list[str] = field(default_factory=list)
-    """The line that names the exception, and the lines after it."""
 
     @property
     def is_ours(self) -> bool:
@@ -89,9 +84,7 @@ class _ChainedException:
 
 def _is_internal(frame: Sequence[str]) -> bool:
     found = _FILE.match(frame[0])
-    if found is None:
-        return False
-    path = found["path"]
+    path = found["path"] if found else ""
     return path.startswith((PACKAGE_ROOT, "<frozen ")) or any(each in path for each in _TORCH_PATHS)
 
 

@@ -22,8 +22,7 @@ from ..errors import InvalidArgument
 GRACE = 30.0
 """Default seconds between SIGTERM and SIGKILL: enough for a step and a save, and what most
 schedulers grant."""
-LINGER = 2.0
-"""Default seconds that the other ranks have to report after one failed."""
+LINGER = 2.0  # default seconds that the other ranks have to report after one failed
 
 Ranks = int | Literal["auto"]
 

@@ -24,8 +24,7 @@ from typing import IO, NamedTuple, TypeAlias
 
 from ._error_reports import ErrorReportFilter
 
-PROGRESS_INTERVAL = 10.0
-"""Seconds between two lines of one progress bar when the output is not a terminal."""
+PROGRESS_INTERVAL = 10.0  # seconds between two lines of one progress bar, without a terminal
 
 _COLOURS = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)  # red is reserved for errors
 _DEFAULT_HEIGHT = 24  # rows of a terminal of unknown size
@@ -153,8 +152,7 @@ class _TerminalSink:
             data = data[written or 0 :]
 
 
-MAX_LINE_BYTES = 1 << 16
-"""Longer lines are cut, to bound the memory of the launcher."""
+MAX_LINE_BYTES = 1 << 16  # longer lines are cut, to bound the memory of the launcher
 _CHUNK = 1 << 16  # bytes per read
 # All control sequences but colours: cursor movement makes no sense after a label.
 _CONTROL_SEQUENCE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-ln-~]")

@@ -67,8 +67,7 @@ class _Child:
     reports: ErrorReportFilter
 
     @property
-    def has_exited(self) -> bool:
-        """Whether the process exited; processes that it started may still run."""
+    def has_exited(self) -> bool:  # processes that it started may still run
         return self.process.returncode is not None
 
     def send_to_group(self, number: int) -> bool:

@@ -5,7 +5,6 @@ Every function raises `InvalidMesh` or `InvalidType`, naming the argument.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -20,7 +19,7 @@ from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
 _T = TypeVar("_T")
 
 
-def check_device_type(device_type: object) -> str:
+def check_device_type(device_type: object) -> None:
     if not isinstance(device_type, str):
         raise InvalidType(
             f"device_type must be a string such as 'cpu' or 'cuda', got {device_type!r}"
@@ -32,7 +31,6 @@ def check_device_type(device_type: object) -> str:
             f"device_type must be a type without an index, such as "
             f"{kind if kind.isalpha() else 'cuda'!r}, got {device_type!r}"
         )
-    return device_type
 
 
 def as_tuple(
@@ -104,10 +102,9 @@ def check_ranks(ranks: Sequence[int], *, size: int | None) -> None:
         raise InvalidMesh("mesh must have at least one rank")
     if size is not None and len(ranks) > size:
         raise InvalidMesh(f"mesh has {len(ranks)} ranks, more than its group ({size})")
-    least, most = (ranks[0], ranks[-1]) if isinstance(ranks, range) else (min(ranks), max(ranks))
-    limit = math.inf if size is None else size
-    for rank in (least, most):
-        if not 0 <= rank < limit:
+    ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) else (min(ranks), max(ranks))
+    for rank in ends:
+        if rank < 0 or (size is not None and rank >= size):
             allowed = "at least 0" if size is None else f"0 to {size - 1}"
             raise InvalidMesh(f"mesh has rank {rank}, but ranks of its group are {allowed}")
     if not isinstance(ranks, range) and len(set(ranks)) < len(ranks):
@@ -147,7 +144,15 @@ def parse_overrides(
     options = [DEFAULT_OPTIONS] * ndim
     given: dict[int, int | str] = {}
     for key, value in overrides.items():
-        axis = _override_axis(key, ndim, names)
+        if isinstance(key, str) and names is not None and key in names:
+            axis = names.index(key)
+        elif type(key) is int and 0 <= key < ndim:
+            axis = key
+        else:
+            axes = f"0 to {ndim - 1}" + (
+                f" or one of {', '.join(map(repr, names))}" if names else ""
+            )
+            raise InvalidMesh(f"backend_override has the key {key!r}, but axes are {axes}")
         if axis in given:
             raise InvalidMesh(
                 f"backend_override names axis {axis} twice, as {given[axis]!r} and as {key!r}"
@@ -155,15 +160,6 @@ def parse_overrides(
         given[axis] = key
         options[axis] = parse_override(value)
     return tuple(options)
-
-
-def _override_axis(key: object, ndim: int, names: Sequence[str] | None) -> int:
-    if isinstance(key, str) and names is not None and key in names:
-        return names.index(key)
-    if type(key) is int and 0 <= key < ndim:
-        return key
-    allowed = f"0 to {ndim - 1}" + (f" or one of {', '.join(map(repr, names))}" if names else "")
-    raise InvalidMesh(f"backend_override has the key {key!r}, but axes are {allowed}")
 
 
 def parse_override(value: Override | Sequence[Any] | None) -> GroupOptions:

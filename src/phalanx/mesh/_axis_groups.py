@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidState, RankMismatch
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
-from .layout import FlatLayout, MeshLayout, format_ranks
+from .layout import FlatLayout, MeshLayout, format_axes, format_ranks
 
 if TYPE_CHECKING:
     from ..groups._store import BlockingStoreClient, StoreClient
@@ -42,13 +42,6 @@ if TYPE_CHECKING:
 MAX_MESHES_KEPT = 256  # the last ones made
 MAX_RECORDS_READ = 64
 MAX_RANKS_LISTED = 4096  # a longer irregular list counts as including every rank
-
-
-def format_axes(names: Sequence[str] | None, sizes: Sequence[int]) -> str:
-    """Format axes as ``dp=2, tp=4``."""
-    if names is None:
-        return ", ".join(map(str, sizes))
-    return ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
 
 
 @dataclass(frozen=True)

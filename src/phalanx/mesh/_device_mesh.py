@@ -56,8 +56,8 @@ from ._arguments import (
     parse_overrides,
     read_ranks,
 )
-from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of, format_axes
-from .layout import FlatLayout, MeshLayout
+from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of
+from .layout import FlatLayout, MeshLayout, format_axes
 
 _Names = tuple[str, ...] | None
 _Options = tuple[GroupOptions, ...]
@@ -196,8 +196,7 @@ class _MeshEnv(threading.local):
         module = device_module(device_type)
         if module is None:
             raise InvalidState(f"torch has no devices of type {device_type!r} on this machine")
-        count: int = module.device_count()
-        return count
+        return int(module.device_count())
 
     @staticmethod
     def num_hosts(device_type: str) -> int:
@@ -541,7 +540,7 @@ class DeviceMesh(TorchMesh):
 
     def get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> MeshLayout:
         """Return the layout of a slice by these names."""
-        return _submesh.slice_layout(self, mesh_dim_names)
+        return _submesh.slice_mesh(self, mesh_dim_names)._layout
 
     def get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
         """Return a mesh for each group along one axis, those of other ranks included."""
@@ -565,12 +564,9 @@ class DeviceMesh(TorchMesh):
     # -- identity, pickling, context -------------------------------------------------------
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        if not isinstance(other, DeviceMesh):
-            return False
-        return (
-            self._mesh_dim_names == other._mesh_dim_names
+        return self is other or (
+            isinstance(other, DeviceMesh)
+            and self._mesh_dim_names == other._mesh_dim_names
             and self._layout == other._layout
             and self._root_state.is_equivalent(other._root_state)
         )

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeAlias
 from xml.sax.saxutils import escape
 
 from ..errors import InvalidArgument
-from .layout import MeshLayout
+from .layout import MeshLayout, format_axes
 
 Positions: TypeAlias = tuple[int | None, ...]
 
@@ -85,18 +85,13 @@ class _MeshView:
         title = f"{count} {'rank' if count == 1 else 'ranks'}"
         if self._ranks_per_host is not None:
             title += f", hosts of {self._ranks_per_host}"
-        if is_named:
-            shape = _format_coordinate(self.labels, sizes, joint=" × ")  # noqa: RUF001 - the sign
-        elif len(sizes) > 1:
-            shape = " × ".join(map(str, sizes))  # noqa: RUF001 - the sign
-        else:
-            return title
-        return f"{shape}: {title}"
+        shape = format_axes(self.labels if is_named else None, sizes, " × ")  # noqa: RUF001 - the sign
+        return f"{shape}: {title}" if is_named or len(sizes) > 1 else title
 
     def _caption(self, rank: int) -> str:
         if self._here is None:
             return f"rank {rank} is not in this mesh"
-        place = _format_coordinate(self.labels, self._here) or "the only place"
+        place = format_axes(self.labels, self._here) or "the only place"
         host = "" if self._ranks_per_host is None else f", on host {rank // self._ranks_per_host}"
         return f"rank {rank} is at {place}{host}"
 
@@ -110,7 +105,7 @@ class _MeshView:
             for size, at, limit in zip(inner, near, self._limits[1 + missing :], strict=True)
         ]
         return _Block(
-            title=_format_coordinate(self.labels, lead),
+            title=format_axes(self.labels, lead),
             rows=rows,
             columns=columns,
             cells=[
@@ -151,10 +146,6 @@ def visible_positions(size: int, *, here: int | None, limit: int) -> Positions:
             places.append(None)
         places.append(place)
     return tuple(places)
-
-
-def _format_coordinate(labels: Sequence[str], numbers: Sequence[int], joint: str = ", ") -> str:
-    return joint.join(f"{label}={n}" for label, n in zip(labels, numbers, strict=False))
 
 
 def _number(place: int | None) -> str:

@@ -23,14 +23,31 @@ _Axis = tuple[FlatLayout, GroupOptions]
 
 
 def slice_mesh(mesh: DeviceMesh, wanted: str | Sequence[str]) -> DeviceMesh:
-    names = (wanted,) if isinstance(wanted, str) else wanted
-    if mesh.mesh_dim_names and names == mesh.mesh_dim_names:
+    """Return a mesh of some axes by name. Those of a root may be flattened ones."""
+    names = mesh.mesh_dim_names
+    wanted = (wanted,) if isinstance(wanted, str) else wanted
+    if names and wanted == names:
         return mesh
-    return _derive(mesh, _slice_axes(mesh, names), names)
-
-
-def slice_layout(mesh: DeviceMesh, wanted: Sequence[str]) -> MeshLayout:
-    return _layout_of(_slice_axes(mesh, wanted))
+    if not names:
+        raise InvalidState(f"{mesh} cannot be sliced: its axes have no names")
+    wanted = as_tuple(wanted, "a slice", "names of axes")
+    known = dict(zip(names, _axes_of(mesh), strict=True))
+    if mesh is mesh._root_state.root:
+        known |= {name: _axes_of(flat)[0] for name, flat in mesh._root_state.flattened.items()}
+    for name in wanted:
+        if name not in known:
+            raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_format_names(known)}")
+    axes = [known[name] for name in wanted]
+    twice = [name for name in wanted if wanted.count(name) > 1]
+    if twice:
+        raise InvalidMesh(f"slice {wanted} of {mesh} has axis {twice[0]!r} more than once")
+    if not _layout_of(axes).check_sorted():
+        raise UnknownAxis(
+            f"slice {wanted} of {mesh} is not in the order of its axes, {_format_names(names)}. "
+            "Hint: concatenate() takes any order."
+        )
+    _check_overlap(wanted, axes, where=f"a slice of {mesh}")
+    return _derive(mesh, axes, wanted)
 
 
 def flatten(mesh: DeviceMesh, name: str | None, override: Override | None) -> DeviceMesh:
@@ -133,31 +150,6 @@ def concatenate(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     _check_overlap(names, axes, where="a concatenated mesh")
     check_names(names, len(names))
     return _derive(first, axes, names)
-
-
-def _slice_axes(mesh: DeviceMesh, wanted: Sequence[str]) -> list[_Axis]:
-    """Return axes by name. Those of a root may be flattened ones."""
-    names = mesh.mesh_dim_names
-    if not names:
-        raise InvalidState(f"{mesh} cannot be sliced: its axes have no names")
-    wanted = as_tuple(wanted, "a slice", "names of axes")
-    known = dict(zip(names, _axes_of(mesh), strict=True))
-    if mesh is mesh._root_state.root:
-        known |= {name: _axes_of(flat)[0] for name, flat in mesh._root_state.flattened.items()}
-    for name in wanted:
-        if name not in known:
-            raise UnknownAxis(f"{mesh} has no axis {name!r}: it has {_format_names(known)}")
-    axes = [known[name] for name in wanted]
-    twice = [name for name in wanted if wanted.count(name) > 1]
-    if twice:
-        raise InvalidMesh(f"slice {wanted} of {mesh} has axis {twice[0]!r} more than once")
-    if not _layout_of(axes).check_sorted():
-        raise UnknownAxis(
-            f"slice {wanted} of {mesh} is not in the order of its axes, {_format_names(names)}. "
-            "Hint: concatenate() takes any order."
-        )
-    _check_overlap(wanted, axes, where=f"a slice of {mesh}")
-    return axes
 
 
 def _check_overlap(names: Sequence[str], axes: Sequence[_Axis], *, where: str) -> None:

@@ -49,6 +49,13 @@ def format_ranks(ranks: Sequence[int], *, limit: int | None = None) -> str:
     return format_rank_ranges(ranks[:limit]) + more
 
 
+def format_axes(names: Sequence[str] | None, numbers: Sequence[int], joint: str = ", ") -> str:
+    """Format sizes or coordinates of the first axes as ``dp=2, tp=4``."""
+    if names is None:
+        return joint.join(map(str, numbers))
+    return joint.join(f"{name}={number}" for name, number in zip(names, numbers, strict=False))
+
+
 IntTuple: TypeAlias = "SupportsIndex | tuple[IntTuple, ...]"
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from phalanx.checkpoint._staging_buffer import state_from_tree
 
 from phalanx.checkpoint import PerRank, Replicated, register_codec
 from phalanx.checkpoint._replication import (
@@ -19,6 +18,7 @@ from phalanx.checkpoint._replication import (
     sampled_digest,
     tensor_digest,
 )
+from phalanx.checkpoint._staging import state_from_tree
 from phalanx.checkpoint._state_tree import ReplicatedShard, map_leaves, parse_state
 from phalanx.checkpoint.components import RankInfo
 from phalanx.errors import StateMismatch

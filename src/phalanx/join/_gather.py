@@ -48,8 +48,7 @@ class TensorSpec(NamedTuple):
     """The description of a rank's tensor."""
 
     dtype: str
-    shape: list[int] | None
-    """Of a row; None for a number."""
+    shape: list[int] | None  # of a row; None for a number
     rows: int
 
     def __str__(self) -> str:
@@ -75,8 +74,7 @@ class Column(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: list[int] | None
-    rows: dict[int, int]
-    """By rank."""
+    rows: dict[int, int]  # by rank
 
     def nbytes(self, rank: int) -> int:
         return self.rows[rank] * math.prod(self.shape or ()) * self.dtype.itemsize

@@ -181,7 +181,13 @@ class Join:
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
-        self._group = _common_group(self._joinables)
+        self._group = _group_of(self._joinables[0])
+        for place, joinable in enumerate(self._joinables):
+            if _group_of(joinable) != self._group:
+                raise InvalidArgument(
+                    f"joinables of a Join must use one group: {type(joinable).__name__} (number "
+                    f"{place}) uses another than {type(self._joinables[0]).__name__}"
+                )
         self._device = self._joinables[0].join_device
         can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
         self._group_to_leave: ProcessGroup | None = None
@@ -411,18 +417,6 @@ def _announce_data(group: dist.ProcessGroup, device: torch.device, *, throws: bo
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
     # In torch's call form, since torch's reducer may be given the result.
     return group.allreduce([tensor], c10d.AllreduceOptions())
-
-
-def _common_group(joinables: list[upstream.Joinable]) -> dist.ProcessGroup:
-    first = _group_of(joinables[0])
-    for place, joinable in enumerate(joinables):
-        other = _group_of(joinable)
-        if other is not first and other != first:
-            raise InvalidArgument(
-                f"joinables of a Join must use one group: {type(joinable).__name__} (number "
-                f"{place}) uses another than {type(joinables[0]).__name__}"
-            )
-    return first
 
 
 def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:

@@ -29,6 +29,7 @@ from typing import IO, Any
 from ..errors import InvalidState, RanksFailed
 from ..groups._peers import process_state
 from ._results import (
+    PRIVATE_MODULES,
     Died,
     RankResult,
     Returned,
@@ -36,7 +37,6 @@ from ._results import (
     Stopped,
     check_size,
     hung,
-    is_internal_frame,
     ranks_that_may_die,
     results_or_raise,
 )
@@ -88,8 +88,7 @@ class RankProcess:
 
     def __init__(self) -> None:
         self.pid = 0
-        self.status: int | None = None
-        """The exit status, once it is known."""
+        self.status: int | None = None  # the exit status, once it is known
         self.output = _scratch_file()
         self.stacks = _scratch_file()
         ours, self.theirs = socket.socketpair()
@@ -119,7 +118,7 @@ class RankProcess:
         """Return its stack dump without the frames of the pool."""
         lines = _tail(self.stacks, _MAX_STACK_BYTES).splitlines()
         return "\n".join(
-            f"  {line}" for line in lines if not (is_internal_frame(line) or "<string>" in line)
+            f"  {line}" for line in lines if not (PRIVATE_MODULES in line or "<string>" in line)
         )
 
     @property
@@ -136,8 +135,7 @@ class PoolProcesses:
     """The template process, which forks, signals and reaps the ranks; and the ranks."""
 
     def __init__(self, preload: Sequence[str]) -> None:
-        self._ranks: dict[int, RankProcess] = {}
-        """By slot: a rank, or the host of the store."""
+        self._ranks: dict[int, RankProcess] = {}  # by slot: a rank, or the host of the store
         self._port = 0
         self._runs = 0
         self._generation = 0

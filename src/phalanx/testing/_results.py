@@ -20,7 +20,7 @@ from ..errors import InvalidArgument, RanksFailed
 from .faults import Fault
 
 # Frames of the public modules stay: a body calls these, while the private ones call the body.
-_PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
+PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def raised(error: BaseException, note: str = "") -> Failed:
     """Return the outcome of a rank that raised, without the frames that called the body."""
     formatter = traceback.TracebackException.from_exception(error)
     frames: list[traceback.FrameSummary] = list(formatter.stack)
-    inner = dropwhile(lambda frame: is_internal_frame(frame.filename), frames)
+    inner = dropwhile(lambda frame: PRIVATE_MODULES in frame.filename, frames)
     formatter.stack = traceback.StackSummary.from_list(inner)
     return Failed("\n".join(["failed", *filter(None, [note]), "".join(formatter.format())]))
 
@@ -94,8 +94,7 @@ class RankResult:
     """The outcome of a rank's run."""
 
     outcome: RankOutcome
-    missed: str = ""
-    """The faults that did not fire."""
+    missed: str = ""  # the faults that did not fire
     when: float = field(default_factory=time.monotonic)
     """Monotonic time of the end; the processes of a machine share this clock."""
 
@@ -164,11 +163,6 @@ def results_or_raise(
     return [
         outcome.value if isinstance(outcome, Returned) else outcome for outcome in outcomes.values()
     ]
-
-
-def is_internal_frame(text: str) -> bool:
-    """Return whether a file name, or a line that contains one, is of a private module here."""
-    return _PRIVATE_MODULES in text
 
 
 class RunDeadline:

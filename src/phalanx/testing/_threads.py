@@ -19,16 +19,16 @@ from torch._C._distributed_c10d import HashStore
 
 from ..errors import InvalidArgument
 from ._results import (
+    PRIVATE_MODULES,
     RankResult,
     RunDeadline,
     check_size,
     hung,
-    is_internal_frame,
     ranks_that_may_die,
     results_or_raise,
 )
 from ._worker import RankContext, run_body
-from .faults import Fault, thread_as_rank
+from .faults import Fault, mark_thread_as_rank
 
 
 class ThreadRanks:
@@ -84,9 +84,8 @@ def _run_on_threads(
     finished: queue.SimpleQueue[tuple[int, RankResult]] = queue.SimpleQueue()
 
     def run_rank(context: RankContext) -> None:
-        with thread_as_rank():
-            report = run_body(call, context, faults=faults)
-        finished.put((context.rank, report))
+        mark_thread_as_rank()
+        finished.put((context.rank, run_body(call, context, faults=faults)))
 
     threads = [
         # A daemon, so that an abandoned one does not keep the process alive.
@@ -118,6 +117,6 @@ def _stack_of(thread: threading.Thread) -> str:
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
     # The outermost frames are of threading, then come our own, then the body.
-    ours = dropwhile(lambda frame: not is_internal_frame(frame.filename), stack)
-    body = dropwhile(lambda frame: is_internal_frame(frame.filename), ours)
+    ours = dropwhile(lambda frame: PRIVATE_MODULES not in frame.filename, stack)
+    body = dropwhile(lambda frame: PRIVATE_MODULES in frame.filename, ours)
     return "".join(traceback.format_list(list(body)))

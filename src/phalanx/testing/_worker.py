@@ -158,8 +158,7 @@ class FunctionReference:
     module: str
     qualname: str
     file: str | None
-    rewritten: bool
-    """Whether pytest rewrote the assertions of the module."""
+    rewritten: bool  # whether pytest rewrote the assertions of the module
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> FunctionReference:
@@ -243,13 +242,10 @@ class Task:
     backend: str
     timeout: float
     rank: int = 0
-    port: int = 0
-    """The port of the store."""
-    prefix: str = ""
-    """Prefix of the run's keys in the store."""
+    port: int = 0  # of the store
+    prefix: str = ""  # of the run's keys in the store
     faults: tuple[Fault, ...] = ()
-    generation: int = 0
-    """Increases when a rank process is replaced."""
+    generation: int = 0  # increases when a rank process is replaced
     environment: Mapping[str, str] = field(default_factory=rank_environment)
     directory: str = field(default_factory=os.getcwd)
     path: Sequence[str] = field(default_factory=lambda: tuple(sys.path))
@@ -345,18 +341,15 @@ def _call_body(task: Task, context: RankContext) -> Any:
 
 def _connect_to_store(task: Task) -> Store:
     timeout = timedelta(seconds=task.timeout)
-    store = TCPStore(
-        "127.0.0.1", task.port, is_master=False, wait_for_workers=False, timeout=timeout
-    )
+    store = TCPStore("127.0.0.1", task.port, wait_for_workers=False, timeout=timeout)
     return PrefixStore(task.prefix, store)
 
 
 _hosted_stores: list[TCPStore] = []
 
 
-def host_store(context: RankContext) -> int:
+def host_store(_: RankContext) -> int:
     """Open a store for the life of this process and return its port."""
-    del context
     _hosted_stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     return _hosted_stores[-1].port
 

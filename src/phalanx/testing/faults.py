@@ -72,14 +72,9 @@ def arm_faults(faults: Sequence[Fault]) -> Iterator[list[ArmedFault]]:
         yield armed
 
 
-@contextmanager
-def thread_as_rank() -> Iterator[None]:
-    """Make this thread a rank: faults armed in it do not affect other threads."""
+def mark_thread_as_rank() -> None:
+    """Make this thread a rank until it ends: faults armed in it do not affect other threads."""
     _current_rank.thread = threading.get_ident()
-    try:
-        yield
-    finally:
-        del _current_rank.thread
 
 
 # A stopped process cannot resume itself. The script waits until the process has stopped, because

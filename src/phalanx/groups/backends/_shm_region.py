@@ -314,11 +314,9 @@ class Slab:
 
     def reach(self, owner: int, offset: int, nbytes: int) -> Tensor:
         """Return a tensor in memory that a rank has allocated for all."""
-        base, _ = self._engine.region.slab(owner)
-        holder = ctypes.c_uint8.from_address(
-            base + offset + _round_up_to_pages(nbytes) + self._rank
-        )
-        buffer = (ctypes.c_char * nbytes).from_address(base + offset)
+        start = self._engine.region.slab(owner)[0] + offset
+        holder = ctypes.c_uint8.from_address(start + _round_up_to_pages(nbytes) + self._rank)
+        buffer = (ctypes.c_char * nbytes).from_address(start)
         weakref.finalize(buffer, self._let_go, holder).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 

@@ -82,8 +82,7 @@ class _PendingTransfer:
 
     is_send: bool
     rank: int
-    peer: int | None
-    """None for a receive from any rank."""
+    peer: int | None  # None for a receive from any rank
     tag: int
     tensor: Tensor
     work: PythonWork
@@ -105,8 +104,7 @@ class _Hub:
         self._declared: dict[int, tuple[str, RankCall, set[int]]] = {}
         """By sequence number: what the first rank to arrive calls, and the ranks that compared."""
         self._transfers: list[_PendingTransfer] = []
-        self._left_at: dict[int, int] = {}
-        """For ranks that have left, the first call without them."""
+        self._left_at: dict[int, int] = {}  # ranks that have left: the first call without them
         self._waiting: dict[int, tuple[int, int]] = {}
         """Ranks in `rejoin`, with the numbers of their last call here and in the group."""
         self._rejoins = 0
@@ -275,10 +273,8 @@ class LocalEngine:
         self.agree, self.members, self.awaited = hub.agree, hub.members, hub.awaited
         self.wake = hub.abort  # stops every call in flight, on all ranks
         self.begun: list[Any] = []
-        self.sequence = 0
-        """The number of the last collective that it has started."""
-        self._round: int | None = None
-        """The round of `rejoin` that this rank waits for, if it does."""
+        self.sequence = 0  # of the last collective that it has started
+        self._round: int | None = None  # of `rejoin` that this rank waits for, if it does
 
     def lost_ranks(self) -> list[int]:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]

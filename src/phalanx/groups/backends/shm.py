@@ -112,8 +112,7 @@ class ShmWork:
 
     def __init__(self, owner: ShmEngine, memory: object) -> None:
         self._owner = owner
-        self.ticket = 0
-        """The engine's number of the call, from 1; set by the engine."""
+        self.ticket = 0  # the engine's number of the call, from 1; the engine sets it
         self._memory = memory
         self._future: Future[Any] | None = None
 
@@ -249,8 +248,7 @@ class ShmEngine:
         self._size = size
         self._slab = Slab(engine, rank, size)
         self.begun: list[Any] = []
-        self._transfers: dict[int, object] = {}
-        """The memory of sends and receives in flight, by ticket."""
+        self._transfers: dict[int, object] = {}  # memory of those in flight, by ticket
         self._dropped: set[int] = set()
         """Transfers whose handle is gone, so that only `drive` advances them."""
         _engines.add(self)
@@ -368,20 +366,17 @@ class ShmEngine:
         )
         return work
 
-    def barrier(self, opts: Any) -> RawWork:
-        del opts
+    def barrier(self, _: Any) -> RawWork:
         work = ShmWork(self, ())
         self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, (), self.begun, work)
         return work
 
     # -- from many to many -----------------------------------------------------------------
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
-        del opts
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any) -> RawWork:
         return self._issue(Collective.ALLGATHER, inputs[0], outputs[0], inputs[0])
 
-    def _allgather_base(self, output: Tensor, part: Tensor, opts: Any) -> RawWork:
-        del opts
+    def _allgather_base(self, output: Tensor, part: Tensor, _: Any) -> RawWork:
         return self._issue(Collective.ALLGATHER, part, list(output.view(self._size, -1)), part)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> RawWork:
@@ -503,13 +498,10 @@ class ShmEngine:
 
 
 class _ForkedEngine:
-    """Replaces the engine in a forked child; every use raises.
-
-    Keeps the engine, since the child may still read tensors in the region.
-    """
+    """Replaces the engine in a forked child; every use raises."""
 
     def __init__(self, engine: _engine.Engine) -> None:
-        self._kept = engine
+        self._kept = engine  # the child may still read tensors in the region
 
     def __getattr__(self, name: str) -> NoReturn:
         raise InvalidState(
@@ -589,8 +581,7 @@ class RegionOffer:
     members: Sequence[Member]
     ranks_on_machine: int
     options: dict[str, object]
-    _made: ShmEngine = field(init=False)
-    """Set when the region was made or taken."""
+    _made: ShmEngine = field(init=False)  # set when the region was made or taken
 
     def make(self) -> dict[str, Any] | None:
         """Create the region, in memory without a name."""

@@ -165,7 +165,7 @@ def exchange_often(ctx):
         else:
             group.recv(tensor, 1 - ctx.rank).wait()
     group.barrier().wait()
-    group._detector._drive()
+    group._detector.poll()
     gc.collect()
     assert group._engine._engine.transfers_kept <= 2
 

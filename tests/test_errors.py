@@ -73,76 +73,6 @@ OLD_WORDS = re.compile(
 )
 """Words of earlier versions that are not usual in the field."""
 
-REWORD = {
-    (
-        "a process that was started by this script is importing it, for a function or a "
-        "class that is in it. What the script does must be kept from being done there again: "
-        'put it under if __name__ == "__main__":, or that function into a module of its own'
-    ),
-    (
-        "a {} needs a group, and the process that writes checkpoints belongs to none: take "
-        "'tcp_store', or no barrier at all, and ranks meet by notes in the folder that they "
-        "save to"
-    ),
-    (
-        "backend {} needs ranks that can meet, and those of this group are not there: what "
-        "is split from a 'fake' group is 'fake' too"
-    ),
-    (
-        "barrier {}, rank {}: another thread of this process has been in it for {} s: give "
-        "each a barrier with a prefix of its own"
-    ),
-    (
-        "cannot meet at {}: use env://, tcp://host:port or file:///path, or a scheme "
-        "registered with torch.distributed.rendezvous"
-    ),
-    (
-        "gradients of {} came after their bucket was reduced, and optimizers in backward "
-        "step when a bucket is: the graph has changed although static_graph=True says that "
-        "it does not. The parameters are invalid; go back to a checkpoint, and leave "
-        "static_graph=True out"
-    ),
-    "merge_remote_group waits for {} ranks, {} came within {} s: {}",
-    "nobody says goodbye",
-    (
-        "parameter {} differs: {} not what rank {} has{}. Something has changed it on some "
-        "ranks only, outside of the optimizer step that all make alike"
-    ),
-    "rank 0 did not come within {} s",
-    "rank {} did not come to share memory in time",
-    (
-        "rank {} has made another barrier {} since, which took this one's place: use that "
-        "one, or give each a prefix of its own"
-    ),
-    (
-        "ranks have come to the end of different joins of their group (by rank, counted from "
-        "the first: {}). A join inside of another one's loop cannot end on a rank that has "
-        "no data for the outer one: put both around the same loop"
-    ),
-    "ranks have met at different points of a save: {}",
-    "ranks have met in different calls: {}",
-    "save number {} was given up while {}: {} had lost it, and came to number {}",
-    "shape {} and stride {} are not nested alike",
-    (
-        "the functions and arguments for the checkpoint process must be such as can be "
-        "pickled, functions of a module for example: {}"
-    ),
-    (
-        "this barrier was made by process {}, and is of no use in one that was forked off: "
-        "make another there"
-    ),
-    "{} cannot be heard: {}",
-    "{} did not come within {} s",
-    "{} has state of its own for {} and nothing else; say which one to load (rank=…)",
-    "{} has {} axes: tell {} which one is meant",
-    (
-        "{} may be being saved to by {}; its file system has no locks to tell ({}). If that "
-        "job is gone, remove {}"
-    ),
-    "{}: {} cannot go on without a rank {}, or use shm",
-}
-"""Messages that still use it. Reword one and remove it here; add none."""
-
 
 def message_template(node):
     """Return a string expression with ``{}`` for its values; None if it is no string."""
@@ -172,11 +102,7 @@ def raised_messages():
 def test_messages_are_plain_english():
     found = dict(raised_messages())
     assert len(found) > 300, "the collection does not work"
-    odd = {
-        place: template
-        for place, template in found.items()
-        if OLD_WORDS.search(template) and template not in REWORD
-    }
+    odd = {place: template for place, template in found.items() if OLD_WORDS.search(template)}
     assert odd == {}
 
 

@@ -79,7 +79,7 @@ class DirectoryLock:
                     _held_locks.add(lock)
                     undo.pop_all()
                     return lock
-        raise CheckpointDirectoryInUse(f"{purpose} is being saved to by one job after another")
+        raise CheckpointDirectoryInUse(f"cannot lock {purpose}: other jobs keep saving to it")
 
     def _acquire(self, purpose: str) -> None:
         try:
@@ -93,7 +93,7 @@ class DirectoryLock:
             if error.errno in _LOCKS_UNSUPPORTED and not holder:
                 return  # a file system without locks, and no previous owner
             raise CheckpointDirectoryInUse(
-                f"{purpose} may be being saved to by {holder}: its file system has no locks "
+                f"{purpose} may be in use by {holder}: its file system has no locks "
                 f"({error.strerror}). If that job is dead, remove {self._directory}"
             ) from None
 

@@ -113,12 +113,14 @@ def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
     return ranks
 
 
-def _can_tile(loops: Iterable[_Loop]) -> bool:
+def _can_tile(loops: _Loops) -> bool:
     """Whether shifted copies of the ranks can cover 0, 1, 2, ... once each.
 
     They can if and only if every step is a multiple of the extent of the next smaller loop, since
     the copies must fill the gaps within it before the larger loop advances.
     """
+    if len(loops) == 1:  # a shortcut for plain axes
+        return loops[0][1] > 0
     extent = 1
     for step, count in _ascending(loops):
         if step == 0 or step % extent:

@@ -6,10 +6,11 @@ from datetime import timedelta
 import pytest
 from torch.distributed import TCPStore
 
-from phalanx.checkpoint._store_barrier import BarrierTimings, StoreBarrierMember
 from phalanx.checkpoint.barriers import TCPStoreBarrier
 from phalanx.errors import BarrierError
 from ports import free_port
+
+from .internals import BarrierTimings, StoreBarrierMember
 
 SHORT, LONG = 0.05, 20.0  # seconds: for uses that must fail, and for those that must pass
 

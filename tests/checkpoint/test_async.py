@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from phalanx.checkpoint import PerRank, Replicated, register_codec
-from phalanx.checkpoint._progress import ProgressMeter
 from phalanx.checkpoint.components import (
     CheckpointStager,
     CheckpointStagerConfig,
@@ -21,6 +20,7 @@ from phalanx.checkpoint.components import (
 )
 from phalanx.errors import InvalidArgument, InvalidState, SaveFailed, SaveTimeout, UnsupportedState
 
+from .internals import ProgressMeter
 from .states import load, plain, same, together
 from .writers import checkpointer, late, stopped, wait_until
 

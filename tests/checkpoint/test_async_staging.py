@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from phalanx.checkpoint import Replicated
-from phalanx.checkpoint._staging import StagingBuffer
 from phalanx.checkpoint.components import CheckpointStagerConfig, DefaultStager, RankInfo
 from phalanx.errors import InvalidState, SaveFailed
 
+from .internals import StagingBuffer
 from .states import same
 
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import PrefixStore
 
-from phalanx.checkpoint._store_barrier import StoreBarrierMember
 from phalanx.errors import BarrierTimeout
 
 from .barrier_tools import (
@@ -22,6 +21,7 @@ from .barrier_tools import (
     members,
     tcp,
 )
+from .internals import StoreBarrierMember
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

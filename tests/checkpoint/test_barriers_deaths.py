@@ -15,8 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import native
-from phalanx.checkpoint import _store_connection
-from phalanx.checkpoint._store_barrier import BarrierTimings
 from phalanx.checkpoint.barriers import DistBarrier, GroupBarrier, TCPStoreBarrier
 from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import BarrierError, BarrierTimeout, InvalidState, SaveFailed
@@ -24,6 +22,7 @@ from phalanx.groups import new_group
 from phalanx.testing import Fault, kill
 from ports import free_port
 
+from .internals import BarrierTimings, _store_connection
 from .states import load, mixed, plain, same
 
 LONG = 25.0  # seconds

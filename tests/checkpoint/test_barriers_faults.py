@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx.checkpoint._store_barrier import StoreBarrierMember, arrival_increment
 from phalanx.errors import BarrierTimeout, InvalidState
 
 from .barrier_tools import (
@@ -17,6 +16,7 @@ from .barrier_tools import (
     members,
     server_value,
 )
+from .internals import StoreBarrierMember, arrival_increment
 
 
 def test_a_timeout_names_the_missing_ranks_and_their_progress(server, together):

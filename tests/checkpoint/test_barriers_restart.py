@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import FileStore, TCPStore
 
-from phalanx.checkpoint._store_barrier import OPEN, StoreBarrierMember
-from phalanx.checkpoint._store_connection import StoreConnection
 from phalanx.errors import BarrierTimeout, InvalidArgument, InvalidState, InvalidType
 
 from .barrier_tools import FAST, LONG, SHORT, caught, keys, members, server_value, tcp
+from .internals import OPEN, StoreBarrierMember, StoreConnection
 
 
 def wait_for_arrival(server, member, use):

@@ -8,10 +8,6 @@ import threading
 import pytest
 import torch
 
-from phalanx import _faultpoints
-from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._storage import data_file_name, files_to_remove, storage_at
-from phalanx.checkpoint._verify import verify
 from phalanx.checkpoint.components import (
     CheckpointWriter,
     CheckpointWriterConfig,
@@ -20,6 +16,7 @@ from phalanx.checkpoint.components import (
 )
 from phalanx.errors import CheckpointNotFound, SaveFailed
 
+from .internals import MANIFEST, _faultpoints, data_file_name, files_to_remove, storage_at, verify
 from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
 POINTS = [

@@ -6,12 +6,10 @@ import time
 
 import pytest
 
-from phalanx.checkpoint._coordination import Coordinator, StorageExchange
-from phalanx.checkpoint._local_storage import LocalStorage
-from phalanx.checkpoint._storage import MESSAGE_PREFIX
 from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, RankInfo
 from phalanx.errors import CheckpointNotFound, SaveFailed, SaveTimeout
 
+from .internals import MESSAGE_PREFIX, Coordinator, LocalStorage, StorageExchange
 from .states import ThreadBarrier, ThreadExchange, load, saved, together
 
 

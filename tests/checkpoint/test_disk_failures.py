@@ -9,7 +9,6 @@ import subprocess
 import pytest
 import torch
 
-from phalanx.checkpoint._local_storage import FileMessageStore
 from phalanx.checkpoint.components import (
     CheckpointWriter,
     CheckpointWriterConfig,
@@ -18,6 +17,7 @@ from phalanx.checkpoint.components import (
 )
 from phalanx.errors import SaveFailed
 
+from .internals import FileMessageStore
 from .states import ThreadExchange, load, same, save, saved, together
 
 

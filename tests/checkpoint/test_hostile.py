@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from phalanx.checkpoint import PerRank
-from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._verify import verify
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
+from .internals import MANIFEST, verify
 from .states import load, same, saved
 from .test_manifest import seal
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointManager
-from phalanx.checkpoint._local_storage import DirectoryLock, LocalSnapshot
-from phalanx.checkpoint._step_directory import LocalStepDirectory, parse_step_name, step_name
 from phalanx.checkpoint.components import CheckpointReader, RankInfo
 from phalanx.errors import (
     CheckpointDirectoryInUse,
@@ -24,6 +22,7 @@ from phalanx.errors import (
     SaveFailed,
 )
 
+from .internals import DirectoryLock, LocalSnapshot, LocalStepDirectory, parse_step_name, step_name
 from .states import filled, names, saved, state_of
 
 

@@ -16,7 +16,6 @@ from phalanx.checkpoint import (
     make_async_checkpointer,
     make_sync_checkpointer,
 )
-from phalanx.checkpoint._step_directory import LocalStepDirectory
 from phalanx.checkpoint.barriers import BarrierConfig
 from phalanx.checkpoint.components import Checkpointer
 from phalanx.errors import (
@@ -30,6 +29,7 @@ from phalanx.errors import (
 )
 from phalanx.groups import process_group
 
+from .internals import LocalStepDirectory
 from .states import damage, state_of
 from .writers import stopped
 

@@ -6,12 +6,9 @@ import re
 import pytest
 import torch
 
-from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._state_encoding import StateManifest
-from phalanx.checkpoint._storage import checksum
-from phalanx.checkpoint._verify import verify
 from phalanx.errors import DamagedCheckpoint
 
+from .internals import MANIFEST, StateManifest, checksum, verify
 from .states import load, mixed, save, saved
 
 EMPTY = checksum(b"")

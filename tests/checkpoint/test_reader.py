@@ -13,10 +13,10 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
     register_codec,
 )
-from phalanx.checkpoint._manifest import MANIFEST
 from phalanx.checkpoint.components import CheckpointReader, CheckpointWriter, RankInfo
 from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, MissingKeys, StateMismatch
 
+from .internals import MANIFEST
 from .states import load, mixed, same, saved, trained
 
 

@@ -7,9 +7,6 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from phalanx.checkpoint._local_storage import LocalStorage
-from phalanx.checkpoint._reader import OpenCheckpoint
-from phalanx.checkpoint._storage import storage_at
 from phalanx.checkpoint.components import (
     CheckpointWriter,
     CheckpointWriterConfig,
@@ -19,6 +16,7 @@ from phalanx.checkpoint.components import (
 from phalanx.errors import CheckpointNotFound, SaveFailed
 from phalanx.testing import Fault, kill
 
+from .internals import LocalStorage, OpenCheckpoint, storage_at
 from .states import ThreadExchange, load, mixed, plain, same, save, saved, together
 
 

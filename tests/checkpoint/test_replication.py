@@ -10,19 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.checkpoint import PerRank, Replicated, register_codec
-from phalanx.checkpoint._replication import (
-    TensorRange,
-    divide_among_ranks,
-    find_differences,
-    replicated_shards,
-    sampled_digest,
-    tensor_digest,
-)
-from phalanx.checkpoint._staging import state_from_tree
-from phalanx.checkpoint._state_tree import ReplicatedShard, map_leaves, parse_state
 from phalanx.checkpoint.components import RankInfo
 from phalanx.errors import StateMismatch
 
+from .internals import (
+    ReplicatedShard,
+    TensorRange,
+    divide_among_ranks,
+    find_differences,
+    map_leaves,
+    parse_state,
+    replicated_shards,
+    sampled_digest,
+    state_from_tree,
+    tensor_digest,
+)
 from .states import ThreadExchange, load, mixed, plain, same, saved, together
 
 SIZES = st.dictionaries(st.text("abcdef", max_size=4), st.integers(0, 500), max_size=12)

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from phalanx.checkpoint import CheckpointManager
-from phalanx.checkpoint._manifest import Manifest, ManifestOutline
-from phalanx.checkpoint._step_directory import (
+from phalanx.errors import DamagedCheckpoint
+
+from .internals import (
     LocalStepDirectory,
+    Manifest,
+    ManifestOutline,
     RetentionPolicy,
     prune,
     step_name,
+    storage_at,
 )
-from phalanx.checkpoint._storage import storage_at
-from phalanx.errors import DamagedCheckpoint
-
 from .states import damage, filled, names, state_of
 
 

@@ -4,7 +4,6 @@ import copy
 
 import torch
 
-from phalanx.checkpoint._barriers import GroupBarrier
 from phalanx.checkpoint.components import (
     CheckpointReader,
     CheckpointWriter,
@@ -14,6 +13,7 @@ from phalanx.checkpoint.components import (
 from phalanx.ddp import ShardedOptimizer
 from phalanx.testing import over_groups
 
+from .internals import GroupBarrier
 from .states import load, same
 
 

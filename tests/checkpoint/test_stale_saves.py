@@ -5,12 +5,9 @@ import os
 import pytest
 import torch
 
-from phalanx.checkpoint._local_storage import DirectoryLock, LocalStorage
-from phalanx.checkpoint._manifest import MANIFEST
-from phalanx.checkpoint._step_directory import LocalStepDirectory
-from phalanx.checkpoint._storage import data_file_name
 from phalanx.errors import CheckpointDirectoryInUse, SaveFailed
 
+from .internals import MANIFEST, DirectoryLock, LocalStepDirectory, LocalStorage, data_file_name
 from .states import ThreadBarrier, ThreadExchange, load, same, save, saved, together
 
 

@@ -20,24 +20,23 @@ from phalanx.checkpoint import (
     make_sync_checkpointer,
     register_codec,
 )
-from phalanx.checkpoint._manifest import (
+from phalanx.errors import DamagedCheckpoint, InvalidArgument, UnsupportedState
+
+from .internals import (
     MAX_DEPTH,
+    Branch,
     MalformedManifest,
     Manifest,
-    format_path,
-    tensor_name,
-)
-from phalanx.checkpoint._state_encoding import decode, encode
-from phalanx.checkpoint._state_tree import (
-    Branch,
     TensorLeaf,
+    decode,
+    encode,
+    format_path,
     leaves,
     parse_state,
     rebuild_state,
+    tensor_name,
+    verify,
 )
-from phalanx.checkpoint._verify import verify
-from phalanx.errors import DamagedCheckpoint, InvalidArgument, UnsupportedState
-
 from .states import same
 
 SCALARS = (

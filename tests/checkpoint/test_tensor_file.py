@@ -7,16 +7,15 @@ import pytest
 import safetensors.torch
 import torch
 
-from phalanx.checkpoint import _tensor_file
-from phalanx.checkpoint._progress import ProgressMeter
-from phalanx.checkpoint._tensor_file import (
+from .internals import (
+    ProgressMeter,
     TensorShard,
+    _tensor_file,
     nbytes,
     safetensors_type,
     tensor_memory,
     write_tensor_file,
 )
-
 from .states import load, same, same_tensor, saved
 
 DTYPES = sorted(

@@ -14,8 +14,6 @@ from phalanx.checkpoint import (
     Replicated,
     make_sync_checkpointer,
 )
-from phalanx.checkpoint._checkpointer import default_rank_info
-from phalanx.checkpoint._local_storage import LocalStorage
 from phalanx.checkpoint.components import (
     CheckpointWriter,
     CheckpointWriterConfig,
@@ -25,6 +23,7 @@ from phalanx.checkpoint.components import (
 )
 from phalanx.errors import CheckpointDirectoryInUse, SaveFailed, UnsupportedState
 
+from .internals import LocalStorage, default_rank_info
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
 
 MEETINGS = [ThreadExchange, ThreadBarrier, None]

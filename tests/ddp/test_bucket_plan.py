@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.ddp._buckets import BucketCaps, ParameterSpec, plan_buckets
+from .internals import BucketCaps, ParameterSpec, plan_buckets
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64]

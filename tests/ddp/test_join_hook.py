@@ -6,12 +6,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join as TorchJoin
 
-from phalanx.ddp import DDP, MixedPrecision, ShardedOptimizer, _DDPJoinHook
+from phalanx.ddp import DDP, MixedPrecision, ShardedOptimizer
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import InvalidType, UnevenInputs
 from phalanx.join import Join
 from phalanx.testing import over_groups
 
+from .internals import _DDPJoinHook
 from .whole import ROWS, TINY, assert_close, batch, mlp, on_every_backend, seeded, share
 
 LENGTHS = {2: ([4, 2], [0, 2]), 4: ([2, 4, 0, 2], [4, 0, 0, 0])}

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from phalanx.ddp import DDP, MixedPrecision, _MixedPrecision
+from phalanx.ddp import DDP, MixedPrecision
 from phalanx.ddp.hooks import allreduce_hook
 from phalanx.errors import InvalidArgument, InvalidState, InvalidType
 
+from .internals import _MixedPrecision
 from .whole import ROWS, TINY, assert_close, batch, mlp, seeded, several, share, wrapped
 
 LOW = torch.bfloat16

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from phalanx.ddp import DDP, ShardedOptimizer
-from phalanx.ddp._sharded_optimizer import BroadcastExchange, SharedMemoryExchange
 from phalanx.testing import over_groups
 
+from .internals import BroadcastExchange, SharedMemoryExchange
 from .sharded import Pair, wide
 from .whole import batch, on_pairs, seeded
 

@@ -5,10 +5,10 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from phalanx.ddp import DDP, ShardedOptimizer
-from phalanx.ddp._sharded_optimizer import BroadcastExchange, balance_by_size
 from phalanx.join import Join, Joinable, JoinHook
 from phalanx.testing import over_groups
 
+from .internals import BroadcastExchange, balance_by_size
 from .sharded import KINDS, Pair, wide
 from .whole import batch, everywhere, on_pairs, seeded
 

@@ -21,7 +21,8 @@ from torch.distributed import FileStore
 from phalanx import native
 from phalanx.errors import PhalanxError
 from phalanx.groups import new_group
-from phalanx.groups.backends._shm_region import Slab, share_region
+
+from .internals import Slab, share_region
 
 CLONE_NEWNS, CLONE_NEWPID = 0x00020000, 0x20000000
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2

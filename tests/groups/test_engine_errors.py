@@ -4,7 +4,8 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import InvalidArgument
-from phalanx.groups._engine import EngineStopped, PeerDead, is_peer_failure
+
+from .internals import EngineStopped, PeerDead, is_peer_failure
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "

@@ -14,9 +14,10 @@ import torch
 
 from phalanx.errors import CollectiveTimeout, GroupAborted, GroupError, PeerLost
 from phalanx.groups import new_group
-from phalanx.groups._timing import override_timing
 from phalanx.testing import Died, Fault, faults, kill, stop
 from ports import free_port
+
+from .internals import override_timing
 
 LONG = timedelta(seconds=60)
 SHORT = timedelta(seconds=0.5)

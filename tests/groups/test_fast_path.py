@@ -17,8 +17,9 @@ from torch.distributed import ReduceOp
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerLost, RankMismatch
 from phalanx.groups import new_group
-from phalanx.groups._work import Work
 from phalanx.testing import Died, delay, faults, over_groups
+
+from .internals import Work
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 

@@ -6,8 +6,9 @@ import time
 import torch
 
 from phalanx.groups import Record, new_group
-from phalanx.groups._flight_recorder import FlightRecorder
 from phalanx.testing import over_groups
+
+from .internals import FlightRecorder
 
 
 @over_groups(sizes=(1, 2), split=True)

@@ -23,10 +23,10 @@ from torch.utils._pytree import tree_map
 from phalanx import groups, native
 from phalanx.errors import GroupAborted, GroupError, InvalidState, PeerLost
 from phalanx.groups import new_group
-from phalanx.groups._flight_recorder import user_frame
-from phalanx.groups._reductions import averaging
 from phalanx.groups.backends.shm import ShmEngine
 from phalanx.testing import RankFailures
+
+from .internals import averaging, user_frame
 
 LONG = timedelta(seconds=60)
 COUNT = 100_000  # more than the engine copies aside

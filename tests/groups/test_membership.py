@@ -19,8 +19,9 @@ from phalanx.errors import (
     PeerLost,
     RankMismatch,
 )
-from phalanx.groups import _issuer
 from phalanx.testing import Fault, kill
+
+from .internals import _issuer
 
 LONG = timedelta(seconds=60)
 ALONE = ["local", "shm"]  # where a rank may leave by itself

@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from phalanx.errors import CollectiveTimeout
-from phalanx.groups._flight_recorder import describe_frame
-from phalanx.groups._peers import process_state
+
+from .internals import describe_frame, process_state
 
 SLOW = 3  # with two workers, this sample is worker 1's
 HERE = r"groups/test_rank_locations\.py:\d+ in "

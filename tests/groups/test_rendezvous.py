@@ -26,20 +26,25 @@ from phalanx.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from phalanx.groups import (
+from phalanx.groups.backends.shm import RegionOffer
+from phalanx.testing import Died, Fault, kill
+from ports import free_port
+
+from .internals import (
+    RESERVATION_PREFIX,
+    ClosedGroup,
+    Member,
+    Rendezvous,
+    Roster,
+    StatusStore,
+    StoreClient,
+    Timing,
     _backend_registry,
     _background_threads,
     _store,
     _torch_integration,
+    override_timing,
 )
-from phalanx.groups._peers import Member, Roster
-from phalanx.groups._rendezvous import Rendezvous
-from phalanx.groups._status_store import StatusStore
-from phalanx.groups._store import RESERVATION_PREFIX, ClosedGroup, StoreClient
-from phalanx.groups._timing import Timing, override_timing
-from phalanx.groups.backends.shm import RegionOffer
-from phalanx.testing import Died, Fault, kill
-from ports import free_port
 
 SECOND = timedelta(seconds=1)
 SECONDS = timedelta(seconds=10)

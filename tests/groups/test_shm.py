@@ -20,9 +20,9 @@ from phalanx.errors import (
     PeerLost,
     RendezvousError,
 )
-from phalanx.groups.backends._shm_region import share_region
 from phalanx.testing import Fault, kill, stop
 
+from .internals import share_region
 from .test_call_consistency import DISAGREEMENTS, disagree
 from .test_failure_detection import call
 

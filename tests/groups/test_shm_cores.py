@@ -5,7 +5,8 @@ import os
 import pytest
 
 from phalanx import native
-from phalanx.groups.backends._shm_region import share_region, shared_core_count
+
+from .internals import share_region, shared_core_count
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 

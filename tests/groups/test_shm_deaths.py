@@ -22,10 +22,9 @@ import torch
 
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, GroupError, PeerLost
-from phalanx.groups._peers import Member
-from phalanx.groups.backends._shm_region import watch_peers
 from phalanx.testing import Fault, faults, kill, stop
 
+from .internals import Member, watch_peers
 from .test_shm import no_names_but
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")

@@ -20,7 +20,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import native
-from phalanx.groups.backends._shm_region import share_region
+
+from .internals import share_region
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 

@@ -18,9 +18,8 @@ import torch
 
 from phalanx import native
 from phalanx.errors import CollectiveTimeout, InvalidState
-from phalanx.groups.backends import _shm_region
-from phalanx.groups.backends._shm_region import share_region
 
+from .internals import _shm_region, share_region
 from .test_shm_deaths import regions, settled
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")

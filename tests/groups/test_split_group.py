@@ -20,10 +20,11 @@ from phalanx.errors import (
     UnknownOption,
 )
 from phalanx.groups import new_group
-from phalanx.groups._timing import override_timing
 from phalanx.groups.backends.shm import RegionOffer
 from phalanx.testing import Died, Fault, faults, kill, over_groups, stop
 from ports import free_port
+
+from .internals import override_timing
 
 LONG = timedelta(seconds=60)
 SECONDS = timedelta(seconds=10)

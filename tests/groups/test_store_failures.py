@@ -6,11 +6,7 @@ import time
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from phalanx.groups import _background_threads
-from phalanx.groups._background_threads import borrow_thread
-from phalanx.groups._membership import RejoinBarrier
-from phalanx.groups._status_store import StatusStore
-from phalanx.groups._store import StoreClient
+from .internals import RejoinBarrier, StatusStore, StoreClient, _background_threads, borrow_thread
 
 
 class Failing:

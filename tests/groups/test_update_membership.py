@@ -22,8 +22,10 @@ from phalanx.errors import (
     PeerLost,
     RankMismatch,
 )
-from phalanx.groups import _membership, new_group
+from phalanx.groups import new_group
 from phalanx.testing import Fault, kill, stop
+
+from .internals import _membership
 
 LONG = timedelta(seconds=60)
 BACKENDS = ["local", "shm", "gloo"]

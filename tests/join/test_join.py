@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from phalanx import errors
-from phalanx.join import Join, Joinable, _join, _JoinConfig
+from phalanx.join import Join, Joinable
 from phalanx.testing import over_groups
 
 from .counting import Counter, take
+from .internals import _join, _JoinConfig
 
 everywhere = over_groups(sizes=(2, 4), reuse=True)
 on_pairs = over_groups(sizes=(2,), reuse=True)

@@ -11,14 +11,11 @@ import torch
 from click.testing import CliRunner
 
 from checkpoint.states import saved
-from phalanx._formatting import format_age, format_size
 from phalanx.checkpoint import CheckpointManager, PerRank
-from phalanx.checkpoint._manifest import Manifest
-from phalanx.checkpoint._step_directory import LocalStepDirectory
-from phalanx.launch import _checkpoint_inspection
 from phalanx.launch.cli import main
 
 from .conftest import clean_env
+from .internals import LocalStepDirectory, Manifest, _checkpoint_inspection, format_age, format_size
 
 
 def state(step, rank=0):

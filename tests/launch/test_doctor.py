@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.launch import _doctor
-from phalanx.launch._doctor import (
+from .internals import (
     CHECKS,
     Examination,
     Finding,
+    _doctor,
     render,
     render_json,
     run_check,

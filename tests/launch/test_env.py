@@ -4,8 +4,10 @@ import sys
 
 import pytest
 
-from phalanx.env import RankEnv, _quotas, local_ranks, read_rank_env, usable_cores
+from phalanx.env import RankEnv, local_ranks, read_rank_env, usable_cores
 from phalanx.errors import InvalidArgument
+
+from .internals import _quotas
 
 FULL = {
     "RANK": "5",

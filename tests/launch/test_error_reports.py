@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.launch import _error_reports
-from phalanx.launch._error_reports import ErrorReportFilter
-from phalanx.launch._output import OutputPump, OutputSource
 
 from .conftest import eventually
+from .internals import ErrorReportFilter, OutputPump, OutputSource, _error_reports
 
 INSIDE = f"{Path(phalanx.__file__).parent}/groups/_work.py"
 TORCH = "/opt/lib/python3.11/site-packages/torch/_tensor.py"

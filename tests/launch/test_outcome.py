@@ -4,7 +4,8 @@ from dataclasses import replace
 import pytest
 
 from phalanx.launch import Outcome, RankExit
-from phalanx.launch._outcome import describe
+
+from .internals import describe
 
 LOST = (
     "Traceback (most recent call last):",

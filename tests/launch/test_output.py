@@ -6,9 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputSource, Screen
-
 from .conftest import eventually, unlabelled
+from .internals import MAX_LINE_BYTES, LineSplitter, OutputSource, Screen
 
 
 def cut(*chunks):

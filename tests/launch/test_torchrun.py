@@ -4,7 +4,8 @@ import pytest
 
 from phalanx.env import usable_cores
 from phalanx.errors import InvalidArgument
-from phalanx.launch._job import torchrun_command, torchrun_options
+
+from .internals import torchrun_command, torchrun_options
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import torch
 
 from phalanx.env import is_launched
 from phalanx.errors import InvalidArgument
-from phalanx.groups import _store, new_group
+from phalanx.groups import new_group
+
+from .internals import _store
 
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

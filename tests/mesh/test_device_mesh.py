@@ -13,8 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.errors import NotInMesh
 from phalanx.groups import new_group, process_group
-from phalanx.mesh import _mesh_resources, init_device_mesh
+from phalanx.mesh import init_device_mesh
 
+from .internals import _mesh_resources
 from .kits import NAMES, PROGRAMS, WORLD, Ours, Theirs, cube, told
 
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh._drawing import draw_mesh, visible_positions
 from phalanx.mesh.layout import FlatLayout, MeshLayout
+
+from .internals import draw_mesh, visible_positions
 
 
 def draw_svg(layout, **options):

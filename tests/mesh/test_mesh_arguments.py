@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from phalanx.errors import InvalidArgument, InvalidMesh, InvalidType, MisuseError, UnknownAxis
-from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh
+from phalanx.mesh import DeviceMesh, init_device_mesh
 
+from .internals import _mesh_resources
 from .kits import NAMES, cube
 
 MISTAKES = {

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.groups import process_group
-from phalanx.mesh._plan import plan_mesh
 from phalanx.testing import ThreadRanks
+
+from .internals import plan_mesh
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "mesh.md").read_text()

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import GroupAborted, InvalidState, RankMismatch
-from phalanx.groups import _backend_registry, new_group
-from phalanx.groups._backend_registry import Backend
+from phalanx.groups import new_group
 from phalanx.groups.backends import fake
 from phalanx.mesh import DeviceMesh, init_device_mesh
 from phalanx.testing import over_groups
+
+from .internals import Backend, _backend_registry
 
 SECONDS = timedelta(seconds=20)
 NAMES = ("dp", "tp")

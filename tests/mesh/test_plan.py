@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh._plan import plan_mesh
 from phalanx.mesh.layout import format_ranks
+
+from .internals import plan_mesh
 
 LAW = settings(max_examples=100, deadline=None)
 

@@ -14,10 +14,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import phalanx.mesh
 from phalanx.errors import InvalidState
 from phalanx.groups import new_group
-from phalanx.mesh import DeviceMesh, _mesh_resources, init_device_mesh, layout
-from phalanx.mesh._device_mesh import RootState
+from phalanx.mesh import DeviceMesh, init_device_mesh, layout
 from phalanx.testing import ThreadRanks, over_groups
 
+from .internals import RootState, _mesh_resources
 from .kits import NAMES, PROGRAMS, WORLD, Ours, told
 
 # -- signatures ----------------------------------------------------------------------------

@@ -7,9 +7,10 @@ import time
 import pytest
 import torch
 
-from phalanx import _faultpoints
 from phalanx.errors import GroupError, InvalidArgument
 from phalanx.testing import Died, Fault, RankFailures, Stopped, delay, faults, kill, stop
+
+from .internals import _faultpoints
 
 
 def walk(ctx, steps=3):

@@ -3,8 +3,9 @@
 import torch
 from torch.nn import Parameter
 
-from phalanx.ddp._comm_hook import GradBucket
 from phalanx.testing import over_groups
+
+from ..internals import GradBucket
 
 everywhere = over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
 """Threads and processes, as a pair and more."""

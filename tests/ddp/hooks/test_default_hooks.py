@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from phalanx.ddp import hooks
-from phalanx.ddp._comm_hook import GradBucket
 from phalanx.ddp.hooks import (
     allreduce_hook,
     bf16_compress_hook,
@@ -21,6 +20,7 @@ from phalanx.ddp.hooks import (
 from phalanx.errors import InvalidArgument, InvalidState, RankMismatch
 from phalanx.testing import over_groups
 
+from ..internals import GradBucket
 from .buckets import (
     assert_near,
     bucket_of,

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.ddp._comm_hook import GradBucket
 from phalanx.errors import InvalidArgument
 
+from ..internals import GradBucket
 from .buckets import bucket_of, gradients
 
 

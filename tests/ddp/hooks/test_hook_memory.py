@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from phalanx.ddp import DDP
-from phalanx.ddp._comm_hook import GradBucket
 from phalanx.ddp.hooks import (
     PowerSGDState,
     RandomKState,
@@ -19,6 +18,7 @@ from phalanx.ddp.hooks import (
     topk_hook,
 )
 
+from ..internals import GradBucket
 from ..whole import TINY
 from .buckets import assert_near, bucket_of, everywhere, gradients, on_threads
 

@@ -5,11 +5,10 @@ import math
 import pytest
 import torch
 
-from phalanx.ddp._comm_hook import GradBucket
 from phalanx.ddp.hooks import PowerSGDState, batched_powerSGD_hook, chain, fp16_compress_wrapper
 from phalanx.ddp.hooks import powerSGD_hook as hook
-from phalanx.ddp.hooks._power_sgd import orthogonalize
 
+from ..internals import GradBucket, orthogonalize
 from .buckets import bucket_of, everywhere, flat_gradients, gradients, mean_of, on_threads, run
 
 SHAPES = ((12, 8), (7,), (6, 3, 4))  # as matrices: 12 x 8, too small, 6 x 12

@@ -13,9 +13,9 @@ from phalanx.ddp.hooks import (
     randomk_hook,
     topk_hook,
 )
-from phalanx.ddp.hooks._sparsification import sample_without_replacement
-from phalanx.ddp.hooks._sparsification import topk_indices as find_largest
 
+from ..internals import sample_without_replacement
+from ..internals import topk_indices as find_largest
 from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
 
 KINDS = {TopKState: topk_hook, RandomKState: randomk_hook}

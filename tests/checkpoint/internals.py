@@ -1,0 +1,134 @@
+"""The private names that tests of this package use; everything else is public."""
+
+from phalanx import _faultpoints
+from phalanx.checkpoint import _store_connection, _tensor_file
+from phalanx.checkpoint._barriers import GroupBarrier
+from phalanx.checkpoint._checkpointer import default_rank_info
+from phalanx.checkpoint._coordination import Coordinator, StorageExchange
+from phalanx.checkpoint._local_storage import (
+    DirectoryLock,
+    FileMessageStore,
+    LocalSnapshot,
+    LocalStorage,
+)
+from phalanx.checkpoint._manifest import (
+    MANIFEST,
+    MAX_DEPTH,
+    MalformedManifest,
+    Manifest,
+    ManifestOutline,
+    format_path,
+    tensor_name,
+)
+from phalanx.checkpoint._progress import ProgressMeter
+from phalanx.checkpoint._reader import OpenCheckpoint
+from phalanx.checkpoint._replication import (
+    TensorRange,
+    divide_among_ranks,
+    find_differences,
+    replicated_shards,
+    sampled_digest,
+    tensor_digest,
+)
+from phalanx.checkpoint._staging import StagingBuffer, state_from_tree
+from phalanx.checkpoint._state_encoding import StateManifest, decode, encode
+from phalanx.checkpoint._state_tree import (
+    Branch,
+    ReplicatedShard,
+    TensorLeaf,
+    leaves,
+    map_leaves,
+    parse_state,
+    rebuild_state,
+)
+from phalanx.checkpoint._step_directory import (
+    LocalStepDirectory,
+    RetentionPolicy,
+    parse_step_name,
+    prune,
+    step_name,
+)
+from phalanx.checkpoint._storage import (
+    MESSAGE_PREFIX,
+    checksum,
+    data_file_name,
+    files_to_remove,
+    storage_at,
+)
+from phalanx.checkpoint._store_barrier import (
+    OPEN,
+    BarrierTimings,
+    StoreBarrierMember,
+    arrival_increment,
+)
+from phalanx.checkpoint._store_connection import StoreConnection
+from phalanx.checkpoint._tensor_file import (
+    TensorShard,
+    nbytes,
+    safetensors_type,
+    tensor_memory,
+    write_tensor_file,
+)
+from phalanx.checkpoint._verify import verify
+
+__all__ = [
+    "MANIFEST",
+    "MAX_DEPTH",
+    "MESSAGE_PREFIX",
+    "OPEN",
+    "BarrierTimings",
+    "Branch",
+    "Coordinator",
+    "DirectoryLock",
+    "FileMessageStore",
+    "GroupBarrier",
+    "LocalSnapshot",
+    "LocalStepDirectory",
+    "LocalStorage",
+    "MalformedManifest",
+    "Manifest",
+    "ManifestOutline",
+    "OpenCheckpoint",
+    "ProgressMeter",
+    "ReplicatedShard",
+    "RetentionPolicy",
+    "StagingBuffer",
+    "StateManifest",
+    "StorageExchange",
+    "StoreBarrierMember",
+    "StoreConnection",
+    "TensorLeaf",
+    "TensorRange",
+    "TensorShard",
+    "_faultpoints",
+    "_store_connection",
+    "_tensor_file",
+    "arrival_increment",
+    "checksum",
+    "data_file_name",
+    "decode",
+    "default_rank_info",
+    "divide_among_ranks",
+    "encode",
+    "files_to_remove",
+    "find_differences",
+    "format_path",
+    "leaves",
+    "map_leaves",
+    "nbytes",
+    "parse_state",
+    "parse_step_name",
+    "prune",
+    "rebuild_state",
+    "replicated_shards",
+    "safetensors_type",
+    "sampled_digest",
+    "state_from_tree",
+    "step_name",
+    "storage_at",
+    "tensor_digest",
+    "tensor_memory",
+    "tensor_name",
+    "verify",
+    "write_tensor_file",
+]

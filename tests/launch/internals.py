@@ -1,0 +1,49 @@
+"""The private names that tests of this package use; everything else is public."""
+
+from phalanx._formatting import format_age, format_size
+from phalanx.checkpoint._manifest import Manifest
+from phalanx.checkpoint._step_directory import LocalStepDirectory
+from phalanx.env import _quotas
+from phalanx.groups import _store
+from phalanx.launch import _checkpoint_inspection, _doctor, _error_reports
+from phalanx.launch._doctor import (
+    CHECKS,
+    Examination,
+    Finding,
+    render,
+    render_json,
+    run_check,
+    self_test,
+)
+from phalanx.launch._error_reports import ErrorReportFilter
+from phalanx.launch._job import torchrun_command, torchrun_options
+from phalanx.launch._outcome import describe
+from phalanx.launch._output import MAX_LINE_BYTES, LineSplitter, OutputPump, OutputSource, Screen
+
+__all__ = [
+    "CHECKS",
+    "MAX_LINE_BYTES",
+    "ErrorReportFilter",
+    "Examination",
+    "Finding",
+    "LineSplitter",
+    "LocalStepDirectory",
+    "Manifest",
+    "OutputPump",
+    "OutputSource",
+    "Screen",
+    "_checkpoint_inspection",
+    "_doctor",
+    "_error_reports",
+    "_quotas",
+    "_store",
+    "describe",
+    "format_age",
+    "format_size",
+    "render",
+    "render_json",
+    "run_check",
+    "self_test",
+    "torchrun_command",
+    "torchrun_options",
+]

@@ -1,0 +1,18 @@
+"""The private names that tests of this package use; everything else is public."""
+
+from phalanx.groups import _backend_registry
+from phalanx.groups._backend_registry import Backend
+from phalanx.mesh import _mesh_resources
+from phalanx.mesh._device_mesh import RootState
+from phalanx.mesh._drawing import draw_mesh, visible_positions
+from phalanx.mesh._plan import plan_mesh
+
+__all__ = [
+    "Backend",
+    "RootState",
+    "_backend_registry",
+    "_mesh_resources",
+    "draw_mesh",
+    "plan_mesh",
+    "visible_positions",
+]

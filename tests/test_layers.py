@@ -40,10 +40,7 @@ REPEATED_FILES = {
     "__init__.py": "every package has one",
     "formatting.py": "groups._formatting adds what needs torch to phalanx._formatting",
 }
-REPEATED_CLASSES = {
-    "Slot": "a rank's slot of the local backend; a buffer of staging, to be renamed",
-    "Watchdog": "of a process group, and of a store connection, to be renamed",
-}
+REPEATED_CLASSES: dict[str, str] = {}
 """Names that occur in more than one package, each with the reason."""
 
 

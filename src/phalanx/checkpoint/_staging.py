@@ -257,7 +257,7 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class _StagedTensor:
     """A tensor to copy, and its place in the buffer."""
 
     name: str
@@ -339,7 +339,7 @@ class StagingCopy:
                 self.tree, lambda leaf: replace(leaf, data=shards.get(leaf.name, leaf.data))
             )
         # By name: tensors that share memory have one name, and are copied once.
-        self.slots: dict[str, _Slot] = {}
+        self.slots: dict[str, _StagedTensor] = {}
         self.size = 0  # bytes of tensors
         self.buffer_size = 0  # bytes of buffer, with alignment
         self.seconds = 0.0  # time spent copying so far
@@ -349,7 +349,7 @@ class StagingCopy:
                 size = nbytes(source.dtype, source.shape)
                 version = None if source.is_inference() else source._version
                 place = Place(self.buffer_size, size, source.dtype, tuple(source.shape))
-                self.slots[leaf.name] = _Slot(leaf.name, source.detach(), place, version)
+                self.slots[leaf.name] = _StagedTensor(leaf.name, source.detach(), place, version)
                 self.size += size
                 self.buffer_size += size + -size % _ALIGNMENT
         self._large = [slot for slot in self.slots.values() if slot.is_deferrable]
@@ -371,7 +371,7 @@ class StagingCopy:
             slot.check_allocated()
             slot.check_unchanged(self._before.get(slot.name))
 
-    def _copy(self, slots: Sequence[_Slot]) -> None:
+    def _copy(self, slots: Sequence[_StagedTensor]) -> None:
         began = time.perf_counter()
         for slot in slots:
             slot.check_allocated()
@@ -384,7 +384,7 @@ class StagingCopy:
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
 
-    def _copy_plain(self, slots: Sequence[_Slot]) -> None:
+    def _copy_plain(self, slots: Sequence[_StagedTensor]) -> None:
         size = sum(slot.place.size for slot in slots)
         threads = min(torch.get_num_threads(), _MAX_COPY_THREADS, size // _BYTES_PER_THREAD)
         chunks = iter([chunk for slot in slots for chunk in slot.chunks()])  # shared by all threads

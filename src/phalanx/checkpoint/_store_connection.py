@@ -104,7 +104,7 @@ class StoreConnection:
         _watchdog.pending.pop(self, None)
 
 
-class _Watchdog:
+class _DeadlineThread:
     """The thread that cuts off the overdue connections of this process."""
 
     def __init__(self, interval: float = 0.25, idle_intervals: int = 40) -> None:
@@ -145,7 +145,7 @@ class _Watchdog:
                     self._pid = os.getpid()
 
 
-_watchdog = _Watchdog()
+_watchdog = _DeadlineThread()
 
 _flushed_at_exit: WeakSet[StoreConnection] = WeakSet()
 

@@ -112,10 +112,10 @@ def test_a_region_of_another_user_is_not_mapped(tmp_path):
 @pytest.fixture(scope="module")
 def scarce(tmp_path_factory):
     """What ranks find on a machine with hardly any memory to share; see the program."""
-    program = Path(__file__).with_name("scarce.py")
     folders = [tmp_path_factory.mktemp(name) for name in ("tiny", "rich")]
     told = subprocess.run(
-        [sys.executable, program, *folders],
+        [sys.executable, "-m", "groups.scarce", *folders],
+        cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
         timeout=100,

@@ -40,8 +40,8 @@ def test_a_timeout_carries_its_facts():
     first, second = str(error).splitlines()
     assert first == "allreduce timed out"
     assert second == (
-        "  rank 2: alive, in user code, last call was broadcast float32[4] #11, at train.py:9, "
-        "now at load.py:3 in get"
+        "  rank 2: alive, in user code: load.py:3 in get "
+        "(last call: broadcast float32[4] #11 at train.py:9)"
     )
 
 

@@ -76,16 +76,15 @@ class RankReport:
     """Whether its last call was a send or receive; those are numbered separately."""
 
     def __str__(self) -> str:
-        parts = [f"rank {self.rank}: {_STATE_TEXTS[self.state]}"]
-        if self.operation is not None:
-            number = "" if self.sequence is None else f" #{self.sequence}"
-            verb = "in" if self.state == "waiting" else "last call was"
-            parts.append(f"{verb} {self.operation}{number}")
-        if self.site is not None:
-            parts.append(f"at {self.site}")
+        text = f"rank {self.rank}: {_STATE_TEXTS[self.state]}"
         if self.here is not None and self.state != "waiting":
-            parts.append(f"now at {self.here}")
-        return ", ".join(parts)
+            text += f": {self.here}"
+        place = "" if self.site is None else f" at {self.site}"
+        if self.operation is None:
+            return text + place
+        number = "" if self.sequence is None else f" #{self.sequence}"
+        call = f"{self.operation}{number}{place}"
+        return f"{text} in {call}" if self.state == "waiting" else f"{text} (last call: {call})"
 
 
 _STATE_TEXTS = {

@@ -9,8 +9,9 @@ from phalanx.groups import (
     _torch_integration,
 )
 from phalanx.groups._background_threads import borrow_thread
+from phalanx.groups._call_site import describe_frame, user_frame
 from phalanx.groups._engine import EngineStopped, PeerDead, is_peer_failure
-from phalanx.groups._flight_recorder import FlightRecorder, describe_frame, user_frame
+from phalanx.groups._flight_recorder import FlightRecorder
 from phalanx.groups._membership import RejoinBarrier
 from phalanx.groups._peers import Member, Roster, process_state
 from phalanx.groups._reductions import averaging

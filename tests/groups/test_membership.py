@@ -45,7 +45,7 @@ def tensor_of(group, way, value):
 def has_left(group, *leavers):
     """Have ranks leave, by themselves or at a roll call; tells whether this one has."""
     leaves = group.rank() in leavers
-    if not group.can_leave:
+    if not group.can_leave_alone:
         group.update_membership(not leaves)
     elif leaves:
         group.leave()

@@ -26,7 +26,7 @@ class Leaver(Counter):
     is_in_step = False
 
     @property
-    def can_leave(self):
+    def supports_leaving(self):
         return True
 
     def step(self):

@@ -492,7 +492,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         return _join_hook._DDPJoinHook(self, kwargs.get("divide_by_initial_world_size", True))
 
     @property
-    def can_leave(self) -> bool:
+    def supports_leaving(self) -> bool:
         """Whether ranks without data may leave the group; hooks need all ranks."""
         return self._hook is None and self.buffer_hook is None
 

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import Store, _set_process_group
 from ..errors import InvalidArgument, UnknownOption
 from . import _validation
 from ._backend_registry import find_backend
-from ._flight_recorder import user_site
+from ._call_site import user_site
 from ._formatting import format_rank_ranges
 from ._peers import Roster
 from ._process_group import GroupConfig, ProcessGroup

@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING
 
 from .. import errors, native
 from ..errors import GroupError, RankReport
+from ._call_site import describe_frame
 from ._engine import Engine, EngineMismatch, PeerDead, is_peer_failure
-from ._flight_recorder import Call, FlightRecorder, describe_frame
+from ._flight_recorder import Call, FlightRecorder
 from ._formatting import RankCall, first_line, format_rank_ranges, format_ranks
 from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore

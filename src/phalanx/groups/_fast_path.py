@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import _faultpoints as faultpoints
 from .. import native
-from . import _flight_recorder
+from . import _call_site
 from ._engine import Engine
 from ._failure_detector import PRUNE_IN_FLIGHT_ABOVE, FailureDetector
 from ._flight_recorder import Call, FlightRecorder
@@ -82,8 +82,8 @@ def can_read_tensors() -> bool:
     return exchange is not None and native.engine.configure_fast_path(
         call=Call,
         recorder=FlightRecorder,
-        files=_flight_recorder.known_files,
-        user_frame=_flight_recorder.user_frame,
+        files=_call_site.known_files,
+        user_frame=_call_site.user_frame,
         fault_points=vars(faultpoints),
         work=Work,
         tensors=(Tensor, torch.nn.Parameter),

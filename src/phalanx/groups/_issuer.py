@@ -31,10 +31,11 @@ from .. import _faultpoints as faultpoints
 from .._formatting import first_line
 from ..errors import GroupAborted, GroupError, InvalidArgument, PhalanxError
 from . import _validation
+from ._call_site import user_site
 from ._engine import ClosedEngine, Engine, RawWork, TrackedEngine, is_peer_failure
 from ._failure_detector import FailureDetector, mismatch_failure
 from ._fast_path import make_fast_path
-from ._flight_recorder import Call, FlightRecorder, user_site
+from ._flight_recorder import Call, FlightRecorder
 from ._formatting import RankCall
 from ._reductions import plain_op
 from ._status_store import Failure
@@ -69,7 +70,7 @@ class Issuer:
     """Whether calls are refused only because this rank has left."""
     issue_lock: Lock = field(default_factory=Lock)
     state_lock: Lock = field(default_factory=Lock)  # over `closed` and `has_left`
-    can_leave: bool = field(init=False)
+    can_leave_alone: bool = field(init=False)
     participants: int = field(init=False)
     """How many ranks take part in a call, for engines that cannot count them."""
     compares_calls: bool = field(init=False)
@@ -80,7 +81,7 @@ class Issuer:
     """Handles of the parts of a call that the engine has started, until the `Work` has them."""
 
     def __post_init__(self) -> None:
-        self.can_leave = hasattr(self.engine, "leave")
+        self.can_leave_alone = hasattr(self.engine, "leave")
         self.use_engine(self.engine, None)
         self.fast_path = make_fast_path(self)
 
@@ -96,7 +97,7 @@ class Issuer:
             if hasattr(engine, "sum")
             else lambda tensor: engine.allreduce([tensor], _SUM_OPTIONS)
         )
-        if not self.can_leave:
+        if not self.can_leave_alone:
             self.detector.set_members(members)
 
     def track(self, engine: Engine) -> Engine:

@@ -1,7 +1,7 @@
 """Membership changes: ranks leave, are excluded after their death, and rejoin.
 
 The calls of the remaining ranks continue from a sequence number that is equal on all of them.
-Where the engine supports departures (`can_leave`) it does the work. Elsewhere ranks agree on
+Where the engine supports departures (`can_leave_alone`) it does the work. Elsewhere ranks agree on
 who stays with one small collective (`ProcessGroup.update_membership`), and the remaining ranks
 connect an engine of their own, which is kept for the next departure of the same ranks. `rejoin`
 waits until every rank has called it; on engines without such a wait, `RejoinBarrier` waits in the
@@ -30,9 +30,10 @@ from .. import _faultpoints as faultpoints
 from ..errors import GroupError, InvalidArgument, InvalidState, PeerLost, PhalanxError
 from . import _validation
 from ._backend_registry import find_backend
+from ._call_site import user_site
 from ._engine import Engine
 from ._failure_detector import PendingCall, register_engine, release_engine
-from ._flight_recorder import Call, user_site
+from ._flight_recorder import Call
 from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._issuer import Issuer
 from ._rendezvous import KnownPeers, Rendezvous, RendezvousTerms
@@ -131,9 +132,9 @@ class Membership:
         leaving = {rank for rank, answer in enumerate(answers) if answer == LEAVES}
         if self._rank in leaving:
             self._leave("update_membership")
-            if not self._issuer.can_leave:
+            if not self._issuer.can_leave_alone:
                 self._detector.set_members(staying)
-        elif leaving and not self._issuer.can_leave:
+        elif leaving and not self._issuer.can_leave_alone:
             self._use_subset_engine(staying, call)
         self._leaving |= leaving
         return staying
@@ -154,7 +155,7 @@ class Membership:
                 issuer.refuse("rejoin")
             _fault_point("away")
             entrance: Any = issuer.engine
-            if not issuer.can_leave:
+            if not issuer.can_leave_alone:
                 if self._barrier is None:
                     self._barrier = RejoinBarrier(self._store, rank=self._rank, size=self._size)
                 entrance = self._barrier
@@ -167,7 +168,7 @@ class Membership:
                 issuer.recorder.starting = None
                 waiting.call.ended = time.monotonic()
                 self._leaving = set()
-                if not issuer.can_leave:
+                if not issuer.can_leave_alone:
                     issuer.use_engine(self._full_engine or issuer.engine, None)
                 self._rejoins += 1
                 self._departures = 0
@@ -198,7 +199,7 @@ class Membership:
         try:
             for work in list(self._detector.in_flight.values()):
                 work.settle()
-            in_flight = issuer.engine.leave() if issuer.can_leave else ""
+            in_flight = issuer.engine.leave() if issuer.can_leave_alone else ""
             if in_flight:
                 raise InvalidState(f"{operation}: wait for this rank's {in_flight} first")
         except BaseException:

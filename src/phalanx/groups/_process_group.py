@@ -26,10 +26,11 @@ from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
 from ._background_threads import watch
+from ._call_site import user_site
 from ._collectives import CallArguments, OneTensor, Tensors, Timeout, is_plain_real, keyword_aliases
 from ._engine import REAL_DTYPES, Engine, RawWork, Traits, flat_pairs, start_each
 from ._failure_detector import FailureDetector, register_engine, retire_engines
-from ._flight_recorder import FlightRecorder, Record, user_site
+from ._flight_recorder import FlightRecorder, Record
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
 from ._reductions import AVG, SparseSum, adapt_reduction, flatten_lists, is_sum
@@ -133,7 +134,7 @@ class ProcessGroup(dist.ProcessGroup):
             checks=recipe.checks,
         )
         self._issue = self._issuer.issue
-        self.can_leave = self._issuer.can_leave
+        self.can_leave_alone = self._issuer.can_leave_alone
         """Whether a rank may `leave` alone; other backends need `update_membership`."""
         self._membership = Membership(
             self._issuer, config=recipe, store=store, status_store=board, roster=roster
@@ -290,8 +291,7 @@ class ProcessGroup(dist.ProcessGroup):
         call this, too. When the last rank has called it all are members with equal sequence
         numbers. Until then a rank sleeps. The timeout counts from the last call that a missing rank
         made on the group. After a timeout, or after a dead rank was excluded, it can be called
-        again. Where a rank cannot leave alone (`can_leave`), all members call it without another
-        call in between.
+        again. Unless `can_leave_alone`, all members call it without another call in between.
         """
         self._membership.rejoin(timeout)
 

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_pro
 
 from ..errors import InvalidState, InvalidType
 from ._backend_registry import _backends, find_backend
+from ._call_site import user_site
 from ._factory import default_group, derive_config, form_group, new_group, split_group
-from ._flight_recorder import user_site
 from ._process_group import GroupConfig, ProcessGroup
 from ._rendezvous import Purpose, Rendezvous, RendezvousTerms
 from ._store import StoreClient, clone_connection

@@ -5,8 +5,8 @@ until no rank has data:
 
 It leaves the process group, if all joinables support that. Every later collective runs among the
 remaining ranks, so nothing has to be shadowed. Where ranks see each other's membership
-(`ProcessGroup.can_leave`) a step costs nothing extra; elsewhere each step begins with a membership
-update, one small message.
+(`ProcessGroup.can_leave_alone`) a step costs nothing extra; elsewhere each step begins with a
+membership update, one small message.
 
 Or it shadows the collectives of the others; this is torch's protocol. At the start of each step all
 ranks sum one number, 1 for a rank with data and 0 for one without, so a rank without data learns
@@ -75,7 +75,7 @@ class Joinable(upstream.Joinable):
         self._join_block: Any = None  # the innermost `Join` of ours that it is in
 
     @property
-    def can_leave(self) -> bool:
+    def supports_leaving(self) -> bool:
         """Whether steps are correct after ranks have left the group.
 
         If all joinables can leave and the group supports it, ranks without data leave. Then
@@ -189,9 +189,9 @@ class Join:
                     f"{place}) uses another than {type(self._joinables[0]).__name__}"
                 )
         self._device = self._joinables[0].join_device
-        can_leave = all(getattr(each, "can_leave", False) for each in self._joinables)
+        supports_leaving = all(getattr(each, "supports_leaving", False) for each in self._joinables)
         self._group_to_leave: ProcessGroup | None = None
-        if isinstance(self._group, ProcessGroup) and can_leave and not self._throw:
+        if isinstance(self._group, ProcessGroup) and supports_leaving and not self._throw:
             self._group_to_leave = self._group
         self._untracked_optimizers = UntrackedOptimizers(
             self._joinables, [*self._optimizers, *self._joinables]
@@ -275,7 +275,7 @@ class Join:
         self._steps += 1
         if self._group_to_leave is None:
             return _announce_data(self._group, self._device, throws=self._throw)
-        if not self._group_to_leave.can_leave:
+        if not self._group_to_leave.can_leave_alone:
             self._group_to_leave.update_membership()
         return None
 
@@ -328,7 +328,7 @@ class Join:
     def _wait_for_others(self) -> int:
         """Wait until no rank has data; return the number of steps that this rank shadowed."""
         if self._group_to_leave is not None:
-            if not self._group_to_leave.can_leave:
+            if not self._group_to_leave.can_leave_alone:
                 self._group_to_leave.update_membership(stays=False)
             self._group_to_leave.rejoin()
             return 0

@@ -1,5 +1,6 @@
 """The command `phalanx mesh`."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -15,7 +16,7 @@ def test_it_prints_coordinates_groups_and_hosts(cli):
     assert done.returncode == 0
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
-        "dp=8 × pp=16 × tp=8: 1024 ranks, hosts of 8",  # noqa: RUF001
+        "dp=8 × pp=16 × tp=8: 1,024 ranks, 8 ranks per host",  # noqa: RUF001
         "rank 513 is at dp=4, pp=0, tp=1, on host 64",
         "",
         "axis  size  stride  crosses hosts  at  group of rank 513",
@@ -45,13 +46,31 @@ def test_it_draws_as_text_and_as_svg(cli, tmp_path):
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_programs_read_the_same(cli):
+    done = cli("mesh", "2x4", "--names", "dp,tp", "--rank", 5, "--hosts", 2, "--json")
+    read = json.loads(done.stdout)
+    dp, tp = read.pop("axes")
+    assert read == {"ranks": 8, "ranks_per_host": 4, "rank": 5}
+    assert dp == {
+        "name": "dp",
+        "size": 2,
+        "stride": 4,
+        "crosses_hosts": True,
+        "coordinate": 1,
+        "group": "1-5:4",
+        "first_host": 0,
+        "host_count": 2,
+    }
+    assert (tp["group"], tp["first_host"], tp["host_count"]) == ("4-7", 1, 1)
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["foo"], ["'foo'", "8x16x8"]),
         (["8x0"], ["size 0"]),
         (["-8x2"], ["size -8"]),
-        (["2x3", "--names", "dp"], ["'dp'", "2 axes"]),
+        (["2x3", "--names", "dp"], ["1 name", "2 axes"]),
         (["2x3", "--rank", "6"], ["rank 6", "0 to 5"]),
         (["2x3", "--rank", "-1"], ["rank -1"]),
         (["2x3", "--rank", "two"], ["'two'", "integer"]),

@@ -50,6 +50,16 @@ def test_groups_have_the_ranks_of_their_axis(group):
     mesh.shutdown()
 
 
+@over_groups(sizes=(4,), backends=("local",))
+def test_groups_of_two_device_types_have_two_names(group):
+    labels = [
+        init_device_mesh(device, (2, 2), mesh_dim_names=NAMES, group=group).get_group("tp").label
+        for device in ("cpu", "meta")
+    ]
+    ranks = ("0-1", "2-3")[group.rank() // 2]
+    assert labels == [f"{group.label}/mesh {ranks}", f"{group.label}/mesh {ranks} on meta"]
+
+
 @over_four
 def test_nobody_else_is_needed(group):
     mesh = square(group)

@@ -3,6 +3,8 @@
 import copy
 import pickle
 import threading
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.errors import NotInMesh
 from phalanx.groups import new_group, process_group
-from phalanx.mesh import init_device_mesh
+from phalanx.mesh import DeviceMesh, init_device_mesh
+from phalanx.testing import ThreadRanks
 
 from .internals import _mesh_resources
 from .kits import NAMES, PROGRAMS, WORLD, Ours, Theirs, cube, told
@@ -240,3 +243,23 @@ def test_a_large_mesh_makes_nothing_large(large):
     assert mesh._tensor is None
     assert len(mesh.draw()) < 5_000
     assert mesh.flatten("all").get_group() is large
+
+
+def choose_abacus(ctx):
+    group = ctx.group()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_device_mesh("abacus", (1,), group=group)
+        DeviceMesh("abacus", [0], group=group)
+        DeviceMesh.from_group(group, "abacus")
+    return [(str(each.message).split(":")[0], each.filename) for each in caught]
+
+
+def test_a_device_that_nobody_chose_is_warned_about_at_the_line_of_the_user(monkeypatch):
+    beads = SimpleNamespace(
+        device_count=lambda: 2, is_initialized=lambda: False, set_device=lambda _: None
+    )
+    monkeypatch.setattr(torch, "abacus", beads, raising=False)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    (seen,) = ThreadRanks(1).run(choose_abacus)
+    assert seen == [("rank 0 has chosen no device and LOCAL_RANK is not set", __file__)] * 3

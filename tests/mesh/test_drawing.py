@@ -33,7 +33,7 @@ def words(picture):
 def test_text_shows_ranks_hosts_and_this_rank():
     drawn = draw_mesh(mesh(2, 8), names=("dp", "tp"), rank=5, ranks_per_host=4)
     assert drawn.splitlines() == [
-        "dp=2 × tp=8: 16 ranks, hosts of 4",  # noqa: RUF001
+        "dp=2 × tp=8: 16 ranks, 4 ranks per host",  # noqa: RUF001
         "rank 5 is at dp=0, tp=5, on host 1",
         "",
         "        0    1    2    3    4    5    6    7   tp",

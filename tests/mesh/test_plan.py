@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import InvalidArgument
-from phalanx.mesh.layout import format_ranks
+from phalanx.mesh.layout import format_rank_pattern
 
 from .internals import plan_mesh
 
@@ -45,7 +45,7 @@ def test_the_groups_of_the_rank_are_those_of_the_layout(both):
         assert list(mesh.layout.ranks_of_group(mesh.rank, number)) == group
         spanned = {rank // (ranks // hosts) for rank in group}
         where = f"host {min(spanned)}" if len(spanned) == 1 else f"{len(spanned)} hosts"
-        shown = format_ranks(mesh.layout.ranks_of_group(mesh.rank, number))
+        shown = format_rank_pattern(mesh.layout.ranks_of_group(mesh.rank, number))
         place = mesh.layout.coordinate_of(mesh.rank)[number]
         assert line.split()[5:] == [str(place), *f"{shown} on {where}".split()]
 
@@ -63,7 +63,7 @@ def test_the_groups_of_the_rank_are_those_of_the_layout(both):
     ],
 )
 def test_ranks_are_abbreviated(ranks, short):
-    assert format_ranks(ranks) == short
+    assert format_rank_pattern(ranks) == short
 
 
 @pytest.mark.parametrize("shape", ["2x3", "2X3", " 2 x 3 ", "2,3", "2×3"])  # noqa: RUF001
@@ -81,9 +81,9 @@ def test_a_shape_is_written_in_several_ways(shape):
         ("9999999999x9999999999", {}, ["more than"]),
         ("2x0", {}, ["size 0", "minimum is 1"]),
         ("2x-3", {}, ["size -3"]),
-        ("2x3", {"names": "dp"}, ["'dp'", "2 axes", "one name per axis"]),
-        ("6", {"names": "dp,tp"}, ["1 axis:"]),
-        ("2x3", {"names": "dp,"}, ["empty"]),
+        ("2x3", {"names": "dp"}, ["--names has 1 name, but shape 2x3 has 2 axes"]),
+        ("6", {"names": "dp,tp"}, ["2 names", "1 axis"]),
+        ("2x3", {"names": "dp,"}, ["--names has an empty name"]),
         ("2x3", {"names": "dp,dp"}, ["'dp' twice"]),
         ("2x3", {"rank": 6}, ["rank 6", "0 to 5"]),
         ("2x3", {"rank": -1}, ["rank -1", "0 to 5"]),

@@ -200,6 +200,7 @@ def doctor(*, as_json: bool) -> None:
     "--hosts", type=int, metavar="N", help="Number of hosts; each has the same number of ranks."
 )
 @click.option("--draw", is_flag=True, help="Also draw the mesh.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead.")
 @click.option(
     "--svg",
     type=click.Path(dir_okay=False, writable=True),
@@ -207,7 +208,7 @@ def doctor(*, as_json: bool) -> None:
     help="Write a picture of the mesh to FILE.",
 )
 @click.argument("shape")
-def mesh(*, shape: str, draw: bool, svg: str | None, **options: Any) -> None:
+def mesh(*, shape: str, draw: bool, as_json: bool, svg: str | None, **options: Any) -> None:
     """Show the mesh of a SHAPE such as 8x16x8, without starting ranks.
 
     The last axis varies fastest: its groups have consecutive ranks. Hosts have consecutive ranks
@@ -217,7 +218,7 @@ def mesh(*, shape: str, draw: bool, svg: str | None, **options: Any) -> None:
 
     with _errors_as_usage():
         planned = plan_mesh(shape, **options)
-    click.echo(planned.text(picture=draw))
+    click.echo(planned.to_json() if as_json else planned.text(picture=draw))
     if svg is not None:
         try:
             Path(svg).write_text(planned.draw(svg=True), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Validation of mesh arguments: shapes, names, ranks, device types, backend overrides.
 
-Every function raises `InvalidMesh` or `InvalidType`, naming the argument.
+Every function raises `InvalidMesh`, `InvalidType` or `UnknownAxis`, naming the argument.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import Backend
 
-from ..errors import InvalidMesh, InvalidType
+from ..errors import InvalidMesh, InvalidType, MisuseError, UnknownAxis
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ def check_shape(shape: Iterable[int]) -> tuple[int, ...]:
     sizes = as_tuple(shape, "mesh_shape", "a tuple of sizes")
     for size in sizes:
         if not isinstance(size, int):
-            raise InvalidMesh(f"mesh_shape must have integers only, got {size!r} in {sizes}")
+            raise InvalidMesh(f"mesh_shape must contain only integers, got {size!r} in {sizes}")
         if size < 1:
             raise InvalidMesh(f"sizes in mesh_shape must be at least 1, got {size} in {sizes}")
     return sizes
@@ -81,7 +81,7 @@ def read_ranks(mesh: Any) -> tuple[tuple[int, ...], Sequence[int]]:
         raise kind(f"mesh {mesh!r} is not an array of ranks: {error}") from error
     whole = tensor.to(torch.int64)
     if tensor.dtype.is_floating_point and not torch.equal(whole.to(tensor.dtype), tensor):
-        raise InvalidMesh(f"mesh must have integers only, got {tensor.tolist()}")
+        raise InvalidMesh(f"mesh must contain only integers, got {tensor.tolist()}")
     return tuple(tensor.shape), as_range(whole.flatten().tolist())
 
 
@@ -101,15 +101,34 @@ def check_ranks(ranks: Sequence[int], *, size: int | None) -> None:
     if not ranks:
         raise InvalidMesh("mesh must have at least one rank")
     if size is not None and len(ranks) > size:
-        raise InvalidMesh(f"mesh has {len(ranks)} ranks, more than its group ({size})")
+        raise InvalidMesh(f"mesh has {len(ranks)} ranks but its group has only {size}")
     ends = (ranks[0], ranks[-1]) if isinstance(ranks, range) else (min(ranks), max(ranks))
     for rank in ends:
         if rank < 0 or (size is not None and rank >= size):
-            allowed = "at least 0" if size is None else f"0 to {size - 1}"
-            raise InvalidMesh(f"mesh has rank {rank}, but ranks of its group are {allowed}")
+            if size is None:
+                raise InvalidMesh(f"ranks of a mesh must be at least 0, got {rank}")
+            raise InvalidMesh(f"rank {rank} is not in the mesh's group (ranks 0 to {size - 1})")
     if not isinstance(ranks, range) and len(set(ranks)) < len(ranks):
         repeated = next(rank for rank, count in Counter(ranks).items() if count > 1)
         raise InvalidMesh(f"mesh has rank {repeated} more than once")
+
+
+def find_axis(
+    axis: object,
+    names: Sequence[str] | None,
+    *,
+    ndim: int,
+    mesh: object,
+    error: type[MisuseError] = UnknownAxis,
+) -> int:
+    """Return the number of an axis, given by its name or by a number below `ndim`."""
+    if isinstance(axis, str) and names and axis in names:
+        return names.index(axis)
+    if isinstance(axis, int) and -ndim <= axis < ndim:
+        return axis % ndim
+    axes = ", ".join(map(repr, names or range(ndim))) or "none"
+    unnamed = ", without names" if ndim and not names else ""
+    raise error(f"{mesh} has no axis {axis!r}; its axes are {axes}{unnamed}")
 
 
 Override = (
@@ -144,15 +163,9 @@ def parse_overrides(
     options = [DEFAULT_OPTIONS] * ndim
     given: dict[int, int | str] = {}
     for key, value in overrides.items():
-        if isinstance(key, str) and names is not None and key in names:
-            axis = names.index(key)
-        elif type(key) is int and 0 <= key < ndim:
-            axis = key
-        else:
-            axes = f"0 to {ndim - 1}" + (
-                f" or one of {', '.join(map(repr, names))}" if names else ""
-            )
-            raise InvalidMesh(f"backend_override has the key {key!r}, but axes are {axes}")
+        axis = find_axis(
+            key, names, ndim=ndim, mesh="backend_override: the mesh", error=InvalidMesh
+        )
         if axis in given:
             raise InvalidMesh(
                 f"backend_override names axis {axis} twice, as {given[axis]!r} and as {key!r}"

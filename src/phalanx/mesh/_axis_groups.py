@@ -3,14 +3,13 @@
 `AxisGroups` holds the groups formed for one base group and lives as long as that group, not as
 long as a mesh: two meshes whose axes have the same ranks and options share a group.
 
-Constructing a mesh does not communicate, so ranks may hold different meshes, and that alone is no
-error. It is an error when a rank uses a mesh that a peer does not have while the peer has used one
-that includes the rank and that the rank does not have; likewise for two axes of one name in one
-mesh. Each rank keeps a record of the meshes it made and used in the base group's store, written
-when a group forms. Members normally see at rendezvous that they want the same axis of the same
-mesh. Only when they do not, or when some are missing, are records read: at most
-`MAX_RECORDS_READ`, those of the nearest ranks. If the records of a large group differ at all,
-those of some neighbours differ.
+Constructing a mesh does not communicate, so ranks may hold different meshes. It is a mistake if
+rank A uses a mesh that B lacks and B has used a mesh that contains A and that A lacks; likewise for
+two axes of one name in one mesh. Each rank keeps a record of the meshes it made and used in the
+base group's store, written when a group forms. Members normally see at rendezvous that they want
+the same axis of the same mesh. Only when they do not, or when some are missing, are records read:
+at most `MAX_RECORDS_READ`, those of the nearest ranks. If the records of a large group differ at
+all, those of some neighbours differ.
 
 No lock is held while a group forms: ranks may form two groups in different order on two
 threads.
@@ -32,7 +31,7 @@ import torch.distributed as dist
 
 from ..errors import InvalidState, RankMismatch
 from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
-from .layout import FlatLayout, MeshLayout, format_axes, format_ranks
+from .layout import FlatLayout, MeshLayout, format_axes, format_rank_pattern
 
 if TYPE_CHECKING:
     from ..groups._store import BlockingStoreClient, StoreClient
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 MAX_MESHES_KEPT = 256  # the last ones made
 MAX_RECORDS_READ = 64
-MAX_RANKS_LISTED = 4096  # a longer irregular list counts as including every rank
+MAX_RANKS_RECORDED = 4096  # a longer irregular list counts as including every rank
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ class RootKey:
     @cached_property
     def text(self) -> str:
         axes = format_axes(self.names, self.layout.top_level_sizes)
-        ranks = format_ranks(self.ranks, limit=16)
+        ranks = format_rank_pattern(self.ranks, limit=16)
         return f"DeviceMesh(({axes}), {self.device_type!r}, ranks {ranks})"
 
     @cached_property
@@ -103,7 +102,7 @@ class MeshRegistry:
             for name, axis in zip(names, layout, strict=True):
                 entry.axes.setdefault(name, {})[axis] = None
 
-    def rendezvous_check(
+    def record_use(
         self, base: ParentGroup, ranks: Sequence[int], use: AxisUse, *, label: str
     ) -> AxisRendezvousCheck | None:
         """Record the use of an axis; return what its members compare, if they can communicate."""
@@ -118,7 +117,7 @@ class MeshRegistry:
 
     def publish(self, base: ParentGroup, use: AxisUse) -> None:
         """Publish the use of an axis that needs no new group, and compare with known records."""
-        check = self.rendezvous_check(base, range(base.size), use, label=base.label)
+        check = self.record_use(base, range(base.size), use, label=base.label)
         if check is None or check.record_json == self._published:
             return
         if self._store is None:
@@ -204,7 +203,9 @@ def _mesh_record(root: RootKey, entry: _RegisteredMesh) -> dict[str, Any]:
         "text": root.text,
         "used": entry.used,
         "range": [ranks.start, ranks.stop, ranks.step] if isinstance(ranks, range) else None,
-        "ranks": None if isinstance(ranks, range) or len(ranks) > MAX_RANKS_LISTED else list(ranks),
+        "ranks": None
+        if isinstance(ranks, range) or len(ranks) > MAX_RANKS_RECORDED
+        else list(ranks),
         "axes": {name: [str(axis) for axis in axes] for name, axes in entry.axes.items()},
     }
 
@@ -228,6 +229,7 @@ class AxisGroups:
         """Number of shutdowns. A group of an earlier generation must not be cached."""
         self._lock = threading.Lock()  # guards the rest and `generation`
         self._groups: dict[_GroupKey, Future[dist.ProcessGroup]] = {}
+        # By id: equal meshes are distinct entries.
         self._caches: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
 
     def cache_in(
@@ -262,8 +264,10 @@ class AxisGroups:
         if options == DEFAULT_OPTIONS and ranks == range(base.size) and base.takes(device_type):
             self.registry.publish(base, use)
             return base.group
-        # The name must be the same on every rank and unique among groups of the base.
-        name = f"mesh {format_ranks(ranks)}{options.label}"
+        # The name must be the same on every rank, and only groups that differ in torch's own
+        # options, which have no text, may share one.
+        device = "" if device_type == "cpu" else f" on {device_type}"
+        name = f"mesh {format_rank_pattern(ranks)}{device}{options.label}"
         key = ranks, options, device_type
         with self._lock:
             existing = self._groups.get(key)
@@ -272,7 +276,7 @@ class AxisGroups:
         if existing is not None:
             return existing.result()  # forming has a deadline, so this wait has one
         try:
-            check = self.registry.rendezvous_check(base, ranks, use, label=f"{base.label}/{name}")
+            check = self.registry.record_use(base, ranks, use, label=f"{base.label}/{name}")
             group = base.make(
                 ranks, options, name=name, desc=desc, device_type=device_type, purpose=check
             )

@@ -3,7 +3,6 @@
 `DeviceMesh` has the names and semantics of torch's class, and derives from it so that torch's code
 accepts it. It never runs torch's constructor, which builds a map of all ranks and forms every
 group. A mesh stores a layout and a `RootState`, which all meshes derived from one root share.
-Derived meshes come from `_submesh`.
 
 No constructor communicates, except that `init_device_mesh` forms the base group where there is
 none. Groups of axes are formed by `get_group`, by the members of that group only.
@@ -11,6 +10,10 @@ none. Groups of axes are formed by `get_group`, by the members of that group onl
 Code that compares exact types or meshes (compiled DTensor programs) needs a mesh of torch's own
 class, which `to_torch` gives our layout and groups, so no group is formed twice. Meshes of one root
 stay meshes of one root, since torch compares roots.
+
+Slices, flattened, unflattened and concatenated meshes are layout arithmetic: they form no group,
+do not communicate, and cost the same for any number of ranks. Where axes have no names, they raise
+`InvalidState` or `InvalidType`, whichever derives from what torch raises there.
 """
 
 from __future__ import annotations
@@ -18,9 +21,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -33,7 +35,8 @@ from torch.distributed.distributed_c10d import GroupName
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..env import read_rank_env
-from ..errors import InvalidMesh, InvalidState, InvalidType, NotInMesh, UnknownAxis
+from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
+from ..groups._call_site import warn_user
 from ..groups._factory import default_group
 from ..groups._subgroups import (
     DEFAULT_OPTIONS,
@@ -43,7 +46,6 @@ from ..groups._subgroups import (
     parent_group,
     resolve_group,
 )
-from . import _submesh
 from ._arguments import (
     Override,
     Overrides,
@@ -53,122 +55,18 @@ from ._arguments import (
     check_names,
     check_ranks,
     check_shape,
+    find_axis,
+    parse_override,
     parse_overrides,
     read_ranks,
 )
-from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of
+from ._axis_groups import RootKey
+from ._root_state import RootState
 from .layout import FlatLayout, MeshLayout, format_axes
 
 _Names = tuple[str, ...] | None
 _Options = tuple[GroupOptions, ...]
-
-
-@dataclass(eq=False, repr=False)
-class RootState:
-    """State that a root mesh shares with all meshes derived from it.
-
-    Layouts of the meshes give positions in `ranks`. Those are ranks of the base group or, where
-    `base_rank_names` is set, other numbers for the same ranks: global ranks, for a mesh made from
-    a group.
-    """
-
-    device_type: str
-    ranks: Sequence[int]
-    _: KW_ONLY
-    base: ParentGroup | None
-    own_rank: InitVar[int | None] = None
-    base_rank_names: Sequence[int] | None = None
-    is_registered: bool = True
-    # Not shared with other roots: a member that was not given the group would form one and wait for
-    # the others.
-    provided_groups: dict[Sequence[int], dist.ProcessGroup] = field(default_factory=dict)
-    flattened: dict[str, DeviceMesh] = field(default_factory=dict)
-    unflattened: dict[str, set[FlatLayout]] = field(default_factory=dict)
-    """Axes made by unflatten, by name. A flattened axis must have another name."""
-    torch_root: TorchMesh | None = None
-    root: DeviceMesh = field(init=False)  # set by the first mesh of this state
-    root_key: RootKey = field(init=False)
-
-    def __post_init__(self, own_rank: int | None) -> None:
-        base, names = self.base, self.base_rank_names
-        if own_rank is None and base is not None:
-            own_rank = base.rank if names is None else names[base.rank]
-        elif own_rank is None:
-            own_rank = dist.get_rank() if dist.is_initialized() else 0
-        self.rank = own_rank
-        self.position = self.ranks.index(own_rank) if own_rank in self.ranks else None
-        self.groups = AxisGroups() if base is None else axis_groups_of(base.group)
-
-    def is_equivalent(self, other: RootState) -> bool:
-        """Whether a layout means the same ranks of the same group in both."""
-        return self is other or (
-            self.groups is other.groups
-            and self.device_type == other.device_type
-            and self.ranks == other.ranks
-        )
-
-    def base_ranks(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Convert ranks to those of the base group."""
-        if self.base_rank_names is None:
-            return ranks
-        return as_range([self.base_rank_names.index(rank) for rank in ranks])
-
-    def global_ranks(self) -> Sequence[int]:
-        """Return the global ranks of all positions."""
-        if self.base is None or self.base_rank_names is not None:
-            return self.ranks
-        global_ranks = self.base.global_ranks
-        return [global_ranks[rank] for rank in self.ranks]
-
-    def ranks_at(self, positions: Sequence[int]) -> Sequence[int]:
-        if isinstance(self.ranks, range) and isinstance(positions, range):
-            return self.ranks[positions.start : positions.stop : positions.step]
-        return as_range([self.ranks[position] for position in positions])
-
-    def require_position(self, consequence: str) -> int:
-        """Return the position of this rank, or raise `NotInMesh`."""
-        if self.position is None:
-            raise NotInMesh(
-                f"rank {self.rank} is not in {self.root}, so {consequence}. "
-                "Hint: get_coordinate() is None on such a rank."
-            )
-        return self.position
-
-    def tensor(self, layout: MeshLayout) -> torch.Tensor:
-        """Return the ranks of the copy of a layout that contains this rank."""
-        start = 0
-        if layout.numel() < len(self.ranks):
-            start, _ = layout.locate(self.require_position("it is in no slice of it"))
-        flat = layout.collapse()
-        positions = torch.arange(start, start + flat.cosize(), device="cpu")
-        positions = positions.as_strided(flat.shape, flat.stride)
-        if isinstance(self.ranks, range):
-            ranks = positions * self.ranks.step + self.ranks.start
-        else:
-            ranks = torch.tensor(self.ranks, device="cpu")[positions]
-        return ranks.to(torch.int32).reshape(layout.top_level_sizes)
-
-    def axis_ranks(self, axis: FlatLayout, name: str) -> Sequence[int]:
-        """Return the ranks of this rank's group along an axis."""
-        position = self.require_position(f"it has no group along axis {name!r}")
-        return self.ranks_at(axis.group_of(position))
-
-    def axis_group(
-        self, axis: FlatLayout, name: str, options: GroupOptions, *, desc: str
-    ) -> dist.ProcessGroup:
-        """Return this rank's group along an axis; form it if there is none."""
-        ranks = self.axis_ranks(axis, name)
-        if ranks in self.provided_groups and options == DEFAULT_OPTIONS:
-            return self.provided_groups[ranks]
-        if self.base is None:
-            raise InvalidState(
-                f"no group for ranks {list(ranks)} along axis {name!r}: {self.root} was made "
-                "without a group of all its ranks"
-            )
-        use = AxisUse(self.root_key, name, axis)
-        return self.groups.get_or_form(
-            self.base, self.base_ranks(ranks), options, use=use, desc=desc
-        )
+_Axis = tuple[FlatLayout, GroupOptions]
 
 
 class _MeshEnv(threading.local):
@@ -235,10 +133,9 @@ def choose_device(device_type: str, base: ParentGroup) -> None:
             f"devices of type {device_type!r}. Hint: set LOCAL_RANK, or choose a device first."
         )
     chosen = base.rank % count
-    warnings.warn(
+    warn_user(
         f"rank {base.rank} has chosen no device and LOCAL_RANK is not set: using "
-        f"{device_type}:{chosen}. Choose a device before making a mesh, or use a launcher",
-        stacklevel=4,
+        f"{device_type}:{chosen}. Choose a device before making a mesh, or use a launcher"
     )
     module.set_device(chosen)
 
@@ -292,21 +189,26 @@ class DeviceMesh(TorchMesh):
         check_ranks(ranks, size=None if base is None else base.size)
         state = RootState(device_type, ranks, base=base, own_rank=_rank)
         self._set_state(state, MeshLayout.from_sizes_strides(sizes), names, options)
+        self._become_root()
 
     @staticmethod
     def _make(
         state: RootState, layout: MeshLayout, names: _Names, options: _Options | None = None
     ) -> DeviceMesh:
+        """Make a mesh of `state`: the root if it has none yet."""
         mesh = DeviceMesh.__new__(DeviceMesh)
         mesh._set_state(state, layout, names, options or (DEFAULT_OPTIONS,) * len(layout))
+        if state.root is None:
+            mesh._become_root()
         return mesh
 
     def _set_state(
         self, state: RootState, layout: MeshLayout, names: _Names, options: _Options
     ) -> None:
-        """Become a mesh of `state`: the root if it has none yet."""
         self._root_state = state
-        self._device_type, self._rank = state.device_type, state.rank
+        self._root_mesh: DeviceMesh | None = state.root  # None in the root itself
+        self._device_type = state.device_type
+        self._rank = state.rank
         self._flatten_mapping: dict[str, DeviceMesh] = state.flattened  # type: ignore[assignment]
         self._layout: MeshLayout = layout  # type: ignore[assignment]
         self._mesh_dim_names = names
@@ -314,16 +216,18 @@ class DeviceMesh(TorchMesh):
         self._groups: dict[int | str | None, dist.ProcessGroup] = {}
         self._tensor: torch.Tensor | None = None
         self._hash: int | None = None
-        self._root_mesh = getattr(state, "root", None)
-        if self._root_mesh is not None:
-            return
+
+    def _become_root(self) -> None:
+        state = self._root_state
         if state.base is not None:
-            for each in options:
+            for each in self._options:
                 if each is not DEFAULT_OPTIONS:
                     state.base.check(each)
             choose_device(state.device_type, state.base)
         state.root = self
-        state.root_key = RootKey(state.device_type, names, layout, state.base_ranks(state.ranks))
+        state.root_key = RootKey(
+            state.device_type, self._mesh_dim_names, self._layout, state.base_ranks(state.ranks)
+        )
         if state.is_registered:
             state.groups.registry.add(state.root_key)
 
@@ -372,16 +276,7 @@ class DeviceMesh(TorchMesh):
         return self._layout.locate(position)[1][number]
 
     def _axis_number(self, axis: int | str) -> int:
-        names, ndim = self._mesh_dim_names, self.ndim
-        if isinstance(axis, str):
-            if names is not None and axis in names:
-                return names.index(axis)
-            known = f"it has {', '.join(map(repr, names))}" if names else "its axes have no names"
-            raise UnknownAxis(f"{self} has no axis {axis!r}: {known}")
-        if isinstance(axis, int) and -ndim <= axis < ndim:
-            return axis % ndim
-        known = f"axes are 0 to {ndim - 1}" if ndim > 1 else f"it has {ndim or 'no'} axis"
-        raise UnknownAxis(f"{self} has no axis {axis!r}: {known}")
+        return find_axis(axis, self._mesh_dim_names, ndim=self.ndim, mesh=self)
 
     def _require_single_axis(self, method: str) -> int:
         if self.ndim != 1:
@@ -404,11 +299,11 @@ class DeviceMesh(TorchMesh):
 
         No other rank takes part. Meshes whose axes have the same ranks and options share a group.
         """
-        try:
-            return self._groups[mesh_dim]
-        except (KeyError, TypeError):
-            groups = self._root_state.groups
-            generation = groups.generation
+        known = self._groups.get(mesh_dim)
+        if known is not None:
+            return known
+        groups = self._root_state.groups
+        generation = groups.generation
         flattened = self._flattened(mesh_dim)
         if flattened is not None:
             group = flattened.get_group()
@@ -472,7 +367,7 @@ class DeviceMesh(TorchMesh):
                 raise InvalidMesh(f"mesh {given} differs from the group's ranks, {list(members)}")
             names = check_names(mesh_dim_names, 1)
             state = RootState(
-                device_type, members, base=parent_group(group), base_rank_names=members
+                device_type, members, base=parent_group(group), base_global_ranks=members
             )
             state.provided_groups[members] = group
             return DeviceMesh._make(state, MeshLayout.from_sizes_strides((len(members),)), names)
@@ -497,7 +392,30 @@ class DeviceMesh(TorchMesh):
     # -- derived meshes --------------------------------------------------------------------
 
     def __getitem__(self, mesh_dim_names: str | tuple[str, ...]) -> DeviceMesh:
-        return _submesh.slice_mesh(self, mesh_dim_names)
+        """Return a mesh of some axes by name. Those of a root may be flattened ones."""
+        names = self._mesh_dim_names
+        wanted = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names
+        if not names:
+            raise InvalidState(f"{self} cannot be sliced: its axes have no names")
+        if wanted == names:
+            return self
+        wanted = as_tuple(wanted, "a slice", "names of axes")
+        known = dict(zip(names, self._axes(), strict=True))
+        if self._root_mesh is None:
+            known |= {name: flat._axes()[0] for name, flat in self._root_state.flattened.items()}
+        for name in wanted:
+            find_axis(name, tuple(known), ndim=0, mesh=self)
+        axes = [known[name] for name in wanted]
+        twice = [name for name in wanted if wanted.count(name) > 1]
+        if twice:
+            raise InvalidMesh(f"slice {wanted} of {self} has axis {twice[0]!r} more than once")
+        if not _layout_of(axes).check_sorted():
+            raise UnknownAxis(
+                f"slice {wanted} of {self} is not in the order of its axes, "
+                f"{_format_names(names)}. Hint: concatenate() takes any order."
+            )
+        _check_overlap(wanted, axes, where=f"a slice of {self}")
+        return self._derive(axes, wanted)
 
     def flatten(
         self, mesh_dim_name: str | None = None, backend_override: Override | None = None
@@ -506,7 +424,43 @@ class DeviceMesh(TorchMesh):
 
         The default name is the names of all axes, joined by underscores.
         """
-        return _submesh.flatten(self, mesh_dim_name, backend_override)
+        names, state = self._mesh_dim_names, self._root_state
+        if not names:
+            raise InvalidState(f"{self} cannot be flattened: its axes have no names")
+        if mesh_dim_name is not None and not isinstance(mesh_dim_name, str):
+            raise InvalidType(f"mesh_dim_name must be a string, got {mesh_dim_name!r}")
+        name = mesh_dim_name or "_".join(names)
+        if (name,) == names:
+            return self
+        layout = self._layout.flatten()
+        options = (parse_override(backend_override),)
+        self._check_name_is_free(name, layout[0])
+        known = state.flattened.get(name)
+        if known is None:
+            made = DeviceMesh._make(state, layout, (name,), options)
+            known = state.flattened.setdefault(name, made)
+            state.groups.registry.record_axes(state.root_key, (name,), layout)
+        if known._layout != layout or (backend_override is not None and known._options != options):
+            raise InvalidMesh(
+                f"cannot flatten {self} as {name!r}: {known} has that name and other ranks or "
+                "options"
+            )
+        return known
+
+    def _check_name_is_free(self, name: str, flat: FlatLayout) -> None:
+        root, state = self.get_root_mesh(), self._root_state
+        own, of_root = self._mesh_dim_names or (), root._mesh_dim_names or ()
+        if name in of_root or name in own:
+            taken = {*of_root, *own, *state.flattened, *state.unflattened}
+            raise InvalidMesh(
+                f"{name!r} is already an axis of {root if name in of_root else self}. Names in "
+                f"use: {_format_names(sorted(taken))}"
+            )
+        others = state.unflattened.get(name, set()) - {flat}
+        if others:
+            raise InvalidMesh(
+                f"{name!r} is already an axis of {root}, made by unflatten as {next(iter(others))}"
+            )
 
     def unflatten(
         self,
@@ -516,23 +470,81 @@ class DeviceMesh(TorchMesh):
         backend_override: Overrides | None = None,
     ) -> DeviceMesh:
         """Return a mesh with several axes in place of one; the last of them varies fastest."""
-        return _submesh.unflatten(self, dim, mesh_sizes, mesh_dim_names, backend_override)
+        number, own, state = self._axis_number(dim), self._mesh_dim_names, self._root_state
+        if own is None:
+            raise InvalidType(f"{self} cannot be unflattened: its axes have no names")
+        given: dict[str, object] = {"mesh_sizes": mesh_sizes, "mesh_dim_names": mesh_dim_names}
+        for what, value in given.items():
+            if isinstance(value, str) or not isinstance(value, Sequence):
+                raise InvalidType(f"{what} must be a tuple, got {value!r}")
+        sizes, names = tuple(mesh_sizes), tuple(mesh_dim_names)
+        axis = self._layout[number]
+        if len(sizes) != len(names):
+            raise InvalidMesh(
+                f"mesh_sizes {sizes} and mesh_dim_names {names} have different lengths"
+            )
+        if math.prod(sizes) != axis.numel():
+            raise InvalidMesh(
+                f"axis {own[number]!r} has size {axis.numel()}, but mesh_sizes are {sizes}"
+            )
+        try:
+            parts = axis.composition(MeshLayout.from_sizes_strides(sizes))
+        except InvalidArgument as error:
+            raise InvalidMesh(f"axis {own[number]!r} cannot become {sizes}: {error}") from error
+        options = parse_overrides(backend_override, len(parts), names)
+        all_names = (*own[:number], *names, *own[number + 1 :])
+        check_names(all_names, len(all_names))
+        for name, part in zip(names, parts, strict=True):
+            flat = state.flattened.get(name)
+            if flat is not None and flat._layout[0] != part:
+                raise InvalidMesh(f"{name!r} is already a flattened axis with other ranks, {flat}")
+        for name, part in zip(names, parts, strict=True):
+            state.unflattened.setdefault(name, set()).add(part)
+        state.groups.registry.record_axes(state.root_key, names, parts)
+        axes = self._axes()
+        axes[number : number + 1] = zip(parts, options, strict=True)
+        return self._derive(axes, all_names)
 
     @staticmethod
     def concatenate(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
         """Return a mesh with the axes of several meshes of one root, in this order."""
-        return _submesh.concatenate(device_mesh_list)
+        meshes = as_tuple(device_mesh_list, "device_mesh_list", "a list of meshes", DeviceMesh)
+        if not meshes:
+            raise UnknownAxis("concatenate needs at least one mesh")
+        axes: list[_Axis] = []
+        names: list[str] = []
+        first = meshes[0]
+        for mesh in meshes:
+            if not mesh._root_state.is_equivalent(first._root_state):
+                raise InvalidMesh(
+                    f"cannot concatenate meshes of different roots: {mesh} is from "
+                    f"{mesh.get_root_mesh()}, {first} from {first.get_root_mesh()}"
+                )
+            if mesh._mesh_dim_names is None:
+                raise InvalidType(f"{mesh} cannot be concatenated: its axes have no names")
+            names += mesh._mesh_dim_names
+            axes += mesh._axes()
+        _check_overlap(names, axes, where="a concatenated mesh")
+        check_names(names, len(names))
+        return first._derive(axes, names)
+
+    def _axes(self) -> list[_Axis]:
+        return list(zip(self._layout, self._options, strict=True))
+
+    def _derive(self, axes: Sequence[_Axis], names: Sequence[str]) -> DeviceMesh:
+        options = tuple([options for _, options in axes])
+        return DeviceMesh._make(self._root_state, _layout_of(axes), tuple(names), options)
 
     def get_root_mesh(self) -> DeviceMesh:
         """Return the mesh that this one was derived from, or itself."""
-        return self._root_state.root
+        return self if self._root_mesh is None else self._root_mesh
 
     def get_root_mesh_dim(self) -> int | None:
         """Return the number of this mesh's only axis in the root mesh."""
         if self._mesh_dim_names is None:
             return None
         self._require_single_axis("get_root_mesh_dim")
-        return self._root_state.root._axis_number(self._mesh_dim_names[0])
+        return self.get_root_mesh()._axis_number(self._mesh_dim_names[0])
 
     def get_mesh_dim_by_name(self, mesh_dim_name: str) -> int:
         """Return the number of the axis of that name."""
@@ -540,7 +552,7 @@ class DeviceMesh(TorchMesh):
 
     def get_slice_mesh_layout(self, mesh_dim_names: tuple[str, ...]) -> MeshLayout:
         """Return the layout of a slice by these names."""
-        return _submesh.slice_mesh(self, mesh_dim_names)._layout
+        return self[mesh_dim_names]._layout
 
     def get_all_submeshes(self, mesh_dim_name: str) -> list[DeviceMesh]:
         """Return a mesh for each group along one axis, those of other ranks included."""
@@ -554,7 +566,7 @@ class DeviceMesh(TorchMesh):
                 state.ranks_at(positions),
                 base=state.base,
                 own_rank=state.rank,
-                base_rank_names=state.base_rank_names,
+                base_global_ranks=state.base_global_ranks,
                 is_registered=False,  # before first use, since there may be thousands of them
                 provided_groups=state.provided_groups,
             )
@@ -590,10 +602,10 @@ class DeviceMesh(TorchMesh):
     def __reduce__(self) -> tuple[Any, ...]:
         state, base = self._root_state, self._root_state.base
         options = _picklable_options(self._options)
-        if self is not state.root:
-            return _unpickle_submesh, (state.root, self._layout, self._mesh_dim_names, options)
+        if self._root_mesh is not None:
+            return _unpickle_submesh, (self._root_mesh, self._layout, self._mesh_dim_names, options)
         return _unpickle_root, (
-            (state.device_type, state.ranks, state.rank, state.base_rank_names),
+            (state.device_type, state.ranks, state.rank, state.base_global_ranks),
             # Groups are pickled as the names under which torch knows them.
             ("", 0) if base is None else (base.group.group_name, base.size),
             [(ranks, group.group_name) for ranks, group in state.provided_groups.items()],
@@ -632,24 +644,24 @@ class DeviceMesh(TorchMesh):
         become meshes of one root. DTensor needs a default group: with `as_default` the mesh's
         group becomes torch's default group if there is none.
         """
-        state, base = self._root_state, self._root_state.base
+        state, base, our_root = self._root_state, self._root_state.base, self.get_root_mesh()
         if as_default and not dist.is_initialized():
             if base is None or list(base.global_ranks) != list(range(base.size)):
                 raise InvalidState(
-                    f"{state.root} cannot provide torch's default group: its group does not have "
+                    f"{our_root} cannot provide torch's default group: its group does not have "
                     "all global ranks"
                 )
             c10d._update_default_pg(base.group)
         if not dist.is_initialized() and self.size() != len(state.ranks):
             raise InvalidState(
-                f"{self} is a slice of {state.root}, and torch's mesh needs a default group to "
+                f"{self} is a slice of {our_root}, and torch's mesh needs a default group to "
                 "locate this rank in it. Hint: initialize torch's default group, or pass "
                 "as_default=True."
             )
         if state.torch_root is None:
-            state.torch_root = state.root._without_groups(root=None)
+            state.torch_root = our_root._without_groups(root=None)
         root = state.torch_root
-        made = root if self is state.root else self._without_groups(root=root)
+        made = root if self is our_root else self._without_groups(root=root)
         made._dim_group_names = self._dim_group_names
         for each in (made, root):
             each._pg_registry.update(self._pg_registry)
@@ -689,7 +701,7 @@ class DeviceMesh(TorchMesh):
         return made if mesh is root else _with_groups_of(mesh, state, mesh.mesh_dim_names or ())
 
     # What torch's code reads from a mesh. Everything is computed on access: nothing of a mesh
-    # grows with the number of ranks until torch asks for it.
+    # grows with the number of ranks until torch asks for it. Constructing torch's class does ask.
 
     @property
     def _rank_map(self) -> torch.Tensor:  # type: ignore[override]
@@ -762,6 +774,23 @@ def init_device_mesh(
     )
 
 
+def _check_overlap(names: Sequence[str], axes: Sequence[_Axis], *, where: str) -> None:
+    if _layout_of(axes).check_orthogonal():
+        return
+    number = next(n for n in range(len(axes)) if not _layout_of(axes[: n + 1]).check_orthogonal())
+    raise InvalidMesh(
+        f"axis {names[number]!r} overlaps with {_format_names(names[:number])} in {where}"
+    )
+
+
+def _layout_of(axes: Sequence[_Axis]) -> MeshLayout:
+    return MeshLayout([layout for layout, _ in axes])
+
+
+def _format_names(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
 def _with_groups_of(mesh: TorchMesh, state: RootState, names: _Names) -> DeviceMesh:
     """Return a mesh with the layout and groups of torch's."""
     layout = MeshLayout([FlatLayout(axis.shape, axis.stride) for axis in mesh._layout])
@@ -785,7 +814,7 @@ def _unpickle_root(
     flattened: list[tuple[str, MeshLayout, _Options]],
 ) -> DeviceMesh:
     """Make a root mesh with those of its groups that exist in this process."""
-    device_type, ranks, rank, base_rank_names = identity
+    device_type, ranks, rank, base_global_ranks = identity
     name, size = base_group
     group = resolve_group(name)
     base = parent_group(group) if group is not None and group.size() == size else None
@@ -794,7 +823,7 @@ def _unpickle_root(
         ranks,
         base=base,
         own_rank=rank if base is None else None,
-        base_rank_names=base_rank_names,
+        base_global_ranks=base_global_ranks,
     )
     for members, name in provided_groups:
         group = resolve_group(name)

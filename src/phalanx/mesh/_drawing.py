@@ -15,11 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 from xml.sax.saxutils import escape
 
+from .._formatting import format_count
 from ..errors import InvalidArgument
-from .layout import MeshLayout, format_axes
+from .layout import FlatLayout, MeshLayout, format_axes
 
 Positions: TypeAlias = tuple[int | None, ...]
 
@@ -51,29 +52,33 @@ class _MeshView:
         layout: MeshLayout,
         *,
         limits: tuple[int, int, int],
-        names: Sequence[str] | None = None,
-        rank: int | None = None,
-        ranks_per_host: int | None = None,
-        start: int = 0,
-        rank_map: Sequence[int] | None = None,
+        names: Sequence[str] | None,
+        rank: int | None,
+        ranks_per_host: int | None,
+        start: int,
+        rank_map: Sequence[int] | None,
     ) -> None:
         sizes = layout.top_level_sizes
         if names is not None and len(names) != len(sizes):
             raise InvalidArgument(f"{len(names)} names {tuple(names)} for {len(sizes)} axes")
         if ranks_per_host is not None and ranks_per_host < 1:
             raise InvalidArgument(f"ranks_per_host must be at least 1, got {ranks_per_host}")
-        self._layout, self._start, self._rank_map = layout, start, rank_map
+        # A mesh of one axis is a single row, and one of none is a single cell.
+        self._padding = max(0, 2 - len(sizes))
+        self._layout = MeshLayout([FlatLayout(1)] * self._padding + list(layout))
+        self._start = start
+        self._rank_map = rank_map
         self._ranks_per_host = ranks_per_host
         self._limits = limits
         self.labels = tuple(names or [f"axis {axis}" for axis in range(len(sizes))])
         position = rank
         if rank is not None and rank_map is not None:
             position = rank_map.index(rank) if rank in rank_map else None
-        self._here = None if position is None else layout.coordinate_of(position - start)
+        self._here = None if position is None else self._layout.coordinate_of(position - start)
         self.rank = None if self._here is None else rank
         self.title = self._title(sizes, is_named=bool(names))
-        self.place = "" if rank is None else self._caption(rank)
-        outer = MeshLayout.from_sizes_strides(sizes[:-2])
+        self.caption = "" if rank is None else self._caption(rank)
+        outer = MeshLayout.from_sizes_strides(self._layout.top_level_sizes[:-2])
         index = None if self._here is None else outer.rank_of(self._here[:-2])
         places = visible_positions(outer.numel(), here=index, limit=limits[0])
         leads = [None if place is None else outer.coordinate_of(place) for place in places]
@@ -81,43 +86,35 @@ class _MeshView:
         self.cells = [c for block in self.blocks if block for row in block.cells for c in row if c]
 
     def _title(self, sizes: Sequence[int], *, is_named: bool) -> str:
-        count = self._layout.numel()
-        title = f"{count} {'rank' if count == 1 else 'ranks'}"
+        title = format_count(self._layout.numel(), "rank")
         if self._ranks_per_host is not None:
-            title += f", hosts of {self._ranks_per_host}"
+            title += f", {format_count(self._ranks_per_host, 'rank')} per host"
         shape = format_axes(self.labels if is_named else None, sizes, " × ")  # noqa: RUF001 - the sign
         return f"{shape}: {title}" if is_named or len(sizes) > 1 else title
 
     def _caption(self, rank: int) -> str:
         if self._here is None:
             return f"rank {rank} is not in this mesh"
-        place = format_axes(self.labels, self._here) or "the only place"
+        place = format_axes(self.labels, self._here[self._padding :]) or "the only place"
         host = "" if self._ranks_per_host is None else f", on host {rank // self._ranks_per_host}"
         return f"rank {rank} is at {place}{host}"
 
     def _block(self, lead: tuple[int, ...]) -> _Block:
-        inner = self._layout.top_level_sizes[len(lead) :]
-        near = (None,) * len(inner) if self._here is None else self._here[len(lead) :]
-        # A mesh of one axis is a single row, and one of none is a single cell.
-        missing = 2 - len(inner)
-        rows, columns = [(0,)] * missing + [
+        here: Positions = (None, None) if self._here is None else self._here[-2:]
+        rows, columns = (
             visible_positions(size, here=at, limit=limit)
-            for size, at, limit in zip(inner, near, self._limits[1 + missing :], strict=True)
-        ]
-        return _Block(
-            title=format_axes(self.labels, lead),
-            rows=rows,
-            columns=columns,
-            cells=[
-                [
-                    None
-                    if row is None or column is None
-                    else self._cell((*lead, *(row, column)[missing:]))
-                    for column in columns
-                ]
-                for row in rows
-            ],
+            for size, at, limit in zip(
+                self._layout.top_level_sizes[-2:], here, self._limits[1:], strict=True
+            )
         )
+        cells: list[_Cells] = [
+            [
+                None if row is None or column is None else self._cell((*lead, row, column))
+                for column in columns
+            ]
+            for row in rows
+        ]
+        return _Block(format_axes(self.labels, lead), rows, columns, cells)
 
     def _cell(self, coordinate: tuple[int, ...]) -> _Cell:
         position = self._start + self._layout.rank_of(coordinate)
@@ -128,7 +125,7 @@ class _MeshView:
             rank=rank,
             host=None if self._ranks_per_host is None else rank // self._ranks_per_host,
             is_mine=coordinate == self._here,
-            axis=differs[0] if len(differs) == 1 else None,
+            axis=differs[0] - self._padding if len(differs) == 1 else None,
         )
 
 
@@ -152,7 +149,9 @@ def _number(place: int | None) -> str:
     return "…" if place is None else str(place)
 
 
-_INK, _FAINT, _LINE = "#1b1f24", "#57606a", "#c4cbd3"
+_INK = "#1b1f24"
+_FAINT = "#57606a"
+_LINE = "#c4cbd3"
 _MINE = f'fill="#0072b2" stroke="{_INK}" stroke-width="2"'
 _AXES = [("#d55e00", ""), ("#009e73", "6 2"), ("#a14f7d", "2 2"), ("#b97f00", "8 2 2 2")]
 _HOSTS = ["#e9eff5", "#f5f0e4"]
@@ -244,14 +243,18 @@ class _SvgBlock:
                 yield _svg_text(_MARGIN - 6, y + 19, _number(place), fill=_FAINT, at="end")
         for y, row in zip(self.y, block.cells, strict=True):
             for x, cell in zip(self.x, row, strict=True):
-                text, fill, weight = "…", _FAINT, "normal"
+                is_mine = cell is not None and cell.is_mine
                 if cell is not None:
-                    text = str(cell.rank)
-                    fill, weight = ("#ffffff", "bold") if cell.is_mine else (_INK, "normal")
-                    style = _MINE if cell.is_mine else _axis_style(cell.axis)
+                    style = _MINE if is_mine else _axis_style(cell.axis)
                     yield _svg_rect(_Box(x, y, self.cell_width, _CELL), style)
                 yield _svg_text(
-                    x + half, y + 19.5, text, size=13, fill=fill, weight=weight, at="middle"
+                    x + half,
+                    y + 19.5,
+                    "…" if cell is None else str(cell.rank),
+                    size=13,
+                    fill=_FAINT if cell is None else "#ffffff" if is_mine else _INK,
+                    weight="bold" if is_mine else "normal",
+                    at="middle",
                 )
 
 
@@ -273,42 +276,51 @@ def _render_svg(view: _MeshView) -> str:
     # A host of one column must be as wide as its name.
     cell_width = max(_CELL + 4, 8 * digits + 14, 6 * (hosts + 4) if hosts else 0)
     body = [_svg_text(_PAPER, 30, view.title, size=15, weight="bold")]
-    if view.place:
-        body.append(_svg_text(_PAPER, 49, view.place, size=12, fill=_FAINT))
-    left, top, right, bottom = float(_PAPER), 62.0, 0.0, 0.0
+    if view.caption:
+        body.append(_svg_text(_PAPER, 49, view.caption, size=12, fill=_FAINT))
+    left = _PAPER
+    top = 62
+    right = bottom = 0
     for block in view.blocks:
         if block is None:
-            width, height = 24, 0
+            width = 24
+            height = 0
             drawn = [_svg_text(12, 90, "…", size=18, fill=_FAINT, at="middle")]
         else:
             svg = _SvgBlock(block, cell_width=cell_width)
-            width, height, drawn = svg.width, svg.height, list(svg.draw(view))
+            width = svg.width
+            height = svg.height
+            drawn = list(svg.draw(view))
         if left > _PAPER and left + width > _WRAP_WIDTH:
-            left, top = _PAPER, bottom + 20
+            left = _PAPER
+            top = bottom + 20
         body += [f'<g transform="translate({left:g} {top:g})">', *drawn, "</g>"]
-        right, bottom = max(right, left + width), max(bottom, top + height)
+        right = max(right, left + width)
+        bottom = max(bottom, top + height)
         left += width + 14
-    left, top = float(_PAPER), bottom + 8
+    legend_width = 0.0
     if view.rank is not None:
         axes = sorted({cell.axis for cell in view.cells if cell.axis is not None})
         legend = [(f"rank {view.rank}", _MINE)]
         legend += [(f"its {view.labels[axis]} group", _axis_style(axis)) for axis in axes]
+        legend_width = float(_PAPER)
         for label, style in legend:
-            body.append(_svg_rect(_Box(left, top + 4, 22, 16), style))
-            body.append(_svg_text(left + 28, top + 16, label, size=12, fill=_FAINT))
-            left += 44 + 6.6 * len(label)
+            body.append(_svg_rect(_Box(legend_width, bottom + 12, 22, 16), style))
+            body.append(_svg_text(legend_width + 28, bottom + 24, label, size=12, fill=_FAINT))
+            legend_width += 44 + 6.6 * len(label)
         bottom += 26
-    longest = max(
-        8.2 * len(view.title), 6.4 * len(view.place), left if view.rank is not None else 0
-    )
-    size = f"{max(right, _PAPER + longest) + _PAPER:.0f}", f"{bottom + _PAPER:.0f}"
+    longest = max(8.2 * len(view.title), 6.4 * len(view.caption), legend_width)
+    total_width = f"{max(right, _PAPER + longest) + _PAPER:.0f}"
+    total_height = f"{bottom + _PAPER:.0f}"
     font = 'font-family="Helvetica, Arial, sans-serif"'
-    area = f'width="{size[0]}" height="{size[1]}" viewBox="0 0 {size[0]} {size[1]}"'
+    area = (
+        f'width="{total_width}" height="{total_height}" viewBox="0 0 {total_width} {total_height}"'
+    )
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" {area} role="img" {font}>',
             f"<title>{_escaped(view.title)}</title>",
-            *([f"<desc>{_escaped(view.place)}</desc>"] if view.place else []),
+            *([f"<desc>{_escaped(view.caption)}</desc>"] if view.caption else []),
             f'<rect width="100%" height="100%" rx="8" fill="#ffffff" stroke="{_LINE}"/>',
             *body,
             "</svg>",
@@ -364,26 +376,43 @@ def _svg_text(
 _TEXT_WIDTH = 96  # columns, approximately
 
 
-def draw_mesh(layout: MeshLayout, *, svg: bool = False, start: int = 0, **options: Any) -> str:
+def draw_mesh(
+    layout: MeshLayout,
+    *,
+    names: Sequence[str] | None = None,
+    rank: int | None = None,
+    ranks_per_host: int | None = None,
+    start: int = 0,
+    rank_map: Sequence[int] | None = None,
+    svg: bool = False,
+) -> str:
     """Draw a mesh as text, or as an SVG image: one block per position on all but two axes.
 
     As text, `rank` is in brackets and lines separate hosts. As SVG, each host is a box, and the
     groups of `rank` have one colour and outline per axis. `start` is the first rank of the copy of
-    the layout to draw; `rank_map` gives the global rank for each of the layout's. These and the
-    other options are arguments of `_MeshView`.
+    the layout to draw; `rank_map[i]` is the rank to print for position i of the layout.
     """
     digits = len(str(start + layout.cosize()))
     columns = 8 if svg else max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
     # At most `rows` rows in all blocks together.
     rows = 16 if svg else 32
-    *outer, height = (1, *layout.top_level_sizes[:-1])
-    blocks = math.prod(outer)
+    sizes = layout.top_level_sizes
+    blocks = math.prod(sizes[:-2])
+    height = sizes[-2] if len(sizes) > 1 else 1
     if blocks * height > rows:
         blocks, height = (1, rows // 2) if blocks == 1 else (3, min(rows // 3, 6))
-    view = _MeshView(layout, limits=(blocks, height, columns), start=start, **options)
+    view = _MeshView(
+        layout,
+        limits=(blocks, height, columns),
+        names=names,
+        rank=rank,
+        ranks_per_host=ranks_per_host,
+        start=start,
+        rank_map=rank_map,
+    )
     if svg:
         return _render_svg(view)
-    lines = [view.title, *([view.place] if view.place else [])]
+    lines = [view.title, *([view.caption] if view.caption else [])]
     if view.labels:
         for block in view.blocks:
             lines += ["", "…"] if block is None else ["", *_text_block(view.labels, block)]

@@ -5,15 +5,32 @@ Used by the command line, so it must not import torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
-from .._formatting import format_table
+from .._formatting import format_count, format_table
 from ..errors import InvalidArgument
 from . import _drawing
-from .layout import MeshLayout, format_ranks
+from .layout import MeshLayout, format_rank_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPlan:
+    """One axis of a planned mesh, and the group along it of the plan's rank, if it has one."""
+
+    name: str
+    size: int
+    stride: int
+    crosses_hosts: bool
+    coordinate: int | None = None
+    group: str | None = None
+    """The ranks of the group, as ``1-897:128``."""
+    first_host: int | None = None
+    host_count: int | None = None
+    """On how many hosts the group is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +42,27 @@ class MeshPlan:
     rank: int | None
     ranks_per_host: int | None
 
+    def axes(self) -> list[AxisPlan]:
+        return [self._plan_axis(axis) for axis in range(len(self.layout))]
+
+    def _plan_axis(self, axis: int) -> AxisPlan:
+        name = self.names[axis] if self.names else f"axis {axis}"
+        stride = self._stride(axis)
+        plan = AxisPlan(name, self.layout[axis].numel(), stride, self.crosses_hosts(axis))
+        if self.rank is None:
+            return plan
+        ranks = self.layout.ranks_of_group(self.rank, axis)
+        per_host = self.ranks_per_host or self.layout.numel()
+        first, last = ranks[0] // per_host, ranks[-1] // per_host
+        return replace(
+            plan,
+            coordinate=self.layout.locate(self.rank)[1][axis],
+            group=format_rank_pattern(ranks),
+            first_host=first,
+            # Strides smaller than a host skip no host; larger ones visit a new host each time.
+            host_count=last - first + 1 if stride < per_host else len(ranks),
+        )
+
     def text(self, *, picture: bool = False) -> str:
         """Return a table of the axes, optionally below a drawing."""
         drawn = self.draw()
@@ -35,15 +73,22 @@ class MeshPlan:
         if self.rank is not None:
             titles += ["at", f"group of rank {self.rank}"]
         rows = []
-        for axis, size in enumerate(self.layout.top_level_sizes):
-            label = self.names[axis] if self.names else f"axis {axis}"
-            row = [label, str(size), str(self._stride(axis))]
+        for axis in self.axes():
+            row = [axis.name, str(axis.size), str(axis.stride)]
             if self.ranks_per_host is not None:
-                row.append("yes" if self.crosses_hosts(axis) else "no")
-            if self.rank is not None:
-                row += [str(self.layout.locate(self.rank)[1][axis]), self._group(self.rank, axis)]
+                row.append("yes" if axis.crosses_hosts else "no")
+            if axis.group is not None:
+                row += [str(axis.coordinate), axis.group]
+            if axis.group is not None and self.ranks_per_host is not None:
+                hosts = f"host {axis.first_host}"
+                row[-1] += f" on {hosts if axis.host_count == 1 else f'{axis.host_count} hosts'}"
             rows.append(row)
         return "\n".join([head, "", *format_table(titles, rows)])
+
+    def to_json(self) -> str:
+        facts = {"ranks": self.layout.numel(), "ranks_per_host": self.ranks_per_host}
+        axes = [asdict(axis) for axis in self.axes()]
+        return json.dumps({**facts, "rank": self.rank, "axes": axes}, indent=2)
 
     def crosses_hosts(self, axis: int) -> bool:
         """Whether any group along the axis has ranks on several hosts."""
@@ -56,17 +101,6 @@ class MeshPlan:
 
     def _stride(self, axis: int) -> int:
         return self.layout[axis + 1 :].numel()
-
-    def _group(self, rank: int, axis: int) -> str:
-        ranks, per_host = self.layout.ranks_of_group(rank, axis), self.ranks_per_host
-        if per_host is None:
-            return format_ranks(ranks)
-        first, last = ranks[0] // per_host, ranks[-1] // per_host
-        if first == last:
-            return f"{format_ranks(ranks)} on host {first}"
-        # Strides smaller than a host skip no host; larger ones visit a new host each time.
-        count = last - first + 1 if self._stride(axis) < per_host else len(ranks)
-        return f"{format_ranks(ranks)} on {count} hosts"
 
     def draw(self, *, svg: bool = False) -> str:
         """Draw the mesh as text or as SVG."""
@@ -108,14 +142,14 @@ def _parse_names(names: str | None, *, shape: str, count: int) -> tuple[str, ...
     parts = tuple(name.strip() for name in names.split(","))
     if len(parts) != count:
         raise InvalidArgument(
-            f"names {names!r} are {len(parts)}, but shape {shape!r} has {count} "
-            f"{'axis' if count == 1 else 'axes'}: pass one name per axis, separated by commas"
+            f"--names has {format_count(len(parts), 'name')}, but shape {shape} has {count} "
+            f"{'axis' if count == 1 else 'axes'}"
         )
     for name in parts:
         if not name:
-            raise InvalidArgument(f"names {names!r} have an empty name")
+            raise InvalidArgument("--names has an empty name")
         if parts.count(name) > 1:
-            raise InvalidArgument(f"names {names!r} have {name!r} twice")
+            raise InvalidArgument(f"--names has {name!r} twice")
     return parts
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
 
@@ -38,7 +37,7 @@ __all__ = [
 ]
 
 
-def format_ranks(ranks: Sequence[int], *, limit: int | None = None) -> str:
+def format_rank_pattern(ranks: Sequence[int], *, limit: int | None = None) -> str:
     """Format ranks as ``0-3,7``, and a strided range as ``0-6:2``, which is 0, 2, 4, 6.
 
     Of an irregular list, at most `limit` ranks are shown.
@@ -113,7 +112,7 @@ def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
     return ranks
 
 
-def _can_tile(loops: _Loops) -> bool:
+def _loops_are_orthogonal(loops: _Loops) -> bool:
     """Whether shifted copies of the ranks can cover 0, 1, 2, ... once each.
 
     They can if and only if every step is a multiple of the extent of the next smaller loop, since
@@ -148,6 +147,9 @@ def _compose_loops(loops: _Loops, selectors: Iterable[_Loops]) -> list[_Loops] |
     """Return the loops over the ranks at the indices that each selector enumerates.
 
     Return None if indices add up to more than the last one, or if no loops give the ranks.
+
+    Loops ((2, 8), (4, 1)) give ranks 0-3 and 8-11. The selector (4, 2) is indices 0, 2, 4, 6, which
+    split into pieces (2, 4) and (2, 2). Their ranks are 0, 2, 8, 10: loops ((2, 8), (2, 2)).
     """
     used = [0] * len(loops)
     composed = []
@@ -192,23 +194,16 @@ def _ascending(loops: Iterable[_Loop]) -> list[tuple[int, int]]:
     return sorted((step, count) for count, step in loops if count > 1)
 
 
-_set = object.__setattr__  # layouts are frozen
-
-
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class _LoopNest:
-    """What one axis and a mesh of several have in common."""
+    """What one axis and a mesh of several have in common. Layouts are immutable and hashable."""
 
-    _loops: _Loops
-    _tiles: bool
-    _key: object  # of plain tuples, which compare faster
-    _hash: int
+    __slots__ = ("_hash", "_is_orthogonal", "_key", "_loops")
 
     def _set_loops(self, loops: _Loops, key: object) -> None:
-        _set(self, "_loops", loops)
-        _set(self, "_tiles", _can_tile(loops))
-        _set(self, "_key", key)
-        _set(self, "_hash", hash(key))
+        self._loops = loops
+        self._is_orthogonal = _loops_are_orthogonal(loops)
+        self._key = key  # of plain tuples, which compare faster
+        self._hash = hash(key)
 
     def __hash__(self) -> int:
         return self._hash
@@ -232,7 +227,7 @@ class _LoopNest:
         Such a layout has no rank twice. The reverse does not hold: sizes (2, 2) with strides
         (3, 1) are ranks 0, 1, 3, 4, and any copy with rank 2 repeats one of these.
         """
-        return self._tiles
+        return self._is_orthogonal
 
     def has_repeats(self) -> bool:
         """Whether any rank occurs more than once."""
@@ -249,7 +244,7 @@ class _LoopNest:
     def _locate(self, rank: int) -> tuple[int, list[int]]:
         """Return the start of the copy that contains a rank, and its digits."""
         [rank] = _flat_integers(rank, name="rank", least=0)
-        if not self._tiles:
+        if not self._is_orthogonal:
             raise InvalidArgument(
                 f"layout {self} is not orthogonal: its axes overlap, so rank {rank} is in several "
                 "copies"
@@ -258,7 +253,6 @@ class _LoopNest:
         return rank - _rank_of_digits(self._loops, digits), digits
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class FlatLayout(_LoopNest):
     """One axis: an ordered list of ranks from 0, as sizes and strides, outermost first.
 
@@ -266,8 +260,7 @@ class FlatLayout(_LoopNest):
     so two layouts are equal if and only if they have the same ranks in the same order.
     """
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    __slots__ = ()
 
     def __init__(self, shape: IntTuple, stride: IntTuple | None = None) -> None:
         sizes = _flat_integers(shape, name="shape", least=1)
@@ -288,8 +281,16 @@ class FlatLayout(_LoopNest):
     def _set_axis(self, loops: Iterable[_Loop]) -> None:
         loops = _coalesce_loops(loops)
         self._set_loops(loops, key=loops)
-        _set(self, "shape", tuple([count for count, _ in loops]))
-        _set(self, "stride", tuple([step for _, step in loops]))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes, outermost first."""
+        return tuple([count for count, _ in self._loops])
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """The strides, outermost first."""
+        return tuple([step for _, step in self._loops])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FlatLayout, (self.shape, self.stride)
@@ -342,7 +343,7 @@ class FlatLayout(_LoopNest):
         multiple of its extent.
         """
         [world_size] = _flat_integers(world_size, name="world_size", least=1)
-        if not self._tiles:
+        if not self._is_orthogonal:
             raise InvalidArgument(f"layout {self} is not orthogonal: its copies cannot cover ranks")
         extent = 1
         starts: list[_Loop] = []
@@ -371,20 +372,23 @@ class FlatLayout(_LoopNest):
         return [start + each for each in _enumerate_ranks(self._loops)]
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False, repr=False)
 class MeshLayout(_LoopNest, Sequence[FlatLayout]):
     """The axes of a mesh, outermost first, each of them a `FlatLayout`."""
 
-    axes: tuple[FlatLayout, ...]
+    __slots__ = ("_axes",)
 
     def __init__(self, axes: Sequence[FlatLayout]) -> None:
-        axes = tuple(axes)
-        for axis in axes:
+        self._axes = tuple(axes)
+        for axis in self._axes:
             if not isinstance(axis, FlatLayout):
                 raise InvalidType(f"an axis must be a FlatLayout, got {axis!r}")
-        key = tuple([axis._loops for axis in axes])
+        key = tuple([axis._loops for axis in self._axes])
         self._set_loops(tuple(chain(*key)), key=key)
-        _set(self, "axes", axes)
+
+    @property
+    def axes(self) -> tuple[FlatLayout, ...]:
+        """The axes, outermost first."""
+        return self._axes
 
     @classmethod
     def from_sizes_strides(
@@ -422,12 +426,12 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
         return MeshLayout(self.axes[index]) if isinstance(index, slice) else self.axes[index]
 
     def __iter__(self) -> Iterator[FlatLayout]:
-        return iter(self.axes)
+        return iter(self._axes)
 
     @property
     def top_level_sizes(self) -> tuple[int, ...]:
         """The size of each axis."""
-        return tuple(axis.numel() for axis in self.axes)
+        return tuple(axis.numel() for axis in self._axes)
 
     def check_sorted(self) -> bool:
         """Whether strides do not increase from the outermost axis to the innermost."""
@@ -475,7 +479,7 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
         """
         if not 0 <= rank < self.cosize():
             return None
-        if self._tiles:
+        if self._is_orthogonal:
             start, digits = self._locate(rank)
             return None if start else self._coordinate(digits)
         ranks = _enumerate_ranks(self._loops)
@@ -524,7 +528,7 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
         coordinate = []
         for axis in self.axes:
             number = 0
-            for size in axis.shape:
+            for size, _ in axis._loops:
                 number = number * size + next(turns)
             coordinate.append(number)
         return tuple(coordinate)

@@ -1,12 +1,12 @@
-"""Names of signals, and the exit code of preempted ranks. Imports no torch."""
+"""Names of signals, and exit codes. Imports no torch."""
 
 from __future__ import annotations
 
 import signal
 
-STOPPED = 75
+PREEMPTED_EXIT_CODE = 75
 """Exit code of a rank that saved a checkpoint on request; EX_TEMPFAIL: run it again."""
-STOPPED_PREFIX = "stopped on request"
+PREEMPTED_MESSAGE = "stopped on request"
 """Start of the last line that such a rank prints."""
 
 
@@ -16,3 +16,8 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # most real-time signals have no name
         return f"signal {number}"
+
+
+def describe_exit(code: int) -> str:
+    """Describe how a process ended: ``exit code 3``, or ``SIGKILL`` for -9."""
+    return f"exit code {code}" if code >= 0 else signal_name(-code)

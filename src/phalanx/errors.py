@@ -76,7 +76,7 @@ class RankReport:
     """Whether its last call was a send or receive; those are numbered separately."""
 
     def __str__(self) -> str:
-        text = f"rank {self.rank}: {_STATE_TEXTS[self.state]}"
+        text = f"rank {self.rank}: {RANK_STATE_TEXTS[self.state]}"
         if self.here is not None and self.state != "waiting":
             text += f": {self.here}"
         place = "" if self.site is None else f" at {self.site}"
@@ -87,7 +87,7 @@ class RankReport:
         return f"{text} in {call}" if self.state == "waiting" else f"{text} (last call: {call})"
 
 
-_STATE_TEXTS = {
+RANK_STATE_TEXTS = {
     "waiting": "waiting",
     "idle": "alive, in user code",
     "failed": "gave up",

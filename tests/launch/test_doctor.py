@@ -11,12 +11,13 @@ import pytest
 
 from .internals import (
     CHECKS,
-    Examination,
     Finding,
+    Report,
     _doctor,
-    render,
-    render_json,
+    format_finding,
+    format_summary,
     run_check,
+    run_checks,
     self_test,
 )
 
@@ -30,31 +31,55 @@ FAST = {
 }
 
 
+def render(report):
+    return "\n".join([*map(format_finding, report.findings), format_summary(report)])
+
+
 def test_people_read_what_is_wrong_and_what_to_do():
-    text = render(Examination([GOOD, BAD], [FAST]))
-    assert "/dev/shm  32 MiB, 1 MiB free" in text
+    text = render(Report([GOOD, BAD], [FAST]))
+    assert "FAILED" in text
+    assert "/dev/shm       32 MiB, 1 MiB free" in text
     assert "-> enlarge it" in text
     assert "1 of 2 checks failed" in text
     assert "gloo     2 processes  85.2 us  1.25 GB/s" in text
 
 
 def test_good_news_has_no_advice():
-    text = render(Examination([GOOD], []))
+    text = render(Report([GOOD], []))
     assert "->" not in text
     assert text.endswith("no problems")
 
 
-def test_a_note_has_advice_and_is_no_fault():
-    examination = Examination([GOOD, Finding(True, "compiler", "none", "install one")], [])
-    text = render(examination)
-    assert "note " in text
+def test_a_warning_has_advice_and_does_not_fail():
+    report = Report([GOOD, Finding(True, "compiler", "none", "install one")], [])
+    text = render(report)
+    assert "warning" in text
     assert "-> install one" in text
     assert text.endswith("no problems")
-    assert examination.ok
+    assert report.ok
+
+
+def test_each_finding_is_shown_before_the_next_check_runs(monkeypatch):
+    events = []
+
+    def check(name):
+        return lambda: (events.append(f"run {name}"), Finding(True, name, "fine"))[1]
+
+    monkeypatch.setattr(_doctor, "CHECKS", [check("a"), check("b")])
+    monkeypatch.setattr(_doctor, "self_test", lambda **_: (Finding(True, "self-test", "fine"), []))
+    report = run_checks(lambda finding: events.append(f"show {finding.label}"))
+    assert events == ["run a", "show a", "run b", "show b", "show self-test"]
+    assert [finding.label for finding in report.findings] == ["a", "b", "self-test"]
+
+
+def test_every_check_is_run_and_its_label_fits_the_column():
+    defined = {name for name in vars(_doctor) if name.startswith("check_")}
+    assert {check.__name__ for check in CHECKS} == defined
+    assert max(len(run_check(check).label) for check in CHECKS) <= _doctor._LABEL_WIDTH
 
 
 def test_programs_read_the_same():
-    read = json.loads(render_json(Examination([GOOD, BAD], [FAST])))
+    read = json.loads(Report([GOOD, BAD], [FAST]).to_json())
     assert read["ok"] is False
     assert read["findings"][1]["advice"] == "enlarge it"
     assert read["measurements"][0]["backend"] == "gloo"
@@ -96,7 +121,7 @@ def test_no_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     finding = _doctor.check_compiler()
     assert finding.ok
-    assert "will lack the shared-memory engine" in finding.advice
+    assert "needed only to build the shm engine" in finding.advice
     assert "g++" in finding.advice
 
 
@@ -104,7 +129,7 @@ def test_no_compiler(monkeypatch):
     ("size", "free", "told"),
     [(1024, 1024, ""), (32, 32, "--shm-size"), (1024, 1, "it is full"), (None, None, "")],
 )
-def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
+def test_little_shared_memory_is_a_warning(monkeypatch, size, free, told):
     def statvfs(_path):
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -121,14 +146,14 @@ def test_little_shared_memory_is_a_note(monkeypatch, size, free, told):
     ("bounds", "ok", "advised"),
     [((100, 200), True, False), ((0, 200), True, True), ((0, 0), False, True)],
 )
-def test_a_slow_look_up_is_a_note_and_a_very_slow_one_a_fault(monkeypatch, bounds, ok, advised):
+def test_a_slow_look_up_is_a_warning_and_a_very_slow_one_fails(monkeypatch, bounds, ok, advised):
     monkeypatch.setattr(_doctor, "SLOW_LOOKUP", bounds[0])
-    monkeypatch.setattr(_doctor, "FAULTY_LOOKUP", bounds[1])
+    monkeypatch.setattr(_doctor, "FAILED_LOOKUP", bounds[1])
     finding = _doctor.check_loopback_name()
     assert (finding.ok, "/etc/hosts" in finding.advice) == (ok, advised)
 
 
-def test_a_look_up_that_never_ends_is_a_fault(monkeypatch):
+def test_a_look_up_that_never_ends_fails(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(_doctor, "LOOKUP_TIMEOUT", 0.01)
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: over.wait())

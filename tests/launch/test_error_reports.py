@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
+from phalanx.errors import RANK_STATE_TEXTS, RankReport
 
 from .conftest import eventually
 from .internals import ErrorReportFilter, OutputPump, OutputSource, _error_reports
@@ -46,10 +47,10 @@ class Recorder:
     def __init__(self):
         self.shown = []
 
-    def lines(self, _, texts):
+    def write_lines(self, _, texts):
         self.shown += [text.decode() for text in texts]
 
-    def unfinished(self, source, text, *, is_progress):
+    def show_unfinished(self, source, text, *, is_progress):
         pass
 
     def flush(self):
@@ -94,6 +95,22 @@ def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
     assert second.reader.final_output()[-4].endswith("rank 1): rank 3 is dead")
     first.write(lost(0))
     assert first.close() == SHORT, "again, for it is the same rank's"
+
+
+CALL = {"operation": "allreduce float32[10]", "sequence": 9, "site": "train.py:12"}
+
+
+@pytest.mark.parametrize("state", RANK_STATE_TEXTS)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"site": "a.py:3"}, {"here": "data.py:5 in load"}, CALL, {"here": "a.py:3", **CALL}],
+)
+def test_what_a_rank_was_doing_is_no_other_error(state, more):
+    seen = {}
+    report = RankReport(rank=2, state=state, **more)
+    Stream(0, seen).read(lost(0))
+    shown = Stream(1, seen).read(lost(1, after=f"  {report}\n"))
+    assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)"]
 
 
 def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():

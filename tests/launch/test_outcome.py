@@ -51,7 +51,7 @@ def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
     stopped = RankExit(rank=0, code=-15, at=3.0, was_terminated=True, final_output=LOST)
     silent = RankExit(rank=2, code=-15, at=3.0, was_terminated=True, final_output=["a warning"])
     assert followers(stopped, silent) == [
-        "rank 0 stopped after phalanx.errors.PeerLost: rank 1 is dead",
+        "rank 0 raised phalanx.errors.PeerLost: rank 1 is dead while it was being stopped",
         "rank 2 stopped",
     ]
 
@@ -104,7 +104,7 @@ def test_all_ranks_that_left_on_request_have_not_failed():
     for number in (None, 15):
         outcome = Outcome(exits=left, signal=number)
         assert outcome.preempted
-        assert outcome.first is None
+        assert outcome.first_failure is None
         assert outcome.exit_code == 75
         assert describe(outcome) == "stopped on request after saving step 7 (SIGTERM)"
     assert describe(Outcome(exits=left[1:])) == "stopped on request"
@@ -114,8 +114,10 @@ def test_one_that_leaves_on_request_does_not_hide_a_failure():
     left = RankExit(rank=0, code=75, at=1.0)
     failed = RankExit(rank=1, code=3, at=2.0)
     killed = RankExit(rank=1, code=-9, at=2.0, was_terminated=True)
-    assert Outcome(exits=[left, failed]).first is failed
-    assert Outcome(exits=[left, killed]).first is left
+    assert not left.failed
+    assert Outcome(exits=[left, failed]).first_failure is failed
+    assert describe(Outcome(exits=[left, failed])).splitlines()[1:] == ["rank 0 stopped on request"]
+    assert Outcome(exits=[left, killed]).first_failure is left
     assert Outcome(exits=[left, killed]).exit_code == 75
     told = RankExit(rank=0, code=75, at=1.0, was_terminated=True)
     assert Outcome(exits=[told, killed], signal=15).exit_code == 143

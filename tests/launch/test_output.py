@@ -46,8 +46,8 @@ def test_progress_without_a_terminal_leaves_a_line_now_and_then():
     screen = Screen(io.BytesIO(), err, environ={}, progress_interval=0.0)
     bar = OutputSource("[rank 0] ", is_error=True)
     for text in (b"10%", b"20%", b"   "):
-        screen.unfinished(bar, text, is_progress=True)
-    screen.unfinished(bar, b"half a line", is_progress=False)
+        screen.show_unfinished(bar, text, is_progress=True)
+    screen.show_unfinished(bar, b"half a line", is_progress=False)
     screen.flush()
     assert err.getvalue() == b"[rank 0] 10%\n[rank 0] 20%\n"
 

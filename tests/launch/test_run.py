@@ -112,9 +112,9 @@ def test_rank_0_has_the_keyboard(phalanx, script, tmp_path):
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["-n", "0", "here.py"], "'0' is not 'auto' or a number of at least 1"),
-        (["-n", "x", "here.py"], "'x' is not 'auto' or a number of at least 1"),
-        (["-n", "-1", "here.py"], "'-1' is not 'auto' or a number of at least 1"),
+        (["-n", "0", "here.py"], "must be 'auto' or a positive integer, got '0'"),
+        (["-n", "x", "here.py"], "must be 'auto' or a positive integer, got 'x'"),
+        (["-n", "-1", "here.py"], "must be 'auto' or a positive integer, got '-1'"),
         (["here.py"], "Missing option '-n'"),
         (["-n", "2"], "Missing argument 'SCRIPT'"),
         (["-n", "2", "missing.py"], "script 'missing.py' not found"),
@@ -140,7 +140,7 @@ def test_api_returns_how_it_went(script):
     outcome = phalanx.launch.run(path, ["arg"], ranks=2, env=env, stdout=out, prefix=False)
     assert sorted(out.getvalue().splitlines()) == [b"0 arg yes", b"1 arg yes"]
     assert outcome.exit_code == 0
-    assert outcome.first is None
+    assert outcome.first_failure is None
     assert sorted((each.rank, each.code) for each in outcome.exits) == [(0, 0), (1, 0)]
 
 
@@ -153,8 +153,8 @@ def test_api_raises_what_happened(script):
 def test_api_returns_failures_to_those_who_look(script):
     path = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     outcome = phalanx.launch.run(path, ranks=1, stderr=io.BytesIO(), check=False)
-    assert outcome.first is not None
-    assert (outcome.first.rank, outcome.first.code, outcome.exit_code) == (0, -9, 137)
+    assert outcome.first_failure is not None
+    assert (outcome.first_failure.rank, outcome.first_failure.code, outcome.exit_code) == (0, -9, 137)
 
 
 @pytest.mark.usefixtures("foreground")

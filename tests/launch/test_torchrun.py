@@ -22,7 +22,7 @@ def command(script):
 
 
 def test_everything_is_passed_on(command):
-    machines = torchrun_options(
+    torchrun_args = torchrun_options(
         nnodes="1:4",
         node_rank=1,
         rdzv_endpoint="host0:29400",
@@ -31,7 +31,9 @@ def test_everything_is_passed_on(command):
         master_addr="host0",
         master_port=29500,
     )
-    assert command("--lr", "1", machines=machines, ranks=8, max_restarts=3, grace=5.0) == [
+    assert command(
+        "--lr", "1", torchrun_args=torchrun_args, ranks=8, max_restarts=3, grace=5.0
+    ) == [
         "--nnodes=1:4",
         "--node-rank=1",
         "--rdzv-endpoint=host0:29400",
@@ -49,8 +51,8 @@ def test_everything_is_passed_on(command):
 
 
 def test_what_was_not_said_is_left_to_torchrun(command):
-    machines = torchrun_options(nnodes="2", node_rank=0)
-    assert command(machines=machines, ranks=1) == [
+    torchrun_args = torchrun_options(nnodes="2", node_rank=0)
+    assert command(torchrun_args=torchrun_args, ranks=1) == [
         "--nnodes=2",
         "--node-rank=0",
         "--nproc-per-node=1",
@@ -61,7 +63,7 @@ def test_what_was_not_said_is_left_to_torchrun(command):
 
 def test_module():
     command = torchrun_command(
-        "json.tool", ["-x"], machines=torchrun_options(), ranks=1, module=True
+        "json.tool", ["-x"], torchrun_args=torchrun_options(), ranks=1, module=True
     )
     assert command[-3:] == ["-m", "json.tool", "-x"]
 
@@ -76,12 +78,28 @@ def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
 
 def test_a_missing_script_is_noticed_before(tmp_path):
     with pytest.raises(InvalidArgument, match="not found"):
-        torchrun_command(tmp_path / "missing.py", machines=torchrun_options(nnodes="2"), ranks=1)
+        torchrun_command(
+            tmp_path / "missing.py", torchrun_args=torchrun_options(nnodes="2"), ranks=1
+        )
 
 
 def test_no_option_no_machines():
     assert not torchrun_options()
     assert torchrun_options(node_rank=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (["--no-prefix"], "--prefix/--no-prefix"),
+        (["--linger", "3"], "--linger"),
+        (["--full-tracebacks"], "--full-tracebacks"),
+    ],
+)
+def test_an_option_that_torchrun_does_not_have_is_refused(phalanx, script, option, named):
+    done = phalanx("run", "-n", 1, "--node-rank", 0, *option, script(""))
+    assert done.returncode == 2
+    assert f"{named} cannot be used with --node-rank" in done.stderr
 
 
 @pytest.mark.slow

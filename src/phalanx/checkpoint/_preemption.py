@@ -21,7 +21,7 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 
-from .._signals import STOPPED, STOPPED_PREFIX, signal_name
+from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
 from ._coordination import default_group_or_warn
@@ -50,7 +50,7 @@ class PreemptionGuard:
     signal. So does a SIGTERM to a forked child.
     """
 
-    EXIT_CODE = STOPPED
+    EXIT_CODE = PREEMPTED_EXIT_CODE
     """Exit code of a rank that saved its work and stopped (EX_TEMPFAIL): start the run again."""
 
     def __init__(
@@ -155,5 +155,5 @@ class PreemptionGuard:
             cause = f" ({signal_name(self._decision)})" if is_signal else ""
             saved = "" if step is None else f" after saving step {step}"
             with suppress(OSError):  # stderr may be closed
-                print(f"{STOPPED_PREFIX}{saved}{cause}", file=sys.stderr, flush=True)
+                print(f"{PREEMPTED_MESSAGE}{saved}{cause}", file=sys.stderr, flush=True)
         raise SystemExit(self.EXIT_CODE)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from ..errors import RanksFailed
-from ._job import GRACE, LINGER, Job, Ranks, count_ranks, python_command
+from ._job import GRACE, LINGER, Job, RankCount, count_ranks, python_command
 from ._outcome import Outcome, RankExit, describe
 from ._output import OutputSink, Screen
 from ._supervisor import supervise
@@ -24,7 +24,7 @@ def run(
     script: str | os.PathLike[str],
     args: Sequence[str] = (),
     *,
-    ranks: Ranks,
+    ranks: RankCount,
     module: bool = False,
     max_restarts: int = 0,
     grace: float = GRACE,
@@ -58,7 +58,7 @@ def run(
     environ = dict(os.environ if env is None else env)
     job = Job(
         command=python_command(script, args, module=module, environ=environ),
-        ranks=count_ranks(ranks),
+        world_size=count_ranks(ranks),
         max_restarts=max_restarts,
         grace=grace,
         linger=linger,
@@ -69,7 +69,7 @@ def run(
     screen = Screen(stdout or _descriptor(1), stderr or _descriptor(2))
     outcome = supervise(job, screen=screen)
     if check and outcome.exit_code and not outcome.preempted:
-        was_interrupted = outcome.first is None and outcome.signal == signal.SIGINT
+        was_interrupted = outcome.first_failure is None and outcome.signal == signal.SIGINT
         raise KeyboardInterrupt if was_interrupted else RanksFailed(describe(outcome))
     return outcome
 

@@ -1,8 +1,8 @@
 """`phalanx doctor`: check this machine, run two ranks on it, and report what is wrong.
 
-A check is a function named ``check_*`` that returns a `Finding`. A check that raises or does
-not return in time is a finding too. The self-test starts two ranks of `_doctor_selftest`
-through the launcher, which is thereby tested as well.
+A check is a function in `CHECKS` that returns a `Finding`. A check that raises or does not return
+in time is a finding too. The self-test starts two ranks of `_doctor_selftest` through the
+launcher, which is thereby tested as well.
 """
 
 from __future__ import annotations
@@ -34,19 +34,26 @@ OLDEST_TORCH = (2, 13)
 SMALLEST_SHM = 64 << 20  # bytes
 SMALLEST_MEMORY = 1 << 30  # bytes
 CHECK_TIMEOUT = 60.0  # seconds; torch may be on a slow drive, a name server may not answer
-# Seconds of one name lookup: above the first a note, above the second a fault, then given up.
-SLOW_LOOKUP, FAULTY_LOOKUP, LOOKUP_TIMEOUT = 0.5, 2.0, 5.0
+SLOW_LOOKUP = 0.5  # seconds of one name lookup, above which it is a warning
+FAILED_LOOKUP = 2.0  # and above which the check fails
+LOOKUP_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check: ok, a note (ok with advice), or a fault."""
+    """The result of a check: ok, a warning (ok with advice), or failed."""
 
     ok: bool
     label: str
     detail: str
     advice: str = ""
     """What the user should do, if anything."""
+
+    @property
+    def status(self) -> str:
+        if not self.ok:
+            return "FAILED"
+        return "warning" if self.advice else "ok"
 
 
 Check = Callable[[], Finding]
@@ -145,10 +152,10 @@ def check_shared_memory() -> Finding:
     detail = f"{format_size(size)}, {format_size(free)} free"
     if free >= SMALLEST_SHM:
         return Finding(True, label, detail)
-    remedy = "enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
+    advice = "enlarge it: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
     if size >= SMALLEST_SHM:
-        remedy = "it is full: remove files in it that no process uses"
-    return Finding(True, label, detail, f"DataLoader workers may fail; {remedy}")
+        advice = "it is full: remove files in it that no process uses"
+    return Finding(True, label, detail, f"DataLoader workers may fail; {advice}")
 
 
 def check_loopback() -> Finding:
@@ -176,7 +183,7 @@ def check_loopback_name() -> Finding:
         "torch asks for this name at every connection to a store, so groups form slowly; "
         "add '127.0.0.1 localhost' to /etc/hosts"
     )
-    return Finding(is_done and took <= FAULTY_LOOKUP, "loopback name", detail, advice)
+    return Finding(is_done and took <= FAILED_LOOKUP, "loopback name", detail, advice)
 
 
 def check_hostname() -> Finding:
@@ -189,14 +196,14 @@ def check_hostname() -> Finding:
     except OSError as error:
         advice = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME=lo"
         return Finding(False, "hostname", f"{name} does not resolve: {error}", advice)
-    return Finding(True, "hostname", f"{name} is {address}")
+    return Finding(True, "hostname", f"{name} resolves to {address}")
 
 
 def check_compiler() -> Finding:
     for name in ("c++", "g++", "clang++"):
         if path := shutil.which(name):
             return Finding(True, "compiler", path)
-    advice = "a phalanx built here will lack the shared-memory engine; apt install g++"
+    advice = "needed only to build the shm engine: apt install g++"
     return Finding(True, "compiler", "no C++ compiler", advice)
 
 
@@ -205,12 +212,25 @@ def check_engine() -> Finding:
 
     if native.engine is not None:
         return Finding(True, "shm engine", f"built, uses {native.engine.instruction_set()}")
-    advice = "backend 'shm' is absent; install a C++ compiler and install phalanx again"
+    advice = "backend 'shm' is absent; install a C++ compiler and reinstall phalanx"
     return Finding(True, "shm engine", native.why_missing, advice)
 
 
-# In the order of their definition.
-CHECKS: list[Check] = [each for name, each in vars().items() if name.startswith("check_")]
+CHECKS: list[Check] = [
+    check_phalanx,
+    check_python,
+    check_torch,
+    check_gloo,
+    check_nccl,
+    check_cores,
+    check_memory,
+    check_shared_memory,
+    check_loopback,
+    check_loopback_name,
+    check_hostname,
+    check_compiler,
+    check_engine,
+]
 
 
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
@@ -219,15 +239,13 @@ def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:
 
 
 SELF_TEST_TIMEOUT = 60.0  # seconds
-_OK, _NOTE, _WRONG = (
-    click.style(f"{word:<5}", fg=colour)
-    for word, colour in (("ok", "green"), ("note", "yellow"), ("WRONG", "red"))
-)
+_COLOURS = {"ok": "green", "warning": "yellow", "FAILED": "red"}
+_LABEL_WIDTH = 13  # of the longest label, since each line is printed as soon as it is known
 _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 
 @dataclass(frozen=True)
-class Examination:
+class Report:
     """All findings and measurements."""
 
     findings: Sequence[Finding]
@@ -238,12 +256,19 @@ class Examination:
     def ok(self) -> bool:
         return all(finding.ok for finding in self.findings)
 
+    def to_json(self) -> str:
+        return json.dumps({"ok": self.ok, **asdict(self)}, indent=2)
 
-def examine(*, deadline: float = SELF_TEST_TIMEOUT) -> Examination:
-    """Run all checks, then the self-test."""
-    findings = [run_check(check) for check in CHECKS]
+
+def run_checks(show: Callable[[Finding], None], *, deadline: float = SELF_TEST_TIMEOUT) -> Report:
+    """Run all checks, then the self-test; show each finding at once."""
+    findings = []
+    for check in CHECKS:
+        findings.append(run_check(check))
+        show(findings[-1])
     result, measurements = self_test(deadline=deadline)
-    return Examination([*findings, result], measurements)
+    show(result)
+    return Report([*findings, result], measurements)
 
 
 def self_test(*, deadline: float) -> tuple[Finding, list[dict[str, Any]]]:
@@ -270,17 +295,18 @@ def self_test(*, deadline: float) -> tuple[Finding, list[dict[str, Any]]]:
     return Finding(False, "self-test", describe(outcome), advice), measurements
 
 
-def render(examination: Examination) -> str:
-    findings, lines = examination.findings, []
-    width = max(len(finding.label) for finding in findings)
-    margin = " " * (width + 9)
-    for finding in findings:
-        mark = _NOTE if finding.ok and finding.advice else _OK if finding.ok else _WRONG
-        detail = finding.detail.replace("\n", "\n" + margin)
-        lines.append(f"{mark}  {finding.label:<{width}}  {detail}")
-        if finding.advice:
-            lines.append(f"{margin}-> {finding.advice}")
-    if examination.measurements:
+def format_finding(finding: Finding) -> str:
+    status = click.style(f"{finding.status:<7}", fg=_COLOURS[finding.status])
+    margin = " " * (7 + 2 + _LABEL_WIDTH + 2)
+    detail = finding.detail.replace("\n", "\n" + margin)
+    line = f"{status}  {finding.label:<{_LABEL_WIDTH}}  {detail}"
+    return f"{line}\n{margin}-> {finding.advice}" if finding.advice else line
+
+
+def format_summary(report: Report) -> str:
+    """Format what follows the findings: the measurements, and how many checks failed."""
+    lines = []
+    if report.measurements:
         rows = [
             (
                 m["backend"],
@@ -288,13 +314,9 @@ def render(examination: Examination) -> str:
                 f"{m['latency_us']:g} us",
                 f"{m['bandwidth_gb_per_s']:g} GB/s",
             )
-            for m in examination.measurements
+            for m in report.measurements
         ]
         lines += ["", *format_table(_HEADINGS, rows)]
-    wrong = sum(not finding.ok for finding in findings)
-    summary = f"{wrong} of {len(findings)} checks failed" if wrong else "no problems"
+    failed = sum(not finding.ok for finding in report.findings)
+    summary = f"{failed} of {len(report.findings)} checks failed" if failed else "no problems"
     return "\n".join([*lines, "", summary])
-
-
-def render_json(examination: Examination) -> str:
-    return json.dumps({"ok": examination.ok, **asdict(examination)}, indent=2)

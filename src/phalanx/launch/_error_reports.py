@@ -21,11 +21,11 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 
 from .._formatting import PACKAGE_ROOT, format_count, mask_rank
-from ..errors import _STATE_TEXTS
+from ..errors import RANK_STATE_TEXTS
 
 QUIET_PERIOD = 0.5  # seconds without a further line after which a report counts as complete
 MAX_HOLD = 3.0  # seconds after which a report is shown, complete or not
@@ -46,8 +46,8 @@ _FILE = re.compile(r'  File "(?P<path>[^"]*)", line ')
 _USAGE_ERROR = re.compile(r"\S.*: error: ")
 _EXCEPTION = re.compile(r"[^\s:]+(:|$)")
 _RANK_STATE_LINE = re.compile(
-    rf"  rank \d+(: ({'|'.join(map(re.escape, _STATE_TEXTS.values()))})(,|$)| never arrived$"
-    r"| arrived at use \d)"
+    rf"  rank \d+(: ({'|'.join(map(re.escape, RANK_STATE_TEXTS.values()))})"
+    r"(: | in | at | \(last call: |$)| never arrived$| arrived at use \d)"
 )
 _FINAL_REPORT_STARTS = (_HEADER, "Fatal Python error")
 
@@ -76,10 +76,10 @@ class _ChainedException:
         """The number of lines that certainly belong to the message."""
         if not self.header:
             return len(self.message)
-        place = 1
-        while self.is_ours and self.message[place:] and _RANK_STATE_LINE.match(self.message[place]):
-            place += 1
-        return place
+        index = 1
+        while self.is_ours and self.message[index:] and _RANK_STATE_LINE.match(self.message[index]):
+            index += 1
+        return index
 
 
 def _is_internal(frame: Sequence[str]) -> bool:
@@ -109,18 +109,18 @@ class _ErrorReport:
                     note = f"  ({frames} inside phalanx and torch; --full-tracebacks shows them)"
                     part.frames = [*kept, [note]]
 
-    def lines(self, *, most: int = sys.maxsize) -> list[str]:
-        """Return the report, with at most `most` lines of frames and of a message for each part."""
+    def lines(self, *, limit: int = sys.maxsize) -> list[str]:
+        """Return the report, with at most `limit` lines of frames and of a message per part."""
         lines = []
         for part in self.parts:
             frames = [*chain(*part.frames)]
             lines += ["", part.link, ""] if part.link else []
             lines += [part.header] if part.header else []
-            if len(frames) > most:
-                lines.append(f"  ({len(frames) - most} lines not shown)")
-            lines += [*frames[-most:], *part.message[:most]]
-            if len(part.message) > most:
-                lines.append(f"  ({len(part.message) - most} lines not shown)")
+            if len(frames) > limit:
+                lines.append(f"  ({len(frames) - limit} lines not shown)")
+            lines += [*frames[-limit:], *part.message[:limit]]
+            if len(part.message) > limit:
+                lines.append(f"  ({len(part.message) - limit} lines not shown)")
         return lines
 
     def identity(self, rank: int | None) -> tuple[str, ...]:
@@ -140,48 +140,48 @@ class _ErrorReport:
 
 def _parse(lines: Sequence[str]) -> Iterator[_ErrorReport | str]:
     """Yield reports, and the lines between them."""
-    place = 0
-    while place < len(lines):
-        if lines[place].startswith(_USAGE):
-            end = _end_of_usage(lines, place)
-            parts = [_ChainedException(header="", message=[*lines[place:end]])] if end else []
+    index = 0
+    while index < len(lines):
+        if lines[index].startswith(_USAGE):
+            end = _end_of_usage(lines, index)
+            parts = [_ChainedException(header="", message=[*lines[index:end]])] if end else []
         else:
-            end, parts = _parse_chain(lines, place)
-        yield _ErrorReport(parts) if parts else lines[place]
-        place = end if parts else place + 1
+            end, parts = _parse_chain(lines, index)
+        yield _ErrorReport(parts) if parts else lines[index]
+        index = end if parts else index + 1
 
 
-def _parse_chain(lines: Sequence[str], place: int) -> tuple[int, list[_ChainedException]]:
+def _parse_chain(lines: Sequence[str], index: int) -> tuple[int, list[_ChainedException]]:
     """Return where a chain of exceptions that starts at a line ends, and its exceptions."""
     parts: list[_ChainedException] = []
-    end, link = place, ""
-    while place < len(lines) and lines[place] == _HEADER:
+    end, link = index, ""
+    while index < len(lines) and lines[index] == _HEADER:
         part = _ChainedException(link=link)
-        place += 1
-        while place < len(lines) and lines[place].startswith(" "):
-            if lines[place].startswith("    ") and part.frames:
-                part.frames[-1].append(lines[place])
+        index += 1
+        while index < len(lines) and lines[index].startswith(" "):
+            if lines[index].startswith("    ") and part.frames:
+                part.frames[-1].append(lines[index])
             else:
-                part.frames.append([lines[place]])
-            place += 1
-        if place == len(lines) or not lines[place]:
+                part.frames.append([lines[index]])
+            index += 1
+        if index == len(lines) or not lines[index]:
             break  # the traceback is cut off
-        end = place + 1
+        end = index + 1
         while end < len(lines) and lines[end] != _HEADER:
             if not lines[end] and not _LINKS.isdisjoint(lines[end + 1 : end + 2]):
                 break
             end += 1
-        part.message = [*lines[place:end]]
+        part.message = [*lines[index:end]]
         parts.append(part)
         if end + 3 >= len(lines) or lines[end + 1] not in _LINKS:
             break
-        link, place = lines[end + 1], end + 3
+        link, index = lines[end + 1], end + 3
     return end, parts
 
 
-def _end_of_usage(lines: Sequence[str], place: int) -> int:
+def _end_of_usage(lines: Sequence[str], index: int) -> int:
     """Return where a usage error that starts at a line ends; 0 if there is none."""
-    for end in range(place + 1, len(lines)):
+    for end in range(index + 1, len(lines)):
         if _USAGE_ERROR.match(lines[end]):
             return end + 1
         if lines[end][:1].strip():
@@ -189,41 +189,50 @@ def _end_of_usage(lines: Sequence[str], place: int) -> int:
     return 0
 
 
-@dataclass(eq=False)
 class ErrorReportFilter:
-    """Holds, shortens and deduplicates the error reports on one process's stderr."""
+    """Holds, shortens and deduplicates the error reports on one process's stderr.
 
-    seen: dict[tuple[str, ...], int]
-    """The first rank to report each error; shared by the filters of one attempt."""
-    rank: int | None
-    _: KW_ONLY
-    labelled: bool = True
-    full: bool = False
-    quiet_period: float = QUIET_PERIOD
-    max_hold: float = MAX_HOLD
-    held: list[str] = field(default_factory=list, init=False)
-    may_be_complete: bool = field(default=False, init=False)
-    """Whether the held lines may be a complete report, not one cut off between frames."""
-    _has_label: bool = field(default=False, init=False)
-    _began: float = field(default=0.0, init=False)
-    _last: float = field(default=0.0, init=False)
-    _last_report: list[str] = field(default_factory=list, init=False)
-    _tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=TAIL_LINES), init=False)
-    """The lines after the last report."""
+    `seen` has the first rank to report each error; the filters of one attempt share it.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        seen: dict[tuple[str, ...], int],
+        rank: int | None,
+        *,
+        labelled: bool = True,
+        full: bool = False,
+        quiet_period: float = QUIET_PERIOD,
+        max_hold: float = MAX_HOLD,
+    ) -> None:
+        self.held: list[str] = []
+        self.may_be_complete = False
+        """Whether the held lines may be a complete report, not one cut off between frames."""
+        self._seen = seen
+        self._rank = rank
+        self._labelled = labelled
+        self._full = full
+        self._quiet_period = quiet_period
+        self._max_hold = max_hold
         # torch prefixes each line of a traceback with the rank, as the launcher does.
-        self._torch_label = f"[rank{self.rank}]:".encode()
+        self._torch_label = f"[rank{rank}]:".encode()
+        self._has_label = False
+        self._began = 0.0
+        self._last = 0.0
+        self._last_report: list[str] = []
+        self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)  # the lines after the last report
 
     def due(self) -> float:
         """Return when the held lines must be shown, on the clock of `feed`."""
-        at_latest = self._began + self.max_hold
-        return min(self._last + self.quiet_period, at_latest) if self.may_be_complete else at_latest
+        at_latest = self._began + self._max_hold
+        return (
+            min(self._last + self._quiet_period, at_latest) if self.may_be_complete else at_latest
+        )
 
     def final_output(self) -> list[str]:
         """Return the last report and the lines after it, or the last lines."""
         tail = [line.decode(errors="replace") for line in self._tail]
-        starts = [place for place, line in enumerate(tail) if line.startswith(_FINAL_REPORT_STARTS)]
+        starts = [index for index, line in enumerate(tail) if line.startswith(_FINAL_REPORT_STARTS)]
         if self._last_report and not starts:
             return [*self._last_report, *tail]
         return tail[starts[-1] if starts else 0 :]
@@ -237,9 +246,9 @@ class ErrorReportFilter:
             if self.held and not self._continues(data, is_labelled=is_labelled):
                 shown += self.release()
             if not self.held:
-                if self.full or not data.startswith(_STARTS):
+                if self._full or not data.startswith(_STARTS):
                     self._remember(data)
-                    shown.append(data if self.labelled else line)
+                    shown.append(data if self._labelled else line)
                     continue
                 self._began, self._has_label = now, is_labelled
             self._last = now
@@ -269,18 +278,18 @@ class ErrorReportFilter:
                 self._remember(_bytes(item))
                 shown.append(item)
             else:
-                words = item.lines(most=_MAX_SUMMARY_LINES)
-                self._last_report = [_bytes(line).decode(errors="replace") for line in words]
+                lines = item.lines(limit=_MAX_SUMMARY_LINES)
+                self._last_report = [_bytes(line).decode(errors="replace") for line in lines]
                 self._tail.clear()
                 shown += self._deduplicated(item)
-        if self._has_label and not self.labelled:
+        if self._has_label and not self._labelled:
             label = self._torch_label.decode()
             shown = [f"{label} {line}" if line else line for line in shown]
         return [*map(_bytes, shown)]
 
     def _deduplicated(self, report: _ErrorReport) -> list[str]:
         """Return the whole report, or one line if another rank has reported the same."""
-        rank = self.rank
+        rank = self._rank
         # Without an exception line another thread has written in between.
         is_whole = all(
             not part.header or _EXCEPTION.match(part.message[0]) for part in report.parts
@@ -289,9 +298,9 @@ class ErrorReportFilter:
             return report.lines()
         # Most errors name the rank they are on; errors that list all ranks are equal everywhere.
         keys = report.identity(None), report.identity(rank)
-        first = next((self.seen[key] for key in keys if key in self.seen), rank)
+        first = next((self._seen[key] for key in keys if key in self._seen), rank)
         for key in keys:
-            self.seen.setdefault(key, rank)
+            self._seen.setdefault(key, rank)
         if first == rank:
             return report.lines()
         last = report.parts[-1]

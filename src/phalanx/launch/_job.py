@@ -24,7 +24,7 @@ GRACE = 30.0
 schedulers grant."""
 LINGER = 2.0  # default seconds that the other ranks have to report after one failed
 
-Ranks = int | Literal["auto"]
+RankCount = int | Literal["auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Job:
     """A command for several ranks, and how to supervise it."""
 
     command: tuple[str, ...]
-    ranks: int
+    world_size: int
     max_restarts: int
     grace: float
     linger: float
@@ -52,9 +52,9 @@ class Job:
             "RANK": rank,
             "LOCAL_RANK": rank,
             "ROLE_RANK": rank,
-            "WORLD_SIZE": self.ranks,
-            "LOCAL_WORLD_SIZE": self.ranks,
-            "ROLE_WORLD_SIZE": self.ranks,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.world_size,
+            "ROLE_WORLD_SIZE": self.world_size,
             "ROLE_NAME": "default",
             "GROUP_RANK": 0,
             "GROUP_WORLD_SIZE": 1,
@@ -69,10 +69,10 @@ class Job:
             "PYTHONUNBUFFERED": 1,
         }
         own = {name: str(value) for name, value in place.items()}
-        return {**thread_env(self.ranks), **self.environ, **own}
+        return {**thread_env(self.world_size), **self.environ, **own}
 
 
-def count_ranks(ranks: Ranks) -> int:
+def count_ranks(ranks: RankCount) -> int:
     """Return the number of ranks; ``"auto"`` is one per usable core."""
     if ranks == "auto":
         return usable_cores()
@@ -113,7 +113,7 @@ def python_command(
     return (sys.executable, target, *args)
 
 
-MACHINE_OPTIONS = (
+TORCHRUN_OPTIONS = (
     "nnodes",
     "node_rank",
     "rdzv_endpoint",
@@ -122,12 +122,12 @@ MACHINE_OPTIONS = (
     "master_addr",
     "master_port",
 )
-"""The options of torchrun for several machines."""
+"""Options that only torchrun has. With one of them, torchrun runs the ranks."""
 
 
 def torchrun_options(**given: str | int | None) -> list[str]:
-    """Return the machine options that are not None as arguments of torchrun."""
-    options = {name: given[name] for name in MACHINE_OPTIONS if given.get(name) is not None}
+    """Return the options that are not None as arguments of torchrun."""
+    options = {name: given[name] for name in TORCHRUN_OPTIONS if given.get(name) is not None}
     # torchrun's default backend needs --node-rank. An endpoint without it means c10d, which
     # assigns the node ranks.
     if "rdzv_endpoint" in options and not options.keys() & {"rdzv_backend", "node_rank"}:
@@ -139,15 +139,15 @@ def torchrun_command(
     script: str | os.PathLike[str],
     args: Sequence[str] = (),
     *,
-    machines: Sequence[str],
-    ranks: Ranks,
+    torchrun_args: Sequence[str],
+    ranks: RankCount,
     module: bool = False,
     max_restarts: int = 0,
     grace: float | None = None,
 ) -> list[str]:
     """Return the equivalent command line of torchrun."""
     python, *target = python_command(script, args, module=module)
-    options = [*machines, f"--nproc-per-node={count_ranks(ranks)}"]
+    options = [*torchrun_args, f"--nproc-per-node={count_ranks(ranks)}"]
     options.append(f"--max-restarts={max_restarts}")
     if grace is not None:
         options.append(f"--shutdown-timeout={round(grace)}")
@@ -155,7 +155,7 @@ def torchrun_command(
     return [python, "-m", "torch.distributed.run", *options, *target]
 
 
-def exec_torchrun(command: list[str], *, ranks: Ranks) -> NoReturn:
+def exec_torchrun(command: list[str], *, ranks: RankCount) -> NoReturn:
     """Replace this process by torchrun."""
     sys.stdout.flush()
     sys.stderr.flush()

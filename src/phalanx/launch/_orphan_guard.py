@@ -3,7 +3,7 @@
 Run as a script by the launcher, which holds the other end of stdin. The line ``+123`` adds
 process group 123, ``-123`` removes it. End of file means that the launcher is dead.
 
-PR_SET_PDEATHSIG does not do: a rank would have to request it between fork and exec, where a
+PR_SET_PDEATHSIG is not sufficient: a rank would have to request it between fork and exec, where a
 process with threads must not run Python, and it does not reach processes that a rank starts.
 
 Started with ``-I -S``: this file must import only the standard library.

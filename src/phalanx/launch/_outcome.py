@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .._formatting import format_ranks, mask_rank
-from .._signals import STOPPED, STOPPED_PREFIX, signal_name
+from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, describe_exit, signal_name
 
 _MAX_CONSEQUENCES = 8
 _HINTS: dict[int, str] = {
@@ -44,12 +44,12 @@ class RankExit:
     @property
     def failed(self) -> bool:
         """Whether it failed before the launcher asked it to stop."""
-        return self.code != 0 and not self.was_terminated
+        return self.code != 0 and not self.preempted and not self.was_terminated
 
     @property
     def preempted(self) -> bool:
         """Whether it saved a checkpoint on request and exited."""
-        return self.code == STOPPED
+        return self.code == PREEMPTED_EXIT_CODE
 
     @property
     def error(self) -> str:
@@ -84,27 +84,28 @@ class Outcome:
     def preempted(self) -> bool:
         """Whether all ranks saved a checkpoint on request and exited."""
         codes = {each.code for each in self.exits}
-        return STOPPED in codes and codes <= {0, STOPPED}
+        return PREEMPTED_EXIT_CODE in codes and codes <= {0, PREEMPTED_EXIT_CODE}
 
     @property
-    def first(self) -> RankExit | None:
+    def first_failure(self) -> RankExit | None:
         """The rank that failed first, if any did."""
         if self.preempted:
             return None
-        failed = [each for each in self.exits if each.failed]
-        # A preempted rank is the cause only if no other rank failed.
-        return next(iter(sorted(failed, key=lambda each: each.preempted)), None)
+        early = [each for each in self.exits if each.code and not each.was_terminated]
+        failed = [each for each in early if each.failed]
+        # If no rank failed, one that was preempted without the others is the cause.
+        return next(iter(failed or early), None)
 
     @property
     def exit_code(self) -> int:
         """The exit code for the shell: the first failure's, or 128 + number for a signal.
 
-        `phalanx.checkpoint.STOPPED` if all ranks were preempted and saved a checkpoint.
+        `PreemptionGuard.EXIT_CODE` if all ranks were preempted and saved a checkpoint.
         """
         if self.preempted:
-            return STOPPED
-        if self.first is not None:
-            code = self.first.code
+            return PREEMPTED_EXIT_CODE
+        if self.first_failure is not None:
+            code = self.first_failure.code
             return code if code >= 0 else 128 - code
         # Ranks that handled the signal and exited with 0 make a successful run.
         if self.signal is not None and any(each.code for each in self.exits):
@@ -114,10 +115,11 @@ class Outcome:
 
 def describe(outcome: Outcome) -> str:
     """Describe which rank failed first and why, which followed, and which were stopped."""
-    first = outcome.first
+    first = outcome.first_failure
     if outcome.preempted:
         output = [line for each in outcome.exits for line in each.final_output]
-        return next((line for line in output if line.startswith(STOPPED_PREFIX)), STOPPED_PREFIX)
+        messages = [line for line in output if line.startswith(PREEMPTED_MESSAGE)]
+        return messages[0] if messages else PREEMPTED_MESSAGE
     if first is None:
         return (
             f"stopped by {signal_name(outcome.signal)}" if outcome.signal else "all ranks succeeded"
@@ -134,9 +136,11 @@ def describe(outcome: Outcome) -> str:
     lines += [_describe_consequence(each, first) for each in consequences[:_MAX_CONSEQUENCES]]
     if unlisted := sum(map(len, consequences[_MAX_CONSEQUENCES:])):
         lines.append(f"{unlisted} more ranks failed")
-    silent = [each for each in others if each.was_terminated and not each.error]
-    if silent:
-        lines.append(f"{_format_names(silent)} stopped")
+    silent = [each for each in others if not each.failed and not each.error]
+    if preempted := [each for each in silent if each.preempted]:
+        lines.append(f"{_format_names(preempted)} {PREEMPTED_MESSAGE}")
+    if stopped := [each for each in silent if each.was_terminated and not each.preempted]:
+        lines.append(f"{_format_names(stopped)} stopped")
     if outcome.attempts > 1:
         lines.append(f"gave up after {outcome.attempts} attempts")
     return "\n".join(lines)
@@ -144,16 +148,15 @@ def describe(outcome: Outcome) -> str:
 
 def describe_code(code: int) -> str:
     """Describe an exit code: ``exit code 3``, or a signal with a hint."""
-    if code >= 0:
-        return f"exit code {code}"
     hint = _HINTS.get(-code)
-    return f"{signal_name(-code)} ({hint})" if hint else signal_name(-code)
+    return f"{describe_exit(code)} ({hint})" if hint else describe_exit(code)
 
 
 def _describe_consequence(exits: Sequence[RankExit], first: RankExit) -> str:
     one = exits[0]
     if one.was_terminated:
-        return f"{_format_names(exits)} stopped after {one.error}"
+        pronoun = "they were" if len(exits) > 1 else "it was"
+        return f"{_format_names(exits)} raised {one.error} while {pronoun} being stopped"
     times = [f"{each.at - first.at:.2f}" for each in exits]
     later = times[0] if times[0] == times[-1] else f"{times[0]} to {times[-1]}"
     end = f"{_format_names(exits)} failed {later} s later: {describe_code(one.code)}"

@@ -57,27 +57,27 @@ class Screen:
         environ: Mapping[str, str] = os.environ,
         progress_interval: float = PROGRESS_INTERVAL,
     ) -> None:
-        self._out = _TerminalSink(out, environ)
-        self._err = _TerminalSink(err, environ)
+        self._out = _OutputStream(out, environ)
+        self._err = _OutputStream(err, environ)
         # Progress bars belong on stderr, so the live area is there if stderr is a terminal.
-        self._live_sink = (
+        self._live_stream = (
             self._err if self._err.is_terminal or not self._out.is_terminal else self._out
         )
-        self._queue: list[tuple[_TerminalSink, bytes]] = []
+        self._queue: list[tuple[_OutputStream, bytes]] = []
         self._live: dict[OutputSource, bytes] = {}
         self._rows = 0
         self._changed = False
         self._interval = progress_interval
         self._progress_at: dict[OutputSource, float] = {}
 
-    def lines(self, source: OutputSource, texts: list[bytes]) -> None:
+    def write_lines(self, source: OutputSource, texts: list[bytes]) -> None:
         """Queue finished lines of one source for the next flush."""
         if texts:
             output = self._output(source)
             label = output.label(source)
             self._queue.append((output, b"".join([label + text + b"\n" for text in texts])))
 
-    def unfinished(self, source: OutputSource, text: bytes, *, is_progress: bool) -> None:
+    def show_unfinished(self, source: OutputSource, text: bytes, *, is_progress: bool) -> None:
         """Show the unfinished line of a source; remove it if it is blank."""
         text = text if text.strip() else b""
         if self._output(source).is_terminal:
@@ -89,7 +89,7 @@ class Screen:
             # The interval starts when a bar first appears: a short one leaves only its last state.
             if now - self._progress_at.setdefault(source, now) >= self._interval:
                 self._progress_at[source] = now
-                self.lines(source, [text])
+                self.write_lines(source, [text])
 
     def flush(self) -> None:
         """Write all queued lines and redraw the live area below them."""
@@ -97,26 +97,26 @@ class Screen:
             return
         if self._rows:
             up = b"\x1b[%dA" % (self._rows - 1) if self._rows > 1 else b""
-            self._live_sink.write(b"\r" + up + _ERASE_BELOW)
+            self._live_stream.write(b"\r" + up + _ERASE_BELOW)
         # Neighbouring lines for the same sink are one write.
         for output, lines in groupby(self._queue, key=lambda each: each[0]):
             output.write(b"".join([data for _, data in lines]))
         live = [source for source, text in self._live.items() if text]
         sources = sorted(live, key=lambda source: (source.rank or 0, source.is_error))
-        shown = sources[: self._live_sink.height()]
-        rows = [self._live_sink.label(source) + self._live[source] for source in shown]
+        shown = sources[: self._live_stream.max_live_rows()]
+        rows = [self._live_stream.label(source) + self._live[source] for source in shown]
         if rows:
-            self._live_sink.write(_NO_WRAP + b"\n".join(rows) + _WRAP)
+            self._live_stream.write(_NO_WRAP + b"\n".join(rows) + _WRAP)
         self._rows = len(rows)
         self._queue.clear()
         self._changed = False
 
-    def _output(self, source: OutputSource) -> _TerminalSink:
+    def _output(self, source: OutputSource) -> _OutputStream:
         return self._err if source.is_error else self._out
 
 
-class _TerminalSink:
-    """A sink and its terminal capabilities."""
+class _OutputStream:
+    """stdout or stderr of the launcher, and what it can show if it is a terminal."""
 
     def __init__(self, sink: OutputSink, environ: Mapping[str, str]) -> None:
         self._sink = sink
@@ -130,7 +130,7 @@ class _TerminalSink:
         colour = _COLOURS[source.rank % len(_COLOURS)]
         return f"\x1b[{colour}m{source.label}\x1b[0m".encode()
 
-    def height(self) -> int:
+    def max_live_rows(self) -> int:
         """Return the maximum number of rows of the live area: half of the terminal."""
         try:
             rows = os.get_terminal_size(self._sink.fileno()).lines
@@ -256,7 +256,7 @@ class OutputPump:
                 if data := os.read(stream.pipe.fileno(), _CHUNK):
                     lines = stream.lines
                     self._show(stream, lines.feed(data))
-                    self._screen.unfinished(
+                    self._screen.show_unfinished(
                         stream.source, lines.unfinished, is_progress=lines.is_progress
                     )
                 else:
@@ -283,16 +283,16 @@ class OutputPump:
             lines = stream.reports.feed(lines, time.monotonic())
             if stream.reports.held:
                 self._holding[stream.reports] = stream.source
-        self._screen.lines(stream.source, lines)
+        self._screen.write_lines(stream.source, lines)
 
     def _release(self, reports: ErrorReportFilter, source: OutputSource) -> None:
         self._holding.pop(reports, None)
-        self._screen.lines(source, reports.release())
+        self._screen.write_lines(source, reports.release())
 
     def _close(self, stream: _Stream) -> None:
         self._selector.unregister(stream.pipe)
         stream.pipe.close()
-        self._screen.unfinished(stream.source, b"", is_progress=False)
+        self._screen.show_unfinished(stream.source, b"", is_progress=False)
         self._show(stream, stream.lines.finish())
         if stream.reports is not None:
             self._release(stream.reports, stream.source)

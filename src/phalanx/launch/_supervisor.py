@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, NamedTuple
@@ -98,8 +98,13 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
     events: _Events = SimpleQueue()
     with _signals_into(events), _orphan_guard_process(grace=job.grace) as guard:
         for number in range(job.max_restarts + 1):
-            outcome = _Attempt(job, number, events, guard, OutputPump(screen), timing).run()
-            if outcome.first is None or outcome.signal is not None:
+            pump = OutputPump(screen)
+            if number:
+                pump.write_message(
+                    f"restarting all ranks: attempt {number + 1} of {job.max_restarts + 1}"
+                )
+            outcome = _Attempt(job, number, events, guard, pump, timing).run()
+            if outcome.first_failure is None or outcome.signal is not None:
                 break
     return outcome
 
@@ -165,43 +170,46 @@ def _with_orphans(children: Iterable[_Child]) -> list[_Child]:
     return [exited[group] for group in sorted(living - reused)]
 
 
-@dataclass(eq=False)
 class _Attempt:
     """One attempt: all ranks are started together, watched, and stopped together."""
 
-    _job: Job
-    _number: int
-    _events: _Events
-    _guard: IO[bytes]
-    _pump: OutputPump
-    _timing: SupervisorTiming
-    _children: list[_Child] = field(default_factory=list)
-    _running: set[_Child] = field(default_factory=set)
-    _seen_errors: dict[tuple[str, ...], int] = field(default_factory=dict)
-    _exits: list[RankExit] = field(default_factory=list)
-    _began: float = field(default_factory=time.monotonic)
-    _deadline: float | None = None
-    _signal: _SignalReceived | None = None
-    _stop_requested_at: float | None = None
-    """When the ranks were first asked to stop; later exits are not failures."""
-    _is_killing: bool = False
+    def __init__(
+        self,
+        job: Job,
+        number: int,
+        events: _Events,
+        guard: IO[bytes],
+        pump: OutputPump,
+        timing: SupervisorTiming,
+    ) -> None:
+        self._job = job
+        self._number = number
+        self._events = events
+        self._guard = guard
+        self._pump = pump
+        self._timing = timing
+        self._children: list[_Child] = []
+        self._running: set[_Child] = set()
+        self._seen_errors: dict[tuple[str, ...], int] = {}
+        self._exits: list[RankExit] = []
+        self._began = time.monotonic()
+        self._deadline: float | None = None
+        self._signal: _SignalReceived | None = None
+        self._stop_requested_at: float | None = None
+        """When the ranks were first asked to stop; later exits are not failures."""
+        self._is_killing = False
 
     def run(self) -> Outcome:
-        job = self._job
         try:
             self._start_all()
             self._pump.start()
             self._wait_until(self._ranks_exited)
         finally:
             self._stop()
-            has_failed = Outcome(exits=self._exits).first is not None
-            if has_failed and self._signal is None and self._number < job.max_restarts:
-                attempt = f"attempt {self._number + 2} of {job.max_restarts + 1}"
-                self._pump.write_message(f"restarting all ranks: {attempt}")
             self._pump.finish(timeout=self._timing.drain_timeout)
-        outputs = {child.rank: child.reports.final_output for child in self._children}
+        reports = {child.rank: child.reports for child in self._children}
         exits = [
-            replace(each, final_output=outputs[each.rank]()) if each.code else each
+            replace(each, final_output=reports[each.rank].final_output()) if each.code else each
             for each in sorted(self._exits, key=lambda each: each.at)
         ]
         number = None if self._signal is None else self._signal.number
@@ -215,14 +223,14 @@ class _Attempt:
                 command = [sys.executable, "-P", "-m", "phalanx.launch._store_server", str(fd)]
                 env = self._job.environ
                 self._start(None, command, env=env, stdin=subprocess.DEVNULL, pass_fds=[fd])
-            for rank in range(self._job.ranks):
+            for rank in range(self._job.world_size):
                 env = self._job.rank_env(rank, attempt=self._number, port=port)
                 # Rank 0 keeps the terminal, so that a debugger works there.
                 stdin = None if rank == 0 else subprocess.DEVNULL
                 self._start(rank, self._job.command, env=env, stdin=stdin)
         except OSError as error:
-            started = f"{len(self._children[1:])} of {self._job.ranks}"
-            raise RanksFailed(f"cannot start ranks: {error} ({started} started)") from error
+            started = f"{len(self._children[1:])} of {self._job.world_size} started"
+            raise RanksFailed(f"could not start all ranks ({started}): {error}") from error
 
     def _start(self, rank: int | None, command: Sequence[str], **options: Any) -> None:
         """Start a rank or the store in a new session; its exit becomes an event."""
@@ -297,9 +305,9 @@ class _Attempt:
             at=event.at - self._began,
             was_terminated=was_terminated,
         )
-        is_first = exit_.failed and not any(each.failed for each in self._exits)
+        is_first = not any(each.failed or each.preempted for each in self._exits)
         self._exits.append(exit_)
-        if is_first and requested is None:
+        if is_first and (exit_.failed or exit_.preempted) and requested is None:
             delay = self._job.grace if exit_.preempted else self._job.linger
             self._deadline = time.monotonic() + delay
             if not self._ranks_exited() and not exit_.preempted:
@@ -308,7 +316,8 @@ class _Attempt:
                 )
 
     def _on_signal(self, event: _SignalReceived) -> None:
-        first, now = self._signal, time.monotonic()
+        first = self._signal
+        now = time.monotonic()
         # By time of arrival: under load an event may wait in the queue.
         if (
             first is not None
@@ -321,7 +330,8 @@ class _Attempt:
             self._deadline = self._deadline if self._is_killing else now
             return
         self._signal = event
-        self._stop_requested_at, self._deadline = now, now + self._job.grace
+        self._stop_requested_at = now
+        self._deadline = now + self._job.grace
         self._send_to_ranks(event.number)
         self._pump.write_message(
             f"{signal_name(event.number)}: forwarded to the ranks; a second one kills them"
@@ -338,7 +348,8 @@ class _Attempt:
             child.send_to_group(signal.SIGTERM)
         poll = self._timing.orphan_poll_interval
         self._wait_until(lambda: self._ranks_exited() and not self._orphans(), poll=poll)
-        self._is_killing, self._deadline = True, time.monotonic() + self._timing.kill_timeout
+        self._is_killing = True
+        self._deadline = time.monotonic() + self._timing.kill_timeout
         for child in {*self._running, *self._orphans()}:
             child.send_to_group(signal.SIGKILL)
         self._wait_until(lambda: not self._running and not self._orphans(), poll=poll)

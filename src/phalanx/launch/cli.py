@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from ..errors import MisuseError, RanksFailed
 from . import _job
 from . import run as run_ranks
 from ._checkpoint_cli import checkpoint
-from ._job import GRACE, LINGER, Ranks
+from ._job import GRACE, LINGER, TORCHRUN_OPTIONS, RankCount
 from ._outcome import describe
 
 __all__ = ["main"]
@@ -56,11 +57,11 @@ def main() -> None:
 main.add_command(checkpoint)
 
 
-def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
+def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> RankCount:
     if value == "auto":
         return "auto"
     if not value.isdecimal() or int(value) < 1:
-        raise click.BadParameter(f"{value!r} is not 'auto' or a number of at least 1.")
+        raise click.BadParameter(f"must be 'auto' or a positive integer, got {value!r}")
     return int(value)
 
 
@@ -98,17 +99,15 @@ def _ranks(_ctx: click.Context, _param: click.Parameter, value: str) -> Ranks:
 @click.option(
     "--grace",
     type=click.FloatRange(min=0),
-    show_default=f"{GRACE:g}",
     metavar="SECONDS",
-    help="Time between asking a rank to stop and killing it.",
+    help=f"Time between asking a rank to stop and killing it (default: {GRACE:g}).",
 )
 @click.option(
     "--linger",
     type=click.FloatRange(min=0),
     default=LINGER,
-    show_default=True,
     metavar="SECONDS",
-    help="Time that the other ranks have to report after one failed.",
+    help=f"Time that the other ranks have to report after one failed (default: {LINGER:g}).",
 )
 @click.option("--nnodes", metavar="N[:MAX]", help="Number of machines.")
 @click.option("--node-rank", type=int, metavar="K", help="Rank of this machine.")
@@ -131,14 +130,22 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     75: run the job again. A signal that is ignored at the start (SIGHUP under nohup, SIGINT in a
     background job) stays ignored; use SIGTERM there.
 
-    With any of the options from --nnodes to --master-port, torchrun takes over.
+    With any of the options from --nnodes to --master-port, torchrun takes over. It has no
+    --prefix, --linger and --full-tracebacks.
     """
+    torchrun_args = _job.torchrun_options(**{name: options.pop(name) for name in TORCHRUN_OPTIONS})
     with _errors_as_usage():
-        if machines := _job.torchrun_options(
-            **{name: options.pop(name) for name in _job.MACHINE_OPTIONS}
-        ):
-            shared = {name: options[name] for name in ("ranks", "module", "max_restarts")}
-            command = _job.torchrun_command(script, args, machines=machines, grace=grace, **shared)
+        if torchrun_args:
+            _reject_launcher_options(torchrun_args[0].partition("=")[0])
+            command = _job.torchrun_command(
+                script,
+                args,
+                torchrun_args=torchrun_args,
+                ranks=options["ranks"],
+                module=options["module"],
+                max_restarts=options["max_restarts"],
+                grace=grace,
+            )
             _job.exec_torchrun(command, ranks=options["ranks"])
         grace = GRACE if grace is None else grace
         outcome = run_ranks(script, args, grace=grace, check=False, **options)
@@ -147,6 +154,17 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     elif outcome.exit_code:
         _print_failure(describe(outcome))
     click.get_current_context().exit(outcome.exit_code)
+
+
+def _reject_launcher_options(torchrun_option: str) -> None:
+    context = click.get_current_context()
+    for option in context.command.params:
+        is_given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if is_given and option.name in ("prefix", "linger", "full_tracebacks"):
+            raise click.UsageError(
+                f"{'/'.join([*option.opts, *option.secondary_opts])} cannot be used with "
+                f"{torchrun_option}: torchrun runs the ranks and has no such option"
+            )
 
 
 def _colour() -> bool | None:
@@ -179,11 +197,15 @@ def doctor(*, as_json: bool) -> None:
 
     The exit code is 1 if a check fails; its line says what to do.
     """
-    from ._doctor import examine, render, render_json
+    from ._doctor import Finding, format_finding, format_summary, run_checks
 
-    examination = examine()
-    click.echo(render_json(examination) if as_json else render(examination), color=_colour())
-    click.get_current_context().exit(0 if examination.ok else 1)
+    def show(finding: Finding) -> None:
+        if not as_json:
+            click.echo(format_finding(finding), color=_colour())
+
+    report = run_checks(show)
+    click.echo(report.to_json() if as_json else format_summary(report))
+    click.get_current_context().exit(0 if report.ok else 1)
 
 
 # A shape such as -1x2 is not an option but a mistake with a better error message.

@@ -126,9 +126,9 @@ def test_sys_exit_is_a_failure_of_the_body(ranks):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        (leave_at_once, "rank 0 exited with status 3"),
-        (leave_by_signal, "rank 0 was killed by SIGKILL"),
-        (crash, r"(?s)rank 0 was killed by SIGSEGV\n.*test_failures.py.* in crash"),
+        (leave_at_once, "rank 0 died: exit code 3"),
+        (leave_by_signal, "rank 0 died: SIGKILL"),
+        (crash, r"(?s)rank 0 died: SIGSEGV\n.*test_failures.py.* in crash"),
     ],
 )
 def test_the_end_of_a_process_is_told(ranks, body, told):

@@ -58,7 +58,7 @@ def test_they_are_the_same_wherever_they_are_made():
     assert pickle.loads(pickle.dumps(batches)) == batches == uneven_batches([3, 1], seed=5)
     (mine, *_), (other, *_) = batches.loader(0), uneven_batches((3, 1), seed=6).loader(0)
     assert not torch.equal(mine.inputs, other.inputs)
-    assert batches.among(1).lengths == (3,)
+    assert batches.first_ranks(1).lengths == (3,)
 
 
 def test_bad_arguments_are_refused():
@@ -71,7 +71,7 @@ def test_bad_arguments_are_refused():
     with pytest.raises(InvalidArgument, match="rank must be 0 to 1, got 2"):
         uneven_batches((1, 2)).loader(2)
     with pytest.raises(InvalidArgument, match="size must be 1 to 2, got 3"):
-        uneven_batches((1, 2)).among(3)
+        uneven_batches((1, 2)).first_ranks(3)
 
 
 def step(weight, gradient):
@@ -85,7 +85,7 @@ def slope(weight, batch):
 
 @over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
 def test_a_loop_of_ones_own(group, uneven_batches):
-    batches = uneven_batches.among(group.size())
+    batches = uneven_batches.first_ranks(group.size())
     mine = torch.zeros(4, 1)
     for batch in batches.loader(group.rank()):
         gradient = slope(mine, batch)
@@ -103,7 +103,7 @@ def test_a_loop_of_ones_own(group, uneven_batches):
 
 @over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
 def test_an_evaluation_of_ones_own(group, uneven_batches):
-    batches = uneven_batches.among(group.size())
+    batches = uneven_batches.first_ranks(group.size())
     ids = [batch.ids for batch in batches.loader(group.rank())]
     seen = phalanx.gather_uneven(torch.cat(ids) if ids else None, group)
     everybodys = [batch.ids for step in batches.steps for batch in step.values()]

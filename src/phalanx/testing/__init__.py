@@ -18,12 +18,12 @@ loaders of different lengths, and the equivalent steps of one process.
 """
 
 from . import faults
+from ._context import RankContext
 from ._over_groups import over_groups
 from ._pool import RankPool
 from ._results import Died, RankFailures, Stopped
 from ._threads import ThreadRanks
 from ._uneven_batches import Batch, UnevenBatches, uneven_batches
-from ._worker import RankContext
 from .faults import Fault, delay, kill, stop
 
 __all__ = [

@@ -12,10 +12,11 @@ from .. import native
 from ..groups import ProcessGroup
 from ..groups import _torch_integration as torch_tables
 from ..groups._backend_registry import find_backend
+from ._context import RankContext
 from ._pool import RankPool
 from ._results import RankFailures
 from ._threads import ThreadRanks
-from ._worker import FunctionReference, RankContext
+from ._worker import FunctionReference
 
 _SPLIT_WORLD_SIZE = 4  # ranks
 _PROVIDED = ("group", "ctx")  # parameters that are not fixtures
@@ -75,13 +76,20 @@ def over_groups(
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(*, ranks: RankPool, threads: ThreadRanks, over: GroupCase, **given: Any) -> None:
-            has_threads = find_backend(over.backend).traits.ranks_are_threads
+        def test(
+            *, ranks: RankPool, threads: ThreadRanks, group_case: GroupCase, **given: Any
+        ) -> None:
+            has_threads = find_backend(group_case.backend).traits.ranks_are_threads
             runner = threads if has_threads else ranks
             reference = FunctionReference.of(body)
-            args, name = (reference, over, options, given, reuse), str(reference)
             try:
-                runner.run(_run_on_group, over.size, args=args, timeout=timeout, name=name)
+                runner.run(
+                    _run_on_group,
+                    group_case.size,
+                    args=(reference, group_case, options, given, reuse),
+                    timeout=timeout,
+                    name=str(reference),
+                )
                 return
             except RankFailures as error:
                 failures = str(error)
@@ -91,10 +99,12 @@ def over_groups(
         given = [name for name in inspect.signature(body).parameters if name not in _PROVIDED]
         fixtures = [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
-            for name in (*given, "ranks", "threads", "over")
+            for name in (*given, "ranks", "threads", "group_case")
         ]
-        test.__dict__.update(__signature__=inspect.Signature(fixtures), body=body)
-        parametrized: Callable[..., None] = pytest.mark.parametrize("over", cases, ids=str)(test)
+        test.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined] # where `FunctionReference` finds it
+        parametrize = pytest.mark.parametrize("group_case", cases, ids=str)
+        parametrized: Callable[..., None] = parametrize(test)
         return parametrized
 
     return decorate
@@ -103,19 +113,19 @@ def over_groups(
 def _run_on_group(
     context: RankContext,
     body: FunctionReference,
-    over: GroupCase,
+    case: GroupCase,
     options: dict[str, Any],
     given: dict[str, Any],
     reuse: bool,
 ) -> None:
     function = body.load()
-    keeps = reuse and context.generation is not None
-    group = (_reuse_group if keeps else GroupCase.form)(over, context, options)
+    keeps_group = reuse and context.generation is not None
+    group = _reuse_group(case, context, options) if keeps_group else case.form(context, options)
     extra = {"ctx": context} if "ctx" in inspect.signature(function).parameters else {}
     try:
         function(group, **given, **extra)
     finally:
-        if keeps:
+        if keeps_group:
             # Destroying torch's default group would abort every group that torch knows.
             torch_tables.unregister_group(group)
 
@@ -123,17 +133,17 @@ def _run_on_group(
 _reusable_groups: dict[tuple[int | None, str], ProcessGroup] = {}
 
 
-def _reuse_group(over: GroupCase, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
+def _reuse_group(case: GroupCase, context: RankContext, options: dict[str, Any]) -> ProcessGroup:
     """Return the group that an earlier test left, or form one.
 
     All ranks find one or none does: they have run the same tests since a rank was replaced.
     """
     for key in [key for key in _reusable_groups if key[0] != context.generation]:
         _reusable_groups.pop(key).abort()
-    key = (context.generation, f"{over} {options} {context.timeout}")
+    key = (context.generation, f"{case} {options} {context.timeout}")
     if key in _reusable_groups:
         _reusable_groups[key]._torch_name = torch_tables.add_to_torch_tables(_reusable_groups[key])
     else:
-        _reusable_groups[key] = over.form(context, options)
+        _reusable_groups[key] = case.form(context, options)
         context.leave_open()
     return _reusable_groups[key]

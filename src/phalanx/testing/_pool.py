@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from ..errors import InvalidState, RanksFailed
 from ..groups._peers import process_state
+from ._context import RankRunner
 from ._results import (
     PRIVATE_MODULES,
     Died,
@@ -35,8 +36,8 @@ from ._results import (
     Returned,
     RunDeadline,
     Stopped,
-    check_size,
-    hung,
+    check_fault_ranks,
+    hang_outcome,
     ranks_that_may_die,
     results_or_raise,
 )
@@ -224,7 +225,7 @@ class PoolProcesses:
         for number, rank in hanging.items():
             stacks = rank.dumped_stacks() or "  no answer, not even from a signal handler"
             stacks = "  stopped by a signal" if rank.stopped else stacks
-            reports[number] = RankResult(hung(elapsed, stacks))
+            reports[number] = RankResult(hang_outcome(elapsed, stacks))
         outputs = {number: _tail(rank.output, _MAX_OUTPUT_BYTES) for number, rank in ranks.items()}
         # The state after a failed body is unknown, and a new process is cheap.
         for number, report in reports.items():
@@ -297,7 +298,7 @@ class PoolProcesses:
             rank.close()
 
 
-class RankPool:
+class RankPool(RankRunner):
     """Processes that run test bodies as ranks, reused between runs.
 
     A rank that fails, dies or hangs is replaced before the next run; the others are reused. Bodies
@@ -308,10 +309,7 @@ class RankPool:
     def __init__(
         self, size: int = 4, *, backend: str = "gloo", preload: Sequence[str] = ()
     ) -> None:
-        self.size = check_size(size)
-        """The maximum number of ranks of a run."""
-        self.backend = backend
-        """The default backend of `RankContext.group`."""
+        super().__init__(size, backend)
         self.preload = tuple(preload)
         """Modules that the template imports once, besides torch and `phalanx.groups`."""
         self._processes: PoolProcesses | None = None
@@ -353,9 +351,10 @@ class RankPool:
             name: name of the body in `RankFailures`, the error that reports all failures.
         """
         __tracebackhide__ = True
-        size = check_size(self.size if ranks is None else ranks, maximum=self.size)
+        size = self._world_size(ranks)
         must_die = frozenset(expect_dead)
-        may_die = ranks_that_may_die(faults, must_die, size=size)
+        check_fault_ranks(faults, must_die, size=size)
+        may_die = ranks_that_may_die(faults, size=size) | must_die
         task = Task(
             body=FunctionReference.of(body),
             arguments=pack_arguments(args, kwargs or {}),

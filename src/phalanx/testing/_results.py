@@ -15,7 +15,7 @@ from itertools import dropwhile
 from typing import Any
 
 from .._formatting import PACKAGE_ROOT, format_ranks
-from .._signals import signal_name
+from .._signals import describe_exit
 from ..errors import InvalidArgument, RanksFailed
 from .faults import Fault
 
@@ -58,10 +58,7 @@ class Died:
         return -self.status if self.status < 0 else None
 
     def __str__(self) -> str:
-        how = f"exited with status {self.status}"
-        if self.signal is not None:
-            how = f"was killed by {signal_name(self.signal)}"
-        return f"{how}\n{self.trace}".rstrip()
+        return f"died: {describe_exit(self.status)}\n{self.trace}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Stopped:
 RankOutcome = Returned | Failed | Died | Stopped
 
 
-def raised(error: BaseException, note: str = "") -> Failed:
+def error_outcome(error: BaseException, note: str = "") -> Failed:
     """Return the outcome of a rank that raised, without the frames that called the body."""
     formatter = traceback.TracebackException.from_exception(error)
     frames: list[traceback.FrameSummary] = list(formatter.stack)
@@ -84,7 +81,7 @@ def raised(error: BaseException, note: str = "") -> Failed:
     return Failed("\n".join(["failed", *filter(None, [note]), "".join(formatter.format())]))
 
 
-def hung(seconds: float, stacks: str) -> Failed:
+def hang_outcome(seconds: float, stacks: str) -> Failed:
     """Return the outcome of a rank that did not finish in time, with the stacks of its threads."""
     return Failed(f"did not finish in {seconds:.1f} s; its stacks:\n{stacks}")
 
@@ -187,23 +184,17 @@ class RunDeadline:
         return max(0.0, self._deadline - time.monotonic())
 
 
-def check_size(size: int, *, maximum: int | None = None) -> int:
-    """Return `size` if it is a valid number of ranks."""
-    if size < 1 or (maximum is not None and size > maximum):
-        bounds = "at least 1" if maximum is None else f"1 to {maximum}"
-        raise InvalidArgument(f"the number of ranks must be {bounds}, got {size}")
-    return size
-
-
-def ranks_that_may_die(
-    faults: Collection[Fault], must_die: Collection[int], *, size: int
-) -> set[int]:
-    """Return the ranks that a fault may kill, and those that must die."""
+def check_fault_ranks(
+    faults: Collection[Fault], must_die: Collection[int] = (), *, size: int
+) -> None:
     for fault in faults:
         if fault.rank not in (None, *range(size)):
             raise InvalidArgument(f"fault for rank {fault.rank}: ranks are 0 to {size - 1}")
     if not set(must_die) <= set(range(size)):
         raise InvalidArgument(f"expect_dead={sorted(must_die)}: ranks are 0 to {size - 1}")
+
+
+def ranks_that_may_die(faults: Collection[Fault], *, size: int) -> set[int]:
+    """Return the ranks that a fault may kill."""
     fatal = [fault for fault in faults if fault.action.is_fatal]
-    targets = {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}
-    return targets.union(must_die)
+    return {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}

@@ -18,27 +18,23 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from ..errors import InvalidArgument
+from ._context import RankContext, RankRunner, run_body
 from ._results import (
     PRIVATE_MODULES,
     RankResult,
     RunDeadline,
-    check_size,
-    hung,
-    ranks_that_may_die,
+    check_fault_ranks,
+    hang_outcome,
     results_or_raise,
 )
-from ._worker import RankContext, run_body
 from .faults import Fault, mark_thread_as_rank
 
 
-class ThreadRanks:
+class ThreadRanks(RankRunner):
     """Threads of this process that run test bodies as ranks."""
 
     def __init__(self, size: int = 4, *, backend: str = "local") -> None:
-        self.size = check_size(size)
-        """The maximum number of ranks of a run."""
-        self.backend = backend
-        """The default backend of `RankContext.group`."""
+        super().__init__(size, backend)
 
     def run(
         self,
@@ -54,15 +50,22 @@ class ThreadRanks:
     ) -> list[Any]:
         """Call ``body(context, *args, **kwargs)`` on every rank and return the results by rank."""
         __tracebackhide__ = True
-        size = check_size(self.size if ranks is None else ranks, maximum=self.size)
+        size = self._world_size(ranks)
         if any(fault.action.name != "delay" for fault in faults):
             raise InvalidArgument(
                 "a fault can only delay a thread; use RankPool to kill or stop a rank"
             )
-        ranks_that_may_die(faults, (), size=size)  # checks their ranks
+        check_fault_ranks(faults, size=size)
         store = HashStore()  # shared by all threads
         contexts = [
-            RankContext(rank, size, self.backend, timeout, lambda: store) for rank in range(size)
+            RankContext(
+                rank=rank,
+                size=size,
+                backend=self.backend,
+                run_timeout=timeout,
+                connect=lambda: store,
+            )
+            for rank in range(size)
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -106,7 +109,7 @@ def _run_on_threads(
     stuck = [context for context in contexts if context.rank not in reports]
     for context in stuck:
         stack = _stack_of(threads[context.rank])
-        reports[context.rank] = RankResult(hung(deadline.elapsed, stack))
+        reports[context.rank] = RankResult(hang_outcome(deadline.elapsed, stack))
     for context in stuck:
         context.abort()  # unblocks ranks that wait for a peer
     return reports

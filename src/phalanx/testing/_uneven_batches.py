@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import cycle
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class UnevenBatches:
     seed: int
     dtype: torch.dtype
 
-    @property
+    @cached_property
     def steps(self) -> list[dict[int, Batch]]:
         """For each step, the batches by rank, of the ranks that have one."""
         rows = cycle(self.batch_sizes)
@@ -70,7 +71,7 @@ class UnevenBatches:
             raise InvalidArgument(f"rank must be 0 to {len(self.lengths) - 1}, got {rank}")
         return [step[rank] for step in self.steps if rank in step]
 
-    def among(self, size: int) -> UnevenBatches:
+    def first_ranks(self, size: int) -> UnevenBatches:
         """Return the batches of the first `size` ranks."""
         if not 0 < size <= len(self.lengths):
             raise InvalidArgument(f"size must be 1 to {len(self.lengths)}, got {size}")
@@ -103,7 +104,7 @@ def uneven_batches(
             optimizer.step()
 
     The fixture of the same name in ``phalanx.testing.pytest_plugin`` runs a test with several
-    kinds of unevenness, each for four ranks; `among` makes them fewer.
+    kinds of unevenness, each for four ranks; `first_ranks` makes them fewer.
     """
     sizes = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
     if not all(isinstance(length, int) and length >= 0 for length in lengths) or not lengths:

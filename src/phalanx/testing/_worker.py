@@ -7,9 +7,7 @@ replace. Forking is safe because the template never starts a thread.
 The template also reaps the ranks and sends them signals: until it has waited for a rank, that
 rank's pid cannot belong to another process.
 
-A rank process waits for a task, runs it, reports, and resets what a body may have changed. Groups
-of `RankContext.group` time out before the run does, so that their more specific error comes first.
-They are shut down when the body returns and aborted when it raises.
+A rank process waits for a task, runs it, reports, and resets what a body may have changed.
 
 Functions are sent as module and qualified name and imported by the rank, with pytest's assertion
 rewriting if the caller had it.
@@ -36,35 +34,31 @@ import selectors
 import signal
 import socket
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property, partial, reduce
+from functools import partial, reduce
 from importlib.machinery import SourceFileLoader
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import InvalidArgument, InvalidType
-from ._results import RankOutcome, RankResult, Returned, raised
-from .faults import Fault, arm_faults
-
-if TYPE_CHECKING:
-    from ..groups import ProcessGroup
+from ._context import RankContext, run_body
+from ._results import RankResult, Returned, error_outcome
+from .faults import Fault
 
 # One that neither torch nor a test is likely to use.
 DUMP_SIGNAL = signal.SIGRTMIN + 6
 
 _PR_SET_PDEATHSIG = 1
-_GROUP_TIMEOUT_SHARE = 0.8  # of the timeout of the run
 
 # Ranks share the machine, and a library without threads can be forked safely.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -77,78 +71,6 @@ _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 def rank_environment() -> dict[str, str]:
     """Return the environment of a rank, based on that of this process."""
     return {**_NO_NAME_SERVER, **os.environ, **_ONE_THREAD}
-
-
-@dataclass(repr=False, eq=False)
-class RankContext:
-    """One rank of a run."""
-
-    rank: int
-    size: int
-    """The world size of the run."""
-    backend: str
-    """The default backend of `group`."""
-    run_timeout: float
-    connect: Callable[[], Store]
-    generation: int | None = None
-    """Changes whenever a rank process is replaced; None where ranks are threads."""
-    _groups: list[ProcessGroup] = field(default_factory=list, init=False)
-
-    @property
-    def timeout(self) -> timedelta:
-        """The default timeout of `group`."""
-        return timedelta(seconds=self.run_timeout * _GROUP_TIMEOUT_SHARE)
-
-    def __repr__(self) -> str:
-        return "<RankContext>"  # equal on all ranks, so that equal failures are grouped
-
-    @cached_property
-    def store(self) -> Store:
-        """A store that the ranks of this run share, initially empty."""
-        return self.connect()
-
-    def group(self, backend: str | None = None, **options: Any) -> ProcessGroup:
-        """Form a group of all ranks of the run, and close it when the body ends."""
-        from .. import groups
-
-        known = {"store": self.store, "rank": self.rank, "world_size": self.size}
-        defaults = {"timeout": self.timeout, "device": "cpu", **known}
-        return self.closing(groups.new_group(backend or self.backend, **{**defaults, **options}))
-
-    def closing(self, group: ProcessGroup) -> ProcessGroup:
-        """Close `group` when the body ends."""
-        self._groups.append(group)
-        return group
-
-    def abort(self) -> None:
-        """Abort the groups, which unblocks threads that wait in them."""
-        while self._groups:
-            self._groups.pop().abort()
-
-    def leave_open(self) -> None:
-        """Do not close the groups formed so far."""
-        self._groups.clear()
-
-
-def run_body(
-    call: Callable[[RankContext], Any], context: RankContext, *, faults: Sequence[Fault]
-) -> RankResult:
-    """Run a body as the rank of `context`."""
-    ended_at = 0.0
-    with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
-        try:
-            value = call(context)
-            ended_at = time.monotonic()
-            while context._groups:  # the newest first: they may be splits of older ones
-                context._groups.pop().shutdown()
-            outcome: RankOutcome = Returned(value)
-        # Even sys.exit in a body ends only its run, not the process of the pool.
-        except BaseException as error:  # noqa: BLE001
-            ended_at = ended_at or time.monotonic()
-            outcome = raised(error)
-            context.abort()  # without waiting for peers
-    missed = [str(each.fault) for each in armed if not (each.fired or each.fault.optional)]
-    return RankResult(outcome, ", ".join(missed), when=ended_at)
 
 
 @dataclass(frozen=True)
@@ -278,7 +200,7 @@ def pack_report(report: RankResult) -> bytes:
         assert isinstance(report.outcome, Returned)
         kind = type(report.outcome.value).__qualname__
         problem = InvalidType(f"the result of type {kind} is not picklable: {error}")
-        return pickle.dumps(RankResult(raised(problem)))
+        return pickle.dumps(RankResult(error_outcome(problem)))
 
 
 def unpack_report(packed: bytes) -> RankResult:
@@ -287,7 +209,7 @@ def unpack_report(packed: bytes) -> RankResult:
         report: RankResult = pickle.loads(packed)  # noqa: S301 - see the docstring
         return report
     except Exception as error:  # noqa: BLE001 - a result's constructor may raise anything
-        return RankResult(raised(error, "result cannot be unpickled"))
+        return RankResult(error_outcome(error, "result cannot be unpickled"))
 
 
 def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
@@ -307,9 +229,13 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task: Task = pickle.loads(connection.recv_bytes())  # noqa: S301 - see the docstring
             except EOFError:
                 return
-            connect = partial(_connect_to_store, task)
             context = RankContext(
-                task.rank, task.size, task.backend, task.timeout, connect, task.generation
+                rank=task.rank,
+                size=task.size,
+                backend=task.backend,
+                run_timeout=task.timeout,
+                connect=partial(_connect_to_store, task),
+                generation=task.generation,
             )
             result = run_body(partial(_call_body, task), context, faults=task.faults)
             connection.send_bytes(pack_report(result))

@@ -25,7 +25,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,11 @@ sleep $2; kill -CONT $1
 
 
 def _stop_self(resume_after: float | None) -> None:
+    if resume_after is None:
+        signal.raise_signal(signal.SIGSTOP)
+        return
     waker = ["sh", "-c", _RESUME_SCRIPT, "sh", str(os.getpid()), str(resume_after)]
-    with (
-        subprocess.Popen(waker, stdin=subprocess.DEVNULL)
-        if resume_after is not None
-        else nullcontext()
-    ):
+    with subprocess.Popen(waker, stdin=subprocess.DEVNULL):
         signal.raise_signal(signal.SIGSTOP)
 
 

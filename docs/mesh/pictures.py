@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from phalanx.mesh._drawing import draw_mesh
+from phalanx.mesh._drawing import MeshView
 from phalanx.mesh._plan import plan_mesh
 from phalanx.mesh.layout import MeshLayout
 
@@ -29,7 +29,8 @@ def pictures() -> dict[str, str]:
 
 def _part(layout: MeshLayout, *names: str) -> str:
     start, _ = layout.locate(RANK)
-    return draw_mesh(layout, names=names, rank=RANK, ranks_per_host=8, start=start, svg=True)
+    view = MeshView(layout, names=names, rank=RANK, ranks_per_host=8, start=start, svg=True)
+    return view.draw()
 
 
 if __name__ == "__main__":

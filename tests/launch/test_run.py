@@ -154,7 +154,11 @@ def test_api_returns_failures_to_those_who_look(script):
     path = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     outcome = phalanx.launch.run(path, ranks=1, stderr=io.BytesIO(), check=False)
     assert outcome.first_failure is not None
-    assert (outcome.first_failure.rank, outcome.first_failure.code, outcome.exit_code) == (0, -9, 137)
+    assert (outcome.first_failure.rank, outcome.first_failure.code, outcome.exit_code) == (
+        0,
+        -9,
+        137,
+    )
 
 
 @pytest.mark.usefixtures("foreground")

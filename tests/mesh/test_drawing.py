@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from phalanx.errors import InvalidArgument
 from phalanx.mesh.layout import FlatLayout, MeshLayout
 
-from .internals import draw_mesh, visible_positions
+from .internals import MeshView, visible_positions
+
+
+def draw_mesh(layout, **options):
+    return MeshView(layout, **options).draw()
 
 
 def draw_svg(layout, **options):

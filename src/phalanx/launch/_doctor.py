@@ -217,20 +217,10 @@ def check_engine() -> Finding:
 
 
 CHECKS: list[Check] = [
-    check_phalanx,
-    check_python,
-    check_torch,
-    check_gloo,
-    check_nccl,
-    check_cores,
-    check_memory,
-    check_shared_memory,
-    check_loopback,
-    check_loopback_name,
-    check_hostname,
-    check_compiler,
+    check_phalanx, check_python, check_torch, check_gloo, check_nccl, check_cores, check_memory,
+    check_shared_memory, check_loopback, check_loopback_name, check_hostname, check_compiler,
     check_engine,
-]
+]  # fmt: skip
 
 
 def _finding(ok: bool, label: str, detail: str, advice: str) -> Finding:

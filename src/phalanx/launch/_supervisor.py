@@ -100,9 +100,8 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
         for number in range(job.max_restarts + 1):
             pump = OutputPump(screen)
             if number:
-                pump.write_message(
-                    f"restarting all ranks: attempt {number + 1} of {job.max_restarts + 1}"
-                )
+                attempt = f"attempt {number + 1} of {job.max_restarts + 1}"
+                pump.write_message(f"restarting all ranks: {attempt}")
             outcome = _Attempt(job, number, events, guard, pump, timing).run()
             if outcome.first_failure is None or outcome.signal is not None:
                 break

@@ -137,14 +137,9 @@ def run(*, script: str, args: tuple[str, ...], grace: float | None, **options: A
     with _errors_as_usage():
         if torchrun_args:
             _reject_launcher_options(torchrun_args[0].partition("=")[0])
+            shared = {name: options[name] for name in ("ranks", "module", "max_restarts")}
             command = _job.torchrun_command(
-                script,
-                args,
-                torchrun_args=torchrun_args,
-                ranks=options["ranks"],
-                module=options["module"],
-                max_restarts=options["max_restarts"],
-                grace=grace,
+                script, args, torchrun_args=torchrun_args, grace=grace, **shared
             )
             _job.exec_torchrun(command, ranks=options["ranks"])
         grace = GRACE if grace is None else grace

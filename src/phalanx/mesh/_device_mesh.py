@@ -618,11 +618,11 @@ class DeviceMesh(TorchMesh):
 
     def draw(self, *, ranks_per_host: int | None = None, svg: bool = False) -> str:
         """Draw axes, hosts and this rank, as text or as SVG."""
-        from . import _drawing  # rarely needed
+        from ._drawing import MeshView  # rarely needed
 
         state = self._root_state
         start = 0 if state.position is None else self._layout.locate(state.position)[0]
-        return _drawing.draw_mesh(
+        view = MeshView(
             self._layout,
             names=self._mesh_dim_names,
             rank=None if state.position is None else state.rank,
@@ -631,6 +631,7 @@ class DeviceMesh(TorchMesh):
             rank_map=state.ranks,
             svg=svg,
         )
+        return view.draw()
 
     def _repr_html_(self) -> str:
         return self.draw(svg=True)

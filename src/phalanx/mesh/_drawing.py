@@ -1,9 +1,9 @@
 """Drawings of a mesh, as text and as SVG.
 
-`_MeshView` decides what is shown: a few blocks of cells, however large the mesh is. The last axis
+`MeshView` decides what is shown: a few blocks of cells, however large the mesh is. The last axis
 runs along the columns of a block and the one before along its rows; there is one block for each
 position along the other axes. Of a long axis the ends and the neighbourhood of the given rank are
-shown; None marks what is left out. `draw_mesh` renders the view.
+shown; None marks what is left out.
 
 No colour carries meaning by itself: axes have dash patterns too, and the given rank is filled.
 The colours are Okabe and Ito's, which are distinguishable with any colour vision. This module
@@ -25,6 +25,9 @@ from .layout import FlatLayout, MeshLayout, format_axes
 Positions: TypeAlias = tuple[int | None, ...]
 
 
+_TEXT_WIDTH = 96  # columns, approximately
+
+
 class _Cell(NamedTuple):
     rank: int
     host: int | None
@@ -44,19 +47,24 @@ class _Block(NamedTuple):
     cells: list[_Cells]
 
 
-class _MeshView:
-    """Everything that a drawing shows, with at most `limits` blocks, rows and columns."""
+class MeshView:
+    """Everything that a drawing shows: one block per position on all but two axes.
+
+    As text, `rank` is in brackets and lines separate hosts. As SVG, each host is a box, and the
+    groups of `rank` have one colour and outline per axis. `start` is the first rank of the copy of
+    the layout to draw; `rank_map[i]` is the rank to print for position i of the layout.
+    """
 
     def __init__(
         self,
         layout: MeshLayout,
         *,
-        limits: tuple[int, int, int],
-        names: Sequence[str] | None,
-        rank: int | None,
-        ranks_per_host: int | None,
-        start: int,
-        rank_map: Sequence[int] | None,
+        names: Sequence[str] | None = None,
+        rank: int | None = None,
+        ranks_per_host: int | None = None,
+        start: int = 0,
+        rank_map: Sequence[int] | None = None,
+        svg: bool = False,
     ) -> None:
         sizes = layout.top_level_sizes
         if names is not None and len(names) != len(sizes):
@@ -69,7 +77,8 @@ class _MeshView:
         self._start = start
         self._rank_map = rank_map
         self._ranks_per_host = ranks_per_host
-        self._limits = limits
+        self._svg = svg
+        self._limits = self._choose_limits(sizes, digits=len(str(start + layout.cosize())))
         self.labels = tuple(names or [f"axis {axis}" for axis in range(len(sizes))])
         position = rank
         if rank is not None and rank_map is not None:
@@ -80,10 +89,29 @@ class _MeshView:
         self.caption = "" if rank is None else self._caption(rank)
         outer = MeshLayout.from_sizes_strides(self._layout.top_level_sizes[:-2])
         index = None if self._here is None else outer.rank_of(self._here[:-2])
-        places = visible_positions(outer.numel(), here=index, limit=limits[0])
+        places = visible_positions(outer.numel(), here=index, limit=self._limits[0])
         leads = [None if place is None else outer.coordinate_of(place) for place in places]
         self.blocks = [None if lead is None else self._block(lead) for lead in leads]
         self.cells = [c for block in self.blocks if block for row in block.cells for c in row if c]
+
+    def _choose_limits(self, sizes: Sequence[int], *, digits: int) -> tuple[int, int, int]:
+        """Return the maximum numbers of blocks, of rows of a block, and of columns."""
+        columns = 8 if self._svg else max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
+        rows = 16 if self._svg else 32  # of all blocks together
+        blocks = math.prod(sizes[:-2])
+        height = sizes[-2] if len(sizes) > 1 else 1
+        if blocks * height > rows:
+            blocks, height = (1, rows // 2) if blocks == 1 else (3, min(rows // 3, 6))
+        return blocks, height, columns
+
+    def draw(self) -> str:
+        if self._svg:
+            return _render_svg(self)
+        lines = [self.title, *([self.caption] if self.caption else [])]
+        if self.labels:
+            for block in self.blocks:
+                lines += ["", "…"] if block is None else ["", *_text_block(self.labels, block)]
+        return "\n".join(line.rstrip() for line in lines)
 
     def _title(self, sizes: Sequence[int], *, is_named: bool) -> str:
         title = format_count(self._layout.numel(), "rank")
@@ -221,7 +249,7 @@ class _SvgBlock:
                 for row, column in taken:
                     yield host, self.box([row], [column], pad=_GAP // 2)
 
-    def draw(self, view: _MeshView) -> Iterator[str]:
+    def draw(self, view: MeshView) -> Iterator[str]:
         block, ndim = self.block, len(view.labels)
         if block.title:
             yield _svg_text(_MARGIN, 12, block.title, size=12, weight="bold")
@@ -270,7 +298,7 @@ def _positions(lines: Sequence[_Cells], *, first: int, size: int, between: int) 
     return positions
 
 
-def _render_svg(view: _MeshView) -> str:
+def _render_svg(view: MeshView) -> str:
     digits = max(len(str(cell.rank)) for cell in view.cells)
     hosts = max((len(str(cell.host)) for cell in view.cells if cell.host is not None), default=0)
     # A host of one column must be as wide as its name.
@@ -329,7 +357,7 @@ def _render_svg(view: _MeshView) -> str:
     )
 
 
-def _axis_name(view: _MeshView, axis: int, x: float, y: float, *, turned: bool = False) -> str:
+def _axis_name(view: MeshView, axis: int, x: float, y: float, *, turned: bool = False) -> str:
     fill = _AXES[axis % len(_AXES)][0] if view.rank is not None else _INK
     turn = f' transform="rotate(-90 {x:g} {y:g})"' if turned else ""
     label = view.labels[axis]
@@ -371,52 +399,6 @@ def _svg_text(
         f'<text x="{x:g}" y="{y:g}" font-size="{size}" font-weight="{weight}" fill="{fill}" '
         f'text-anchor="{at}"{more}>{_escaped(words)}</text>'
     )
-
-
-_TEXT_WIDTH = 96  # columns, approximately
-
-
-def draw_mesh(
-    layout: MeshLayout,
-    *,
-    names: Sequence[str] | None = None,
-    rank: int | None = None,
-    ranks_per_host: int | None = None,
-    start: int = 0,
-    rank_map: Sequence[int] | None = None,
-    svg: bool = False,
-) -> str:
-    """Draw a mesh as text, or as an SVG image: one block per position on all but two axes.
-
-    As text, `rank` is in brackets and lines separate hosts. As SVG, each host is a box, and the
-    groups of `rank` have one colour and outline per axis. `start` is the first rank of the copy of
-    the layout to draw; `rank_map[i]` is the rank to print for position i of the layout.
-    """
-    digits = len(str(start + layout.cosize()))
-    columns = 8 if svg else max(4, min(16, (_TEXT_WIDTH - 16) // (digits + 3)))
-    # At most `rows` rows in all blocks together.
-    rows = 16 if svg else 32
-    sizes = layout.top_level_sizes
-    blocks = math.prod(sizes[:-2])
-    height = sizes[-2] if len(sizes) > 1 else 1
-    if blocks * height > rows:
-        blocks, height = (1, rows // 2) if blocks == 1 else (3, min(rows // 3, 6))
-    view = _MeshView(
-        layout,
-        limits=(blocks, height, columns),
-        names=names,
-        rank=rank,
-        ranks_per_host=ranks_per_host,
-        start=start,
-        rank_map=rank_map,
-    )
-    if svg:
-        return _render_svg(view)
-    lines = [view.title, *([view.caption] if view.caption else [])]
-    if view.labels:
-        for block in view.blocks:
-            lines += ["", "…"] if block is None else ["", *_text_block(view.labels, block)]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 def _text_block(axes: Sequence[str], block: _Block) -> list[str]:

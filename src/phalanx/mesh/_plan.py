@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 
 from .._formatting import format_count, format_table
 from ..errors import InvalidArgument
-from . import _drawing
+from ._drawing import MeshView
 from .layout import MeshLayout, format_rank_pattern
 
 
@@ -104,13 +104,9 @@ class MeshPlan:
 
     def draw(self, *, svg: bool = False) -> str:
         """Draw the mesh as text or as SVG."""
-        return _drawing.draw_mesh(
-            self.layout,
-            names=self.names,
-            rank=self.rank,
-            ranks_per_host=self.ranks_per_host,
-            svg=svg,
-        )
+        names, rank, per_host = self.names, self.rank, self.ranks_per_host
+        view = MeshView(self.layout, names=names, rank=rank, ranks_per_host=per_host, svg=svg)
+        return view.draw()
 
 
 def plan_mesh(

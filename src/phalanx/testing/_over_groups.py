@@ -82,14 +82,10 @@ def over_groups(
             has_threads = find_backend(group_case.backend).traits.ranks_are_threads
             runner = threads if has_threads else ranks
             reference = FunctionReference.of(body)
+            args = (reference, group_case, options, given, reuse)
             try:
-                runner.run(
-                    _run_on_group,
-                    group_case.size,
-                    args=(reference, group_case, options, given, reuse),
-                    timeout=timeout,
-                    name=str(reference),
-                )
+                name = str(reference)
+                runner.run(_run_on_group, group_case.size, args=args, timeout=timeout, name=name)
                 return
             except RankFailures as error:
                 failures = str(error)

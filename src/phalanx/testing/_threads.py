@@ -58,14 +58,7 @@ class ThreadRanks(RankRunner):
         check_fault_ranks(faults, size=size)
         store = HashStore()  # shared by all threads
         contexts = [
-            RankContext(
-                rank=rank,
-                size=size,
-                backend=self.backend,
-                run_timeout=timeout,
-                connect=lambda: store,
-            )
-            for rank in range(size)
+            RankContext(rank, size, self.backend, timeout, lambda: store) for rank in range(size)
         ]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -229,13 +229,9 @@ def rank_main(tasks: int, output: int, stacks: int, *, parent: int) -> None:
                 task: Task = pickle.loads(connection.recv_bytes())  # noqa: S301 - see the docstring
             except EOFError:
                 return
+            connect = partial(_connect_to_store, task)
             context = RankContext(
-                rank=task.rank,
-                size=task.size,
-                backend=task.backend,
-                run_timeout=task.timeout,
-                connect=partial(_connect_to_store, task),
-                generation=task.generation,
+                task.rank, task.size, task.backend, task.timeout, connect, task.generation
             )
             result = run_body(partial(_call_body, task), context, faults=task.faults)
             connection.send_bytes(pack_report(result))

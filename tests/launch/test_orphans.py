@@ -92,6 +92,19 @@ def test_ranks_that_were_asked_to_stop_and_have_saved_have_not_failed(script, la
     assert "failed" not in err
 
 
+def test_a_failure_is_not_followed_by_a_restart_once_the_launcher_is_told_to_stop(
+    script, launcher, pids
+):
+    setup = "os.environ['RANK'] == '0' and os._exit(3)"
+    process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 60, script(waiting(setup)))
+    pids("pid1")
+    assert "rank 0 failed: exit code 3" in process.stderr.readline()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 3
+    assert "restarting" not in err
+
+
 def test_ranks_may_stop_without_the_launcher_being_asked(script, launcher, pids):
     setup = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
     process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 0, script(waiting(setup)))

@@ -24,7 +24,7 @@
     │   ├── NotInMesh (RuntimeError, IndexError)
     │   └── Unprepared (RuntimeError, AssertionError)
     ├── CheckpointError (RuntimeError)       a checkpoint could not be saved or loaded
-    │   ├── SaveFailed                       a save failed on all ranks; names the first cause
+    │   ├── SaveFailed                       a save failed on all ranks; names the first cause (1)
     │   │   ├── SaveTimeout (TimeoutError)   ranks did not take part in time; names them
     │   │   ├── CheckpointDirectoryInUse     another job is saving to the directory; names it
     │   │   └── WriterLost                   the writer process died; says how
@@ -37,6 +37,8 @@
     ├── UnevenInputs (RuntimeError)          ranks ran out of data at different steps
     ├── RanksFailed (RuntimeError)           ranks started by a launcher or a pool failed
     └── InternalError (RuntimeError)         a bug in phalanx; please report it
+
+(1) A rank whose caller made the mistake raises that `MisuseError` or `UnsupportedState` itself.
 
 The built-in in parentheses is what torch raises for the same mistake, so an ``except`` clause
 written for torch still catches it. Where torch's methods raise different classes for the same
@@ -255,7 +257,11 @@ class CheckpointError(PhalanxError, RuntimeError):
 
 
 class SaveFailed(CheckpointError):
-    """A save failed; every rank raises this, and the message names the first cause."""
+    """A save failed; the message names the first cause.
+
+    All ranks raise this. Only a rank whose caller made a mistake raises that `MisuseError` or
+    `UnsupportedState` itself.
+    """
 
 
 class SaveTimeout(SaveFailed, TimeoutError):
@@ -295,7 +301,7 @@ class HookError(PhalanxError, RuntimeError):
 
 
 class Unprepared(MisuseError, RuntimeError, AssertionError):
-    """A constructor did not call the constructor of its base class."""
+    """Something that must come first is missing: a base constructor, torch's default group."""
 
 
 class UnevenInputs(PhalanxError, RuntimeError):

@@ -3,7 +3,6 @@
 from phalanx import _faultpoints
 from phalanx.checkpoint import _store_connection, _tensor_file
 from phalanx.checkpoint._barriers import GroupBarrier
-from phalanx.checkpoint._checkpointer import default_rank_info
 from phalanx.checkpoint._coordination import Coordinator, StorageExchange
 from phalanx.checkpoint._local_storage import (
     DirectoryLock,
@@ -21,6 +20,7 @@ from phalanx.checkpoint._manifest import (
     tensor_name,
 )
 from phalanx.checkpoint._progress import ProgressMeter
+from phalanx.checkpoint._ranks import find_ranks
 from phalanx.checkpoint._reader import OpenCheckpoint
 from phalanx.checkpoint._replication import (
     TensorRange,
@@ -107,11 +107,11 @@ __all__ = [
     "checksum",
     "data_file_name",
     "decode",
-    "default_rank_info",
     "divide_among_ranks",
     "encode",
     "files_to_remove",
     "find_differences",
+    "find_ranks",
     "format_path",
     "leaves",
     "map_leaves",

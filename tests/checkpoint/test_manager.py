@@ -19,7 +19,6 @@ from phalanx.errors import (
     InvalidArgument,
     InvalidType,
     MissingKeys,
-    SaveFailed,
 )
 
 from .internals import DirectoryLock, LocalSnapshot, LocalStepDirectory, parse_step_name, step_name
@@ -79,7 +78,7 @@ def test_names_are_in_the_order_of_steps_and_no_others_count(tmp_path):
 
 def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_path):
     folder = filled(tmp_path, [1, 2, 3, 4])
-    with pytest.raises(SaveFailed, match=r"has step 4, which is after 3.*rewind\(3\)"):
+    with pytest.raises(InvalidArgument, match=r"has step 4, which is after 3.*rewind\(3\)"):
         folder.save(3, state_of(3))
     folder.rewind(2)
     assert folder.steps() == [2]

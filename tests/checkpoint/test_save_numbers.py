@@ -64,7 +64,7 @@ def test_ranks_that_do_not_agree_on_their_number(tmp_path):
         assert "ranks disagree on the world size: rank 0: 2, rank 1: 3" in str(error)
     for error in save([3, 3]):
         assert isinstance(error, SaveFailed)
-        assert "the barrier has 2 ranks, the save has 3" in str(error)
+        assert "the barrier has 2 ranks, expected 3" in str(error)
 
 
 def test_a_rank_is_one_of_those_there_are():

@@ -36,19 +36,19 @@ import msgspec
 
 from .._signals import signal_name
 from ..errors import (
-    CheckpointError,
     InvalidArgument,
     InvalidState,
     InvalidType,
+    PhalanxError,
     SaveFailed,
     SaveTimeout,
     WriterLost,
 )
-from ._coordination import error_class, job_name
 from ._progress import ProgressMeter, SaveProgress, WriteFuture
 from ._staging import CheckpointStagerConfig, DefaultStager, StagedState
 from ._state_tree import Node, leaves, parse_state
-from ._types import STATE_DICT, RankInfo, check_not_forked
+from ._storage import job_name
+from ._types import STATE_DICT, RankInfo, check_not_forked, error_class
 from ._writer import CheckpointWriter
 from ._writer_process import Reply, WriteRequest, printable
 
@@ -133,7 +133,7 @@ class WriterProcess:
             raise self._lost()
         reply = msgspec.json.decode(received, type=Reply)
         if reply.error:
-            error = error_class(reply.error, CheckpointError)(f"{prefix}{reply.message}")
+            error = error_class(reply.error, PhalanxError)(f"{prefix}{reply.message}")
             raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
         return reply
 

@@ -13,7 +13,6 @@ saves by counting calls, and a rank that left one out would pair its state with 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,12 +23,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidState, SaveTimeout
-from ..groups._factory import default_group
 from ._barriers import BarrierConfig, create_barrier_from_config
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._progress import SaveProgress, SaveReport, WriteFuture, wrap_future
+from ._ranks import find_ranks
 from ._reader import CheckpointReader
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo
@@ -246,7 +244,7 @@ def make_sync_checkpointer(
             group = dist.group.WORLD
         elif barrier_config.barrier_type == "group":
             group = barrier_config.barrier_args.get("group")
-        rank_info = default_rank_info(group)
+        rank_info = find_ranks(group)
     barrier = create_barrier_from_config(barrier_config)
     writer = CheckpointWriter(config.writer_config, rank_info, barrier, commit_hook)
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
@@ -267,7 +265,7 @@ def make_async_checkpointer(
     its barrier follow `config`.
     """
     config = config or CheckpointerConfig()
-    rank_info = rank_info or default_rank_info()
+    rank_info = rank_info or find_ranks()
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is default_writer_init_fn:
         if config.barrier_config.barrier_type in ("dist_barrier", "group"):
@@ -287,15 +285,3 @@ def make_async_checkpointer(
     )
     stager = DefaultStager(config.staging_config, rank_info=rank_info)
     return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
-
-
-def default_rank_info(group: dist.ProcessGroup | None = None) -> RankInfo:
-    """Return this process's rank in a group or the default group, else as launched."""
-    group = group or default_group()
-    if group is not None:
-        return RankInfo(group.rank(), group.size())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # Without this, each rank of a job without a default group would act as the only one.
-        launched = read_rank_env()
-        return RankInfo(launched.rank, launched.world_size)
-    return RankInfo(0, 1)

@@ -11,10 +11,8 @@ theirs again.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import time
@@ -23,25 +21,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.distributed as dist
-
-from .. import errors
-from ..env import read_rank_env
-from ..errors import CheckpointError, InvalidType, SaveFailed, SaveTimeout
-from ..groups import ProcessGroup
-from ..groups._factory import default_group
+from ..errors import CheckpointError, MisuseError, SaveFailed, SaveTimeout, UnsupportedState
 from ..groups._formatting import format_ranks
-from ._barriers import DistBarrier, GroupBarrier
 from ._progress import ProgressMeter
-from ._storage import MESSAGE_PREFIX, MessageStore
-from ._types import BarrierLike, RankInfo
+from ._storage import MESSAGE_PREFIX, MessageStore, job_name
+from ._types import BarrierLike, RankInfo, error_class
 
 # In seconds.
 _FIRST_POLL, _MAX_POLL = 0.001, 0.05
 _LEADER_GRACE = 1.0  # for which others wait longer than rank 0: it knows which ranks are missing
 _CLOSE_TIMEOUT = 10.0  # of rank 0, until the others have read the last messages
-
-_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -93,8 +82,9 @@ class Coordinator:
         """Run an action on every rank and return the results by rank, or raise on every rank.
 
         Results must be JSON-serializable. With `wrap_errors`, as in a save, all ranks raise
-        `SaveFailed` with the first cause. Without, the rank that failed raises its own error, and
-        the others a `CheckpointError` of the same class.
+        `SaveFailed` with the first cause; only a rank whose caller made a mistake (`MisuseError`,
+        `UnsupportedState`) raises that error itself. Without, the rank that failed raises its own
+        error, and the others a `CheckpointError` of the same class.
         """
         position = _Position(self._save_number, phase, self.size)
         error: BaseException | None = None
@@ -122,6 +112,8 @@ class Coordinator:
         base = SaveFailed if wrap_errors else CheckpointError
         self._check_positions([_Position(*each["at"]) for each in replies], phase, base)
         failures = {rank: each for rank, each in enumerate(replies) if "failed" in each}
+        if isinstance(error, MisuseError | UnsupportedState):
+            raise error
         if error is not None:
             failures.setdefault(self.rank, json.loads(text))
         if failures:
@@ -133,7 +125,7 @@ class Coordinator:
             cause = f"{where} while {phase}: {name}: {message}{also}"
             raise error_class(name, base)(cause) from error
         if len(replies) != self.size:
-            raise base(f"the barrier has {len(replies)} ranks, the save has {self.size}")
+            raise base(f"the barrier has {len(replies)} ranks, expected {self.size}")
         return [each["result"] for each in replies]
 
     def _check_positions(
@@ -154,14 +146,8 @@ class Coordinator:
             raise PeersBehind(f"only {format_ranks(ahead)} arrived at save number {newest}")
         raise SaveFailed(
             f"save number {self._save_number} was abandoned while {phase}: {format_ranks(ahead)} "
-            f"restarted, and is at save number {newest}"
+            f"restarted and began save number {newest}"
         )
-
-
-def error_class(name: str, base: type[CheckpointError]) -> type[CheckpointError]:
-    """Return the error class of that name if it derives from `base`, else `base`."""
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, base) else base
 
 
 def format_by_rank(values: Iterable[Any]) -> str:
@@ -335,56 +321,3 @@ class StorageExchange:
             time.sleep(pause)
             pause = min(pause * 1.5, _MAX_POLL)
         return seen
-
-
-_adopted_job = ""
-
-
-def adopt_job_name(job: str) -> None:
-    """Use the job name of the rank for which this process writes."""
-    global _adopted_job  # noqa: PLW0603 - a process belongs to one job
-    _adopted_job = job
-
-
-def job_name() -> str:
-    """Return a name for this job, so that two jobs at one path ignore each other's messages."""
-    if _adopted_job:
-        return _adopted_job
-    variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-    known = [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
-    return hashlib.sha256(" ".join(known or [str(os.getppid())]).encode()).hexdigest()[:16]
-
-
-def rank_and_barrier(
-    group: dist.ProcessGroup | None, *, timeout_secs: float
-) -> tuple[RankInfo, Any]:
-    """Return this process's rank in a group, and a barrier for it. All ranks call this.
-
-    Without a group, the default group is used. A single rank has no barrier.
-    """
-    group = group or default_group_or_warn()
-    if group is None or group.size() == 1:
-        return RankInfo(0, 1), None
-    rank_info = RankInfo(group.rank(), group.size())
-    if isinstance(group, ProcessGroup):
-        return rank_info, GroupBarrier(group, timeout_secs=timeout_secs)
-    if group is dist.group.WORLD:
-        return rank_info, DistBarrier(timeout_secs=timeout_secs)
-    raise InvalidType(
-        "group must come from phalanx.groups.new_group or be torch's default group, got "
-        f"another {type(group).__name__} of torch"
-    )
-
-
-def default_group_or_warn() -> dist.ProcessGroup | None:
-    """Return the default group; warn if there is none although several ranks were launched."""
-    group = default_group()
-    if group is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        launched = read_rank_env()
-        if launched.world_size > 1:
-            _log.warning(
-                "rank %d of %d has no process group and acts as the only rank; pass group=...",
-                launched.rank,
-                launched.world_size,
-            )
-    return group

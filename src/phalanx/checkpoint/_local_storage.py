@@ -90,7 +90,9 @@ class DirectoryLock:
                 raise CheckpointDirectoryInUse(
                     f"{purpose} is being saved to by {holder or 'an unknown process'}"
                 ) from None
-            if error.errno in _LOCKS_UNSUPPORTED and not holder:
+            if error.errno not in _LOCKS_UNSUPPORTED:
+                raise OSError(error.errno, error.strerror, str(self._directory)) from None
+            if not holder:
                 return  # a file system without locks, and no previous owner
             raise CheckpointDirectoryInUse(
                 f"{purpose} may be in use by {holder}: its file system has no locks "

@@ -28,7 +28,8 @@ from ..errors import (
 )
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._commit import lock_owner
-from ._coordination import Coordinator, format_by_rank, rank_and_barrier
+from ._coordination import Coordinator, format_by_rank
+from ._ranks import make_barrier
 from ._reader import CheckpointReader
 from ._step_directory import RetentionPolicy, prune, step_directory_at
 from ._types import STATE_DICT, RankInfo, check_integer
@@ -90,7 +91,13 @@ class CheckpointManager:
         # cached_property, which in Python 3.11 has one lock for all instances, so that ranks that
         # are threads would deadlock.
         if self._ranks is None:
-            self._ranks = rank_and_barrier(self._group, timeout_secs=self._timeout)
+            self._ranks = make_barrier(self._group, timeout_secs=self._timeout)
+            reader = getattr(self._checkpointer, "_reader", None)
+            if reader is not None and reader.rank_info != self._ranks[0]:
+                raise InvalidArgument(
+                    f"the checkpointer saves as {reader.rank_info}, the manager as "
+                    f"{self._ranks[0]}: give both the same group or rank_info"
+                )
         return self._ranks
 
     @property

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from .._signals import STOPPED, STOPPED_PREFIX, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
-from ._coordination import default_group_or_warn
+from ._ranks import find_group
 
 _REQUESTED_BY_PROGRAM = 1 << 16  # greater than any signal
 
@@ -45,9 +45,9 @@ class PreemptionGuard:
     takes microseconds in shared memory; over a network, `every` limits it to every n-th call. The
     default is the current group, else torch's default group, else this process alone.
 
-    Existing signal handlers are replaced meanwhile. A second SIGINT goes to them, unless it comes
-    within `repeat_window` seconds: a terminal signals all processes, and the launcher forwards the
-    signal. So does a SIGTERM to a forked child.
+    While active, the guard replaces the existing handlers. It calls them for a second SIGINT that
+    arrives after `repeat_window` seconds, and in a forked child for any signal but SIGINT. Within
+    the window signals are one: a terminal signals all processes, and the launcher forwards it.
     """
 
     EXIT_CODE = STOPPED
@@ -63,7 +63,7 @@ class PreemptionGuard:
     ) -> None:
         if every < 1:
             raise InvalidArgument(f"every must be at least 1, got {every}")
-        group = default_group_or_warn() if group is None else group
+        group = find_group(group)
         self._group = None if group is None or group.size() == 1 else group
         self._is_rank_zero = group is None or group.rank() == 0
         self._every = every
@@ -109,13 +109,13 @@ class PreemptionGuard:
         self._previous.clear()  # last: `_on_signal` may run until all handlers are restored
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child has no training loop that would end it.
-        for_previous = os.getpid() != self._process
         if number == signal.SIGINT:
             now = time.monotonic()
-            for_previous = now >= self._interrupted_at + self._repeat_window
+            delegates = now >= self._interrupted_at + self._repeat_window
             self._interrupted_at = min(now, self._interrupted_at)
-        if for_previous:
+        else:  # a forked child has no training loop that would end it
+            delegates = os.getpid() != self._process
+        if delegates:
             previous = self._previous[number]
             if callable(previous):
                 previous(number, frame)

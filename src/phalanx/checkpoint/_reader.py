@@ -312,7 +312,7 @@ class CheckpointReader:
     """Read and verify states from storage."""
 
     def __init__(self, rank_info: RankInfo) -> None:
-        self._rank_info = rank_info
+        self.rank_info = rank_info
 
     def read(
         self,
@@ -332,7 +332,7 @@ class CheckpointReader:
         """
         if unknown := set(kwargs) - _IGNORED_ARGUMENTS:
             raise InvalidArgument(f"unknown arguments: {', '.join(sorted(unknown))}")
-        own = self._rank_info.global_rank if rank is None else rank
+        own = self.rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:
             raise InvalidArgument(f"rank must be a non-negative integer, got {rank!r}")
         storage = storage_at(os.fsdecode(path))

@@ -5,11 +5,14 @@ The manifest decides: it appears atomically, it names all files that belong to t
 and files that no manifest names are ignored. A save can therefore run beside an older checkpoint
 at the same path, and a reader sees either the old checkpoint or the new one.
 
-Torch-free. Imports nothing else of this package but `_progress`.
+Torch-free. `_local_storage` and `_remote_storage` implement the interface and import this module;
+`storage_at` imports the one it needs when it is called.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,6 +21,7 @@ from contextlib import AbstractContextManager, suppress
 import xxhash
 
 from .. import _faultpoints
+from ..env import job_id
 from ..errors import InvalidArgument
 from ._progress import ProgressMeter
 
@@ -51,6 +55,22 @@ def files_to_remove(names: list[str], ranks: int, rank: int) -> list[str]:
     """Return the files that `rank` removes: those it wrote, which its machine has cached."""
     writers = {name: int(found[1]) for name in names if (found := DATA_FILE_NAME.fullmatch(name))}
     return [name for name, writer in writers.items() if writer % ranks == rank]
+
+
+_adopted_job = ""
+
+
+def adopt_job_name(job: str) -> None:
+    """Use the job name of the rank for which this process writes."""
+    global _adopted_job  # noqa: PLW0603 - a process belongs to one job
+    _adopted_job = job
+
+
+def job_name() -> str:
+    """Return a name for this job, so that two jobs at one path ignore each other's messages."""
+    if _adopted_job:
+        return _adopted_job
+    return hashlib.sha256((job_id() or str(os.getppid())).encode()).hexdigest()[:16]
 
 
 class MessageStore(ABC):

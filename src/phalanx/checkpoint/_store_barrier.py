@@ -104,9 +104,7 @@ class UseFailure:
 
     def error(self, barrier: str, use: int, rank: int, *, late: bool = False) -> BarrierError:
         """Return the error that `rank` raises out of its call number `use`."""
-        reason = self.cause
-        if rank != self.by and not reason.startswith("rank"):
-            reason = f"rank {self.by} {reason}"
+        reason = self.cause if rank == self.by else f"rank {self.by} {self.cause}"
         if use != self.use:
             reason = (
                 f"this rank arrived too late: all uses up to {self.use} have failed. Every rank "
@@ -574,7 +572,7 @@ class StoreBarrierMember:
             if not self._close_at(value):
                 continue  # a rank arrived
             key = f"{self._uses}{use}"
-            cause = f"rank {self.rank} recreated its barrier while others waited for it"
+            cause = "recreated its barrier while others waited for it"
             failure = UseFailure(use, self.rank, cause, timeout=False) if counted else None
             if self._advance(use + counted, failure, {self.rank: self._instance}):
                 break

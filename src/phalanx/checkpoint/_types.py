@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..errors import InvalidArgument, InvalidState, InvalidType
+from .. import errors
+from ..errors import InvalidArgument, InvalidState, InvalidType, PhalanxError
+
+E = TypeVar("E", bound=PhalanxError)
 
 STATE_DICT: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""
@@ -44,6 +47,12 @@ def check_integer(name: str, value: object, *, hint: str = "") -> int:
         # Not its value, which may be a whole state.
         kind = type(value).__name__
         raise InvalidType(f"{name} must be an integer, got {kind}{hint}") from None
+
+
+def error_class(name: str, base: type[E]) -> type[E]:
+    """Return the error class of that name if it derives from `base`, else `base`."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, base) else base
 
 
 def check_not_forked(pid: int, what: str) -> None:

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from ..errors import CheckpointError, SaveFailed
-from ._coordination import adopt_job_name
+from ..errors import CheckpointError, MisuseError, SaveFailed
 from ._progress import ProgressMeter
 from ._staging import Place, state_from_tree, with_tensors
 from ._state_tree import Node
+from ._storage import adopt_job_name
 from ._writer import CheckpointWriter
 
 
@@ -100,7 +100,7 @@ def _set_up(control: Connection) -> _Server:
 
 def _failure(error: BaseException) -> Reply:
     name = type(error).__name__
-    is_ours = isinstance(error, CheckpointError)
+    is_ours = isinstance(error, CheckpointError | MisuseError)
     message = str(error) if is_ours else f"{name}: {error}"
     text = "".join(traceback.format_exception(error))
     kind = name if is_ours and hasattr(errors, name) else "SaveFailed"

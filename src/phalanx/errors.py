@@ -183,23 +183,23 @@ class BarrierError(PhalanxError, RuntimeError):
         message: str,
         *,
         barrier: str = "",
-        use: int | None = None,
+        round: int | None = None,  # noqa: A002 - as the attribute
         progress: Mapping[int, int] | None = None,
     ) -> None:
         self.barrier = barrier
         """The prefix of the barrier."""
-        self.use = use
-        """The number of the use that failed, from 1."""
+        self.round = round
+        """The number of the call that failed, from 1: the same on all ranks."""
         self.progress = dict(progress or {})
-        """The last use that each missing rank reached; 0 for none."""
+        """The last round that each missing rank reached; 0 for none."""
         lines = [message]
         for rank, last in sorted(self.progress.items()):
             if last == 0:
                 lines.append(f"  rank {rank} never arrived")
                 continue
-            behind = 0 if use is None else use - last
-            late = f", {behind} use{'s' if behind > 1 else ''} behind" if behind > 0 else ""
-            lines.append(f"  rank {rank} arrived at use {last} of {barrier!r}{late}")
+            behind = 0 if round is None else round - last
+            late = f", {behind} round{'s' if behind > 1 else ''} behind" if behind > 0 else ""
+            lines.append(f"  rank {rank} arrived at round {last} of {barrier!r}{late}")
         super().__init__("\n".join(lines))
 
     @property

@@ -40,9 +40,9 @@ _opening = threading.Lock()
 
 
 class StoreConnection:
-    """A store client of one thread, with a deadline for a ``with`` block of calls.
+    """A store client for one thread; the calls in a ``with`` block share a deadline.
 
-    `address` is that of a server that may not be listening yet; None where this process hosts it.
+    If `address` is given, wait until its server listens; None where this process hosts the server.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class StoreConnection:
                 each.shutdown(socket.SHUT_RDWR)
 
     def flush_at_exit(self) -> None:
-        """Keep this process alive until the server, which may be one of its threads, has read all
-        requests."""
+        """Make the process, which may host the server, wait at exit until requests are read."""
         _register_once(flush_connections)
         _flushed_at_exit.add(self)
 

@@ -135,7 +135,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
 
     for error in together(2, write):
         assert "on rank 1 while writing" in str(error)
-        assert "do all ranks share the file system?" in str(error)
+        assert "all ranks must share the file system" in str(error)
 
 
 def load_with_few_files(ctx, path, names):

@@ -26,9 +26,7 @@ def test_who_is_behind_gives_up_and_catches_up(tmp_path, meet):
     gave_up = []
     assert together(2, save) == [None, None]
     (told,) = gave_up
-    assert told.startswith(
-        "rank 0, step 2: save number 2 was abandoned while getting ready: rank 1"
-    )
+    assert told.startswith("rank 0, step 2: save number 2 was abandoned while preparing: rank 1")
     for rank in range(2):
         assert same(plain(mixed(rank, 3)), load(path, rank, 2)[0])
 

@@ -120,11 +120,14 @@ def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
     errors = save(tmp_path / "c", [{}, {"o": [{"foo": {1}}]}, {}, {"x": 1j}], meet=meet)
     for error in (errors[0], errors[2]):
         assert isinstance(error, SaveFailed)
-        assert "on rank 1 while getting ready: UnsupportedState: o[0].foo is a set" in str(error)
+        assert (
+            "on rank 1 while preparing: UnsupportedState: o[0].foo has unsupported type set"
+            in str(error)
+        )
         assert str(error).endswith("(rank 3 failed too)")
     for error, name in ((errors[1], "o[0].foo"), (errors[3], "x")):
         assert type(error) is UnsupportedState
-        assert str(error).startswith(f"{name} is a")
+        assert str(error).startswith(f"{name} has unsupported type ")
     assert os.listdir(tmp_path) == []
 
 
@@ -158,7 +161,7 @@ def test_a_rank_that_cannot_reach_the_storage_says_so(tmp_path):
 
     for error in together(2, write):
         assert isinstance(error, SaveFailed)
-        assert "on rank 1 while getting ready: ValueError: Protocol not known" in str(error)
+        assert "on rank 1 while preparing: ValueError: Protocol not known" in str(error)
     assert os.listdir(tmp_path) == []
 
 
@@ -169,7 +172,7 @@ def test_paths_of_any_kind_but_none(tmp_path):
         assert checkpointer.load(path) == {"a": 1}
     assert sorted(os.listdir(tmp_path)) == ["b", "p", "s"]
     for call in (lambda: checkpointer.save("", {"a": 1}), lambda: checkpointer.load("")):
-        with pytest.raises(InvalidArgument, match="needs a path"):
+        with pytest.raises(InvalidArgument, match="path must not be empty"):
             call()
 
 

@@ -42,7 +42,7 @@ class CheckpointerConfig:
 
     writer_config: CheckpointWriterConfig = field(default_factory=CheckpointWriterConfig)
     barrier_config: BarrierConfig = field(default_factory=BarrierConfig)
-    """Without a barrier type, ranks exchange messages in the directory that they save to."""
+    """Without a barrier type, ranks exchange messages in the workspace of the save."""
     staging_config: CheckpointStagerConfig = field(default_factory=CheckpointStagerConfig)
     """How an asynchronous checkpointer copies states."""
     process_config: CheckpointProcessConfig = field(default_factory=CheckpointProcessConfig)
@@ -134,7 +134,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._wait_for_slot(path)
                 staged = self._checkpoint_stager.stage(state_dict, **kwargs)
             except BaseException as error:
-                self._checkpoint_process.refuse(path, error, **kwargs)
+                self._checkpoint_process.fail_save(path, error, **kwargs)
                 raise
             self._last = write = self._checkpoint_process.write(staged, path, **kwargs)
             staging = wrap_future(staged)
@@ -149,12 +149,10 @@ class AsyncCheckpointer(Checkpointer):
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Allocate staging memory in the background, for states like this one or of a size.
 
-        The first save is then as fast as later ones. A size is in bytes of this rank's part. There
-        is no need to wait for the future that is returned.
+        The first save is then as fast as later ones. A size is in bytes of this rank's shards.
+        There is no need to wait for the future that is returned.
         """
-        prepare: Callable[..., Future[None]]
-        prepare = getattr(self._checkpoint_stager, "prepare", wrap_future)
-        return prepare(state_dict)
+        return self._checkpoint_stager.prepare(state_dict)
 
     def progress(self) -> SaveProgress | None:
         """Return this rank's progress with the current save, or None."""
@@ -186,10 +184,10 @@ class AsyncCheckpointer(Checkpointer):
             )
 
     def _failures(self) -> list[BaseException]:
-        """Return and forget the errors that were not observed, without marking them so."""
+        """Return the errors that the user has not observed. The next call does not repeat them."""
         finished = [write for write in self._writes if write.done()]
         self._writes = self.pending
-        errors = [Future.exception(write) for write in finished if not write.was_observed]
+        errors = [write.unobserved_error for write in finished]
         return [error for error in errors if error is not None]
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """`PreemptionGuard`: stop all ranks after the same step when any of them is told to.
 
 A signal reaches ranks at different steps, and some ranks never. No rank acts on it alone: at
-the end of a step each calls `requested`, a small allreduce of the signals seen so far. It is
+the end of a step each calls `should_stop`, a small allreduce of the signals seen so far. It is
 the same collective on every rank, so the answer is the same after the same step.
 """
 
@@ -37,13 +37,13 @@ class PreemptionGuard:
         with PreemptionGuard(group) as stop:
             for step in range(first, last):
                 ...
-                if stop.requested():
+                if stop.should_stop():
                     checkpoints.save(step, state)
-                    stop.leave(step)
+                    stop.exit(step)
 
-    All ranks of `group` call `requested` equally often. It is an allreduce of a few numbers, which
-    takes microseconds in shared memory; over a network, `every` limits it to every n-th call. The
-    default is the current group, else torch's default group, else this process alone.
+    All ranks of `group` call `should_stop` equally often. It is an allreduce of a few numbers,
+    which takes microseconds in shared memory; over a network, `every` limits it to every n-th call.
+    The default is the current group, else torch's default group, else this process alone.
 
     While active, the guard replaces the existing handlers. It calls them for a second SIGINT that
     arrives after `repeat_window` seconds, and in a forked child for any signal but SIGINT. Within
@@ -128,7 +128,7 @@ class PreemptionGuard:
         """Request a stop from the program, near a time limit for example. One rank is enough."""
         self._signal = self._signal or _REQUESTED_BY_PROGRAM
 
-    def requested(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop after this step. All ranks call this, and get the same answer."""
         if self._group is None:
             self._decision = self._signal
@@ -148,7 +148,7 @@ class PreemptionGuard:
             dist.all_reduce(votes, group=group)
         return next((self._causes[i] for i, count in enumerate(votes.tolist()) if count), 0)
 
-    def leave(self, step: int | None = None) -> NoReturn:
+    def exit(self, step: int | None = None) -> NoReturn:
         """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""
         if self._is_rank_zero:
             is_signal = self._decision not in (0, _REQUESTED_BY_PROGRAM)

@@ -1,10 +1,9 @@
 """Which ranks save and load together, and the barrier between them.
 
 They are those of the given group, else of the current group, else of torch's default group. Without
-any group, a checkpointer takes the rank that the launcher gave this process, since its saves
-need no group: ranks exchange files. A `CheckpointManager` and a `PreemptionGuard` cannot agree on
-anything without a group. They act alone, as in a job in which only rank 0 saves, and warn; the lock
-on a checkpoint directory keeps two managers that act alone from saving to the same one.
+any, a checkpointer takes the rank that the launcher gave this process: its ranks exchange files. A
+`CheckpointManager` or `PreemptionGuard` acts alone, as in a job in which only rank 0 saves, and
+warns; the lock on a directory keeps two managers that act alone from saving to the same one.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ def find_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
 
 
 def make_barrier(group: dist.ProcessGroup | None, *, timeout_secs: float) -> tuple[RankInfo, Any]:
-    """Return this process's rank in a group, and a barrier for it. All ranks call this.
-
-    A single rank has no barrier.
-    """
+    """Return this process's rank and, unless it is the only one, a barrier. All ranks call this."""
     group = find_group(group)
     if group is None or group.size() == 1:
         return RankInfo(0, 1), None

@@ -25,6 +25,9 @@ class RankInfo:
     global_world_size: int
     """The number of ranks that save and load together."""
 
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} of {self.global_world_size}"
+
     def __post_init__(self) -> None:
         if not 0 <= self.global_rank < self.global_world_size:
             raise InvalidArgument(
@@ -60,5 +63,5 @@ def check_not_forked(pid: int, what: str) -> None:
     if pid != os.getpid():
         raise InvalidState(
             f"this {what} belongs to process {pid} and cannot be used in its fork {os.getpid()}. "
-            f"Create a {what} in the forked process."
+            f"Create a {what} in the forked process"
         )

@@ -1,4 +1,4 @@
-"""The program of the writer process, and the messages that it exchanges with its rank.
+"""The main program of the writer process, and the messages that it exchanges with its rank.
 
 Messages go over a socket pair. Tensors are never sent: they are in shared memory, whose descriptor
 is sent once. A write that fails is reported, and the process serves the next request. It exits on
@@ -61,7 +61,7 @@ class Reply(msgspec.Struct):
     traceback: str = ""
 
 
-def printable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape surrogates, as in paths that are not valid Unicode, so that a text can be sent."""
     return text.encode(errors="backslashreplace").decode()
 
@@ -104,12 +104,10 @@ def _failure(error: BaseException) -> Reply:
     message = str(error) if is_ours else f"{name}: {error}"
     text = "".join(traceback.format_exception(error))
     kind = name if is_ours and hasattr(errors, name) else "SaveFailed"
-    return Reply(error=kind, message=printable(message), traceback=printable(text))
+    return Reply(error=kind, message=escape_surrogates(message), traceback=escape_surrogates(text))
 
 
 class _Server:
-    """Serves the requests of the rank, one at a time."""
-
     def __init__(self, control: Connection, writer: CheckpointWriter, meter: ProgressMeter) -> None:
         self._control = control
         self._writer = writer

@@ -37,6 +37,13 @@ def test_a_failed_write_is_told_and_survived(writers, tmp_path):
         assert made.last_report is not None
 
 
+def test_a_mistake_found_by_the_writer_process_keeps_its_class(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1}, size=0)
+        with pytest.raises(InvalidArgument, match=r"^rank must be in \[0, 0\)"):
+            writing.result(60)
+
+
 def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
     (tmp_path / "file").touch()
     with checkpointer(writers[0]) as made:

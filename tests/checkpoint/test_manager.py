@@ -222,8 +222,8 @@ def test_mistakes_are_explained(tmp_path):
         CheckpointManager(tmp_path, keep_last=2.5)
     with pytest.raises(InvalidType, match="keep_every must be an integer, got str"):
         CheckpointManager(tmp_path, keep_every="1000")
-    for path in ("", b"run"):
-        with pytest.raises(InvalidArgument, match="path must be a str"):
+    for path, problem in (("", "path must not be empty"), (b"run", "path must be a str")):
+        with pytest.raises(InvalidArgument, match=problem):
             CheckpointManager(path)
     with pytest.raises(InvalidArgument, match="keep_last must be at least 1"):
         CheckpointManager(tmp_path, keep_last=0)

@@ -123,8 +123,10 @@ def checkpoint_directory_at(
     If `absolute`, a local path survives a change of the working directory.
     """
     path = os.fspath(path)
-    if not isinstance(path, str) or not path:
-        raise InvalidArgument(f"path must be a str that is not empty, got {path!r}")
+    if not isinstance(path, str):
+        raise InvalidArgument(f"path must be a str or pathlib.Path, got {path!r}")
+    if not path:
+        raise InvalidArgument("path must not be empty")
     path = strip_file_scheme(path)
     if is_remote(path):
         return RemoteCheckpointDirectory(path)

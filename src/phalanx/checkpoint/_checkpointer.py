@@ -1,10 +1,8 @@
 """Checkpointers: save and load states, synchronously or while training goes on.
 
 `SyncCheckpointer` writes in the calling process. `AsyncCheckpointer` copies the state
-(`_staging`) and has another process write the copy (`_checkpoint_process`). Both load through a
-`CheckpointReader`. `make_sync_checkpointer` and `make_async_checkpointer` assemble them from a
-`CheckpointerConfig`. Names and signatures are those of
-``torch.distributed.checkpoint._experimental``.
+(`_staging`) and has another process write the copy (`_checkpoint_process`). Names and signatures
+are those of ``torch.distributed.checkpoint._experimental``.
 
 Every `save` of an asynchronous checkpointer counts, also one that raises: ranks number their
 saves by counting calls, and a rank that left one out would pair its state with another step's.

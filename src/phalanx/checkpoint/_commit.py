@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from operator import itemgetter
@@ -116,9 +116,8 @@ class _Save:
         """Write this rank's shards; return its `WriteReport` as JSON."""
         replicated = self._replicated_shards()
         own_nodes = [find_node(self._tree, path) for path in self._per_rank]
-        own_leaves = _by_name(
-            leaf for node in own_nodes if node is not None for leaf in leaves(node)
-        )
+        parts = [node for node in own_nodes if node is not None]
+        own_leaves = {leaf.name: leaf for node in parts for leaf in leaves(node)}
         own = [self._per_rank_shard(leaf) for leaf in own_leaves.values()]
         file, written = self._write_file([*replicated, *own])
         own_entries = dict(zip(own_leaves, written[len(replicated) :], strict=True))
@@ -140,11 +139,11 @@ class _Save:
 
     def _replicated_shards(self) -> list[TensorShard]:
         """Return what this rank writes of the tensors that all ranks have."""
-        leaves_by_name = _by_name(
-            node
+        leaves_by_name = {
+            node.name: node
             for path, node in walk(self._tree, descend=lambda path, _: path not in self._per_rank)
             if isinstance(node, TensorLeaf) and path not in self._per_rank
-        )
+        }
         rank, size = self._coordinator.rank, self._coordinator.size
         mine = shards_of_rank(leaves_by_name.values(), size, rank)
         return [_replicated_shard(leaves_by_name[bounds.name], bounds) for bounds in mine]
@@ -218,7 +217,3 @@ def _replicated_shard(leaf: TensorLeaf, bounds: ShardBounds) -> TensorShard:
     else:
         data = shard_elements(data, bounds)
     return TensorShard(leaf.name, leaf.dtype, leaf.shape, bounds.start, bounds.stop, data)
-
-
-def _by_name(tensors: Iterable[TensorLeaf]) -> dict[str, TensorLeaf]:
-    return {leaf.name: leaf for leaf in tensors}

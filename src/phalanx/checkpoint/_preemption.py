@@ -1,8 +1,7 @@
 """`PreemptionGuard`: stop all ranks after the same step when any of them is told to.
 
-A signal reaches ranks at different steps, and some ranks never. No rank acts on it alone: at
-the end of a step each calls `should_stop`, a small allreduce of the signals seen so far. It is
-the same collective on every rank, so the answer is the same after the same step.
+A signal reaches ranks at different steps, and some ranks never. No rank acts on it alone: at the
+end of a step all ranks call `should_stop`, a small allreduce of the signals seen so far.
 """
 
 from __future__ import annotations

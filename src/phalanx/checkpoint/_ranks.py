@@ -37,11 +37,7 @@ def find_group(group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | No
     group = group or default_group()
     ranks = find_ranks(group)
     if group is None and ranks.global_world_size > 1:
-        _log.warning(
-            "rank %d of %d has no process group and acts as the only rank; pass group=...",
-            ranks.global_rank,
-            ranks.global_world_size,
-        )
+        _log.warning("%s has no process group and acts as the only rank; pass group=...", ranks)
     return group
 
 

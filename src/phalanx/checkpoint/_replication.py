@@ -4,9 +4,8 @@ Ranks compare digests from the root of the state tree downwards and descend only
 differ, so ranks that differ in their random number generators alone exchange a few lines,
 however large the model. State that is marked `Replicated` is compared by sampled digests only.
 
-Replicated tensors are laid end to end in the order of their names, and each rank writes an
-equal length. The division follows from names, sizes and the world size, so it is never
-communicated.
+Replicated tensors are laid end to end by name, and each rank writes an equal length. The division
+follows from names, sizes and the world size, so it is never communicated.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class _Summary(NamedTuple):
     """What ranks compare about a node. Exchanged as a JSON list."""
 
     mark: str
-    kind: str
+    kind: str  # "" for a leaf
     digest: str
-    is_branch: bool = False
 
 
 _SAMPLES = 16
@@ -124,12 +122,10 @@ def per_rank_paths(node: Node, path: StatePath = ()) -> Iterator[StatePath]:
 
 def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]) -> str:
     """Record the summaries of a node and of all below it; return its digest."""
-    kind = "leaf"
+    kind = ""
     if isinstance(node, Branch):
-        # Dicts may have different keys on different ranks.
-        kind = (
-            node.kind if node.kind == "dict" else f"{node.kind} {node.codec} {len(node.children)}"
-        )
+        size = "" if node.kind == "dict" else len(node.children)  # the keys of dicts may differ
+        kind = f"{node.kind} {node.codec} {size}"
     if node.mark == "per rank":
         digest = ""  # not compared
     elif isinstance(node, TensorLeaf):
@@ -149,7 +145,7 @@ def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]
         assert isinstance(node, Scalar)
         digest = checksum(json.dumps(encode_scalar(node.value)).encode())
     digest = f"{node.mark} {digest}"
-    summaries[path] = _Summary(node.mark, kind, digest, isinstance(node, Branch))
+    summaries[path] = _Summary(node.mark, kind, digest)
     return digest
 
 
@@ -163,9 +159,7 @@ def _differing_paths(
     if not others:
         assert node is not None
         return dict.fromkeys(per_rank_paths(node, path), tuple(range(len(summaries))))
-    first = summaries[0]
-    is_same_branch = first is not None and first.is_branch and len(kinds) == 1
-    if is_same_branch and marks in ({""}, {"replicated"}):
+    if len(kinds) == 1 and kinds != {""} and marks in ({""}, {"replicated"}):
         return None
     if len(marks) > 1 and "replicated" in marks:
         raise StateMismatch(f"{format_path(path)} is marked Replicated on some ranks only")

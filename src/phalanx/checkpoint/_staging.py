@@ -6,10 +6,9 @@ A tensor that was modified before its copy was complete fails the save: version 
 bytes are compared before and after.
 
 The copy is in memory shared with the writer process, which receives the tree of the state without
-its tensors, and their places by name. Copying into fresh memory takes several times as long as the
-copy: the kernel clears and maps every page on first touch. Buffers are therefore kept from save to
-save, and their pages are populated in the background when the size is known. Before that, data is
-written to the file behind the memory, which neither clears nor maps.
+its tensors, and their places by name. The kernel clears and maps fresh pages on first touch, so
+buffers are kept from save to save and populated in the background; until then data is written to
+the file behind the memory, which does neither.
 """
 
 from __future__ import annotations

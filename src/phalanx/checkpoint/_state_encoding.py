@@ -32,15 +32,7 @@ from ._manifest import (
     split_tag,
     tensor_name,
 )
-from ._state_tree import (
-    Absent,
-    Branch,
-    BranchKind,
-    Node,
-    Scalar,
-    TensorLeaf,
-    codecs_by_name,
-)
+from ._state_tree import Absent, Branch, BranchKind, Node, Scalar, TensorLeaf, codecs_by_name
 from ._tensor_file import DTYPES, dtype_name, nbytes
 
 Json: TypeAlias = Any

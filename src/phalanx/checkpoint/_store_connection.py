@@ -4,10 +4,8 @@ torch's store client waits for an answer without limit, so a stopped server or a
 machine would void every deadline. Callers make their requests themselves, and one watchdog thread
 per process shuts down the socket of an overdue request, which makes the call raise.
 
-`groups._store` bounds requests too, by running each on another thread: a request that
-timed out may still be answered, and the connection stays usable. The two thread switches per
-request double the time of a `TCPStoreBarrier` (from about 130 to 290 us on two ranks), so
-barriers have this client, at the price that an overdue connection is lost.
+`groups._store` runs each request on another thread instead, which would double the time of a
+`TCPStoreBarrier`; here an overdue connection is lost.
 """
 
 from __future__ import annotations

@@ -47,11 +47,11 @@ def main(path: str, *, epochs: int, every: int) -> None:
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-            stopping = stop.requested()
+            stopping = stop.should_stop()
             if stopping or batches.step % every == 0:
                 folder.save(batches.step, state)
             if stopping:
-                stop.leave(batches.step)
+                stop.exit(batches.step)
 
     if group.rank() == 0:
         print(f"weights after step {batches.step}: {digest(model)}")

@@ -16,12 +16,21 @@ from pathlib import Path
 
 from phalanx.errors import InvalidArgument
 
-__all__ = ["RankEnv", "is_launched", "local_ranks", "read_rank_env", "usable_cores"]
+__all__ = [
+    "RankEnv",
+    "is_launched",
+    "job_id",
+    "launched_rank",
+    "local_ranks",
+    "read_rank_env",
+    "usable_cores",
+]
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                    "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
 _OTHER_WORLD_SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 """The world size as MPI and Slurm name it."""
+_JOB_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _PMIX_RANK_VARIABLE = "PMIX_RANK"
 """Set by all PMIx launchers; some of them do not set the world size."""
 
@@ -64,6 +73,16 @@ def read_rank_env(environ: Mapping[str, str] = os.environ) -> RankEnv:
         restart_count=_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ) -> RankEnv | None:
+    """Read the variables of the launcher; None if there is no ``RANK`` or no ``WORLD_SIZE``."""
+    return read_rank_env(environ) if {"RANK", "WORLD_SIZE"} <= environ.keys() else None
+
+
+def job_id(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what distinguishes this job from others, the same on all ranks; "" if unknown."""
+    return " ".join(f"{name}={environ[name]}" for name in _JOB_VARIABLES if name in environ)
 
 
 def is_launched(environ: Mapping[str, str] = os.environ) -> bool:

@@ -24,7 +24,7 @@
     │   ├── NotInMesh (RuntimeError, IndexError)
     │   └── Unprepared (RuntimeError, AssertionError)
     ├── CheckpointError (RuntimeError)       a checkpoint could not be saved or loaded
-    │   ├── SaveFailed                       a save failed on all ranks; names the first cause
+    │   ├── SaveFailed                       a save failed on all ranks; names the first cause (1)
     │   │   ├── SaveTimeout (TimeoutError)   ranks did not take part in time; names them
     │   │   ├── CheckpointDirectoryInUse     another job is saving to the directory; names it
     │   │   └── WriterLost                   the writer process died; says how
@@ -37,6 +37,8 @@
     ├── UnevenInputs (RuntimeError)          ranks ran out of data at different steps
     ├── RanksFailed (RuntimeError)           ranks started by a launcher or a pool failed
     └── InternalError (RuntimeError)         a bug in phalanx; please report it
+
+(1) A rank whose caller made the mistake raises that `MisuseError` or `UnsupportedState` itself.
 
 The built-in in parentheses is what torch raises for the same mistake, so an ``except`` clause
 written for torch still catches it. Where torch's methods raise different classes for the same
@@ -181,23 +183,23 @@ class BarrierError(PhalanxError, RuntimeError):
         message: str,
         *,
         barrier: str = "",
-        use: int | None = None,
+        round: int | None = None,  # noqa: A002 - as the attribute
         progress: Mapping[int, int] | None = None,
     ) -> None:
         self.barrier = barrier
         """The prefix of the barrier."""
-        self.use = use
-        """The number of the use that failed, from 1."""
+        self.round = round
+        """The number of the call that failed, from 1: the same on all ranks."""
         self.progress = dict(progress or {})
-        """The last use that each missing rank reached; 0 for none."""
+        """The last round that each missing rank reached; 0 for none."""
         lines = [message]
         for rank, last in sorted(self.progress.items()):
             if last == 0:
                 lines.append(f"  rank {rank} never arrived")
                 continue
-            behind = 0 if use is None else use - last
-            late = f", {behind} use{'s' if behind > 1 else ''} behind" if behind > 0 else ""
-            lines.append(f"  rank {rank} arrived at use {last} of {barrier!r}{late}")
+            behind = 0 if round is None else round - last
+            late = f", {behind} round{'s' if behind > 1 else ''} behind" if behind > 0 else ""
+            lines.append(f"  rank {rank} arrived at round {last} of {barrier!r}{late}")
         super().__init__("\n".join(lines))
 
     @property
@@ -255,7 +257,11 @@ class CheckpointError(PhalanxError, RuntimeError):
 
 
 class SaveFailed(CheckpointError):
-    """A save failed; every rank raises this, and the message names the first cause."""
+    """A save failed; the message names the first cause.
+
+    All ranks raise this. Only a rank whose caller made a mistake raises that `MisuseError` or
+    `UnsupportedState` itself.
+    """
 
 
 class SaveTimeout(SaveFailed, TimeoutError):
@@ -295,7 +301,7 @@ class HookError(PhalanxError, RuntimeError):
 
 
 class Unprepared(MisuseError, RuntimeError, AssertionError):
-    """A constructor did not call the constructor of its base class."""
+    """Something that must come first is missing: a base constructor, torch's default group."""
 
 
 class UnevenInputs(PhalanxError, RuntimeError):

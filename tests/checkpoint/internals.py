@@ -3,7 +3,11 @@
 from phalanx import _faultpoints
 from phalanx.checkpoint import _store_connection, _tensor_file
 from phalanx.checkpoint._barriers import GroupBarrier
-from phalanx.checkpoint._checkpointer import default_rank_info
+from phalanx.checkpoint._checkpoint_directory import (
+    LocalCheckpointDirectory,
+    parse_step_name,
+    step_name,
+)
 from phalanx.checkpoint._coordination import Coordinator, StorageExchange
 from phalanx.checkpoint._local_storage import (
     DirectoryLock,
@@ -21,17 +25,19 @@ from phalanx.checkpoint._manifest import (
     tensor_name,
 )
 from phalanx.checkpoint._progress import ProgressMeter
+from phalanx.checkpoint._ranks import find_ranks
 from phalanx.checkpoint._reader import OpenCheckpoint
 from phalanx.checkpoint._replication import (
-    TensorRange,
+    ShardBounds,
     divide_among_ranks,
     find_differences,
     replicated_shards,
     sampled_digest,
     tensor_digest,
 )
+from phalanx.checkpoint._retention import RetentionPolicy, prune
 from phalanx.checkpoint._staging import StagingBuffer, state_from_tree
-from phalanx.checkpoint._state_encoding import StateManifest, decode, encode
+from phalanx.checkpoint._state_encoding import decode, decode_state, encode
 from phalanx.checkpoint._state_tree import (
     Branch,
     ReplicatedShard,
@@ -40,13 +46,6 @@ from phalanx.checkpoint._state_tree import (
     map_leaves,
     parse_state,
     rebuild_state,
-)
-from phalanx.checkpoint._step_directory import (
-    LocalStepDirectory,
-    RetentionPolicy,
-    parse_step_name,
-    prune,
-    step_name,
 )
 from phalanx.checkpoint._storage import (
     MESSAGE_PREFIX,
@@ -82,8 +81,8 @@ __all__ = [
     "DirectoryLock",
     "FileMessageStore",
     "GroupBarrier",
+    "LocalCheckpointDirectory",
     "LocalSnapshot",
-    "LocalStepDirectory",
     "LocalStorage",
     "MalformedManifest",
     "Manifest",
@@ -92,13 +91,12 @@ __all__ = [
     "ProgressMeter",
     "ReplicatedShard",
     "RetentionPolicy",
+    "ShardBounds",
     "StagingBuffer",
-    "StateManifest",
     "StorageExchange",
     "StoreBarrierMember",
     "StoreConnection",
     "TensorLeaf",
-    "TensorRange",
     "TensorShard",
     "_faultpoints",
     "_store_connection",
@@ -107,11 +105,12 @@ __all__ = [
     "checksum",
     "data_file_name",
     "decode",
-    "default_rank_info",
+    "decode_state",
     "divide_among_ranks",
     "encode",
     "files_to_remove",
     "find_differences",
+    "find_ranks",
     "format_path",
     "leaves",
     "map_leaves",

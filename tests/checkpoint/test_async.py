@@ -144,7 +144,7 @@ def test_saves_that_come_faster_than_the_disk_wait(writers, tmp_path, caplog):
         futures = [made.save(str(tmp_path / str(i)), {"w": torch.full((9,), i)}) for i in range(2)]
         assert [staging.result(60) for staging, _ in futures] == [None, None]  # a buffer each
         process.config.pending_timeout_secs = 0.01
-        with pytest.raises(SaveTimeout, match=r"waited 0.01 s for the save to .*/0: SaveProgress"):
+        with pytest.raises(SaveTimeout, match=r"waited 0.01 s for the save to .*/0: \w+"):
             made.save(str(tmp_path / "2"), {"w": torch.ones(3)})
         process.config.pending_timeout_secs = 60
         threading.Timer(0.05, os.kill, (process.process.pid, signal.SIGCONT)).start()
@@ -162,14 +162,14 @@ def test_progress_is_told(writers, tmp_path):
         with stopped(process):
             staging, writing = made.save(str(tmp_path / "c"), {"w": torch.ones(1000)})
             staging.result(60)
-            wait_until(lambda: made.progress().phase == "getting ready")
+            wait_until(lambda: made.progress().phase == "preparing")
             told = made.progress()
-            assert told == SaveProgress(str(tmp_path / "c"), "getting ready", 0, 0, told.seconds, 0)
+            assert told == SaveProgress(str(tmp_path / "c"), "preparing", 0, 0, told.seconds, 0)
         writing.result(60)
         report = made.last_report
         assert made.progress() is None
         assert report.bytes_written == report.bytes_staged == 4000
-        told = {"getting ready", "writing", "flushing", "waiting for ranks", "committing"}
+        told = {"preparing", "writing", "flushing", "waiting for ranks", "committing"}
         assert report.phases.keys() == told
         assert report.bytes_per_second > 0
         assert report.total_seconds > sum(report.phases.values()) > report.phases["flushing"] > 0

@@ -147,7 +147,7 @@ def test_a_script_that_would_run_twice_is_told(tmp_path):
         timeout=120,
         check=True,
     )
-    assert "could not start: InvalidState: this script is being imported by its own" in done.stdout
+    assert "could not start: this script is being imported by its own" in done.stdout
     assert 'if __name__ == "__main__":' in done.stdout
     assert os.listdir(tmp_path) == ["script.py"]
 

@@ -37,6 +37,13 @@ def test_a_failed_write_is_told_and_survived(writers, tmp_path):
         assert made.last_report is not None
 
 
+def test_a_mistake_found_by_the_writer_process_keeps_its_class(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1}, size=0)
+        with pytest.raises(InvalidArgument, match=r"^rank must be in \[0, 0\)"):
+            writing.result(60)
+
+
 def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
     (tmp_path / "file").touch()
     with checkpointer(writers[0]) as made:
@@ -68,7 +75,7 @@ def test_when_one_rank_has_nothing_to_save_all_raise(writers, tmp_path):
     assert isinstance(second, UnsupportedState)
     assert isinstance(first, SaveFailed)
     assert "failed on rank 1" in str(first)
-    assert "odd is a object" in str(first)
+    assert "odd has unsupported type object" in str(first)
     assert not (tmp_path / "c").exists()
 
 
@@ -80,7 +87,7 @@ def test_arguments_that_are_wrong_on_one_rank_fail_the_save_on_all(writers, tmp_
 
     first, second = together(2, save)
     assert isinstance(second, InvalidArgument)
-    assert "failed on rank 1 while getting ready" in str(first)
+    assert "failed on rank 1 while preparing" in str(first)
     assert "extra is a tensor" in str(first)
 
 
@@ -105,7 +112,7 @@ def test_the_process_is_killed(writers, tmp_path):
         with stopped(process):
             _, writing = made.save(str(tmp_path / "c"), {"step": 1})
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(WriterLost, match=f"checkpoint process {pid} was killed by SIGKILL"):
+            with pytest.raises(WriterLost, match=f"writer process {pid} was killed by SIGKILL"):
                 writing.result(60)
         _, writing = made.save(str(tmp_path / "c"), {"step": 2})
         writing.result(60)
@@ -145,7 +152,7 @@ def test_close_does_not_wait_for_ever(tmp_path):
     never = Future()  # of a stager that hangs
     writing = process.write(never, str(tmp_path / "c"))
     process.close()
-    with pytest.raises(SaveTimeout, match=r"was given up: it was not done 0.01 s after close"):
+    with pytest.raises(SaveTimeout, match=r"was abandoned: still pending 0.01 s after close"):
         writing.result(60)
     never.set_result({"step": 1})  # now it comes, and finds nobody
     assert process._writer_thread._ended.wait(30)

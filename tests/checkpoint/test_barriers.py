@@ -181,7 +181,7 @@ def fail_and_recover(ctx, backend):
         barrier.exchange("late")
     ctx.store.set(f"failed/{ctx.rank}", "")
     ctx.store.wait(["failed/1"])
-    assert error.value.use == 2
+    assert error.value.round == 2
     if ctx.rank != 1:
         assert error.value.progress == {1: 1}
     # In the store, now: without rank 1 again, and then with everybody.
@@ -190,7 +190,7 @@ def fail_and_recover(ctx, backend):
     with pytest.raises(BarrierTimeout) as error:
         barrier.execute_barrier()
     ctx.store.set(f"again/{ctx.rank}", "")
-    assert error.value.use == 3
+    assert error.value.round == 3
     if ctx.rank != 1:
         assert error.value.progress == {1: 2}
     assert barrier.exchange(str(ctx.rank)) == ["0", "1", "2"]
@@ -248,7 +248,7 @@ def raise_in_a_use(ctx, error):
     else:
         with pytest.raises(BarrierError, match=f"its barrier raised {error.__name__}") as raised:
             barrier.execute_barrier()
-        assert raised.value.use == 2
+        assert raised.value.round == 2
     assert time.monotonic() - began < LONG / 2
     surrogate = "\udcff"
     assert barrier.exchange(f"{ctx.rank}{surrogate}") == [f"0{surrogate}", f"1{surrogate}"]

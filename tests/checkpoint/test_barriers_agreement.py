@@ -110,7 +110,7 @@ def test_the_nth_call_has_the_same_outcome_on_every_rank(server, together, sched
             try:
                 outcomes.append(places[rank].wait(f"{use}", timeout))
             except BarrierTimeout as error:
-                outcomes.append(f"failed {error.use}")
+                outcomes.append(f"failed {error.round}")
             over[use][rank].set()
         return outcomes
 

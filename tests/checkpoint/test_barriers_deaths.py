@@ -47,7 +47,7 @@ def host_dies(ctx, port):
     ctx.store.set(f"waits/{ctx.rank}", "")
     with pytest.raises(BarrierError, match=r"hosted by rank 0\) is gone") as error:
         barrier.execute_barrier()
-    assert error.value.use == 2
+    assert error.value.round == 2
     assert not isinstance(error.value, TimeoutError)
     return time.monotonic() - began
 
@@ -144,11 +144,11 @@ def group_host_dies(ctx, port):
     with pytest.raises(BarrierError, match="rank 0.* is dead") as error:
         barrier.execute_barrier()
     took = time.monotonic() - began
-    assert (error.value.use, error.value.progress) == (2, {0: 1})
+    assert (error.value.round, error.value.progress) == (2, {0: 1})
     barrier._timeout = 0.2
     with pytest.raises(BarrierTimeout, match="no store at ") as error:
         barrier.exchange("")
-    assert error.value.use == 3
+    assert error.value.round == 3
     return took
 
 
@@ -238,7 +238,7 @@ def host_stops(ctx, port):
             began = time.monotonic()
             with pytest.raises(BarrierTimeout, match=told) as error:
                 barrier.exchange("")
-            assert error.value.use == use
+            assert error.value.round == use
             assert time.monotonic() - began < SOON
         ctx.store.set(f"raised/{ctx.rank}", "")
         ctx.store.wait(["raised/1", "raised/2"])
@@ -271,7 +271,7 @@ def rank_dies(ctx, port):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(BarrierTimeout) as error:
         barrier.execute_barrier()
-    return error.value.use, error.value.progress
+    return error.value.round, error.value.progress
 
 
 def test_a_rank_that_dies_is_named(ranks):
@@ -314,7 +314,7 @@ def meet_in_the_default_group(ctx, port):
         with pytest.raises(BarrierTimeout) as error:
             other.execute_barrier()
         ctx.store.set("failed", "")
-        assert error.value.use == 7
+        assert error.value.round == 7
         one.execute_barrier()
         dist.barrier()
     finally:

@@ -24,15 +24,15 @@ def test_a_timeout_names_the_missing_ranks_and_their_progress(server, together):
     together(4, lambda rank: [places[rank].wait(None, LONG) for _ in range(4)])
     together(3, lambda rank: caught(places[rank].wait, None, SHORT))  # without 3
     errors = together(2, lambda rank: caught(places[rank].wait, None, SHORT))  # nor 2
-    assert {error.use for error in errors} == {6}
+    assert {error.round for error in errors} == {6}
     assert {error.missing for error in errors} == {(2, 3)}
     assert errors[0].progress == {2: 5, 3: 4}
     assert errors[0].barrier == places[0].prefix
     first, *rest = str(errors[0]).splitlines()
     assert "missing ranks 2, 3" in first
     assert rest == [
-        f"  rank 2 arrived at use 5 of {places[0].prefix!r}, 1 use behind",
-        f"  rank 3 arrived at use 4 of {places[0].prefix!r}, 2 uses behind",
+        f"  rank 2 arrived at round 5 of {places[0].prefix!r}, 1 round behind",
+        f"  rank 3 arrived at round 4 of {places[0].prefix!r}, 2 rounds behind",
     ]
     assert isinstance(errors[0], TimeoutError)
 
@@ -41,7 +41,7 @@ def test_a_rank_that_never_arrived_is_reported_as_such(server):
     place = StoreBarrierMember(server.clone, "lonely", rank=0, size=3)
     error = caught(place.wait, None, SHORT)
     assert str(error).splitlines() == [
-        f"barrier 'lonely', use 1, rank 0: timed out after {SHORT} s: missing ranks 1, 2",
+        f"barrier 'lonely', round 1, rank 0: timed out after {SHORT} s: missing ranks 1, 2",
         "  rank 1 never arrived",
         "  rank 2 never arrived",
     ]
@@ -53,7 +53,7 @@ def test_a_late_rank_does_not_pass_and_all_recover(server, together):
     assert {error.missing for error in early} == {(2,)}
     late = caught(places[2].wait, "1", LONG)
     assert isinstance(late, BarrierTimeout)
-    assert (late.use, late.missing) == (1, ())
+    assert (late.round, late.missing) == (1, ())
     assert "rank 2: this rank arrived too late: rank " in str(late)
     assert together(3, lambda rank: places[rank].wait("2", LONG)) == [["2"] * 3] * 3
 
@@ -65,7 +65,7 @@ def test_ranks_with_longer_timeouts_are_woken_when_another_times_out(server, tog
     errors = together(2, lambda rank: caught(places[rank].wait, None, patience[rank]))
     assert time.monotonic() - began < LONG / 2
     assert str(errors[0]).partition("rank 0: ")[2] == str(errors[1]).partition("rank 1: rank 0 ")[2]
-    assert caught(places[2].wait, None, LONG).use == 1
+    assert caught(places[2].wait, None, LONG).round == 1
     together(3, lambda rank: places[rank].wait(None, LONG))
 
 
@@ -103,7 +103,7 @@ def test_a_barrier_recreated_during_a_use_is_not_counted_twice(server, together)
         waiting.result(LONG / 2)
     late = caught(places[0].wait, None, LONG)
     assert "rank 1 recreated its barrier" in str(late)
-    assert caught(places[2].wait, None, LONG).use == 1
+    assert caught(places[2].wait, None, LONG).round == 1
     both = [places[0], fresh, places[2]]
     together(3, lambda rank: both[rank].wait(None, LONG))
 
@@ -116,7 +116,7 @@ def test_a_last_rank_that_dies_before_releasing_others_blocks_none(server, toget
         places[2]._count_key, arrival_increment("c")
     )  # and nothing more is heard of it
     # All three are counted, and rank 1, the last, is held up when it is about to say so.
-    places[1]._complete = lambda *_: resumed.wait(LONG) and []
+    places[1]._complete_round = lambda *_: resumed.wait(LONG) and []
     resumed = threading.Event()
     with ThreadPoolExecutor(2) as pool:
         said = pool.submit(places[0].wait, "a", 0.3)

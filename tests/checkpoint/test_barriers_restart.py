@@ -51,7 +51,7 @@ def test_waiting_for_a_recreated_barrier_keeps_the_deadline(server, together):
         wait_for_arrival(server, places[0], 2)
         fresh = again(server, places[1])
         assert waiting.result().progress == {1: 1}
-    assert caught(fresh.wait, None, LONG).use == 2
+    assert caught(fresh.wait, None, LONG).round == 2
     both = [places[0], fresh]
     assert together(2, lambda rank: both[rank].wait("3", LONG)) == [["3", "3"]] * 2
 
@@ -62,9 +62,9 @@ def test_a_recreated_barrier_finds_a_use_that_ended_without_a_cause(server, toge
     for _ in range(3):
         together(3, lambda rank: places[rank].wait(None, LONG))
     places[2]._store.set(places[2]._progress_key, "4")
-    assert places[2]._close(places[2]._base)[0]
+    assert places[2]._end_epoch(places[2]._base)[0]
     fresh = again(server, places[1])
-    assert caught(places[0].wait, None, LONG).use == 4
+    assert caught(places[0].wait, None, LONG).round == 4
     places[1:] = [fresh, again(server, places[2])]
     assert together(3, lambda rank: places[rank].wait("5", LONG)) == [["5"] * 3] * 3
 
@@ -127,7 +127,7 @@ def test_a_call_with_a_bad_argument_is_a_failed_use(port, together):
     barriers = together(2, lambda rank: tcp(rank, 2, "wrong", port, timeout_secs=0.1))
     with pytest.raises(InvalidType, match="exchange takes a str, got NoneType"):
         barriers[0].exchange(None)
-    assert caught(barriers[1].exchange, "").use == 1
+    assert caught(barriers[1].exchange, "").round == 1
     for barrier in barriers:
         barrier._timeout = LONG
     assert together(2, lambda rank: barriers[rank].exchange(f"{rank}")) == [["0", "1"]] * 2
@@ -166,7 +166,7 @@ def test_a_file_is_a_store_with_deadlines_too(tmp_path, together):
     error = caught(places[0].wait, None, SHORT)
     assert isinstance(error, BarrierTimeout)
     assert error.progress == {1: 0}
-    assert caught(places[1].wait, None, LONG).use == 1
+    assert caught(places[1].wait, None, LONG).round == 1
     assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
@@ -190,10 +190,10 @@ def test_counting_starts_over_in_another_store(server, together):
     stores.append(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
     for place in places:
         place._connection.cut()  # as the end of the one before does
-        assert caught(place.wait, None, LONG).use == 4
+        assert caught(place.wait, None, LONG).round == 4
     error = caught(places[0].wait, None, SHORT)
-    assert (error.use, error.progress) == (1, {1: 0})
-    assert caught(places[1].wait, None, LONG).use == 1
+    assert (error.round, error.progress) == (1, {1: 0})
+    assert caught(places[1].wait, None, LONG).round == 1
     assert together(2, lambda rank: places[rank].wait(f"{rank}", LONG)) == [["0", "1"]] * 2
 
 
@@ -211,7 +211,7 @@ def test_a_second_thread_has_a_deadline_of_its_own(server, together):
         error = caught(place.wait, None, SHORT)
         assert isinstance(error, TimeoutError)
         assert "another thread of this process" in str(error)
-        assert waiting.result().use == 1
+        assert waiting.result().round == 1
 
 
 def test_waking_others_repeatedly_leaves_no_keys(server, together):
@@ -221,8 +221,8 @@ def test_waking_others_repeatedly_leaves_no_keys(server, together):
         for use in range(1, 6):
             waiting = pool.submit(caught, places[0].wait, None, LONG)
             wait_for_arrival(server, places[0], use)
-            assert caught(places[1].wait, None, 0.25).use == waiting.result().use == use
-    assert len([key for key in keys(server, places[0]) if "use/" in key]) <= 2
+            assert caught(places[1].wait, None, 0.25).round == waiting.result().round == use
+    assert len([key for key in keys(server, places[0]) if "round/" in key]) <= 2
 
 
 def test_a_replaced_barrier_raises_on_every_call(server):

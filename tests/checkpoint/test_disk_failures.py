@@ -1,7 +1,9 @@
 """Disks that are full, or broken, or not shared; what is there already."""
 
 import errno
+import fcntl
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -103,6 +105,27 @@ def test_the_target_is_a_file(tmp_path):
     assert os.listdir(tmp_path) == ["c"]
 
 
+@pytest.mark.parametrize(
+    ("number", "owner", "problem"),
+    [
+        (errno.EIO, "", "OSError: .*Input/output error: .*saving"),
+        (errno.EIO, "process 7", "OSError: .*Input/output error: .*saving"),
+        (errno.ENOLCK, "process 7", "may be in use by process 7: its file system has no locks"),
+    ],
+)
+def test_a_lock_that_fails_names_the_cause(tmp_path, monkeypatch, number, owner, problem):
+    (tmp_path / ".c.saving").mkdir()
+    (tmp_path / ".c.saving" / "lock").write_text(owner)
+
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    (error,) = save(tmp_path / "c", [{"a": 1}])
+    assert isinstance(error, SaveFailed)
+    assert re.search(problem, str(error)), error
+
+
 def test_ranks_that_do_not_share_a_file_system(tmp_path):
     barrier = ThreadExchange(2)
 
@@ -112,7 +135,7 @@ def test_ranks_that_do_not_share_a_file_system(tmp_path):
 
     for error in together(2, write):
         assert "on rank 1 while writing" in str(error)
-        assert "do all ranks share the file system?" in str(error)
+        assert "all ranks must share the file system" in str(error)
 
 
 def load_with_few_files(ctx, path, names):

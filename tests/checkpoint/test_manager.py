@@ -19,10 +19,15 @@ from phalanx.errors import (
     InvalidArgument,
     InvalidType,
     MissingKeys,
-    SaveFailed,
 )
 
-from .internals import DirectoryLock, LocalSnapshot, LocalStepDirectory, parse_step_name, step_name
+from .internals import (
+    DirectoryLock,
+    LocalCheckpointDirectory,
+    LocalSnapshot,
+    parse_step_name,
+    step_name,
+)
 from .states import filled, names, saved, state_of
 
 
@@ -37,7 +42,7 @@ def test_nothing_there_is_no_step(tmp_path):
 
 def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
     folder = filled(tmp_path, [1, 2])
-    with pytest.raises(CheckpointNotFound, match="no step 3; there are: 1, 2"):
+    with pytest.raises(CheckpointNotFound, match="no step 3; available steps: 1, 2"):
         folder.load(3)
 
 
@@ -79,7 +84,9 @@ def test_names_are_in_the_order_of_steps_and_no_others_count(tmp_path):
 
 def test_a_step_before_the_newest_is_refused_until_the_folder_is_rewound(tmp_path):
     folder = filled(tmp_path, [1, 2, 3, 4])
-    with pytest.raises(SaveFailed, match=r"has step 4, which is after 3.*rewind\(3\)"):
+    with pytest.raises(
+        InvalidArgument, match=r"cannot save step 3: .* already has step 4.*rewind\(3\)"
+    ):
         folder.save(3, state_of(3))
     folder.rewind(2)
     assert folder.steps() == [2]
@@ -114,7 +121,7 @@ def test_what_dead_jobs_left_is_removed_and_what_living_ones_do_is_not(tmp_path)
         (tmp_path / name / "rank0-0123456789abcdef.safetensors").touch()
     (tmp_path / ".step-00000007.saving" / "lock").touch()
     (tmp_path / ".step-00000008.saving" / "0123456789abcdef").mkdir(parents=True)
-    DirectoryLock.take(tmp_path / ".step-00000008.saving", "the living", purpose="a save")
+    DirectoryLock.take(tmp_path / ".step-00000008.saving", "the living", target="a save")
     (tmp_path / ".mine").mkdir()
     filled(tmp_path, [1])
     assert names(tmp_path) == [".mine", ".step-00000008.saving", "step-00000001"]
@@ -135,8 +142,9 @@ def test_two_jobs_are_refused_with_who_it_is_that_holds_it(tmp_path):
 
 def test_a_job_that_was_killed_holds_nothing(tmp_path):
     code = (
-        "import sys, time; from phalanx.checkpoint._step_directory import LocalStepDirectory\n"
-        "LocalStepDirectory(sys.argv[1]).lock('the other job'); print(flush=True)\n"
+        "import sys, time\n"
+        "from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory\n"
+        "LocalCheckpointDirectory(sys.argv[1]).lock('the other job'); print(flush=True)\n"
         "time.sleep(60)"
     )
     command = [sys.executable, "-c", code, tmp_path]
@@ -204,7 +212,7 @@ def test_leftovers_that_cannot_be_removed_are_in_nobodys_way(tmp_path, monkeypat
     def refuse(self):
         raise PermissionError("somebody else's")
 
-    monkeypatch.setattr(LocalStepDirectory, "clean", refuse)
+    monkeypatch.setattr(LocalCheckpointDirectory, "clean", refuse)
     assert filled(tmp_path, [1]).steps() == [1]
     assert "somebody else's" in caplog.text
 
@@ -214,8 +222,8 @@ def test_mistakes_are_explained(tmp_path):
         CheckpointManager(tmp_path, keep_last=2.5)
     with pytest.raises(InvalidType, match="keep_every must be an integer, got str"):
         CheckpointManager(tmp_path, keep_every="1000")
-    for path in ("", b"run"):
-        with pytest.raises(InvalidArgument, match="cannot be b?'"):
+    for path, problem in (("", "path must not be empty"), (b"run", "path must be a str")):
+        with pytest.raises(InvalidArgument, match=problem):
             CheckpointManager(path)
     with pytest.raises(InvalidArgument, match="keep_last must be at least 1"):
         CheckpointManager(tmp_path, keep_last=0)
@@ -250,7 +258,7 @@ def test_what_is_replaced_while_it_is_looked_at_is_not_damaged(tmp_path, monkeyp
         return data
 
     monkeypatch.setattr(LocalSnapshot, "manifest", read)
-    assert not LocalStepDirectory(str(tmp_path)).is_damaged(1)
+    assert not LocalCheckpointDirectory(str(tmp_path)).is_damaged(1)
 
 
 def test_it_lives_wherever_fsspec_reaches():
@@ -273,7 +281,9 @@ def test_an_object_is_not_given_half_of_its_state_where_there_are_more_ranks(tmp
 
     reader = CheckpointReader(RankInfo(2, 3))
     path = str(tmp_path / "step-00000001")
-    with pytest.raises(MissingKeys, match=r"rng\.words differs .* for ranks 0, 1 only.*rank="):
+    with pytest.raises(
+        MissingKeys, match=r"rng\.words was saved per rank, by ranks 0, 1 only.*rank="
+    ):
         reader.read(path, {"rng": Loader()})
     assert not given
     reader.read(path, {"rng": Loader()}, rank=0)

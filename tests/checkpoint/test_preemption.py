@@ -20,7 +20,7 @@ def train(stop, rank, *, heard_by, at):
     for step in range(STEPS):
         if rank == heard_by and step == at:
             os.kill(os.getpid(), signal.SIGTERM)
-        if stop.requested():
+        if stop.should_stop():
             return step
     return None
 
@@ -29,7 +29,7 @@ def stop_together(ctx, heard_by, at, every):
     before = signal.getsignal(signal.SIGTERM)
     with PreemptionGuard(ctx.group(), every=every) as stop:
         last = train(stop, ctx.rank, heard_by=heard_by, at=at)
-        assert stop.requested() == (last is not None), "an answer is for good"
+        assert stop.should_stop() == (last is not None), "an answer is for good"
     assert signal.getsignal(signal.SIGTERM) is before
     return last
 
@@ -58,7 +58,7 @@ def leave_the_default_group(ctx):
     try:
         with contextlib.redirect_stderr(said), PreemptionGuard() as stop:
             last = train(stop, ctx.rank, heard_by=1, at=3)
-            stop.leave(last)
+            stop.exit(last)
     except SystemExit as end:
         return end.code, said.getvalue()
     finally:
@@ -74,10 +74,10 @@ def test_ranks_leave_with_the_code_and_the_first_one_says_why(ranks):
 
 def test_one_process_needs_no_group():
     with PreemptionGuard() as stop:
-        assert not stop.requested()
+        assert not stop.should_stop()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)  # a scheduler may tell the launcher and the ranks
-        assert stop.requested()
+        assert stop.should_stop()
 
 
 @pytest.mark.usefixtures("foreground")
@@ -87,7 +87,7 @@ def test_a_second_interrupt_interrupts(first):
         if first is not None:
             signal.raise_signal(first)
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested()
+        assert stop.should_stop()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 
@@ -98,7 +98,7 @@ def test_an_interrupt_that_comes_twice_at_once_is_one():
     with PreemptionGuard() as stop:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
-        assert stop.requested()
+        assert stop.should_stop()
 
 
 def test_a_second_interrupt_is_for_the_handler_that_was_there():
@@ -132,7 +132,7 @@ def test_a_child_that_was_forked_off_ends_as_ever():
     with PreemptionGuard(repeat_window=0.0) as stop:
         assert in_child(lambda: signal.raise_signal(signal.SIGTERM)) == signal.SIGTERM
         assert in_child(lambda: signal.raise_signal(signal.SIGINT)) == 0, "its parent decides"
-        assert not stop.requested()
+        assert not stop.should_stop()
 
     def interrupt():
         signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -161,7 +161,7 @@ def test_nobody_enters_twice():
     assert signal.getsignal(signal.SIGTERM) is before
     with stop:
         signal.raise_signal(signal.SIGTERM)
-    assert stop.requested()
+    assert stop.should_stop()
 
 
 def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
@@ -171,7 +171,7 @@ def test_a_rank_leaves_though_nobody_reads_its_last_words(monkeypatch):
 
     monkeypatch.setattr("sys.stderr", Closed())
     with pytest.raises(SystemExit) as end:
-        PreemptionGuard().leave(3)
+        PreemptionGuard().exit(3)
     assert end.value.code == PreemptionGuard.EXIT_CODE
 
 
@@ -185,7 +185,7 @@ def test_a_rank_that_was_given_no_group_says_so(monkeypatch, caplog):
 def test_other_signals_can_be_meant():
     with PreemptionGuard(signals=[signal.SIGUSR1]) as stop:
         signal.raise_signal(signal.SIGUSR1)
-        assert stop.requested()
+        assert stop.should_stop()
 
 
 def test_what_is_ignored_stays_ignored():
@@ -193,7 +193,7 @@ def test_what_is_ignored_stays_ignored():
     try:
         with PreemptionGuard() as stop:
             signal.raise_signal(signal.SIGINT)
-            assert not stop.requested()
+            assert not stop.should_stop()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -201,9 +201,9 @@ def test_what_is_ignored_stays_ignored():
 def test_a_program_may_ask_for_itself(capsys):
     with PreemptionGuard(signals=()) as stop:
         stop.request()
-        assert stop.requested()
+        assert stop.should_stop()
         with pytest.raises(SystemExit) as end:
-            stop.leave()
+            stop.exit()
     assert end.value.code == PreemptionGuard.EXIT_CODE == 75
     assert capsys.readouterr().err == "stopped on request\n"
 

@@ -278,7 +278,9 @@ def test_state_of_another_rank_is_loaded_by_its_number(path):
     loaded, missing = load(path, 7, 8)
     assert missing == ["own", "position"]
     assert set(loaded) == {"model", "optimizer", "step"}
-    with pytest.raises(MissingKeys, match=r"position differs .* for ranks 0, 1 only.*rank="):
+    with pytest.raises(
+        MissingKeys, match=r"position was saved per rank, by ranks 0, 1 only.*rank="
+    ):
         load(path, 7, 8, {"position": None})
 
 
@@ -291,7 +293,7 @@ def test_a_rank_that_is_none_is_refused(path, rank):
 def test_nothing_but_state_per_rank(tmp_path):
     saved(tmp_path / "c", [PerRank({"r": 0}), PerRank({"r": 1})])
     assert load(tmp_path / "c", 1, 2)[0] == {"r": 1}
-    with pytest.raises(MissingKeys, match="has it for ranks 0, 1 only"):
+    with pytest.raises(MissingKeys, match="was saved per rank, by ranks 0, 1 only"):
         load(tmp_path / "c", 2, 4)
 
 

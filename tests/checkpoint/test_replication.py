@@ -15,7 +15,7 @@ from phalanx.errors import StateMismatch
 
 from .internals import (
     ReplicatedShard,
-    TensorRange,
+    ShardBounds,
     divide_among_ranks,
     find_differences,
     map_leaves,
@@ -61,7 +61,7 @@ def test_the_division_does_not_depend_on_the_order_of_keys(sizes, ranks, random)
 
 def test_one_rank_has_all_of_it():
     assert divide_among_ranks({"b": 3, "a": 0}, 1) == [
-        [TensorRange("a", 0, 0), TensorRange("b", 0, 3)]
+        [ShardBounds("a", 0, 0), ShardBounds("b", 0, 3)]
     ]
     assert divide_among_ranks({}, 2) == [[], []]
 

@@ -11,7 +11,7 @@ from phalanx.checkpoint import CheckpointManager
 from phalanx.errors import DamagedCheckpoint
 
 from .internals import (
-    LocalStepDirectory,
+    LocalCheckpointDirectory,
     Manifest,
     ManifestOutline,
     RetentionPolicy,
@@ -57,7 +57,7 @@ def test_a_link_is_not_removed_and_not_followed_either(tmp_path):
     folder.close()
     os.symlink(folder.path(1), folder.path(2))
     with pytest.raises(OSError, match="step-00000002"):
-        LocalStepDirectory(str(tmp_path / "run")).remove(2)
+        LocalCheckpointDirectory(str(tmp_path / "run")).remove(2)
     assert folder.load(1)["step"] == 1
 
 
@@ -76,7 +76,7 @@ def test_the_last_good_one_stays_when_newer_ones_are_damaged(tmp_path):
     """Also when only their data can tell, which is not read when a step was written just now."""
     folder = filled(tmp_path, [1, 2, 3], keep_last=5)
     damage(folder.path(3))
-    shelf = LocalStepDirectory(str(tmp_path))
+    shelf = LocalCheckpointDirectory(str(tmp_path))
     for dry_run in (True, False):
         verdicts = prune(shelf, RetentionPolicy(last=1), dry_run=dry_run)
         assert [each.kept for each in verdicts] == [None, "the last one", "damaged"]
@@ -101,7 +101,7 @@ def test_what_is_not_ours_is_left_alone(tmp_path):
 
 def test_what_is_being_read_stays_until_it_is_not(tmp_path):
     folder = filled(tmp_path, [1], keep_last=1)
-    hold = LocalStepDirectory(str(tmp_path)).lock_for_reading(1)
+    hold = LocalCheckpointDirectory(str(tmp_path)).lock_for_reading(1)
     folder.save(2, state_of(2))
     assert folder.steps() == [1, 2]
     hold.close()

@@ -26,9 +26,7 @@ def test_who_is_behind_gives_up_and_catches_up(tmp_path, meet):
     gave_up = []
     assert together(2, save) == [None, None]
     (told,) = gave_up
-    assert told.startswith(
-        "rank 0, step 2: save number 2 was abandoned while getting ready: rank 1"
-    )
+    assert told.startswith("rank 0, step 2: save number 2 was abandoned while preparing: rank 1")
     for rank in range(2):
         assert same(plain(mixed(rank, 3)), load(path, rank, 2)[0])
 
@@ -64,7 +62,7 @@ def test_ranks_that_do_not_agree_on_their_number(tmp_path):
         assert "ranks disagree on the world size: rank 0: 2, rank 1: 3" in str(error)
     for error in save([3, 3]):
         assert isinstance(error, SaveFailed)
-        assert "the barrier has 2 ranks, the save has 3" in str(error)
+        assert "the barrier has 2 ranks, expected 3" in str(error)
 
 
 def test_a_rank_is_one_of_those_there_are():

@@ -7,18 +7,24 @@ import torch
 
 from phalanx.errors import CheckpointDirectoryInUse, SaveFailed
 
-from .internals import MANIFEST, DirectoryLock, LocalStepDirectory, LocalStorage, data_file_name
+from .internals import (
+    MANIFEST,
+    DirectoryLock,
+    LocalCheckpointDirectory,
+    LocalStorage,
+    data_file_name,
+)
 from .states import ThreadBarrier, ThreadExchange, load, same, save, saved, together
 
 
 def test_two_jobs_at_one_folder(tmp_path):
     path = tmp_path / "c"
     storage = LocalStorage(str(path))
-    held = storage.begin("process 7 on elsewhere (a job of 2 ranks)")
+    held = storage.begin("process 7 on host elsewhere (2 ranks)")
     for meet in (ThreadExchange, ThreadBarrier):
         for error in save(path, [{"a": 1}] * 2, meet=meet):
             assert isinstance(error, CheckpointDirectoryInUse)
-            assert "is being saved to by process 7 on elsewhere (a job of 2 ranks)" in str(error)
+            assert "process 7 on host elsewhere (2 ranks) is saving to " in str(error)
     with storage.create(held, f"rank0-{held}.safetensors") as sink:
         sink.write(memoryview(b"still here"))
     storage.end(held)
@@ -32,7 +38,7 @@ def test_a_lock_is_taken_by_one_of_many(tmp_path):
     def take(rank):
         for _ in range(50):
             try:
-                lock = DirectoryLock.take(tmp_path / "l", f"thread {rank}", purpose="here")
+                lock = DirectoryLock.take(tmp_path / "l", f"thread {rank}", target="here")
             except CheckpointDirectoryInUse:
                 continue
             holding.append(rank)
@@ -69,7 +75,7 @@ def test_leftovers_are_removed_without_a_save_too(tmp_path):
     (tmp_path / ".dead.saving" / ("1" * 16)).mkdir(parents=True)
     storage = LocalStorage(str(tmp_path / "alive"))
     held = storage.begin("a job that is alive")
-    LocalStepDirectory(str(tmp_path)).clean()
+    LocalCheckpointDirectory(str(tmp_path)).clean()
     assert sorted(os.listdir(tmp_path)) == [".alive.saving", "dead"]
     assert (tmp_path / ".alive.saving" / held).is_dir()
     storage.end(held)

@@ -146,7 +146,7 @@ def test_tensors_lie_where_they_can_be_used_in_place():
         TensorShard(str(t.dtype), t.dtype, (3,), 0, nbytes(t.dtype, (3,)), t) for t in tensors
     ]
     for share, place in zip(
-        shares, write_tensor_file(sink, shares, ProgressMeter()).ranges, strict=True
+        shares, write_tensor_file(sink, shares, ProgressMeter()).shards, strict=True
     ):
         assert place.begin % share.dtype.itemsize == 0
 

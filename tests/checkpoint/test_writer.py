@@ -21,9 +21,14 @@ from phalanx.checkpoint.components import (
     SyncCheckpointer,
     WriterHook,
 )
-from phalanx.errors import CheckpointDirectoryInUse, SaveFailed, UnsupportedState
+from phalanx.errors import (
+    CheckpointDirectoryInUse,
+    InvalidArgument,
+    SaveFailed,
+    UnsupportedState,
+)
 
-from .internals import LocalStorage, default_rank_info
+from .internals import LocalStorage, find_ranks
 from .states import ThreadBarrier, ThreadExchange, load, mixed, plain, same, save, saved, together
 
 MEETINGS = [ThreadExchange, ThreadBarrier, None]
@@ -113,11 +118,16 @@ def test_a_hook_that_fails_after_the_commit_is_heard_where_it_failed(tmp_path):
 @pytest.mark.parametrize("meet", MEETINGS)
 def test_what_cannot_be_stored_is_named_on_every_rank(tmp_path, meet):
     errors = save(tmp_path / "c", [{}, {"o": [{"foo": {1}}]}, {}, {"x": 1j}], meet=meet)
-    for error in errors:
+    for error in (errors[0], errors[2]):
         assert isinstance(error, SaveFailed)
-        assert "on rank 1 while getting ready: UnsupportedState: o[0].foo is a set" in str(error)
+        assert (
+            "on rank 1 while preparing: UnsupportedState: o[0].foo has unsupported type set"
+            in str(error)
+        )
         assert str(error).endswith("(rank 3 failed too)")
-    assert isinstance(errors[1].__cause__, UnsupportedState)
+    for error, name in ((errors[1], "o[0].foo"), (errors[3], "x")):
+        assert type(error) is UnsupportedState
+        assert str(error).startswith(f"{name} has unsupported type ")
     assert os.listdir(tmp_path) == []
 
 
@@ -151,7 +161,7 @@ def test_a_rank_that_cannot_reach_the_storage_says_so(tmp_path):
 
     for error in together(2, write):
         assert isinstance(error, SaveFailed)
-        assert "on rank 1 while getting ready: ValueError: Protocol not known" in str(error)
+        assert "on rank 1 while preparing: ValueError: Protocol not known" in str(error)
     assert os.listdir(tmp_path) == []
 
 
@@ -161,10 +171,9 @@ def test_paths_of_any_kind_but_none(tmp_path):
         checkpointer.save(path, {"a": 1})
         assert checkpointer.load(path) == {"a": 1}
     assert sorted(os.listdir(tmp_path)) == ["b", "p", "s"]
-    with pytest.raises(SaveFailed, match="needs a path"):
-        checkpointer.save("", {"a": 1})
-    with pytest.raises(ValueError, match="needs a path"):
-        checkpointer.load("")
+    for call in (lambda: checkpointer.save("", {"a": 1}), lambda: checkpointer.load("")):
+        with pytest.raises(InvalidArgument, match="path must not be empty"):
+            call()
 
 
 def test_a_checkpointer_out_of_the_box(tmp_path):
@@ -177,12 +186,18 @@ def test_a_checkpointer_out_of_the_box(tmp_path):
 
 
 def test_ranks_are_those_of_torch_if_it_has_any(tmp_path):
-    assert default_rank_info() == RankInfo(0, 1)
+    assert find_ranks() == RankInfo(0, 1)
     dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
     try:
-        assert default_rank_info() == RankInfo(2, 3)
+        assert find_ranks() == RankInfo(2, 3)
     finally:
         dist.destroy_process_group()
+
+
+def test_ranks_are_those_of_the_launcher_without_any_group(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert find_ranks() == RankInfo(1, 2)
 
 
 def test_no_clock_on_the_wall_is_asked(tmp_path, monkeypatch):

@@ -1,11 +1,11 @@
 """The private names that tests of this package use; everything else is public."""
 
 from phalanx._formatting import format_age, format_size
+from phalanx.checkpoint._checkpoint_directory import LocalCheckpointDirectory
 from phalanx.checkpoint._manifest import Manifest
-from phalanx.checkpoint._step_directory import LocalStepDirectory
 from phalanx.env import _quotas
 from phalanx.groups import _store
-from phalanx.launch import _checkpoint_inspection, _doctor, _error_reports
+from phalanx.launch import _checkpoint_commands, _doctor, _error_reports
 from phalanx.launch._doctor import (
     CHECKS,
     Finding,
@@ -27,13 +27,13 @@ __all__ = [
     "ErrorReportFilter",
     "Finding",
     "LineSplitter",
-    "LocalStepDirectory",
+    "LocalCheckpointDirectory",
     "Manifest",
     "OutputPump",
     "OutputSource",
     "Report",
     "Screen",
-    "_checkpoint_inspection",
+    "_checkpoint_commands",
     "_doctor",
     "_error_reports",
     "_quotas",

@@ -15,7 +15,13 @@ from phalanx.checkpoint import CheckpointManager, PerRank
 from phalanx.launch.cli import main
 
 from .conftest import clean_env
-from .internals import LocalStepDirectory, Manifest, _checkpoint_inspection, format_age, format_size
+from .internals import (
+    LocalCheckpointDirectory,
+    Manifest,
+    _checkpoint_commands,
+    format_age,
+    format_size,
+)
 
 
 def state(step, rank=0):
@@ -105,19 +111,19 @@ def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
 
 
 def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
-    steps = LocalStepDirectory.steps
-    listings = iter([[5], [5, *steps(LocalStepDirectory("run"))]])
-    monkeypatch.setattr(LocalStepDirectory, "steps", lambda _: next(listings))
+    steps = LocalCheckpointDirectory.steps
+    listings = iter([[5], [5, *steps(LocalCheckpointDirectory("run"))]])
+    monkeypatch.setattr(LocalCheckpointDirectory, "steps", lambda _: next(listings))
     assert call("ls", "run").splitlines()[-1] == "4 checkpoints, 33.7 KiB"
     monkeypatch.undo()
     monkeypatch.chdir(run.parent)
-    hold = _checkpoint_inspection.lock_for_reading
+    hold = _checkpoint_commands.lock_for_reading
 
     def remove_first(path):
         shutil.rmtree(run / "step-00000010", ignore_errors=True)
         return hold(path)
 
-    monkeypatch.setattr(_checkpoint_inspection, "lock_for_reading", remove_first)
+    monkeypatch.setattr(_checkpoint_commands, "lock_for_reading", remove_first)
     lines = call("verify", "run").splitlines()
     assert lines[0] == "removed meanwhile: run/step-00000010"
     assert len(lines) == 4
@@ -145,7 +151,7 @@ def test_show(run):
     lines = [line.split() for line in call("show", "run").splitlines()]
     assert lines[0][:6] == ["run/step-00000040:", "step", "40,", "8.43", "KiB,", "4"]
     assert ["model.weight", "float32", "64", "x", "32", "8.00", "KiB", "all"] in lines
-    assert ["seen", "int64", "2", "16", "B", "rank", "1"] in lines
+    assert ["seen", "int64", "2", "16", "B", "1"] in lines
     assert ["lr", "0.0025", "all"] in lines
     assert ["betas[1]", "0.99", "all"] in lines
     shown = json.loads(call("show", "--json", "run/step-00000010"))
@@ -191,7 +197,7 @@ def test_diff(run):
     other = {**state(10), "model": {"weight": torch.zeros(3, dtype=torch.int32)}, "new": 1}
     saved("other", [other, other])
     found = json.loads(call("diff", "--json", "run/step-00000010", "other", code=1))
-    assert {(each["name"], each["change"], each["how"]) for each in found} >= {
+    assert {(each["name"], each["change"], each["difference"]) for each in found} >= {
         ("model.weight", "changed", "float32[64, 32] -> int32[3]"),
         ("model.bias", "removed", "float32[7]"),
         ("new", "added", "1"),
@@ -219,7 +225,7 @@ def test_prune(run):
     lines = call("prune", "--dry-run", *args).splitlines()
     assert [line.split()[3:] for line in lines[1:5]] == [
         ["would", "be", "removed"],
-        ["kept:", "every", "20"],
+        ["kept:", "multiple", "of", "20"],
         ["would", "be", "removed"],
         ["kept:", "the", "last", "one"],
     ]
@@ -228,7 +234,7 @@ def test_prune(run):
     assert call("prune", *args).splitlines()[-1] == "2 checkpoints removed, 16.9 KiB"
     assert CheckpointManager("run").steps() == [20, 40]
     assert json.loads(call("prune", "--json", *args)) == [
-        {"step": 20, "kept": "every 20"},
+        {"step": 20, "kept": "multiple of 20"},
         {"step": 40, "kept": "the last one"},
     ]
 
@@ -255,11 +261,12 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
         (["ls", "."], ["contains no checkpoint"]),
         (["show", "file.txt"], ["contains no checkpoint"]),
         (["verify", "empty"], ["contains no checkpoint"]),
-        (["ls", ""], ["got an empty one"]),
+        (["ls", ""], ["path must not be empty"]),
         (["prune", "empty"], ["contains no checkpoint"]),
         (["prune", "nowhere"], ["nowhere does not exist"]),
         (["prune", "run/step-00000010"], ["is a checkpoint; prune needs"]),
         (["prune", "run", "--keep-last", "0"], ["keep_last must be at least 1"]),
+        (["prune", "run", "--keep-every", "0"], ["keep_every must be at least 1"]),
         (["diff", "run/step-00000010"], ["give a second path"]),
         (["show"], ["PATH"]),
     ],

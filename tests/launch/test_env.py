@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from phalanx.env import RankEnv, local_ranks, read_rank_env, usable_cores
+from phalanx.env import RankEnv, job_id, launched_rank, local_ranks, read_rank_env, usable_cores
 from phalanx.errors import InvalidArgument
 
 from .internals import _quotas
@@ -34,6 +34,17 @@ def test_reads_what_a_launcher_writes():
         restart_count=2,
         agent_store=True,
     )
+
+
+def test_without_a_launcher_there_is_no_rank():
+    assert launched_rank(FULL) == read_rank_env(FULL)
+    assert launched_rank({}) is launched_rank({"RANK": "1"}) is None
+
+
+def test_a_job_is_known_by_its_store_and_the_ids_of_launchers():
+    assert job_id(FULL) == "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
+    assert job_id({"SLURM_JOB_ID": "7"}) == "SLURM_JOB_ID=7"
+    assert job_id({}) == ""
 
 
 def test_local_ranks_come_from_the_launcher():

@@ -9,19 +9,7 @@
 `phalanx.checkpoint.components` has the parts of a checkpointer, `phalanx.checkpoint.barriers` the
 barriers; both under the names of `torch.distributed.checkpoint._experimental`.
 
-The modules, from the top::
-
-    _manager, _preemption       what a training loop uses; _step_directory
-    _checkpointer               save and load, synchronously or in the background
-    _checkpoint_process         the process that writes in the background: _writer_process,
-                                _staging; _progress
-    _writer                     writes with all ranks: _commit is the protocol, _coordination
-                                how ranks exchange results, _replication who writes which bytes
-    _reader                     reads into new or existing state; _verify
-    _barriers                   _store_barrier, _store_connection
-    _storage                    the interface to _local_storage and _remote_storage
-    _manifest, _tensor_file     what is in the files
-    _state_tree                 a state as a tree, and as JSON: _state_encoding
+``docs/design.md`` lists the modules.
 """
 
 import sys

@@ -57,13 +57,13 @@ def register_barrier(barrier_class: C) -> C:
     if not isinstance(name, str) or not name:
         raise InvalidArgument(
             f"{barrier_class.__name__} has no class attribute barrier_type, the name by which a "
-            "BarrierConfig selects it."
+            "BarrierConfig selects it"
         )
     holder = BARRIER_REGISTRY.get(name, barrier_class)
     taken, ours = (f"{each.__module__}.{each.__qualname__}" for each in (holder, barrier_class))
     if taken != ours:  # equal after a reload
         raise InvalidArgument(
-            f"barrier_type {name!r} of {barrier_class.__name__} is taken by {taken}."
+            f"barrier_type {name!r} of {barrier_class.__name__} is taken by {taken}"
         )
     BARRIER_REGISTRY[name] = barrier_class
     return barrier_class
@@ -84,7 +84,7 @@ def create_barrier_from_config(barrier_config: BarrierConfig) -> Barrier | None:
         return None
     if name not in BARRIER_REGISTRY:
         known = ", ".join(sorted(map(repr, BARRIER_REGISTRY)))
-        raise InvalidArgument(f"unknown barrier_type {name!r}. Registered: {known}.")
+        raise InvalidArgument(f"unknown barrier_type {name!r}. Registered: {known}")
     barrier: Barrier = BARRIER_REGISTRY[name](**barrier_config.barrier_args)
     return barrier
 
@@ -102,16 +102,11 @@ class Barrier(abc.ABC):
 
 
 class _StoreBarrier(Barrier):
-    """A barrier that runs in a store."""
-
     _member: StoreBarrierMember
     _timeout: float
 
     def execute_barrier(self) -> None:
-        """Wait until every rank has arrived.
-
-        Raises `BarrierTimeout`, on all ranks, if some do not arrive in time.
-        """
+        """Wait until every rank has arrived; raise `BarrierTimeout` if some do not in time."""
         self._member.wait(None, self._timeout)
 
     def exchange(self, text: str) -> list[str]:
@@ -159,7 +154,7 @@ class TCPStoreBarrier(_StoreBarrier):
         with suppress(ValueError, TypeError):
             port = int(tcpstore_port)
         if not 0 < port < 1 << 16:
-            raise InvalidArgument(f"tcpstore_port must be from 1 to 65535, got {tcpstore_port!r}.")
+            raise InvalidArgument(f"tcpstore_port must be from 1 to 65535, got {tcpstore_port!r}")
         url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
         def connect() -> Store:
@@ -194,7 +189,7 @@ class DistBarrier(_StoreBarrier):
         if not dist.is_initialized():
             raise Unprepared(
                 "DistBarrier needs torch.distributed's default group. Call "
-                "torch.distributed.init_process_group first, or use a TCPStoreBarrier."
+                "torch.distributed.init_process_group first, or use a TCPStoreBarrier"
             )
         self._timeout = _check_seconds("timeout_secs", timeout_secs)
         group = _get_default_group()
@@ -239,18 +234,18 @@ class GroupBarrier(Barrier):
         if found is None:
             raise InvalidState(
                 "GroupBarrier needs a process group. Pass group=, or set the current group with "
-                "phalanx.groups.process_group."
+                "phalanx.groups.process_group"
             )
         if not isinstance(found, ProcessGroup):
             raise InvalidType(
                 f"GroupBarrier takes a group of phalanx.groups.new_group, got a "
-                f"{type(found).__name__}. For torch's default group use DistBarrier."
+                f"{type(found).__name__}. For torch's default group use DistBarrier"
             )
         self.prefix = f"{found.label}/barrier-{found._count_split('barrier')}"
         self._timings = timings or BarrierTimings()
         self._group = found
-        self._number = 0  # of the last use
-        self._passed = 0  # the last use that had passed when the barrier's group failed
+        self._number = 0  # of the last round
+        self._passed = 0  # the last round that had passed when the barrier's group failed
         self._member: StoreBarrierMember | None = None
         self._own_group: ProcessGroup | None = None
         self._start: Callable[[], Work | None]
@@ -267,8 +262,10 @@ class GroupBarrier(Barrier):
         try:
             (self._start() or own.barrier()).wait()
         except BaseException as error:
-            self._fail(own, error)
-            raise
+            failure = self._fail_over(own, error)
+            if failure is error:
+                raise
+            raise failure from error
 
     def exchange(self, text: str) -> list[str]:
         """Wait as `execute_barrier` does, and return the texts of all ranks, by rank."""
@@ -279,27 +276,29 @@ class GroupBarrier(Barrier):
         try:
             return list(exchange_texts(_check_text(text), own).values())
         except BaseException as error:
-            self._fail(own, error)
-            raise
+            failure = self._fail_over(own, error)
+            if failure is error:
+                raise
+            raise failure from error
 
-    def _fail(self, own: ProcessGroup, error: BaseException) -> None:
-        """Move all ranks to the store: none knows which ranks passed the use. Raise if the group
-        failed."""
+    def _fail_over(self, own: ProcessGroup, error: BaseException) -> BaseException:
+        """Move to the store, since no rank knows which ones passed; return the error to raise."""
         self._own_group = None
-        self._passed = self._number - 1  # every use on the group before this one passed
+        self._passed = self._number - 1  # every round on the group before this one passed
         own.abort(f"its barrier raised {type(error).__name__}")
         with suppress(BarrierError):  # the store's host may be the rank that died
             self._reach_store(self._timings.notify_timeout).record_arrival(self._number)
         if isinstance(error, GroupError):
             # On a mismatch all ranks have arrived; so has this rank, if it was too late.
             missing = set() if isinstance(error, RankMismatch) else set(error.ranks) - {own.rank()}
-            raise self._error(error, dict.fromkeys(missing, self._passed)) from error
+            return self._error(error, dict.fromkeys(missing, self._passed))
+        return error
 
     def _error(self, cause: Exception, progress: dict[int, int] | None = None) -> BarrierError:
         kind = BarrierTimeout if isinstance(cause, TimeoutError) else BarrierError
-        use, rank = self._number, self._group.rank()
-        message = f"barrier {self.prefix!r}, use {use}, rank {rank}: {first_line(cause)}"
-        return kind(message, barrier=self.prefix, use=use, progress=progress)
+        number, rank = self._number, self._group.rank()
+        message = f"barrier {self.prefix!r}, round {number}, rank {rank}: {first_line(cause)}"
+        return kind(message, barrier=self.prefix, round=number, progress=progress)
 
     def _wait_in_store(self, text: str | None) -> list[str]:
         began = time.monotonic()
@@ -309,10 +308,10 @@ class GroupBarrier(Barrier):
         left = self._timeout if took < slack else max(self._timeout - took, slack)
         texts = member.wait(text, left)
         self._passed = self._number
-        with suppress(Exception):  # the use has passed; the next one runs in the store, too
+        with suppress(Exception):  # the round has passed; the next one runs in the store, too
             self._form_group()
-            if self._group.rank() == 0:  # no rank forms a group before it has left the use
-                member.delete_last_use()
+            if self._group.rank() == 0:  # no rank forms a group before it has left the round
+                member.delete_last_round()
         return texts
 
     def _reach_store(self, timeout: float) -> StoreBarrierMember:
@@ -345,23 +344,23 @@ class GroupBarrier(Barrier):
 
 def _check_text(text: str) -> str:
     if not isinstance(text, str):
-        raise InvalidType(f"exchange takes a str, got {type(text).__name__}.")
+        raise InvalidType(f"exchange takes a str, got {type(text).__name__}")
     return text
 
 
 def _check_seconds(name: str, value: float) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise InvalidType(f"{name} must be a number of seconds, got {value!r}.")
+        raise InvalidType(f"{name} must be a number of seconds, got {value!r}")
     if not 0 < value < math.inf:
-        raise InvalidArgument(f"{name} must be positive and finite, got {value!r}.")
+        raise InvalidArgument(f"{name} must be positive and finite, got {value!r}")
     return min(float(value), MAX_TIMEOUT)
 
 
 def _check_string(name: str, value: str) -> str:
     if not isinstance(value, str):
-        raise InvalidType(f"{name} must be a str, got {value!r}.")
+        raise InvalidType(f"{name} must be a str, got {value!r}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise InvalidArgument(f"{name} must be encodable as UTF-8, got {value!r}.") from None
+        raise InvalidArgument(f"{name} must be encodable as UTF-8, got {value!r}") from None
     return value

@@ -4,7 +4,7 @@ A `WriterThread` starts the process, restarts it if it dies, sends it one staged
 other and completes the future of each, whatever happens. The kernel kills the process with the
 thread that started it (PR_SET_PDEATHSIG), so that thread must outlive it.
 
-The process runs `_writer_process`; state travels through shared memory (`_staging`).
+The process runs `_writer_main`; state travels through shared memory (`_staging`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ import msgspec
 
 from .._signals import signal_name
 from ..errors import (
-    CheckpointError,
     InvalidArgument,
     InvalidState,
     InvalidType,
+    PhalanxError,
     SaveFailed,
     SaveTimeout,
     WriterLost,
 )
-from ._coordination import error_class, job_name
-from ._progress import ProgressMeter, SaveProgress, WriteFuture
+from ._progress import Phase, ProgressMeter, SaveProgress, WriteFuture
 from ._staging import CheckpointStagerConfig, DefaultStager, StagedState
 from ._state_tree import Node, leaves, parse_state
-from ._types import STATE_DICT, RankInfo, check_not_forked
+from ._storage import is_remote, job_name, strip_file_scheme
+from ._types import STATE_DICT, RankInfo, check_not_forked, error_class
 from ._writer import CheckpointWriter
-from ._writer_process import Reply, WriteRequest, printable
+from ._writer_main import Reply, WriteRequest, escape_surrogates
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ if os.getppid() != int(sys.argv[1]):
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 sys.path[:] = json.loads(sys.argv[2])
-from phalanx.checkpoint._writer_process import main
+from phalanx.checkpoint._writer_main import main
 main(int(sys.argv[3]))
 """
 
@@ -104,7 +104,7 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
-        # Other children may inherit the sockets, so that the end of the process closes none.
+        # Other children may inherit the socket, so its end does not show that the process ended.
         self._pidfd = os.pidfd_open(self.popen.pid)
 
     def write(self, request: WriteRequest, buffer_fd: int | None = None) -> Reply:
@@ -126,18 +126,18 @@ class WriterProcess:
             if self._control in ready:
                 received = self._control.recv_bytes()
         except (EOFError, OSError):
-            raise self._lost() from None
+            raise self._reap_and_describe() from None
         if not ready:
-            raise SaveTimeout(f"the checkpoint process was not ready within {timeout} s")
+            raise SaveTimeout(f"the writer process was not ready within {timeout} s")
         if not received:
-            raise self._lost()
+            raise self._reap_and_describe()
         reply = msgspec.json.decode(received, type=Reply)
         if reply.error:
-            error = error_class(reply.error, CheckpointError)(f"{prefix}{reply.message}")
+            error = error_class(reply.error, PhalanxError)(f"{prefix}{reply.message}")
             raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
         return reply
 
-    def _lost(self) -> WriterLost:
+    def _reap_and_describe(self) -> WriterLost:
         try:
             status = self.popen.wait(self._config.subprocess_kill_grace_secs)
         except subprocess.TimeoutExpired:
@@ -145,7 +145,7 @@ class WriterProcess:
             status = self.popen.wait()
         killed = f"was killed by {signal_name(-status)}" if status < 0 else ""
         how = killed or f"exited with code {status}"
-        return WriterLost(f"the checkpoint process {self.popen.pid} {how}")
+        return WriterLost(f"the writer process {self.popen.pid} {how}")
 
     def end(self) -> None:
         """Ask it to exit, and kill it if that takes too long."""
@@ -166,12 +166,10 @@ class WriterProcess:
 
 @dataclass
 class WriteJob:
-    """A state to write."""
-
     request: WriteRequest
     state: STATE_DICT | Future[STATE_DICT] | BaseException  # the state, or why there is none
     future: WriteFuture
-    phase: str = "staging"  # what the save is doing; empty while the process reports it
+    phase: Phase | None = Phase.STAGING  # what the save is doing; None while the process reports it
 
 
 class WriterThread:
@@ -188,7 +186,7 @@ class WriterThread:
             pickled = bytes(ForkingPickler.dumps(setup))
         except Exception as error:
             raise InvalidArgument(
-                "the functions and arguments for the checkpoint process must be picklable, such "
+                "the functions and arguments for the writer process must be picklable, such "
                 f"as functions of a module: {error}"
             ) from error
         main_module = None
@@ -226,7 +224,7 @@ class WriterThread:
         except IndexError:
             return None
         path, began = job.request.path, job.future.began
-        if job.phase:
+        if job.phase is not None:
             return SaveProgress(path, job.phase, 0, 0, time.perf_counter() - began, 0.0)
         return self.meter.progress(path, began)
 
@@ -262,10 +260,10 @@ class WriterThread:
         if job.future.done():
             return  # `close` has given it up
         if self._given_up:
-            error = SaveTimeout(f"the save to {job.request.path} was given up: {self._given_up}")
+            error = SaveTimeout(f"the save to {job.request.path} was abandoned: {self._given_up}")
         # Also in the log: the user may never look at the future.
-        path, rank = printable(job.request.path), self._rank_info.global_rank
-        logger.error("rank %d, save to %s: %s", rank, path, printable(str(error)))
+        path, rank = escape_surrogates(job.request.path), self._rank_info.global_rank
+        logger.error("rank %d, save to %s: %s", rank, path, escape_surrogates(str(error)))
         with suppress(InvalidStateError):  # just now
             job.future.set_exception(error)
 
@@ -277,17 +275,17 @@ class WriterThread:
         except BaseException as error:
             # Notify the other ranks, so that they do not wait for this one.
             if self._rank_info.global_world_size > 1:
-                request.reason = printable(f"{type(error).__name__}: {error}")
+                request.reason = escape_surrogates(f"{type(error).__name__}: {error}")
                 with suppress(Exception):  # the reply is always an error; this raises the cause
                     self._live_process().write(request)
             raise
         try:
-            job.phase = "starting the writer process"
+            job.phase = Phase.STARTING
             process, buffer = self._live_process(), staged.buffer
             request.buffer, request.size = buffer.number, buffer.capacity
             request.state, request.places = staged.tree, staged.places
             self.meter.restart()
-            job.phase = ""
+            job.phase = None
             done = process.write(request, buffer.fd)
         finally:
             staged.release()
@@ -306,7 +304,7 @@ class WriterThread:
             state = state.result()
         if isinstance(state, StagedState):
             if not state.release.alive:
-                raise InvalidState("this staged state was already written, and its memory reused.")
+                raise InvalidState("this staged state was already written, and its memory reused")
             return state
         # A copy by the user's own stager, in private memory.
         if self._stager is None:
@@ -325,10 +323,10 @@ class WriterThread:
             try:
                 self.process = process = WriterProcess(self._config)
             except OSError as error:
-                raise SaveFailed(f"the checkpoint process could not start: {error}") from error
+                raise SaveFailed(f"the writer process could not start: {error}") from error
             try:
                 timeout = self._config.subprocess_init_timeout_secs
-                prefix = "the checkpoint process could not start: "
+                prefix = "the writer process could not start: "
                 process.call(self._setup, self._meter_fd, timeout=timeout, prefix=prefix)
             except BaseException:
                 self.process = None
@@ -354,7 +352,7 @@ class WriterThread:
         if not self._given_up:
             self._ended.wait(timeout)
         if not self._ended.is_set():
-            self._given_up = f"it was not done {timeout} s after close"
+            self._given_up = f"still pending {timeout} s after close()"
             self._kill_process()
             self._ended.wait(self._config.subprocess_kill_grace_secs)
             for job in list(self._unfinished):  # such as one whose stager never finishes
@@ -385,9 +383,9 @@ class CheckpointProcess:
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             raise InvalidState(
-                "this script is being imported by its own checkpoint process, which needs a "
+                "this script is being imported by its own writer process, which needs a "
                 "function or class of it. Put what the script does under "
-                'if __name__ == "__main__":, or that function into another module.'
+                'if __name__ == "__main__":, or that function into another module'
             )
         self.config = config
         self._rank_info = rank_info
@@ -419,11 +417,11 @@ class CheckpointProcess:
         try:
             where, parsed = _absolute_path(path), _parse_kwargs(kwargs)
         except BaseException as error:
-            self.refuse(path, error, **kwargs)
+            self.fail_save(path, error, **kwargs)
             raise
         return self._submit(where, state_dict, parsed)
 
-    def refuse(self, path: str, error: BaseException, **kwargs: Any) -> None:
+    def fail_save(self, path: str, error: BaseException, **kwargs: Any) -> None:
         """Notify the other ranks, which may be about to save, that this one cannot.
 
         This counts as a save, whatever the arguments are. Otherwise later saves would have
@@ -448,11 +446,11 @@ class CheckpointProcess:
     def _submit(
         self, path: str, state: STATE_DICT | Future[STATE_DICT] | BaseException, kwargs: Node
     ) -> WriteFuture:
-        check_not_forked(self._writer_thread.pid, "checkpoint process")
+        check_not_forked(self._writer_thread.pid, "checkpointer")
         future = WriteFuture(path)
         with self._lock:
             if self._is_closed:
-                raise InvalidState("the checkpoint process was closed.")
+                raise InvalidState("the writer process was closed")
             self._save_number += 1
             request = WriteRequest(self._save_number, path, kwargs)
             self._writer_thread.submit(WriteJob(request, state, future))
@@ -476,15 +474,15 @@ class CheckpointProcess:
 def _absolute_path(path: str | os.PathLike[str]) -> str:
     path = os.fspath(path)
     if not isinstance(path, str):
-        raise InvalidType(f"path must be a str or pathlib.Path, got {path!r}.")
-    return path if "://" in path else os.path.join(os.getcwd(), path)
+        raise InvalidType(f"path must be a str or pathlib.Path, got {path!r}")
+    return path if is_remote(path) else os.path.join(os.getcwd(), strip_file_scheme(path))
 
 
 def _parse_kwargs(kwargs: dict[str, Any]) -> Node:
     tree = parse_state(kwargs)
-    for leaf in leaves(tree):
+    if (tensor := next(leaves(tree), None)) is not None:
         raise InvalidArgument(
-            f"{leaf.name} is a tensor. Arguments for the writer must be plain values; tensors "
-            "belong in the state."
+            f"{tensor.name} is a tensor. Arguments for the writer must be plain values; tensors "
+            "belong in the state"
         )
     return tree

@@ -1,10 +1,8 @@
 """Checkpointers: save and load states, synchronously or while training goes on.
 
 `SyncCheckpointer` writes in the calling process. `AsyncCheckpointer` copies the state
-(`_staging`) and has another process write the copy (`_checkpoint_process`). Both load through a
-`CheckpointReader`. `make_sync_checkpointer` and `make_async_checkpointer` assemble them from a
-`CheckpointerConfig`. Names and signatures are those of
-``torch.distributed.checkpoint._experimental``.
+(`_staging`) and has another process write the copy (`_checkpoint_process`). Names and signatures
+are those of ``torch.distributed.checkpoint._experimental``.
 
 Every `save` of an asynchronous checkpointer counts, also one that raises: ranks number their
 saves by counting calls, and a rank that left one out would pair its state with another step's.
@@ -13,7 +11,6 @@ saves by counting calls, and a rank that left one out would pair its state with 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -24,12 +21,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidState, SaveTimeout
-from ..groups._factory import default_group
 from ._barriers import BarrierConfig, create_barrier_from_config
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._progress import SaveProgress, SaveReport, WriteFuture, wrap_future
+from ._ranks import find_ranks
 from ._reader import CheckpointReader
 from ._staging import CheckpointStager, CheckpointStagerConfig, DefaultStager
 from ._types import STATE_DICT, RankInfo
@@ -44,7 +40,7 @@ class CheckpointerConfig:
 
     writer_config: CheckpointWriterConfig = field(default_factory=CheckpointWriterConfig)
     barrier_config: BarrierConfig = field(default_factory=BarrierConfig)
-    """Without a barrier type, ranks exchange messages in the directory that they save to."""
+    """Without a barrier type, ranks exchange messages in the workspace of the save."""
     staging_config: CheckpointStagerConfig = field(default_factory=CheckpointStagerConfig)
     """How an asynchronous checkpointer copies states."""
     process_config: CheckpointProcessConfig = field(default_factory=CheckpointProcessConfig)
@@ -136,7 +132,7 @@ class AsyncCheckpointer(Checkpointer):
                 self._wait_for_slot(path)
                 staged = self._checkpoint_stager.stage(state_dict, **kwargs)
             except BaseException as error:
-                self._checkpoint_process.refuse(path, error, **kwargs)
+                self._checkpoint_process.fail_save(path, error, **kwargs)
                 raise
             self._last = write = self._checkpoint_process.write(staged, path, **kwargs)
             staging = wrap_future(staged)
@@ -151,12 +147,10 @@ class AsyncCheckpointer(Checkpointer):
     def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:
         """Allocate staging memory in the background, for states like this one or of a size.
 
-        The first save is then as fast as later ones. A size is in bytes of this rank's part. There
-        is no need to wait for the future that is returned.
+        The first save is then as fast as later ones. A size is in bytes of this rank's shards.
+        There is no need to wait for the future that is returned.
         """
-        prepare: Callable[..., Future[None]]
-        prepare = getattr(self._checkpoint_stager, "prepare", wrap_future)
-        return prepare(state_dict)
+        return self._checkpoint_stager.prepare(state_dict)
 
     def progress(self) -> SaveProgress | None:
         """Return this rank's progress with the current save, or None."""
@@ -188,10 +182,10 @@ class AsyncCheckpointer(Checkpointer):
             )
 
     def _failures(self) -> list[BaseException]:
-        """Return and forget the errors that were not observed, without marking them so."""
+        """Return the errors that the user has not observed. The next call does not repeat them."""
         finished = [write for write in self._writes if write.done()]
         self._writes = self.pending
-        errors = [Future.exception(write) for write in finished if not write.was_observed]
+        errors = [write.unobserved_error for write in finished]
         return [error for error in errors if error is not None]
 
     def close(self) -> None:
@@ -246,7 +240,7 @@ def make_sync_checkpointer(
             group = dist.group.WORLD
         elif barrier_config.barrier_type == "group":
             group = barrier_config.barrier_args.get("group")
-        rank_info = default_rank_info(group)
+        rank_info = find_ranks(group)
     barrier = create_barrier_from_config(barrier_config)
     writer = CheckpointWriter(config.writer_config, rank_info, barrier, commit_hook)
     return SyncCheckpointer(writer, CheckpointReader(rank_info))
@@ -267,7 +261,7 @@ def make_async_checkpointer(
     its barrier follow `config`.
     """
     config = config or CheckpointerConfig()
-    rank_info = rank_info or default_rank_info()
+    rank_info = rank_info or find_ranks()
     arguments = dict(checkpoint_writer_init_args or {})
     if checkpoint_writer_init_fn is default_writer_init_fn:
         if config.barrier_config.barrier_type in ("dist_barrier", "group"):
@@ -287,15 +281,3 @@ def make_async_checkpointer(
     )
     stager = DefaultStager(config.staging_config, rank_info=rank_info)
     return AsyncCheckpointer(stager, process, CheckpointReader(rank_info))
-
-
-def default_rank_info(group: dist.ProcessGroup | None = None) -> RankInfo:
-    """Return this process's rank in a group or the default group, else as launched."""
-    group = group or default_group()
-    if group is not None:
-        return RankInfo(group.rank(), group.size())
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        # Without this, each rank of a job without a default group would act as the only one.
-        launched = read_rank_env()
-        return RankInfo(launched.rank, launched.world_size)
-    return RankInfo(0, 1)

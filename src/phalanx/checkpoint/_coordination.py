@@ -2,7 +2,7 @@
 
 `Coordinator.run_on_all_ranks` runs an action on every rank, and raises on all ranks if it failed
 on one. It needs a `TextExchange`, which carries one text per rank to all ranks: a barrier that has
-`exchange`, or `StorageExchange`, which stores small files in the directory that is saved to.
+`exchange`, or `StorageExchange`, which stores small files in the workspace of the save.
 
 Every text carries the number and the phase of the save. A rank that restarted may be at a later
 save than its peers: ranks that find themselves in an older save abandon it, and the others start
@@ -11,10 +11,8 @@ theirs again.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-import logging
 import os
 import secrets
 import time
@@ -23,25 +21,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import torch.distributed as dist
-
-from .. import errors
-from ..env import read_rank_env
-from ..errors import CheckpointError, InvalidType, SaveFailed, SaveTimeout
-from ..groups import ProcessGroup
-from ..groups._factory import default_group
+from ..errors import CheckpointError, MisuseError, SaveFailed, SaveTimeout, UnsupportedState
 from ..groups._formatting import format_ranks
-from ._barriers import DistBarrier, GroupBarrier
-from ._progress import ProgressMeter
-from ._storage import MESSAGE_PREFIX, MessageStore
-from ._types import BarrierLike, RankInfo
+from ._progress import Phase, ProgressMeter
+from ._storage import MESSAGE_PREFIX, MessageStore, job_name
+from ._types import BarrierLike, RankInfo, error_class
 
 # In seconds.
 _FIRST_POLL, _MAX_POLL = 0.001, 0.05
-_LEADER_GRACE = 1.0  # for which others wait longer than rank 0: it knows which ranks are missing
-_CLOSE_TIMEOUT = 10.0  # of rank 0, until the others have read the last messages
-
-_log = logging.getLogger(__name__)
+_LEADER_GRACE = 1.0  # how much longer others wait than rank 0, which names the missing ranks
+_CLOSE_TIMEOUT = 10.0  # how long rank 0 waits until the others have read the last messages
 
 T = TypeVar("T")
 
@@ -79,7 +68,7 @@ class Coordinator:
     ) -> None:
         self.rank = rank_info.global_rank
         self.size = rank_info.global_world_size
-        self.meter = meter or ProgressMeter()
+        self._meter = meter or ProgressMeter()
         self._text_exchange = text_exchange
         self._save_number = save_number
 
@@ -93,19 +82,20 @@ class Coordinator:
         """Run an action on every rank and return the results by rank, or raise on every rank.
 
         Results must be JSON-serializable. With `wrap_errors`, as in a save, all ranks raise
-        `SaveFailed` with the first cause. Without, the rank that failed raises its own error, and
-        the others a `CheckpointError` of the same class.
+        `SaveFailed` with the first cause; only a rank whose caller made a mistake (`MisuseError`,
+        `UnsupportedState`) raises that error itself. Without, the rank that failed raises its own
+        error, and the others a `CheckpointError` of the same class.
         """
         position = _Position(self._save_number, phase, self.size)
         error: BaseException | None = None
-        self.meter.enter(phase)
+        self._meter.enter(phase)
         try:
             text = json.dumps({"at": position, "result": action()})
         except BaseException as raised:  # noqa: BLE001 - the other ranks must learn of any error
             error = raised
             failure = {"failed": str(raised), "kind": type(raised).__name__}
             text = json.dumps({"at": position, **failure})
-        self.meter.enter("waiting for ranks")
+        self._meter.enter(Phase.WAITING)
         try:
             exchange = self._text_exchange
             texts = [text] if exchange is None else exchange.exchange(text)
@@ -122,6 +112,8 @@ class Coordinator:
         base = SaveFailed if wrap_errors else CheckpointError
         self._check_positions([_Position(*each["at"]) for each in replies], phase, base)
         failures = {rank: each for rank, each in enumerate(replies) if "failed" in each}
+        if isinstance(error, MisuseError | UnsupportedState):
+            raise error
         if error is not None:
             failures.setdefault(self.rank, json.loads(text))
         if failures:
@@ -133,7 +125,7 @@ class Coordinator:
             cause = f"{where} while {phase}: {name}: {message}{also}"
             raise error_class(name, base)(cause) from error
         if len(replies) != self.size:
-            raise base(f"the barrier has {len(replies)} ranks, the save has {self.size}")
+            raise base(f"the barrier has {len(replies)} ranks, expected {self.size}")
         return [each["result"] for each in replies]
 
     def _check_positions(
@@ -154,14 +146,8 @@ class Coordinator:
             raise PeersBehind(f"only {format_ranks(ahead)} arrived at save number {newest}")
         raise SaveFailed(
             f"save number {self._save_number} was abandoned while {phase}: {format_ranks(ahead)} "
-            f"restarted, and is at save number {newest}"
+            f"restarted and began save number {newest}"
         )
-
-
-def error_class(name: str, base: type[CheckpointError]) -> type[CheckpointError]:
-    """Return the error class of that name if it derives from `base`, else `base`."""
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, base) else base
 
 
 def format_by_rank(values: Iterable[Any]) -> str:
@@ -172,10 +158,10 @@ def format_by_rank(values: Iterable[Any]) -> str:
 class StorageExchange:
     """Ranks that exchange message files.
 
-    Ranks other than 0 store a *hello*, rank 0 answers each with the id of the session. In it,
-    every exchange has a number, and each rank stores one message for it. A locked *here* message
-    shows that a rank is alive, *gone* that it failed, *bye* that it has read everything. If there
-    is a barrier that cannot carry texts, ranks wait at it too.
+    Ranks other than 0 store a *join* message, and rank 0 answers each with the random id of the
+    session. Exchanges of a session are numbered, and each rank stores one message per exchange. A
+    locked *alive* message shows that a rank lives; *failed* has its error; *done* says that it has
+    read everything. If there is a barrier that cannot carry texts, ranks wait at it too.
     """
 
     def __init__(
@@ -191,7 +177,7 @@ class StorageExchange:
         self._messages = messages
         self._timeout = timeout
         self._barrier = barrier
-        self._hello_prefix = f"{MESSAGE_PREFIX}{job_name()}"
+        self._job_prefix = f"{MESSAGE_PREFIX}{job_name()}"
         self._session = ""
         self._presence: int | None = None  # its lock shows that this rank is alive
         self._exchanges = 0
@@ -203,7 +189,7 @@ class StorageExchange:
         try:
             if not self._session:
                 self._session = self._form_session() if self._rank == 0 else self._join_session()
-                self._presence = self._messages.put_locked(self._name("here", self._rank))
+                self._presence = self._messages.put_locked(self._name("alive", self._rank))
             self._exchanges += 1
             self._messages.put(self._name(self._exchanges, self._rank), text)
             if self._barrier is not None:
@@ -214,8 +200,8 @@ class StorageExchange:
         except BaseException as error:
             if self._session:
                 with suppress(OSError):  # must not hide the cause
-                    gone = f"rank {self._rank}: {error}"
-                    self._messages.put(self._name("gone", self._rank), gone)
+                    failure = f"rank {self._rank}: {error}"
+                    self._messages.put(self._name("failed", self._rank), failure)
             raise
         self._all_present = True
         return texts
@@ -224,43 +210,43 @@ class StorageExchange:
         return f"{MESSAGE_PREFIX}{self._session}.{kind}.{rank}"
 
     def _form_session(self) -> str:
-        """Wait for the hello of every other rank, and answer it."""
-        hellos: dict[int, set[str]] = defaultdict(set)
+        """Wait until every other rank joins, and answer it."""
+        joins: dict[int, set[str]] = defaultdict(set)
 
         def all_arrived() -> bool:
             for name in self._messages.names():
-                if name.startswith(f"{self._hello_prefix}.hello."):
+                if name.startswith(f"{self._job_prefix}.join."):
                     rank, nonce = name.split(".")[-2:]
-                    hellos[int(rank)].add(nonce)
-            return len(hellos) == self._size - 1
+                    joins[int(rank)].add(nonce)
+            return len(joins) == self._size - 1
 
         session = secrets.token_hex(8)
         error: SaveFailed | None = None
         if not self._poll(all_arrived, self._timeout):
-            missing = format_ranks([rank for rank in range(1, self._size) if rank not in hellos])
+            missing = format_ranks([rank for rank in range(1, self._size) if rank not in joins])
             error = SaveTimeout(f"{missing} did not arrive within {self._timeout} s")
-        elif duplicates := [rank for rank, nonces in hellos.items() if len(nonces) > 1]:
+        elif duplicates := [rank for rank, nonces in joins.items() if len(nonces) > 1]:
             twice = format_ranks(duplicates)
             error = SaveFailed(f"two processes claim to be {twice}; do two jobs save here?")
         reply = json.dumps({"failed": str(error)} if error else {"session": session})
-        for nonce in itertools.chain.from_iterable(hellos.values()):
-            self._messages.put(f"{self._hello_prefix}.answer.{nonce}", reply)
+        for nonce in itertools.chain.from_iterable(joins.values()):
+            self._messages.put(f"{self._job_prefix}.answer.{nonce}", reply)
         if error is not None:
             raise error
         return session
 
     def _join_session(self) -> str:
-        """Repeat the hello until rank 0 answers, since rank 0 first removes old messages."""
+        """Ask to join until rank 0 answers, since rank 0 first removes old messages."""
         nonce = secrets.token_hex(8)
-        hello = f"{self._hello_prefix}.hello.{self._rank}.{nonce}"
-        answer = f"{self._hello_prefix}.answer.{nonce}"
+        join = f"{self._job_prefix}.join.{self._rank}.{nonce}"
+        answer = f"{self._job_prefix}.answer.{nonce}"
 
         def read_answer() -> str | None:
             names = self._messages.names()
             if answer in names:
                 return self._messages.get(answer)
-            if hello not in names:
-                self._messages.put(hello, "")
+            if join not in names:
+                self._messages.put(join, "")
             return None
 
         try:
@@ -269,7 +255,7 @@ class StorageExchange:
             if found is None:
                 raise SaveTimeout(f"rank 0 did not arrive within {self._timeout} s")
         finally:
-            self._messages.remove(hello)
+            self._messages.remove(join)
             self._messages.remove(answer)
         reply = json.loads(found)
         if "failed" in reply:
@@ -279,12 +265,12 @@ class StorageExchange:
     def _collect(self) -> list[str] | None:
         names = self._messages.names()
         for rank in range(self._size):
-            if (gone := self._name("gone", rank)) in names:
-                raise SaveFailed(self._messages.get(gone) or f"rank {rank} left")
+            if (failed := self._name("failed", rank)) in names:
+                raise SaveFailed(self._messages.get(failed) or f"rank {rank} failed")
         wanted = [self._name(self._exchanges, rank) for rank in range(self._size)]
         missing = [rank for rank, name in enumerate(wanted) if name not in names]
         for rank in missing:
-            is_dead = self._messages.is_abandoned(self._name("here", rank))
+            is_dead = self._messages.is_abandoned(self._name("alive", rank))
             # It may have sent its message and left since the names were listed.
             if is_dead and self._messages.get(wanted[rank]) is None:
                 raise SaveFailed(f"rank {rank} died")
@@ -310,11 +296,11 @@ class StorageExchange:
         """Leave the session. Rank 0 removes the messages when all ranks have read them."""
         try:
             if self._session and self._rank != 0:
-                self._messages.put(self._name("bye", self._rank), "")
+                self._messages.put(self._name("done", self._rank), "")
             elif self._all_present:  # else late ranks must find them; the next save removes them
-                byes = {self._name("bye", rank) for rank in range(1, self._size)}
+                done = {self._name("done", rank) for rank in range(1, self._size)}
                 timeout = min(self._timeout, _CLOSE_TIMEOUT)
-                if self._poll(lambda: self._messages.names().issuperset(byes), timeout):
+                if self._poll(lambda: self._messages.names().issuperset(done), timeout):
                     for name in self._messages.names():
                         if name.startswith(f"{MESSAGE_PREFIX}{self._session}."):
                             self._messages.remove(name)
@@ -335,56 +321,3 @@ class StorageExchange:
             time.sleep(pause)
             pause = min(pause * 1.5, _MAX_POLL)
         return seen
-
-
-_adopted_job = ""
-
-
-def adopt_job_name(job: str) -> None:
-    """Use the job name of the rank for which this process writes."""
-    global _adopted_job  # noqa: PLW0603 - a process belongs to one job
-    _adopted_job = job
-
-
-def job_name() -> str:
-    """Return a name for this job, so that two jobs at one path ignore each other's messages."""
-    if _adopted_job:
-        return _adopted_job
-    variables = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
-    known = [f"{name}={os.environ[name]}" for name in variables if name in os.environ]
-    return hashlib.sha256(" ".join(known or [str(os.getppid())]).encode()).hexdigest()[:16]
-
-
-def rank_and_barrier(
-    group: dist.ProcessGroup | None, *, timeout_secs: float
-) -> tuple[RankInfo, Any]:
-    """Return this process's rank in a group, and a barrier for it. All ranks call this.
-
-    Without a group, the default group is used. A single rank has no barrier.
-    """
-    group = group or default_group_or_warn()
-    if group is None or group.size() == 1:
-        return RankInfo(0, 1), None
-    rank_info = RankInfo(group.rank(), group.size())
-    if isinstance(group, ProcessGroup):
-        return rank_info, GroupBarrier(group, timeout_secs=timeout_secs)
-    if group is dist.group.WORLD:
-        return rank_info, DistBarrier(timeout_secs=timeout_secs)
-    raise InvalidType(
-        "group must come from phalanx.groups.new_group or be torch's default group, got "
-        f"another {type(group).__name__} of torch"
-    )
-
-
-def default_group_or_warn() -> dist.ProcessGroup | None:
-    """Return the default group; warn if there is none although several ranks were launched."""
-    group = default_group()
-    if group is None and {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        launched = read_rank_env()
-        if launched.world_size > 1:
-            _log.warning(
-                "rank %d of %d has no process group and acts as the only rank; pass group=...",
-                launched.rank,
-                launched.world_size,
-            )
-    return group

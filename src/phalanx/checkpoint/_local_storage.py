@@ -31,9 +31,9 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakSet
 
-from ..errors import CheckpointDirectoryInUse
+from ..errors import CheckpointDirectoryInUse, SaveFailed
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
-from ._progress import ProgressMeter
+from ._progress import Phase, ProgressMeter
 from ._storage import (
     CHUNK_BYTES,
     DATA_FILE_NAME,
@@ -62,8 +62,8 @@ class DirectoryLock:
         self._fd = fd
 
     @classmethod
-    def take(cls, directory: Path, owner: str, *, purpose: str) -> DirectoryLock:
-        """Create the directory, take its lock, and write `owner` into it."""
+    def take(cls, directory: Path, owner: str, *, target: str) -> DirectoryLock:
+        """Create the directory, take its lock, and write `owner` into it. Protects `target`."""
         for _ in range(RETRIES):
             with suppress(FileExistsError):
                 os.mkdir(directory)  # pathlib's mkdir raises if it is removed at that instant
@@ -72,28 +72,30 @@ class DirectoryLock:
                 fd = _open_lock(directory)
                 undo.callback(os.close, fd)
                 lock = cls(directory, fd)
-                lock._acquire(purpose)
+                lock._acquire(target)
                 if os.path.samestat(os.stat(directory / _LOCK_NAME), os.fstat(fd)):
                     os.ftruncate(fd, 0)
                     os.pwrite(fd, owner.encode(), 0)
                     _held_locks.add(lock)
                     undo.pop_all()
                     return lock
-        raise CheckpointDirectoryInUse(f"cannot lock {purpose}: other jobs keep saving to it")
+        raise CheckpointDirectoryInUse(f"cannot lock {target}: other jobs keep saving to it")
 
-    def _acquire(self, purpose: str) -> None:
+    def _acquire(self, target: str) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             holder = os.pread(self._fd, 1000, 0).decode(errors="replace")
             if error.errno == errno.EWOULDBLOCK:
                 raise CheckpointDirectoryInUse(
-                    f"{purpose} is being saved to by {holder or 'an unknown process'}"
+                    f"{holder or 'an unknown process'} is saving to {target}"
                 ) from None
-            if error.errno in _LOCKS_UNSUPPORTED and not holder:
+            if error.errno not in _LOCKS_UNSUPPORTED:
+                raise OSError(error.errno, error.strerror, str(self._directory)) from None
+            if not holder:
                 return  # a file system without locks, and no previous owner
             raise CheckpointDirectoryInUse(
-                f"{purpose} may be in use by {holder}: its file system has no locks "
+                f"{target} may be in use by {holder}: its file system has no locks "
                 f"({error.strerror}). If that job is dead, remove {self._directory}"
             ) from None
 
@@ -138,8 +140,6 @@ os.register_at_fork(after_in_child=_abandon_locks_in_child)
 
 
 class FileMessageStore(MessageStore):
-    """Messages as small files."""
-
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
@@ -185,7 +185,7 @@ class FileMessageStore(MessageStore):
             return fd
 
     def is_abandoned(self, name: str) -> bool:
-        """Whether the lock is free. A file without a lock has content."""
+        """Whether the lock of a message is free. A message that could not be locked has content."""
         try:
             with open(self._directory / name, "r+b") as file:
                 if os.fstat(file.fileno()).st_size:
@@ -207,13 +207,13 @@ class LocalStorage(Storage):
         """The directory in which saves to the path prepare their files."""
         self._meter = ProgressMeter() if meter is None else meter
         self._lock: DirectoryLock | None = None
-        self._is_published = False
+        self._is_committed = False
 
     def begin(self, owner: str) -> str:
         """Lock the path, remove what dead jobs left, and create a temporary directory."""
         make_durable_directories(self._target.parent)
-        self._lock = DirectoryLock.take(self.workspace, owner, purpose=self.path)
-        save = secrets.token_hex(8)
+        self._lock = DirectoryLock.take(self.workspace, owner, target=self.path)
+        save_id = secrets.token_hex(8)
         try:
             fault_point("locked")
             for entry in os.scandir(self.workspace):
@@ -224,11 +224,15 @@ class LocalStorage(Storage):
                     with suppress(OSError):
                         os.unlink(entry.path)
             self._remove_strays()
-            (self.workspace / save).mkdir()
+            (self.workspace / save_id).mkdir()
         except BaseException:
-            self.end(save)
+            self.end(save_id)
             raise
-        return save
+        return save_id
+
+    def remove_leftovers(self) -> None:
+        """Remove what dead jobs left; raises `CheckpointDirectoryInUse` if a save is running."""
+        self.end(self.begin(f"process {os.getpid()}, which removes leftovers"))
 
     def _remove_strays(self) -> None:
         with suppress(OSError):  # the next save tries again
@@ -244,18 +248,19 @@ class LocalStorage(Storage):
         return [name for name in names if DATA_FILE_NAME.fullmatch(name) and name not in named]
 
     @contextmanager
-    def create(self, save: str, name: str) -> Iterator[Sink]:
+    def create(self, save_id: str, name: str) -> Iterator[Sink]:
         """Write a file in the temporary directory, then fsync it and the directory."""
-        directory = self.workspace / save
+        directory = self.workspace / save_id
         if not directory.is_dir():
-            problem = "not visible on this rank; do all ranks share the file system?"
-            raise FileNotFoundError(errno.ENOENT, problem, str(directory))
+            raise SaveFailed(
+                f"{directory} is not visible on this rank; all ranks must share the file system"
+            )
         path = directory / name
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644)
         try:
             yield Sink(partial(os.write, fd))
             fault_point("flush")
-            self._meter.enter("flushing")
+            self._meter.enter(Phase.FLUSHING)
             os.fsync(fd)
         except BaseException as error:
             # Before anything else: on a full disk, messages to other ranks need the space.
@@ -267,13 +272,13 @@ class LocalStorage(Storage):
             os.close(fd)
         fsync_directory(directory)
 
-    def commit(self, save: str, manifest: bytes) -> list[str]:
+    def commit(self, save_id: str, manifest: bytes) -> list[str]:
         """Write the manifest, then rename the directory, or its files, to the target."""
-        directory = self.workspace / save
+        directory = self.workspace / save_id
         replaced: list[str] = []
-        with self.create(save, MANIFEST) as sink:
+        with self.create(save_id, MANIFEST) as sink:
             sink.write(memoryview(manifest))
-        self._meter.enter("committing")
+        self._meter.enter(Phase.COMMITTING)
         fault_point("publish")
         try:
             os.rename(directory, self._target)
@@ -281,7 +286,7 @@ class LocalStorage(Storage):
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             replaced = self._replace(directory)
-        self._is_published = True
+        self._is_committed = True
         fault_point("published")
         fsync_directory(self.workspace)
         fsync_directory(self._target.parent)
@@ -300,11 +305,11 @@ class LocalStorage(Storage):
         fault_point("replaced")
         return self._strays(set(files))
 
-    def end(self, save: str) -> None:
+    def end(self, save_id: str) -> None:
         """Remove the temporary directory, and unlock the path."""
         try:
-            shutil.rmtree(self.workspace / save, ignore_errors=True)
-            if self._lock is not None and not self._is_published:
+            shutil.rmtree(self.workspace / save_id, ignore_errors=True)
+            if self._lock is not None and not self._is_committed:
                 self._remove_strays()
         finally:  # else no job could save here while this process lives
             if self._lock is not None:

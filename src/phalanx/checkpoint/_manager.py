@@ -1,8 +1,8 @@
 """`CheckpointManager`: the checkpoints of a training run, by step, in one directory.
 
 Every rank has a manager, and all ranks call `save`, `load`, `latest` and `rewind` together;
-rank 0 decides and the others learn its choice by an exchange. Where the directory is and what
-can be locked there, and which checkpoints are removed, is left to `_step_directory`.
+rank 0 decides and the others learn its choice by an exchange. `_checkpoint_directory` finds, locks
+and removes checkpoints; `_retention` decides which ones to remove.
 
 A checkpoint is never removed before a newer one is durable, and never while a rank reads it.
 """
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
@@ -26,11 +27,14 @@ from ..errors import (
     InvalidArgument,
     SaveFailed,
 )
+from ._checkpoint_directory import checkpoint_directory_at
 from ._checkpointer import Checkpointer, SyncCheckpointer
 from ._commit import lock_owner
-from ._coordination import Coordinator, format_by_rank, rank_and_barrier
+from ._coordination import Coordinator, format_by_rank
+from ._progress import Phase, WriteFuture, peek_error
+from ._ranks import make_barrier
 from ._reader import CheckpointReader
-from ._step_directory import RetentionPolicy, prune, step_directory_at
+from ._retention import RetentionPolicy, prune
 from ._types import STATE_DICT, RankInfo, check_integer
 from ._writer import CheckpointWriter, CheckpointWriterConfig
 
@@ -49,9 +53,9 @@ class CheckpointManager:
         checkpoints = CheckpointManager("run", keep_last=3, keep_every=1000, group=group)
         checkpoints.save(step, {"model": model, "optimizer": optimizer, "rng": RNGState()})
 
-    Every rank creates one, and all ranks call `save`, `load` and `latest` together. The ranks are
-    those of `group`; the default is the current group, else torch's default group, else this
-    process alone. The `keep_last` greatest steps are kept, and all multiples of `keep_every`.
+    Every rank creates one, and all ranks call `save`, `load`, `latest` and `rewind` together. The
+    ranks are those of `group`; the default is the current group, else torch's default group, else
+    this process alone. The `keep_last` greatest steps are kept, and all multiples of `keep_every`.
     Damaged checkpoints, those being read, and those with foreign files are never removed. One job
     at a time may save; others may read.
 
@@ -69,7 +73,7 @@ class CheckpointManager:
         checkpointer: Checkpointer | None = None,
         timeout_secs: int = 600,
     ) -> None:
-        self._directory = step_directory_at(path, absolute=True)
+        self._directory = checkpoint_directory_at(path, absolute=True)
         self._keep = RetentionPolicy(keep_last, keep_every)
         self._group = group
         self._timeout = timeout_secs
@@ -90,14 +94,20 @@ class CheckpointManager:
         # cached_property, which in Python 3.11 has one lock for all instances, so that ranks that
         # are threads would deadlock.
         if self._ranks is None:
-            self._ranks = rank_and_barrier(self._group, timeout_secs=self._timeout)
+            self._ranks = make_barrier(self._group, timeout_secs=self._timeout)
+            reader = getattr(self._checkpointer, "_reader", None)
+            if reader is not None and reader.rank_info != self._ranks[0]:
+                raise InvalidArgument(
+                    f"the checkpointer is {reader.rank_info}, the manager is {self._ranks[0]}. "
+                    "Give both the same ranks, by group= and rank_info="
+                )
         return self._ranks
 
     @property
     def _coordinator(self) -> Coordinator:
         return Coordinator(*self._rank_and_barrier)
 
-    def _own_checkpointer(self) -> Checkpointer:
+    def _get_checkpointer(self) -> Checkpointer:
         if self._checkpointer is None:
             rank_info, barrier = self._rank_and_barrier
             config = CheckpointWriterConfig(write_barrier_timeout_secs=self._timeout)
@@ -130,12 +140,12 @@ class CheckpointManager:
         """
         step = _check_step(step)
         steps = self._coordinator.run_on_all_ranks(
-            "getting ready", lambda: self._prepare_save(step)
+            Phase.PREPARING, lambda: self._prepare_save(step)
         )
         if len({*steps}) > 1:
             raise SaveFailed(f"ranks save different steps: {format_by_rank(steps)}")
         try:
-            futures = self._own_checkpointer().save(self.path(step), state, **kwargs)
+            futures = self._get_checkpointer().save(self.path(step), state, **kwargs)
         except Exception:
             # An asynchronous checkpointer also raises errors of earlier saves; it still saves.
             self._writes = [each for each in self._writes if not each[0].done()]
@@ -164,8 +174,8 @@ class CheckpointManager:
             newest = max([self._newest, *self.steps()])
             if step < newest:
                 raise InvalidArgument(
-                    f"{self._directory.path} has step {newest}, which is after {step}. Call "
-                    f"rewind({step}) first, which removes later steps, or use another directory"
+                    f"cannot save step {step}: {self._directory.path} already has step {newest}. "
+                    f"Call rewind({step}) to remove later steps, or use another directory"
                 )
         return step
 
@@ -174,7 +184,7 @@ class CheckpointManager:
 
         def prune_if_written(_: Future[None]) -> None:
             try:
-                if not written.cancelled() and _write_error(written) is None:
+                if not written.cancelled() and peek_error(written) is None:
                     self._prune(step)
             finally:
                 pruned.set_result(None)
@@ -239,7 +249,7 @@ class CheckpointManager:
 
             def load() -> None:
                 path, options = self.path(chosen), {"default_map_location": map_location, **kwargs}
-                loaded.append(self._own_checkpointer().load(path, state, strict=strict, **options))
+                loaded.append(self._get_checkpointer().load(path, state, strict=strict, **options))
 
             try:
                 self._run_on_all_ranks(f"loading step {chosen}", load)
@@ -269,18 +279,22 @@ class CheckpointManager:
             if chosen is None:
                 raise CheckpointNotFound(f"there is no checkpoint in {self._directory.path}")
             with ExitStack() as locks:
-
-                def lock(step: int = chosen, locks: ExitStack = locks) -> bool:
-                    held = self._directory.lock_for_reading(step)
-                    return held is not None and bool(locks.enter_context(held))
-
-                if all(self._run_on_all_ranks(f"loading step {chosen}", lock)):
+                try_lock = partial(self._try_lock, chosen, locks)
+                if all(self._run_on_all_ranks(f"loading step {chosen}", try_lock)):
                     yield chosen
                     return
         existing = ", ".join(map(str, self.steps())) or "none"
         raise CheckpointNotFound(
-            f"{self._directory.path} has no step {chosen}; there are: {existing}"
+            f"{self._directory.path} has no step {chosen}; available steps: {existing}"
         )
+
+    def _try_lock(self, step: int, locks: ExitStack) -> bool:
+        """Lock a checkpoint for reading until `locks` is closed; False if there is none."""
+        lock = self._directory.lock_for_reading(step)
+        if lock is None:
+            return False
+        locks.enter_context(lock)
+        return True
 
     def _run_on_all_ranks(self, phase: str, action: Callable[[], T]) -> list[T]:
         return self._coordinator.run_on_all_ranks(phase, action, wrap_errors=False)
@@ -320,15 +334,8 @@ def _check_step(step: int) -> int:
     return number
 
 
-def _write_error(written: Future[None]) -> BaseException | None:
-    # By the base class: `WriteFuture.exception` marks the write as observed, and its checkpointer
-    # would never raise the error.
-    return Future.exception(written)
-
-
 def _is_unreported(written: Future[None]) -> bool:
     """Whether a write is pending, or has failed and was not observed."""
     if not written.done():
         return True
-    was_observed = getattr(written, "was_observed", True)
-    return not was_observed and not written.cancelled() and _write_error(written) is not None
+    return isinstance(written, WriteFuture) and written.unobserved_error is not None

@@ -3,7 +3,7 @@
 The first line of the file holds a checksum of all that follows. A manifest may come from an
 attacker even if its checksum is right, so `Manifest.load` checks the types of all fields, the
 structure of the state, and that the tensors cover the files exactly. What only torch can tell, such
-as dtypes, is checked by `StateManifest`. Paths into a state, for display and as tensor names, are
+as dtypes, is checked by `_state_encoding`. Paths into a state, for display and as tensor names, are
 here too.
 
 Torch-free, so that the command line can list and verify checkpoints without it.
@@ -22,8 +22,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeAlias
 import msgspec
 from msgspec import Meta, Struct
 
-from ..errors import DamagedCheckpoint, UnsupportedState
-from ._storage import Storage, checksum
+from ..errors import CheckpointNotFound, DamagedCheckpoint, UnsupportedState
+from ._storage import Source, Storage, checksum
 
 StateKey: TypeAlias = str | int | float | bool | None
 """A key of a dict or an index of a list."""
@@ -84,25 +84,27 @@ class MalformedManifest(ValueError):
     """A manifest is invalid. The reader adds the name of the file."""
 
 
-class PieceEntry(Struct, forbid_unknown_fields=True):
-    """Some of a tensor's bytes, as a range of a file."""
+class ShardEntry(Struct, forbid_unknown_fields=True):
+    """Some of a tensor's bytes, and where they are in a file: from where to where."""
 
     file: str
     at: tuple[Natural, Natural]
     xxh3_128: Checksum
 
 
-class TensorEntry(Struct, forbid_unknown_fields=True):
-    """A tensor as a sequence of pieces."""
+class TensorEntry(
+    Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shards": "pieces"}
+):
+    """A tensor as a sequence of shards."""
 
     dtype: str
     shape: list[Natural]
-    pieces: list[PieceEntry]
+    shards: list[ShardEntry]
     device: str = "cpu"
 
     @property
     def bytes(self) -> int:
-        return sum(end - begin for begin, end in (piece.at for piece in self.pieces))
+        return sum(end - begin for begin, end in (shard.at for shard in self.shards))
 
 
 class HeaderEntry(Struct, forbid_unknown_fields=True):
@@ -113,15 +115,16 @@ class HeaderEntry(Struct, forbid_unknown_fields=True):
 
 
 class FileEntry(Struct, forbid_unknown_fields=True):
-    """A data file."""
-
     bytes: Natural
     header: HeaderEntry
 
+    def length_problem(self, source: Source) -> str:
+        """Return what is wrong with the length of an open file; "" if it is right."""
+        is_right = source.length == self.bytes
+        return "" if is_right else f"it has {source.length} bytes, expected {self.bytes}"
+
 
 class ManifestEntry(NamedTuple):
-    """One value of a state."""
-
     name: str
     rank: int | None
     """The rank it belongs to; None if it is replicated."""
@@ -153,20 +156,22 @@ class ManifestOutline(Struct):
         return outline
 
 
-class Manifest(Struct, forbid_unknown_fields=True, dict=True):
+class Manifest(
+    Struct, forbid_unknown_fields=True, dict=True, rename={"save_id": "save", "world_size": "ranks"}
+):
     """The content of a manifest."""
 
     format: Literal["phalanx checkpoint"]
     version: int
-    save: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    save_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
     """The random id of the save, which is part of the names of its files."""
-    ranks: Annotated[int, Meta(ge=1, le=2**24)]
+    world_size: Annotated[int, Meta(ge=1, le=2**24)]
     files: dict[Annotated[str, Meta(pattern=_FILE_NAME)], FileEntry]
     state: Any
 
     @classmethod
-    def make(cls, save: str, ranks: int, files: dict[str, FileEntry], state: Any) -> Self:
-        return cls("phalanx checkpoint", VERSION, save, ranks, files, state)
+    def make(cls, save_id: str, world_size: int, files: dict[str, FileEntry], state: Any) -> Self:
+        return cls("phalanx checkpoint", VERSION, save_id, world_size, files, state)
 
     def dump(self) -> bytes:
         """Return the file's content: indented JSON with a checksum in its first line."""
@@ -186,7 +191,7 @@ class Manifest(Struct, forbid_unknown_fields=True, dict=True):
         with reporting_damage(file):
             fields = b"{" + _CHECKSUM_LINE.sub(b"", data, count=1)
             manifest = msgspec.json.decode(fields, type=cls)
-            _check_pieces(manifest.files, manifest.entries)
+            _check_shards(manifest.files, manifest.entries)
         return manifest
 
     @cached_property
@@ -210,6 +215,10 @@ def reporting_damage(file: str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{file} cannot be used: it is nested too deeply") from None
 
 
+def no_checkpoint(path: str) -> CheckpointNotFound:
+    return CheckpointNotFound(f"there is no checkpoint at {path}: no {MANIFEST} found")
+
+
 def named_files(storage: Storage) -> set[str] | None:
     """Return the data files of the current checkpoint; None if its manifest is damaged."""
     try:
@@ -221,7 +230,7 @@ def named_files(storage: Storage) -> set[str] | None:
         return None
 
 
-def _check_pieces(files: dict[str, FileEntry], entries: Iterable[ManifestEntry]) -> None:
+def _check_shards(files: dict[str, FileEntry], entries: Iterable[ManifestEntry]) -> None:
     """Check that the tensors cover every file without gap or overlap, so every byte is verified.
 
     Only identical tensors may share bytes. Otherwise a small file could fill the memory, as many
@@ -231,22 +240,22 @@ def _check_pieces(files: dict[str, FileEntry], entries: Iterable[ManifestEntry])
     for name, _, tensor, _ in entries:
         if tensor is None:
             continue
-        if len({(piece.file, piece.at) for piece in tensor.pieces}) < len(tensor.pieces):
-            raise MalformedManifest(f"{name} has the same piece twice")
-        for piece in tensor.pieces:
-            begin, end = piece.at
-            file = files.get(piece.file)
+        if len({(shard.file, shard.at) for shard in tensor.shards}) < len(tensor.shards):
+            raise MalformedManifest(f"{name} has the same shard twice")
+        for shard in tensor.shards:
+            begin, end = shard.at
+            file = files.get(shard.file)
             if file is None:
                 raise MalformedManifest(
-                    f"{name} is in {piece.file!r:.80}, which is not a file of the checkpoint"
+                    f"{name} is in {shard.file!r:.80}, which is not a file of the checkpoint"
                 )
             if not file.header.bytes <= begin <= end <= file.bytes:
                 raise MalformedManifest(
-                    f"{name} is at {begin}..{end} of {piece.file}, which is not a range of its data"
+                    f"{name} is at {begin}..{end} of {shard.file}, which is not a range of its data"
                 )
-            known = ranges[piece.file].setdefault(piece.at, tensor)
+            known = ranges[shard.file].setdefault(shard.at, tensor)
             if begin < end and known is not tensor and known != tensor:
-                raise MalformedManifest(f"{piece.file} has different tensors at {begin} to {end}")
+                raise MalformedManifest(f"{shard.file} has different tensors at {begin} to {end}")
     for name, entry in files.items():
         position = entry.header.bytes
         for begin, end in sorted(ranges[name]):
@@ -274,33 +283,50 @@ _TAGS: dict[str, Any] = {
 """What JSON lacks is an object with a single key that starts with a dollar, and this content."""
 
 
+def split_tag(value: Any) -> tuple[str | None, Any]:
+    """Return the tag of a JSON value and its content; None and the value if it has no tag."""
+    if isinstance(value, dict) and any(key.startswith("$") for key in value):
+        tag, body = next(iter(value.items()))
+        return tag, body
+    return None, value
+
+
+def branch_items(tag: str | None, body: Any) -> list[tuple[StateKey, Any]]:
+    """Return the keys and values of a dict, list or tuple; none for any other value."""
+    if tag == "$dict":
+        return list(body)
+    if tag is None and isinstance(body, dict):
+        return list(body.items())
+    if tag in (None, "$tuple") and isinstance(body, list):
+        return list(enumerate(body))
+    return []
+
+
 def _collect_entries(
-    json: Any, path: StatePath, rank: int | None, depth: int, entries: list[ManifestEntry]
+    value: Any, path: StatePath, rank: int | None, depth: int, entries: list[ManifestEntry]
 ) -> None:
     if depth > MAX_DEPTH + 1:  # one for the ranks
         raise MalformedManifest("the state is nested too deeply")
-    tag, body = None, json
-    if isinstance(json, dict) and any(key.startswith("$") for key in json):
-        tag, body = _parse_tagged(json, path)
+    tag, body = split_tag(value)
+    if tag is not None:
+        body = _parse_tagged(tag, body, len(value), path)
     if tag == "$tensor":
         entries.append(ManifestEntry(format_path(path), rank, body))
     elif tag == "$per_rank":
-        for key, value in body.items():
-            _collect_entries(value, path, int(key), depth + 1, entries)
+        for key, each in body.items():
+            _collect_entries(each, path, int(key), depth + 1, entries)
     elif tag == "$codec":
         _collect_entries(body[1], path, rank, depth + 1, entries)
-    elif tag in (None, "$tuple", "$dict") and isinstance(body, dict | list) and body:
-        items = body if tag == "$dict" else enumerate(body)
-        for key, value in body.items() if isinstance(body, dict) else items:
-            _collect_entries(value, (*path, key), rank, depth + 1, entries)
+    elif items := branch_items(tag, body):
+        for key, each in items:
+            _collect_entries(each, (*path, key), rank, depth + 1, entries)
     else:
         entries.append(ManifestEntry(format_path(path), rank, None, body))
 
 
-def _parse_tagged(json: dict[str, Any], path: StatePath) -> tuple[str, Any]:
-    tag, body = next(iter(json.items()))
-    if tag not in _TAGS or len(json) > 1:
-        raise MalformedManifest(f"{format_path(path)} has invalid keys: {list(json)!r:.60}")
+def _parse_tagged(tag: str, body: Any, keys: int, path: StatePath) -> Any:
+    if tag not in _TAGS or keys > 1:
+        raise MalformedManifest(f"{format_path(path)} has invalid keys, such as {tag!r:.60}")
     try:
         parsed = msgspec.convert(body, _TAGS[tag], strict=True)
     except msgspec.ValidationError as error:
@@ -309,7 +335,7 @@ def _parse_tagged(json: dict[str, Any], path: StatePath) -> tuple[str, Any]:
         ) from None
     if tag == "$dict" and len({key for key, _ in parsed}) < len(parsed):
         raise MalformedManifest(f"{format_path(path)} has the same key twice: {body!r:.60}")
-    return tag, parsed
+    return parsed
 
 
 def _pretty(value: Any, depth: int) -> str:
@@ -321,9 +347,9 @@ def _pretty(value: Any, depth: int) -> str:
         parts = [f"{json.dumps(key)}: {_pretty(each, depth + 1)}" for key, each in value.items()]
     else:
         parts = [_pretty(each, depth + 1) for each in value]
-    opening, closing = "{}" if isinstance(value, dict) else "[]"
+    first, last = "{}" if isinstance(value, dict) else "[]"
     lines = ",\n".join(pad + part for part in parts)
-    return f"{opening}\n{lines}\n{'  ' * depth}{closing}"
+    return f"{first}\n{lines}\n{'  ' * depth}{last}"
 
 
 def _is_flat(value: Any) -> bool:

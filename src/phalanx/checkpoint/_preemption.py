@@ -1,8 +1,7 @@
 """`PreemptionGuard`: stop all ranks after the same step when any of them is told to.
 
-A signal reaches ranks at different steps, and some ranks never. No rank acts on it alone: at
-the end of a step each calls `requested`, a small allreduce of the signals seen so far. It is
-the same collective on every rank, so the answer is the same after the same step.
+A signal reaches ranks at different steps, and some ranks never. No rank acts on it alone: at the
+end of a step all ranks call `should_stop`, a small allreduce of the signals seen so far.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from .._signals import PREEMPTED_EXIT_CODE, PREEMPTED_MESSAGE, signal_name
 from ..errors import InvalidArgument, InvalidState
 from ..groups import ProcessGroup
-from ._coordination import default_group_or_warn
+from ._ranks import find_group
 
 _REQUESTED_BY_PROGRAM = 1 << 16  # greater than any signal
 
@@ -37,17 +36,17 @@ class PreemptionGuard:
         with PreemptionGuard(group) as stop:
             for step in range(first, last):
                 ...
-                if stop.requested():
+                if stop.should_stop():
                     checkpoints.save(step, state)
-                    stop.leave(step)
+                    stop.exit(step)
 
-    All ranks of `group` call `requested` equally often. It is an allreduce of a few numbers, which
-    takes microseconds in shared memory; over a network, `every` limits it to every n-th call. The
-    default is the current group, else torch's default group, else this process alone.
+    All ranks of `group` call `should_stop` equally often. It is an allreduce of a few numbers,
+    which takes microseconds in shared memory; over a network, `every` limits it to every n-th call.
+    The default is the current group, else torch's default group, else this process alone.
 
-    Existing signal handlers are replaced meanwhile. A second SIGINT goes to them, unless it comes
-    within `repeat_window` seconds: a terminal signals all processes, and the launcher forwards the
-    signal. So does a SIGTERM to a forked child.
+    While active, the guard replaces the existing handlers. It calls them for a second SIGINT that
+    arrives after `repeat_window` seconds, and in a forked child for any signal but SIGINT. Within
+    the window signals are one: a terminal signals all processes, and the launcher forwards it.
     """
 
     EXIT_CODE = PREEMPTED_EXIT_CODE
@@ -63,7 +62,7 @@ class PreemptionGuard:
     ) -> None:
         if every < 1:
             raise InvalidArgument(f"every must be at least 1, got {every}")
-        group = default_group_or_warn() if group is None else group
+        group = find_group(group)
         self._group = None if group is None or group.size() == 1 else group
         self._is_rank_zero = group is None or group.rank() == 0
         self._every = every
@@ -109,13 +108,13 @@ class PreemptionGuard:
         self._previous.clear()  # last: `_on_signal` may run until all handlers are restored
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child has no training loop that would end it.
-        for_previous = os.getpid() != self._process
         if number == signal.SIGINT:
             now = time.monotonic()
-            for_previous = now >= self._interrupted_at + self._repeat_window
+            delegates = now >= self._interrupted_at + self._repeat_window
             self._interrupted_at = min(now, self._interrupted_at)
-        if for_previous:
+        else:  # a forked child has no training loop that would end it
+            delegates = os.getpid() != self._process
+        if delegates:
             previous = self._previous[number]
             if callable(previous):
                 previous(number, frame)
@@ -128,7 +127,7 @@ class PreemptionGuard:
         """Request a stop from the program, near a time limit for example. One rank is enough."""
         self._signal = self._signal or _REQUESTED_BY_PROGRAM
 
-    def requested(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether to stop after this step. All ranks call this, and get the same answer."""
         if self._group is None:
             self._decision = self._signal
@@ -148,7 +147,7 @@ class PreemptionGuard:
             dist.all_reduce(votes, group=group)
         return next((self._causes[i] for i, count in enumerate(votes.tolist()) if count), 0)
 
-    def leave(self, step: int | None = None) -> NoReturn:
+    def exit(self, step: int | None = None) -> NoReturn:
         """Exit with `EXIT_CODE`; rank 0 prints the step that was saved last."""
         if self._is_rank_zero:
             is_signal = self._decision not in (0, _REQUESTED_BY_PROGRAM)

@@ -11,19 +11,24 @@ import time
 from collections import defaultdict
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
-PHASES = (
-    "staging",
-    "starting the writer process",
-    "getting ready",
-    "comparing state",
-    "writing",
-    "flushing",
-    "waiting for ranks",
-    "committing",
-)
-"""The phases that a meter shows; it ignores other names."""
+from .._formatting import format_size
+
+
+class Phase(StrEnum):
+    STAGING = "staging"
+    STARTING = "starting the writer process"
+    PREPARING = "preparing"
+    COMPARING = "comparing state"
+    WRITING = "writing"
+    FLUSHING = "flushing"
+    WAITING = "waiting for ranks"
+    COMMITTING = "committing"
+
+
+_PHASES = list(Phase)
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class SaveProgress:
     """Since the call of `save`."""
     bytes_per_second: float
     """Average of the writing phase so far."""
+
+    def __str__(self) -> str:
+        written, total = format_size(self.bytes_written), format_size(self.bytes_total)
+        amount = f"{written} of {total}, " if self.bytes_total else ""
+        return f"{self.phase}, {amount}{self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -61,8 +71,12 @@ class SaveReport:
     @property
     def bytes_per_second(self) -> float:
         """Throughput of writing and flushing."""
-        seconds = self.phases.get("writing", 0.0) + self.phases.get("flushing", 0.0)
+        seconds = self.phases.get(Phase.WRITING, 0.0) + self.phases.get(Phase.FLUSHING, 0.0)
         return self.bytes_written / seconds if seconds else 0.0
+
+
+# The words of a meter.
+_PHASE, _WRITTEN, _TOTAL, _WRITING_NANOSECONDS = range(4)
 
 
 class ProgressMeter:
@@ -79,41 +93,43 @@ class ProgressMeter:
         self._since = time.perf_counter()
 
     def restart(self) -> None:
-        self._words[0] = PHASES.index("getting ready")
-        self._words[1] = self._words[2] = self._words[3] = 0
+        self._words[_PHASE] = _PHASES.index(Phase.PREPARING)
+        self._words[_WRITTEN] = self._words[_TOTAL] = self._words[_WRITING_NANOSECONDS] = 0
         self._since = time.perf_counter()
         self._seconds.clear()
 
     def enter(self, phase: str) -> None:
+        """Begin a phase. A name that is no `Phase` counts as part of the current one."""
         now = time.perf_counter()
-        self._seconds[self._words[0]] += now - self._since
+        self._seconds[self._words[_PHASE]] += now - self._since
         self._since = now
-        if phase in PHASES:
-            self._words[0] = PHASES.index(phase)
+        if phase in _PHASES:
+            self._words[_PHASE] = _PHASES.index(Phase(phase))
 
     def expect(self, size: int) -> None:
         """Set the number of bytes to write; a save that starts over writes all of them again."""
-        self._words[1], self._words[2] = 0, size
+        self._words[_WRITTEN], self._words[_TOTAL] = 0, size
 
     def wrote(self, size: int) -> None:
-        self._words[1] += size
-        spent = self._seconds[self._words[0]] + time.perf_counter() - self._since
-        self._words[3] = round(spent * 1e9)
+        self._words[_WRITTEN] += size
+        spent = self._seconds[self._words[_PHASE]] + time.perf_counter() - self._since
+        self._words[_WRITING_NANOSECONDS] = round(spent * 1e9)
 
     @property
     def written(self) -> int:
-        return self._words[1]
+        return self._words[_WRITTEN]
 
     def progress(self, path: str, began: float) -> SaveProgress:
         """Return the progress of a save that began at that time."""
-        speed = self.written / (self._words[3] / 1e9) if self._words[3] else 0.0
-        phase, seconds = PHASES[self._words[0]], time.perf_counter() - began
-        return SaveProgress(path, phase, self.written, self._words[2], seconds, speed)
+        writing = self._words[_WRITING_NANOSECONDS] / 1e9
+        speed = self.written / writing if writing else 0.0
+        phase, seconds = _PHASES[self._words[_PHASE]], time.perf_counter() - began
+        return SaveProgress(path, phase, self.written, self._words[_TOTAL], seconds, speed)
 
     def seconds(self) -> dict[str, float]:
         """Return the duration of each phase so far."""
-        self.enter(PHASES[self._words[0]])
-        return {PHASES[i]: each for i, each in sorted(self._seconds.items()) if each > 0}
+        self.enter(_PHASES[self._words[_PHASE]])
+        return {_PHASES[i]: each for i, each in sorted(self._seconds.items()) if each > 0}
 
 
 def wrap_future(original_result: Any) -> Future[None]:
@@ -139,6 +155,11 @@ def wrap_future(original_result: Any) -> Future[None]:
     return wrapped
 
 
+def peek_error(write: Future[None]) -> BaseException | None:
+    """Return the error of a completed write without marking it as observed."""
+    return None if write.cancelled() else Future.exception(write)
+
+
 class WriteFuture(Future[None]):
     """The future of a write; it records whether the user looked at its outcome."""
 
@@ -161,6 +182,11 @@ class WriteFuture(Future[None]):
         return SaveReport(
             path=self.path, stall_seconds=self.stall_seconds, total_seconds=total, **self._costs
         )
+
+    @property
+    def unobserved_error(self) -> BaseException | None:
+        """The error of a completed write, unless the user has looked at it."""
+        return None if self.was_observed or not self.done() else peek_error(self)
 
     def succeed(self, **costs: Any) -> None:
         """Complete the future; `costs` are the fields of the report that only the writer knows."""

@@ -1,9 +1,8 @@
 """`CheckpointReader`: read a checkpoint at any number of ranks, into new or existing state.
 
-A load has two phases. The first opens the manifest and the files, compares them with the state
-that was given, and verifies every checksum. The second, `LoadPlan.apply`, changes the caller's
-state. Nothing of the caller's is touched before all of it was found to fit, so the first phase
-may start over when a save replaces the checkpoint that is being read.
+A load has two phases. The first, `LoadPlan`, opens the files, matches the checkpoint with the
+caller's state and verifies every checksum. The second, `LoadPlan.apply`, changes that state. If a
+save replaces the checkpoint during the first phase, the load starts over with the new one.
 """
 
 from __future__ import annotations
@@ -20,16 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import (
-    CheckpointNotFound,
-    DamagedCheckpoint,
-    InvalidArgument,
-    MissingKeys,
-    StateMismatch,
-)
+from ..errors import DamagedCheckpoint, InvalidArgument, MissingKeys, StateMismatch
 from ..groups._formatting import format_ranks
-from ._manifest import MANIFEST, StateKey, StatePath, format_path
-from ._state_encoding import StateManifest
+from ._manifest import (
+    MANIFEST,
+    Manifest,
+    ShardEntry,
+    StateKey,
+    StatePath,
+    format_path,
+    no_checkpoint,
+)
+from ._state_encoding import decode_state
 from ._state_tree import (
     Absent,
     Branch,
@@ -45,19 +46,24 @@ from ._state_tree import (
     walk,
 )
 from ._storage import Snapshot, Source, storage_at
-from ._tensor_file import dtype_name, tensor_memory
+from ._tensor_file import dtype_name, is_plain, tensor_memory
 from ._types import STATE_DICT, RankInfo
+from ._verify import WRONG_HEADER
 
 _PROCESS_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Errors of this process, which say nothing about the checkpoint."""
 
 
 def _files_of(tensors: Iterable[TensorLeaf]) -> set[str]:
-    return {piece.file for leaf in tensors for piece in leaf.data.pieces}
+    return {shard.file for leaf in tensors for shard in leaf.data.shards}
 
 
 class _FileGone(FileNotFoundError):
     """A file of the checkpoint does not exist, or was removed by a save."""
+
+
+class _DamagedFile(Exception):
+    """A file does not match the manifest; the message says how."""
 
 
 class OpenCheckpoint:
@@ -74,7 +80,7 @@ class OpenCheckpoint:
         self._max_open = sys.maxsize if limit == resource.RLIM_INFINITY else max(1, limit // 2)
         with self._reporting_damage(self.manifest_file):
             data = snapshot.manifest()
-        self.manifest = StateManifest.load(data, self.manifest_file)
+        self.manifest = Manifest.load(data, self.manifest_file)
 
     def survives_removal(self, tensors: Iterable[TensorLeaf]) -> bool:
         """Whether these tensors stay readable even if a save removes their files."""
@@ -100,29 +106,37 @@ class OpenCheckpoint:
                         raise
                     self._max_open = len(self._sources)  # the process uses the other descriptors
             self._sources[name] = source
-            if source.length != entry.bytes:
-                raise EOFError(f"it has {source.length} bytes, expected {entry.bytes}")
+            if problem := entry.length_problem(source):
+                raise _DamagedFile(problem)
             if source.checksum(0, entry.header.bytes) != entry.header.xxh3_128:
-                raise EOFError("the checksum of its header is wrong")
+                raise _DamagedFile(WRONG_HEADER)
         return source
 
     def fetch(self, leaf: TensorLeaf) -> Tensor:
         """Return a new, verified CPU tensor."""
         tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-        self.read(leaf, tensor)
+        self.read_into(tensor, leaf)
         return tensor
 
-    def read(self, leaf: TensorLeaf, tensor: Tensor | None = None) -> None:
-        """Read and verify a tensor, into a contiguous CPU tensor if one is given."""
-        memory = None if tensor is None else tensor_memory(tensor)
-        for piece in leaf.data.pieces:
-            begin, end = piece.at
-            into = None if memory is None else memory[: end - begin]
-            source = self._source(piece.file)
-            with self._reporting_damage(f"{self.path}/{piece.file}"):
-                if source.checksum(begin, end, into=into) != piece.xxh3_128:
-                    raise EOFError(f"the checksum of its bytes {begin} to {end} is wrong")
-            memory = None if memory is None else memory[end - begin :]
+    def verify(self, leaf: TensorLeaf) -> None:
+        """Read a tensor and compare its checksums."""
+        for shard in leaf.data.shards:
+            self._read_shard(shard, into=None)
+
+    def read_into(self, tensor: Tensor, leaf: TensorLeaf) -> None:
+        """Read and verify a tensor into a contiguous CPU tensor."""
+        memory = tensor_memory(tensor)
+        for shard in leaf.data.shards:
+            length = shard.at[1] - shard.at[0]
+            self._read_shard(shard, into=memory[:length])
+            memory = memory[length:]
+
+    def _read_shard(self, shard: ShardEntry, into: memoryview | None) -> None:
+        begin, end = shard.at
+        source = self._source(shard.file)
+        with self._reporting_damage(f"{self.path}/{shard.file}"):
+            if source.checksum(begin, end, into=into) != shard.xxh3_128:
+                raise _DamagedFile(f"the checksum of its bytes {begin} to {end} is wrong")
 
     @contextmanager
     def _reporting_damage(self, file: str) -> Iterator[None]:
@@ -131,7 +145,7 @@ class OpenCheckpoint:
             yield
         except FileNotFoundError as error:
             raise _FileGone(str(error)) from error
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, _DamagedFile) as error:
             if isinstance(error, OSError) and error.errno in _PROCESS_LIMITS:
                 raise
             raise DamagedCheckpoint(f"{file} cannot be used: {error}") from error
@@ -157,7 +171,7 @@ class LoadPlan:
     def __init__(
         self, checkpoint: OpenCheckpoint, rank: int, state: Any, map_location: Any
     ) -> None:
-        tree = checkpoint.manifest.tree(rank, checkpoint.manifest_file)
+        tree = decode_state(checkpoint.manifest, rank, checkpoint.manifest_file)
         self.missing: list[str] = []
         if state is None:
             self.missing = [format_path(path) for path, _ in _absent_nodes(tree)]
@@ -179,12 +193,12 @@ class LoadPlan:
         is_readable_later = checkpoint.survives_removal(tensors)
         for i, leaf in enumerate(in_place):
             if is_readable_later:
-                checkpoint.read(leaf)
+                checkpoint.verify(leaf)
             else:
                 self._prefetched[i] = checkpoint.fetch(leaf)
 
     def _fetch_new(self, leaf: TensorLeaf) -> Tensor:
-        ranges = tuple((piece.file, piece.at) for piece in leaf.data.pieces)
+        ranges = tuple((shard.file, shard.at) for shard in leaf.data.shards)
         identity = (leaf.name if 0 in leaf.shape else ranges, leaf.dtype, leaf.shape)
         if identity not in self._new_tensors:
             tensor = self._checkpoint.fetch(leaf)
@@ -196,11 +210,10 @@ class LoadPlan:
             load()
         for i, (leaf, tensor) in enumerate(self._in_place):
             with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-                is_lazy = tensor.is_conj() or tensor.is_neg()  # memory differs from values
                 if i in self._prefetched:
                     tensor.copy_(self._prefetched.pop(i))
-                elif tensor.is_cpu and tensor.is_contiguous() and not is_lazy:
-                    self._checkpoint.read(leaf, tensor)
+                elif is_plain(tensor):
+                    self._checkpoint.read_into(tensor, leaf)
                     with suppress(RuntimeError):  # inference tensors have no version
                         torch.autograd.graph.increment_version(tensor)
                 else:
@@ -222,8 +235,9 @@ class LoadPlan:
             fit = self._fit_dict if kind == "dict" else self._fit_list
             return fit(target, node.children, path)
         if callable(getattr(target, "load_state_dict", None)):
-            for where, absent in _absent_nodes(node, path):
-                raise _missing_keys(where, absent)  # an object needs its whole state
+            absent = next(_absent_nodes(node, path), None)
+            if absent is not None:  # an object needs its whole state
+                raise _missing_keys(*absent)
             state = self._build(node)
             self._loads.append(lambda: target.load_state_dict(state()))
             return lambda: target
@@ -286,10 +300,10 @@ def _absent_nodes(node: Node, path: StatePath = ()) -> Iterator[tuple[StatePath,
 
 
 def _missing_keys(path: StatePath, absent: Absent) -> MissingKeys:
+    removal = ", or remove the key from state" if path else ""
     return MissingKeys(
-        f"{format_path(path)} differs between ranks, and the checkpoint has it for "
-        f"{format_ranks(absent.ranks)} only. Choose one with rank="
-        + (", or leave the key out" if path else "")
+        f"{format_path(path)} was saved per rank, by {format_ranks(absent.ranks)} only. Pass rank= "
+        f"to load that rank's value{removal}"
     )
 
 
@@ -297,7 +311,7 @@ def _mismatch(path: StatePath, wanted: str, node: Node) -> StateMismatch:
     if isinstance(node, TensorLeaf):
         found = f"{dtype_name(node.dtype)}{[*node.shape]}"
     elif isinstance(node, Branch):
-        found = f"a {node.kind}"
+        found = f"a {node.codec or node.kind}"
     else:
         assert isinstance(node, Scalar)
         found = f"{node.value!r:.40}"
@@ -312,7 +326,7 @@ class CheckpointReader:
     """Read and verify states from storage."""
 
     def __init__(self, rank_info: RankInfo) -> None:
-        self._rank_info = rank_info
+        self.rank_info = rank_info
 
     def read(
         self,
@@ -332,7 +346,7 @@ class CheckpointReader:
         """
         if unknown := set(kwargs) - _IGNORED_ARGUMENTS:
             raise InvalidArgument(f"unknown arguments: {', '.join(sorted(unknown))}")
-        own = self._rank_info.global_rank if rank is None else rank
+        own = self.rank_info.global_rank if rank is None else rank
         if type(own) is not int or own < 0:
             raise InvalidArgument(f"rank must be a non-negative integer, got {rank!r}")
         storage = storage_at(os.fsdecode(path))
@@ -343,16 +357,15 @@ class CheckpointReader:
                     snapshot = stack.enter_context(closing(storage.snapshot()))
                     checkpoint = OpenCheckpoint(storage.path, snapshot)
                 except (FileNotFoundError, NotADirectoryError):
-                    problem = f"there is no checkpoint at {storage.path}: no {MANIFEST} found"
-                    raise CheckpointNotFound(problem) from None
+                    raise no_checkpoint(storage.path) from None
                 stack.callback(checkpoint.close)
                 try:
                     plan = LoadPlan(checkpoint, own, state_dict, map_location)
                 except _FileGone as error:
                     # A save may have replaced the checkpoint meanwhile; then load the new one.
-                    if checkpoint.manifest.save in tried:
+                    if checkpoint.manifest.save_id in tried:
                         raise DamagedCheckpoint(f"{storage.path} lacks a file: {error}") from error
-                    tried.add(checkpoint.manifest.save)
+                    tried.add(checkpoint.manifest.save_id)
                     continue
                 if strict and plan.missing:
                     raise MissingKeys(f"the checkpoint at {path} is missing keys: {plan.missing}")

@@ -60,7 +60,7 @@ class RemoteStorage(Storage, Snapshot):
     def __init__(self, path: str) -> None:
         self.path = path
         self._fs, self._directory = open_filesystem(path)
-        self._is_published = False
+        self._is_committed = False
 
     def begin(self, owner: str) -> str:  # noqa: ARG002 - there are no locks
         """Create the directory, where directories exist, and remove old messages."""
@@ -71,9 +71,9 @@ class RemoteStorage(Storage, Snapshot):
         return secrets.token_hex(8)
 
     @contextmanager
-    def create(self, save: str, name: str) -> Iterator[Sink]:
+    def create(self, save_id: str, name: str) -> Iterator[Sink]:
         """Write an object. It appears when the block ends, as durable as the store makes it."""
-        assert name == MANIFEST or save in name, "no two saves write the same object"
+        assert name == MANIFEST or save_id in name, "no two saves write the same object"
         file = self._fs.open(f"{self._directory}/{name}", "wb")
         try:
             yield Sink(file.write)
@@ -84,26 +84,26 @@ class RemoteStorage(Storage, Snapshot):
         fault_point("flush")
         file.close()
 
-    def commit(self, save: str, manifest: bytes) -> list[str]:
+    def commit(self, save_id: str, manifest: bytes) -> list[str]:
         """Upload the manifest, and return the files of the one that it replaced."""
         old = named_files(self)
         fault_point("publish")
         self._fs.pipe_file(f"{self._directory}/{MANIFEST}", manifest)
-        self._is_published = True
+        self._is_committed = True
         fault_point("published")
-        return [name for name in old or () if DATA_FILE_NAME.fullmatch(name) and save not in name]
+        names = filter(DATA_FILE_NAME.fullmatch, old or ())
+        return [name for name in names if save_id not in name]
 
-    def end(self, save: str) -> None:
+    def end(self, save_id: str) -> None:
         """Remove the files of a save that was not committed."""
-        if self._is_published:
+        if self._is_committed:
             return
         with suppress(Exception):  # stores raise errors of any class
             named = named_files(self)  # an upload may have succeeded although it raised
             if named is not None:
                 names = {*list_names(self._fs, self._directory)} - named
-                self.discard(
-                    [name for name in names if DATA_FILE_NAME.fullmatch(name) and save in name]
-                )
+                ours = filter(DATA_FILE_NAME.fullmatch, names)
+                self.discard([name for name in ours if save_id in name])
 
     def discard(self, names: list[str]) -> None:
         for name in names:
@@ -129,8 +129,6 @@ class RemoteStorage(Storage, Snapshot):
 
 
 class RemoteMessageStore(MessageStore):
-    """Messages as small objects."""
-
     def __init__(self, fs: Any, directory: str) -> None:
         self._fs = fs
         self._directory = directory

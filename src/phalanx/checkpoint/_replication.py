@@ -4,9 +4,8 @@ Ranks compare digests from the root of the state tree downwards and descend only
 differ, so ranks that differ in their random number generators alone exchange a few lines,
 however large the model. State that is marked `Replicated` is compared by sampled digests only.
 
-Replicated tensors are laid end to end in the order of their names, and each rank writes an
-equal length. The division follows from names, sizes and the world size, so it is never
-communicated.
+Replicated tensors are laid end to end by name, and each rank writes an equal length. The division
+follows from names, sizes and the world size, so it is never communicated.
 """
 
 from __future__ import annotations
@@ -28,13 +27,20 @@ from ._manifest import StateKey, StatePath, format_path, tensor_name
 from ._state_encoding import encode_scalar
 from ._state_tree import Branch, Node, ReplicatedShard, Scalar, TensorLeaf, find_node, leaves, walk
 from ._storage import checksum
-from ._tensor_file import chunks, dtype_name, nbytes, tensor_memory
+from ._tensor_file import chunks, dtype_name, nbytes, resolve, tensor_memory
 from ._types import RankInfo
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
 """Run a function on all ranks and return its JSON-serializable results by rank."""
-_Summary = list[str]
-"""What ranks compare about a node: mark, kind, digest."""
+
+
+class _Summary(NamedTuple):
+    """What ranks compare about a node. Exchanged as a JSON list."""
+
+    mark: str
+    kind: str  # "" for a leaf
+    digest: str
+
 
 _SAMPLES = 16
 _SAMPLE_BYTES = 1024
@@ -43,8 +49,7 @@ _SAMPLE_BYTES = 1024
 def tensor_digest(tensor: Tensor) -> str:
     """Return the digest of a tensor's dtype, shape and every byte."""
     digest = _start_digest(tensor)
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    for chunk in chunks(tensor_memory(plain)):
+    for chunk in chunks(tensor_memory(resolve(tensor).cpu().contiguous())):
         digest.update(chunk)
     return digest.hexdigest()
 
@@ -55,7 +60,7 @@ def sampled_digest(tensor: Tensor) -> str:
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return tensor_digest(tensor)
     digest = _start_digest(tensor)
-    data = tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
+    data = resolve(tensor).reshape(-1).view(torch.uint8)
     # One view and one copy, since training waits for this.
     samples = data.as_strided((_SAMPLES, _SAMPLE_BYTES), (size // _SAMPLES, 1))
     digest.update(tensor_memory(samples.contiguous().cpu()))
@@ -88,7 +93,8 @@ def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[in
             if isinstance(branch, Branch)
         ]
 
-    compared: dict[StatePath, list[_Summary | None]] = {(): [*exchange(summarize_all)]}
+    compared: dict[StatePath, list[_Summary | None]]
+    compared = {(): [_Summary(*each) for each in exchange(summarize_all)]}
     while compared:
         unresolved = []
         for path, summaries in compared.items():
@@ -102,7 +108,9 @@ def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[in
         for i, path in enumerate(unresolved):
             by_rank = [dict(reply[i]) for reply in replies]
             for key in dict.fromkeys(chain.from_iterable(by_rank)):
-                compared[*path, key] = [each.get(key) for each in by_rank]
+                compared[*path, key] = [
+                    _Summary(*each[key]) if key in each else None for each in by_rank
+                ]
     return dict(sorted(found.items(), key=lambda item: tensor_name(item[0])))
 
 
@@ -114,9 +122,10 @@ def per_rank_paths(node: Node, path: StatePath = ()) -> Iterator[StatePath]:
 
 def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]) -> str:
     """Record the summaries of a node and of all below it; return its digest."""
-    kind = "leaf"
+    kind = ""
     if isinstance(node, Branch):
-        kind = f"branch {node.kind} {'' if node.kind == 'dict' else len(node.children)}"
+        size = "" if node.kind == "dict" else len(node.children)  # the keys of dicts may differ
+        kind = f"{node.kind} {node.codec} {size}"
     if node.mark == "per rank":
         digest = ""  # not compared
     elif isinstance(node, TensorLeaf):
@@ -130,25 +139,27 @@ def _summarize(node: Node, path: StatePath, summaries: dict[StatePath, _Summary]
             tensor_name((key,)): _summarize(child, (*path, key), summaries)
             for key, child in node.children.items()
         }
-        digest = checksum(json.dumps([node.kind, sorted(below.items())]).encode())
+        content = [node.kind, node.codec, sorted(below.items())]
+        digest = checksum(json.dumps(content).encode())
     else:
         assert isinstance(node, Scalar)
         digest = checksum(json.dumps(encode_scalar(node.value)).encode())
-    summaries[path] = [node.mark, kind, f"{node.mark} {digest}"]
-    return summaries[path][2]
+    digest = f"{node.mark} {digest}"
+    summaries[path] = _Summary(node.mark, kind, digest)
+    return digest
 
 
 def _differing_paths(
     node: Node | None, path: StatePath, summaries: list[_Summary | None]
 ) -> dict[StatePath, tuple[int, ...]] | None:
     """Return what differs at a path or below; None if its children must be compared."""
-    marks = {each[0] for each in summaries if each is not None}
-    kinds = {None if each is None else each[1] for each in summaries}
+    marks = {each.mark for each in summaries if each is not None}
+    kinds = {None if each is None else each.kind for each in summaries}
     others = [rank for rank, each in enumerate(summaries) if each != summaries[0]]
     if not others:
         assert node is not None
         return dict.fromkeys(per_rank_paths(node, path), tuple(range(len(summaries))))
-    if len(kinds) == 1 and str(*kinds).startswith("branch") and marks in ({""}, {"replicated"}):
+    if len(kinds) == 1 and kinds != {""} and marks in ({""}, {"replicated"}):
         return None
     if len(marks) > 1 and "replicated" in marks:
         raise StateMismatch(f"{format_path(path)} is marked Replicated on some ranks only")
@@ -165,8 +176,8 @@ MIN_SPLIT_BYTES = 1 << 20
 _SPLIT_ALIGNMENT = 4096  # bytes; a multiple of every element size
 
 
-class TensorRange(NamedTuple):
-    """The bytes of a tensor that one rank writes."""
+class ShardBounds(NamedTuple):
+    """Which bytes of a tensor one rank writes."""
 
     name: str
     start: int
@@ -175,32 +186,32 @@ class TensorRange(NamedTuple):
 
 def divide_among_ranks(
     sizes: Mapping[str, int],
-    ranks: int,
+    world_size: int,
     *,
     grain: int = MIN_SPLIT_BYTES,
     cut: int = _SPLIT_ALIGNMENT,
-) -> list[list[TensorRange]]:
-    """Divide tensors of these sizes in bytes among ranks; return a list of ranges for each rank.
+) -> list[list[ShardBounds]]:
+    """Divide tensors of these sizes in bytes among ranks; return the shards of each rank.
 
     Every byte has exactly one rank; rank 0 has the empty tensors. The ranks' totals differ by less
     than twice `grain`.
     """
     names = sorted(sizes)
     begins = [0, *accumulate(sizes[name] for name in names)]
-    ideal = (round(begins[-1] * rank / ranks) for rank in range(ranks))
+    ideal = (round(begins[-1] * rank / world_size) for rank in range(world_size))
     borders = [_align_border(border, begins, grain, cut) for border in ideal]
     borders.append(begins[-1])
-    shares: list[list[TensorRange]] = [[] for _ in range(ranks)]
-    for name, begin in zip(names, begins, strict=False):
+    shards: list[list[ShardBounds]] = [[] for _ in range(world_size)]
+    for name, begin in zip(names, begins[:-1], strict=True):
         if not sizes[name]:
-            shares[0].append(TensorRange(name, 0, 0))
+            shards[0].append(ShardBounds(name, 0, 0))
         start, rank = 0, bisect_right(borders, begin) - 1
         while start < sizes[name]:
             stop = min(sizes[name], borders[rank + 1] - begin)
             if start < stop:
-                shares[rank].append(TensorRange(name, start, stop))
+                shards[rank].append(ShardBounds(name, start, stop))
             start, rank = stop, rank + 1
-    return shares
+    return shards
 
 
 def _align_border(border: int, begins: list[int], grain: int, cut: int) -> int:
@@ -213,29 +224,29 @@ def _align_border(border: int, begins: list[int], grain: int, cut: int) -> int:
     return begin + (border - begin) // cut * cut
 
 
-def ranges_of_rank(replicated: Iterable[TensorLeaf], ranks: int, rank: int) -> list[TensorRange]:
-    """Return the ranges of replicated tensors that a rank writes.
+def shards_of_rank(
+    replicated: Iterable[TensorLeaf], world_size: int, rank: int
+) -> list[ShardBounds]:
+    """Return the shards of replicated tensors that a rank writes.
 
     Tensors marked `Replicated` are divided separately: an asynchronous save needs their division
     before ranks have compared the rest.
     """
-    parts: dict[bool, list[TensorLeaf]] = {True: [], False: []}
+    marked: dict[str, int] = {}
+    compared: dict[str, int] = {}
     for leaf in replicated:
-        parts[leaf.mark == "replicated"].append(leaf)
-    sizes = map(tensor_sizes, parts.values())
-    return [part for each in sizes for part in divide_among_ranks(each, ranks)[rank]]
+        sizes = marked if leaf.mark == "replicated" else compared
+        sizes[leaf.name] = nbytes(leaf.dtype, leaf.shape)
+    shards = [divide_among_ranks(sizes, world_size)[rank] for sizes in (marked, compared)]
+    return [*shards[0], *shards[1]]
 
 
-def tensor_sizes(tensors: Iterable[TensorLeaf]) -> dict[str, int]:
-    return {leaf.name: nbytes(leaf.dtype, leaf.shape) for leaf in tensors}
-
-
-def elements_in_range(tensor: Tensor, part: TensorRange) -> Tensor:
-    """Return the elements in a range, as a view where possible."""
-    if part.stop - part.start == nbytes(tensor.dtype, tensor.shape):
+def shard_elements(tensor: Tensor, bounds: ShardBounds) -> Tensor:
+    """Return the elements of a shard, as a view where possible."""
+    if bounds.stop - bounds.start == nbytes(tensor.dtype, tensor.shape):
         return tensor.detach()
     size = tensor.dtype.itemsize
-    return tensor.detach().reshape(-1)[part.start // size : part.stop // size]
+    return tensor.detach().reshape(-1)[bounds.start // size : bounds.stop // size]
 
 
 def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedShard]:
@@ -243,19 +254,26 @@ def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedSh
     in_codecs = {  # a codec must be given whole tensors
         leaf.name
         for _, node in walk(tree)
-        if isinstance(node, Branch) and node.kind.startswith("codec:")
+        if isinstance(node, Branch) and node.kind == "codec"
         for leaf in leaves(node)
     }
     replicated = {leaf.name: leaf for leaf in leaves(tree) if leaf.mark == "replicated"}
-    ranges = ranges_of_rank(replicated.values(), rank_info.global_world_size, rank_info.global_rank)
-    mine = {part.name: part for part in ranges}
+    world_size, rank = rank_info.global_world_size, rank_info.global_rank
+    mine = {each.name: each for each in shards_of_rank(replicated.values(), world_size, rank)}
     shards = {}
     for name, leaf in replicated.items():
         if isinstance(leaf.data, ReplicatedShard):
             shards[name] = leaf.data
         elif name not in in_codecs:
-            part = mine.get(name, TensorRange(name, 0, 0))
-            data = elements_in_range(leaf.data, part) if name in mine else None
-            about = (name, leaf.dtype, leaf.shape, leaf.device, part.start, part.stop)
-            shards[name] = ReplicatedShard(*about, sampled_digest(leaf.data), data)
+            bounds = mine.get(name, ShardBounds(name, 0, 0))
+            shards[name] = ReplicatedShard(
+                name,
+                leaf.dtype,
+                leaf.shape,
+                leaf.device,
+                bounds.start,
+                bounds.stop,
+                fingerprint=sampled_digest(leaf.data),
+                data=shard_elements(leaf.data, bounds) if name in mine else None,
+            )
     return shards

@@ -6,10 +6,9 @@ A tensor that was modified before its copy was complete fails the save: version 
 bytes are compared before and after.
 
 The copy is in memory shared with the writer process, which receives the tree of the state without
-its tensors, and their places by name. Copying into fresh memory takes several times as long as the
-copy: the kernel clears and maps every page on first touch. Buffers are therefore kept from save to
-save, and their pages are populated in the background when the size is known. Before that, data is
-written to the file behind the memory, which neither clears nor maps.
+its tensors, and their places by name. The kernel clears and maps fresh pages on first touch, so
+buffers are kept from save to save and populated in the background; until then data is written to
+the file behind the memory, which does neither.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ from ._state_tree import (
     map_leaves,
     parse_state,
 )
-from ._tensor_file import nbytes, tensor_memory
+from ._tensor_file import is_plain, nbytes, tensor_memory
 from ._types import STATE_DICT, RankInfo, check_not_forked
 
 _MAX_COPY_THREADS = 4  # more do not make memory any faster
@@ -85,7 +84,7 @@ class StagingBuffer:
         self._mapping: mmap.mmap
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self._populated = 0
-        self.is_in_use = False  # set while a copy is under way, to stop `populate`
+        self.stop_populating = False
         self._copy: Callable[[int, int, int], object] = ctypes.memmove
 
     def __del__(self) -> None:
@@ -129,8 +128,8 @@ class StagingBuffer:
         return self._populated < self.capacity
 
     def populate(self) -> None:
-        """Populate all pages, until the buffer is used."""
-        while self.lacks_pages and not self.is_in_use:
+        """Populate all pages, until another thread sets `stop_populating`."""
+        while self.lacks_pages and not self.stop_populating:
             start, whole = self._populated, self.bytes
             length = min(_POPULATE_BYTES, len(whole) - start)
             if _libc.madvise(whole.data_ptr() + start, length, _MADV_POPULATE_WRITE):
@@ -151,7 +150,7 @@ class StagingBufferPool:
         """Take the largest free buffer, or a new one, and grow it to `size` bytes."""
         try:
             buffer = self._take_largest() or StagingBuffer()
-            buffer.is_in_use = True
+            buffer.stop_populating = True
             buffer.reserve(size)
         except OSError as error:
             raise out_of_memory(size, error) from error
@@ -174,7 +173,7 @@ class StagingBufferPool:
 
     def populate(self, buffer: StagingBuffer) -> Future[None]:
         """Populate the pages that a buffer lacks in the background, until it is used."""
-        buffer.is_in_use = False
+        buffer.stop_populating = False
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()  # it cannot be cancelled
 
@@ -190,7 +189,7 @@ class StagingBufferPool:
         """Free the buffers of the pool; those in use are freed by their last user."""
         self._is_closed = True
         while (buffer := self._take_largest()) is not None:
-            buffer.is_in_use = True  # ends the thread that populates it
+            buffer.stop_populating = True
 
 
 def out_of_memory(size: int, error: OSError) -> SaveFailed:
@@ -199,7 +198,7 @@ def out_of_memory(size: int, error: OSError) -> SaveFailed:
 
 
 def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thread | None:
-    """Start a thread, also while the interpreter shuts down, unlike an executor; None if not."""
+    """Start a thread; return None if the interpreter is shutting down and does not allow it."""
     thread = threading.Thread(target=call, name=name, daemon=True)
     with suppress(RuntimeError):
         thread.start()
@@ -248,7 +247,7 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
         is_plain = node.device == "cpu" or isinstance(node.data, ReplicatedShard)
         return node.data if is_plain else node
     assert isinstance(node, Branch)
-    if node.kind.startswith("codec:"):
+    if node.kind == "codec":
         return node
     items = {key: state_from_tree(child, within) for key, child in node.children.items()}
     if node.kind == "dict":
@@ -258,19 +257,10 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _StagedTensor:
-    """A tensor to copy, and its place in the buffer."""
-
     name: str
     source: Tensor
     place: Place
     version: int | None  # torch's count of completed changes; None for an inference tensor
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the tensor is contiguous bytes in main memory."""
-        source = self.source
-        is_lazy = source.is_conj() or source.is_neg()
-        return source.device.type == "cpu" and source.is_contiguous() and not is_lazy
 
     @property
     def is_deferrable(self) -> bool:
@@ -279,7 +269,7 @@ class _StagedTensor:
         On an accelerator changes need no detection: the device queue orders them after the copy.
         """
         return self.place.size > _SMALL_BYTES and (
-            self.source.device.type != "cpu" or self.is_plain
+            self.source.device.type != "cpu" or is_plain(self.source)
         )
 
     def sample(self) -> Tensor:
@@ -296,7 +286,7 @@ class _StagedTensor:
         allocated = source.untyped_storage().nbytes()
         if self.place.size and allocated < (last + 1) * source.dtype.itemsize:
             raise SaveFailed(
-                f"{self.name} has no values to copy: its storage was resized to {allocated} bytes."
+                f"{self.name} has no values to copy: its storage was resized to {allocated} bytes"
             )
 
     def check_unchanged(self, before: Tensor | None) -> None:
@@ -309,11 +299,11 @@ class _StagedTensor:
             raise SaveFailed(
                 f"{self.name} was changed while it was copied. Wait for the first of the two "
                 "futures that save returns before the optimizer steps, or copy within save "
-                "(CheckpointStagerConfig(use_async_staging=False))."
+                "(CheckpointStagerConfig(use_async_staging=False))"
             )
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Split the tensor into parts with their offsets, so that threads get even work."""
+        """Split the tensor into chunks with their offsets, so that threads get even work."""
         if self.place.size <= _CHUNK_BYTES:
             yield self.place.offset, self.source
             return
@@ -355,16 +345,16 @@ class StagingCopy:
         self._large = [slot for slot in self.slots.values() if slot.is_deferrable]
         self._before: dict[str, Tensor] = {}
 
-    def small(self) -> None:
+    def copy_small(self) -> None:
         """Copy the tensors that are not worth a thread, and sample the others."""
         self._copy([slot for slot in self.slots.values() if not slot.is_deferrable])
         if self._config.use_async_staging:
             for slot in self._large:
                 slot.check_allocated()
-                if slot.is_plain:
+                if is_plain(slot.source):
                     self._before[slot.name] = slot.sample()
 
-    def large(self) -> None:
+    def copy_large(self) -> None:
         """Copy the other tensors, and raise if one has changed meanwhile."""
         self._copy(self._large)
         for slot in self._large:
@@ -375,11 +365,11 @@ class StagingCopy:
         began = time.perf_counter()
         for slot in slots:
             slot.check_allocated()
-        others = [slot for slot in slots if not slot.is_plain]
+        others = [slot for slot in slots if not is_plain(slot.source)]
         for slot in others:
             target = slot.place.view_in(self.buffer.bytes)
             target.copy_(slot.source, non_blocking=self._config.use_non_blocking_copy)
-        self._copy_plain([slot for slot in slots if slot.is_plain])
+        self._copy_plain([slot for slot in slots if is_plain(slot.source)])
         if others and torch.accelerator.is_available():
             torch.accelerator.synchronize()
         self.seconds += time.perf_counter() - began
@@ -414,6 +404,10 @@ class CheckpointStager(ABC):
     @abstractmethod
     def stage(self, state_dict: STATE_DICT, **kwargs: Any) -> STATE_DICT | Future[STATE_DICT]:
         """Copy a state, and return the copy or its future."""
+
+    def prepare(self, state_dict: STATE_DICT | int) -> Future[None]:  # noqa: ARG002
+        """Allocate memory for states like this one, or of a size in bytes, if that helps."""
+        return wrap_future(None)
 
     @abstractmethod
     def close(self) -> None:
@@ -474,7 +468,7 @@ class DefaultStager(CheckpointStager):
         staged.set_running_or_notify_cancel()  # it cannot be cancelled
         # In the call: a forward pass may change small tensors, such as the statistics of a norm.
         with self._returning(copy):
-            copy.small()
+            copy.copy_small()
         if self._config.use_async_staging:
             with suppress(RuntimeError):  # the interpreter is shutting down
                 self._thread.submit(self._finish, copy, staged)
@@ -496,13 +490,13 @@ class DefaultStager(CheckpointStager):
 
     def _check_usable(self) -> None:
         if self._is_closed:
-            raise InvalidState("the stager was closed.")
+            raise InvalidState("the stager was closed")
         check_not_forked(self._pid, "stager")
 
     def _finish(self, copy: StagingCopy, staged: Future[STATE_DICT]) -> None:
         try:
             with self._returning(copy):
-                copy.large()
+                copy.copy_large()
             result = StagedState(copy, self._pool.give_back)
             self._pool.populate(copy.buffer)
         except BaseException as error:  # noqa: BLE001 - the future raises it

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -26,12 +26,14 @@ from ._manifest import (
     StateKey,
     StatePath,
     TensorEntry,
+    branch_items,
     format_path,
     reporting_damage,
+    split_tag,
     tensor_name,
 )
-from ._state_tree import Absent, Branch, Node, Scalar, TensorLeaf, codecs_by_name
-from ._tensor_file import DTYPES, dtype_from_name, dtype_name, nbytes
+from ._state_tree import Absent, Branch, BranchKind, Node, Scalar, TensorLeaf, codecs_by_name
+from ._tensor_file import DTYPES, dtype_name, nbytes
 
 Json: TypeAlias = Any
 
@@ -43,13 +45,12 @@ def encode(
     per_rank: Mapping[StatePath, Mapping[int, Json]] | None = None,
 ) -> Json:
     """Return a tree as JSON. `tensor` encodes tensors; `per_rank` has the parts that differ."""
-    encoded = {
-        path: {"$per_rank": {str(rank): by_rank[rank] for rank in sorted(by_rank)}}
-        for path, by_rank in (per_rank or {}).items()
-    }
+    encoded: dict[StatePath, Json] = {}
     per_rank_keys: dict[StatePath, list[StateKey]] = defaultdict(list)
-    for *parent, key in filter(None, encoded):
-        per_rank_keys[tuple(parent)].append(key)
+    for path, by_rank in (per_rank or {}).items():
+        encoded[path] = {"$per_rank": {str(rank): by_rank[rank] for rank in sorted(by_rank)}}
+        if path:  # not the whole state
+            per_rank_keys[path[:-1]].append(path[-1])
 
     def visit(node: Node, path: StatePath) -> Json:
         if path in encoded:
@@ -70,7 +71,7 @@ def encode(
             return list(items.values())
         if node.kind == "tuple":
             return {"$tuple": list(items.values())}
-        return {"$codec": [node.kind.removeprefix("codec:"), items["value"]]}
+        return {"$codec": [node.codec, items["value"]]}
 
     return visit(node, ())
 
@@ -100,23 +101,21 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(
-    json: Json,
+    value: Json,
     *,
     tensor: Callable[[Json, StatePath], Node],
     rank: int | None,
-    ranks: int = 0,
+    world_size: int = 0,
     path: StatePath = (),
 ) -> Node:
-    """Return the tree of a JSON value, with the parts of `rank` where ranks differ.
+    """Return the tree of a JSON value, with the values of `rank` where ranks differ.
 
-    A key that this rank does not have is `Absent`, unless it was one of the `ranks` that saved:
-    then it lacks nothing. Raises `MalformedManifest` for a codec, dtype or device that does not
-    exist here.
+    A key that only other ranks have is `Absent`. If `rank` is one of the `world_size` ranks that
+    saved, the key is left out: the rank did not have it then either. Raises `MalformedManifest`
+    for a codec, dtype or device that does not exist here.
     """
-    inner = partial(decode, tensor=tensor, rank=rank, ranks=ranks)
-    tag, body = "", json
-    if isinstance(json, dict) and next(iter(json), "").startswith("$"):
-        ((tag, body),) = json.items()
+    inner = partial(decode, tensor=tensor, rank=rank, world_size=world_size)
+    tag, body = split_tag(value)
     if tag == "$tensor":
         return tensor(body, path)
     if tag == "$per_rank":
@@ -125,29 +124,26 @@ def decode(
         return nodes.get(-1 if rank is None else rank, Absent(tuple(sorted(nodes))))
     if tag in _SCALARS:
         return _decode_scalar(tag, body, path)
-    items: Iterable[tuple[StateKey, Json]]
-    match tag, body:
-        case "$codec", [name, value]:
-            if name not in codecs_by_name:
-                raise MalformedManifest(
-                    f"{format_path(path)} was stored by the codec {name!r}, which is not registered"
-                )
-            kind, items = f"codec:{name}", [("value", value)]
-        case "$dict", _:
-            kind, items = "dict", body
-        case _, dict():
-            kind, items = "dict", body.items()
-        case _, list():
-            kind, items = "tuple" if tag else "list", enumerate(body)
-        case _:
-            return Scalar(body)
+    if not isinstance(body, dict | list):
+        return Scalar(body)
+    kind: BranchKind = "dict" if tag == "$dict" or isinstance(body, dict) else "list"
+    codec, items = "", branch_items(tag, body)
+    if tag == "$tuple":
+        kind = "tuple"
+    elif tag == "$codec":
+        codec, output = body
+        if codec not in codecs_by_name:
+            raise MalformedManifest(
+                f"{format_path(path)} was stored by the codec {codec!r}, which is not registered"
+            )
+        kind, items = "codec", [("value", output)]
     children = {key: inner(each, path=(*path, key)) for key, each in items}
     absent = {key: each for key, each in children.items() if isinstance(each, Absent)}
     if absent and kind != "dict":
         return next(iter(absent.values()))  # a list or tuple is absent as a whole
-    if rank is not None and rank < ranks:
+    if rank is not None and rank < world_size:
         children = {key: each for key, each in children.items() if key not in absent}
-    return Branch(kind, children)
+    return Branch(kind, children, codec=codec)
 
 
 def _decode_scalar(tag: str, body: Json, path: StatePath) -> Scalar:
@@ -158,19 +154,17 @@ def _decode_scalar(tag: str, body: Json, path: StatePath) -> Scalar:
         raise MalformedManifest(problem) from None
 
 
-class StateManifest(Manifest, forbid_unknown_fields=True):
-    """A manifest whose state can be decoded."""
-
-    def tree(self, rank: int | None, file: str) -> Node:
-        """Return the tree of the state, with the parts of `rank` where ranks differ."""
-        with reporting_damage(file):
-            return decode(self.state, tensor=_decode_tensor, rank=rank, ranks=self.ranks)
+def decode_state(manifest: Manifest, rank: int | None, file: str) -> Node:
+    """Return the tree of a manifest's state, with the values of `rank` where ranks differ."""
+    with reporting_damage(file):
+        size = manifest.world_size
+        return decode(manifest.state, tensor=_decode_tensor, rank=rank, world_size=size)
 
 
 def _decode_tensor(body: Json, path: StatePath) -> TensorLeaf:
     where = format_path(path)
     entry = msgspec.convert(body, TensorEntry)
-    dtype = dtype_from_name(entry.dtype)
+    dtype = DTYPES.get(entry.dtype)
     if dtype is None or entry.dtype.startswith(("qint", "quint")):  # those need a scale
         raise MalformedManifest(
             f"{where} has the dtype {entry.dtype!r:.40}, which this torch does not store"
@@ -184,8 +178,8 @@ def _decode_tensor(body: Json, path: StatePath) -> TensorLeaf:
         raise MalformedManifest(f"{where} has the shape {entry.shape}, which is too large")
     if len(entry.shape) > 64 or entry.bytes != nbytes(dtype, entry.shape):
         raise MalformedManifest(
-            f"{where} is {entry.dtype}{entry.shape}, but its pieces have {entry.bytes} bytes"
+            f"{where} is {entry.dtype}{entry.shape}, but its shards have {entry.bytes} bytes"
         )
-    if any((piece.at[1] - piece.at[0]) % dtype.itemsize for piece in entry.pieces):
-        raise MalformedManifest(f"{where} has a piece that ends inside an element")
+    if any((shard.at[1] - shard.at[0]) % dtype.itemsize for shard in entry.shards):
+        raise MalformedManifest(f"{where} has a shard that ends inside an element")
     return TensorLeaf(tensor_name(path), dtype, tuple(entry.shape), device, entry)

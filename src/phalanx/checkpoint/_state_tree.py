@@ -108,14 +108,19 @@ Mark: TypeAlias = Literal["", "replicated", "per rank"]
 _MARKS: dict[type, Mark] = {Replicated: "replicated", PerRank: "per rank"}
 
 
+BranchKind: TypeAlias = Literal["dict", "list", "tuple", "codec"]
+
+
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A dict, a list, a tuple, or the output of a codec."""
 
-    kind: str
-    """``dict``, ``list``, ``tuple``, or ``codec:`` and the codec's name."""
+    kind: BranchKind
     children: dict[StateKey, Node]
+    """Of a codec, its output under the key ``value``."""
     mark: Mark = ""
+    codec: str = ""
+    """The name of the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +160,8 @@ Node: TypeAlias = Branch | Scalar | TensorLeaf | Absent
 def parse_state(state: Any) -> Node:
     """Return the tree of a state; raises `UnsupportedState` with the path of a bad value.
 
-    Tensors that share memory get one name: the least, whatever the order of keys.
+    Tensors that share memory get one name: the first in alphabetical order, since the order of keys
+    may differ between ranks.
     """
     tree = _parse(state, (), "")
     names: dict[Any, list[str]] = defaultdict(list)
@@ -205,18 +211,19 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
 def _parse_branch(value: Any, path: StatePath, mark: Mark) -> Branch:
     if (codec := codecs_by_class.get(type(value))) is not None:
         child = _parse(codec.encode(value), (*path, "value"), mark)
-        return Branch(f"codec:{codec.name}", {"value": child}, mark)
+        return Branch("codec", {"value": child}, mark, codec.name)
+    kind: BranchKind
     items: Iterable[tuple[Any, Any]]
     if type(value) in (dict, OrderedDict):
         kind, items = "dict", value.items()
     elif type(value) in (list, tuple):
-        kind, items = type(value).__name__, enumerate(value)
+        kind, items = "list" if type(value) is list else "tuple", enumerate(value)
     elif callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return _parse_branch(value.state_dict(), path, mark)
     else:
         raise UnsupportedState(
-            f"{format_path(path)} is a {_class_name(value)}, neither a tensor nor JSON-like. "
-            "Store its parts, give it state_dict and load_state_dict, or call register_codec"
+            f"{format_path(path)} has unsupported type {_class_name(value)}. Save its parts, "
+            "give it state_dict() and load_state_dict(), or call register_codec"
         )
     children: dict[StateKey, Node] = {}
     for key, each in items:
@@ -280,7 +287,7 @@ def walk(
     descend: Callable[[StatePath, Node], bool] = lambda _path, _node: True,
     path: StatePath = (),
 ) -> Iterator[tuple[StatePath, Node]]:
-    """Yield every node with its path, in order. Skips what is below a node not to `descend`."""
+    """Yield every node with its path, in order; nothing below a node if `descend` returns False."""
     yield path, node
     if isinstance(node, Branch) and descend(path, node):
         for key, child in node.children.items():
@@ -297,7 +304,7 @@ def map_leaves(node: Node, change: Callable[[TensorLeaf], TensorLeaf]) -> Node:
         return change(node)
     if isinstance(node, Branch):
         children = {key: map_leaves(child, change) for key, child in node.children.items()}
-        return Branch(node.kind, children, node.mark)
+        return Branch(node.kind, children, node.mark, node.codec)
     return node
 
 
@@ -322,6 +329,6 @@ def rebuild_state(node: Node, tensor: Callable[[TensorLeaf], Any]) -> Any:
     }
     if node.kind == "dict":
         return items
-    if node.kind in ("list", "tuple"):
-        return (list if node.kind == "list" else tuple)(items.values())
-    return codecs_by_name[node.kind.removeprefix("codec:")].decode(items["value"])
+    if node.kind == "codec":
+        return codecs_by_name[node.codec].decode(items["value"])
+    return (list if node.kind == "list" else tuple)(items.values())

@@ -5,11 +5,14 @@ The manifest decides: it appears atomically, it names all files that belong to t
 and files that no manifest names are ignored. A save can therefore run beside an older checkpoint
 at the same path, and a reader sees either the old checkpoint or the new one.
 
-Torch-free. Imports nothing else of this package but `_progress`.
+Torch-free. `_local_storage` and `_remote_storage` implement the interface and import this module;
+`storage_at` imports the one it needs when it is called.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -18,13 +21,14 @@ from contextlib import AbstractContextManager, suppress
 import xxhash
 
 from .. import _faultpoints
+from ..env import job_id
 from ..errors import InvalidArgument
 from ._progress import ProgressMeter
 
 CHUNK_BYTES = 2 << 20
-"""Data is hashed and written in chunks of this size, while they are in the processor's cache."""
+"""Data is hashed and written in chunks of this size, which fit into the processor's cache."""
 RETRIES = 100
-"""How often an operation is tried that loses a race against the removal of its directory."""
+"""How often to retry an operation whose directory is removed by another process."""
 
 DATA_FILE_NAME = re.compile(r"rank(\d+)-[0-9a-f]{16}\.safetensors")
 """Names of data files. Nothing else in a checkpoint's directory is ever removed."""
@@ -43,14 +47,30 @@ def fault_point(point: str) -> None:
         _faultpoints.reach(f"checkpoint:{point}")
 
 
-def data_file_name(save: str, rank: int) -> str:
-    return f"rank{rank}-{save}.safetensors"
+def data_file_name(save_id: str, rank: int) -> str:
+    return f"rank{rank}-{save_id}.safetensors"
 
 
-def files_to_remove(names: list[str], ranks: int, rank: int) -> list[str]:
+def files_to_remove(names: list[str], world_size: int, rank: int) -> list[str]:
     """Return the files that `rank` removes: those it wrote, which its machine has cached."""
     writers = {name: int(found[1]) for name in names if (found := DATA_FILE_NAME.fullmatch(name))}
-    return [name for name, writer in writers.items() if writer % ranks == rank]
+    return [name for name, writer in writers.items() if writer % world_size == rank]
+
+
+_adopted_job = ""
+
+
+def adopt_job_name(job: str) -> None:
+    """Use the job name of the rank for which this process writes."""
+    global _adopted_job  # noqa: PLW0603 - a process belongs to one job
+    _adopted_job = job
+
+
+def job_name() -> str:
+    """Return a name for this job, so that two jobs at one path ignore each other's messages."""
+    if _adopted_job:
+        return _adopted_job
+    return hashlib.sha256((job_id() or str(os.getppid())).encode()).hexdigest()[:16]
 
 
 class MessageStore(ABC):
@@ -178,15 +198,15 @@ class Storage(ABC):
         """Lock the path for the job `owner`, remove what dead jobs left, and return a save id."""
 
     @abstractmethod
-    def create(self, save: str, name: str) -> AbstractContextManager[Sink]:
+    def create(self, save_id: str, name: str) -> AbstractContextManager[Sink]:
         """Open a new file of a save for writing. It is durable when the block ends."""
 
     @abstractmethod
-    def commit(self, save: str, manifest: bytes) -> list[str]:
+    def commit(self, save_id: str, manifest: bytes) -> list[str]:
         """Make a save visible atomically and durably; return the files that it replaces."""
 
     @abstractmethod
-    def end(self, save: str) -> None:
+    def end(self, save_id: str) -> None:
         """Remove what was not committed and unlock the path. Never raises."""
 
     @abstractmethod
@@ -213,12 +233,16 @@ def strip_file_scheme(path: str) -> str:
     return path.removeprefix("file://").removeprefix("local://")
 
 
+def is_remote(path: str) -> bool:
+    return "://" in strip_file_scheme(path)
+
+
 def storage_at(path: str, meter: ProgressMeter | None = None) -> Storage:
-    """Return the storage for a path: the local file system, or fsspec if it contains ``://``."""
+    """Return the storage for a path: the local file system, or fsspec for a URL."""
     if not path:
-        raise InvalidArgument("a checkpoint needs a path, got an empty one")
+        raise InvalidArgument("path must not be empty")
     path = strip_file_scheme(path)
-    if "://" in path:
+    if is_remote(path):
         from ._remote_storage import RemoteStorage
 
         return RemoteStorage(path)

@@ -4,10 +4,8 @@ torch's store client waits for an answer without limit, so a stopped server or a
 machine would void every deadline. Callers make their requests themselves, and one watchdog thread
 per process shuts down the socket of an overdue request, which makes the call raise.
 
-`groups._store` bounds requests too, by running each on another thread: a request that
-timed out may still be answered, and the connection stays usable. The two thread switches per
-request double the time of a `TCPStoreBarrier` (from about 130 to 290 us on two ranks), so
-barriers have this client, at the price that an overdue connection is lost.
+`groups._store` runs each request on another thread instead, which would double the time of a
+`TCPStoreBarrier`; here an overdue connection is lost.
 """
 
 from __future__ import annotations
@@ -40,9 +38,9 @@ _opening = threading.Lock()
 
 
 class StoreConnection:
-    """A store client of one thread, with a deadline for a ``with`` block of calls.
+    """A store client for one thread; the calls in a ``with`` block share a deadline.
 
-    `address` is that of a server that may not be listening yet; None where this process hosts it.
+    If `address` is given, wait until its server listens; None where this process hosts the server.
     """
 
     def __init__(
@@ -83,8 +81,7 @@ class StoreConnection:
                 each.shutdown(socket.SHUT_RDWR)
 
     def flush_at_exit(self) -> None:
-        """Keep this process alive until the server, which may be one of its threads, has read all
-        requests."""
+        """Make the process, which may host the server, wait at exit until requests are read."""
         _register_once(flush_connections)
         _flushed_at_exit.add(self)
 

@@ -44,11 +44,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def dtype_from_name(name: str) -> torch.dtype | None:
-    """Return the dtype of that name, or None if this torch has none."""
-    return DTYPES.get(name)
-
-
 def safetensors_type(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:
     """Return the dtype and shape in a safetensors file: complex as pairs, unknown as bytes."""
     name = dtype_name(dtype)
@@ -86,7 +81,7 @@ class TensorShard:
         return self.stop - self.start == nbytes(self.dtype, self.shape)
 
 
-class WrittenRange(NamedTuple):
+class WrittenShard(NamedTuple):
     """Where the bytes of a shard are in their file."""
 
     begin: int
@@ -95,12 +90,10 @@ class WrittenRange(NamedTuple):
 
 
 class WrittenFile(NamedTuple):
-    """A file that was written."""
-
     length: int
     header_length: int
     header_checksum: str
-    ranges: list[WrittenRange]
+    shards: list[WrittenShard]
     """One for each shard, in the order given."""
 
 
@@ -123,6 +116,17 @@ def tensor_memory(tensor: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def resolve(tensor: Tensor) -> Tensor:
+    """Return the tensor with the values of a lazy conjugate or negative in memory."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether the values of a tensor are contiguous bytes in main memory."""
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not is_lazy
+
+
 def chunks(data: memoryview) -> Iterator[memoryview]:
     """Cut bytes into chunks that fit the cache."""
     for start in range(0, len(data), CHUNK_BYTES):
@@ -137,20 +141,19 @@ def write_tensor_file(
     sink.write(memoryview(header))
     position = len(header)
     meter.expect(sum(shard.stop - shard.start for shard in shards))
-    ranges: dict[int, WrittenRange] = {}
+    written: dict[int, WrittenShard] = {}
     for i in order:
         fault_point("tensor")
         digest = xxhash.xxh3_128()
-        plain = shards[i].data.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        data = tensor_memory(plain)
+        data = tensor_memory(resolve(shards[i].data).cpu().contiguous())
         assert len(data) == shards[i].stop - shards[i].start
         for chunk in chunks(data):
             digest.update(chunk)
             sink.write(chunk)
             meter.wrote(len(chunk))
         begin, position = position, position + len(data)
-        ranges[i] = WrittenRange(begin, position, digest.hexdigest())
-    in_order = [ranges[i] for i in range(len(shards))]
+        written[i] = WrittenShard(begin, position, digest.hexdigest())
+    in_order = [written[i] for i in range(len(shards))]
     return WrittenFile(position, len(header), checksum(header), in_order)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 import os
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from ..errors import InvalidArgument, InvalidState, InvalidType
+from .. import errors
+from ..errors import InvalidArgument, InvalidState, InvalidType, PhalanxError
+
+E = TypeVar("E", bound=PhalanxError)
 
 STATE_DICT: TypeAlias = dict[str, Any]
 """Nested dicts, lists and tuples of tensors, JSON-like values and objects with a ``state_dict``."""
@@ -21,6 +24,9 @@ class RankInfo:
     """This rank among those that save and load together."""
     global_world_size: int
     """The number of ranks that save and load together."""
+
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} of {self.global_world_size}"
 
     def __post_init__(self) -> None:
         if not 0 <= self.global_rank < self.global_world_size:
@@ -46,10 +52,16 @@ def check_integer(name: str, value: object, *, hint: str = "") -> int:
         raise InvalidType(f"{name} must be an integer, got {kind}{hint}") from None
 
 
+def error_class(name: str, base: type[E]) -> type[E]:
+    """Return the error class of that name if it derives from `base`, else `base`."""
+    found = getattr(errors, name, None)
+    return found if isinstance(found, type) and issubclass(found, base) else base
+
+
 def check_not_forked(pid: int, what: str) -> None:
     """Raise in a fork of process `pid`, which lacks its threads and shares its sockets."""
     if pid != os.getpid():
         raise InvalidState(
             f"this {what} belongs to process {pid} and cannot be used in its fork {os.getpid()}. "
-            f"Create a {what} in the forked process."
+            f"Create a {what} in the forked process"
         )

@@ -10,16 +10,18 @@ from typing import TypeVar
 import xxhash
 
 from ..errors import CheckpointNotFound, DamagedCheckpoint
-from ._manifest import MANIFEST, FileEntry, Manifest, ManifestOutline, TensorEntry
+from ._manifest import MANIFEST, Manifest, ManifestOutline, TensorEntry, no_checkpoint
 from ._storage import Snapshot, storage_at
 
 T = TypeVar("T", Manifest, ManifestOutline)
 ProgressCallback = Callable[[int], None]
 _Checksums = dict[str, dict[tuple[int, int], tuple[str, str]]]
-"""By file and range: its checksum, and the problem if it is another."""
+"""By file, then by first and last byte: the checksum, and the text for a wrong one."""
+
+WRONG_HEADER = "the checksum of its header is wrong"
 
 
-def read_manifest(path: str, kind: type[T]) -> T:
+def read_checked_manifest(path: str, kind: type[T]) -> T:
     """Read the manifest of a checkpoint, and check that its files exist with the right lengths."""
     manifest, problems = _check(path, kind, lambda _: {})
     if problems:
@@ -42,12 +44,12 @@ def verify(path: str, progress: ProgressCallback = lambda _: None) -> list[str]:
 
 
 def stored_digest(path: str, tensor: TensorEntry) -> str:
-    """Return the checksum of all bytes of a tensor, however they are divided into pieces."""
+    """Return the checksum of all bytes of a tensor, however they are divided into shards."""
     digest = xxhash.xxh3_128()
     with closing(storage_at(path).snapshot()) as snapshot:
-        for piece in tensor.pieces:
-            with closing(snapshot.open(piece.file)) as source:
-                for chunk in source.read_chunks(*piece.at):
+        for shard in tensor.shards:
+            with closing(snapshot.open(shard.file)) as source:
+                for chunk in source.read_chunks(*shard.at):
                     digest.update(chunk)
     return digest.hexdigest()
 
@@ -64,46 +66,42 @@ def _check(
             while True:
                 data = snapshot.manifest()
                 manifest = kind.load(data, f"{path}/{MANIFEST}")
-                found = _problems(manifest.files, checksums(manifest), snapshot, progress)
+                found = _problems(manifest, checksums(manifest), snapshot, progress)
                 problems = [f"{path}/{each}" for each in found]
                 if not problems or snapshot.manifest() == data:
                     return manifest, problems
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointNotFound(f"there is no checkpoint at {path}: no {MANIFEST} found") from None
+        raise no_checkpoint(path) from None
 
 
 def _checksums(manifest: Manifest) -> _Checksums:
     checksums: _Checksums = defaultdict(dict)
     for name, file in manifest.files.items():
-        problem = "the checksum of its header is wrong"
-        checksums[name][0, file.header.bytes] = (file.header.xxh3_128, problem)
+        checksums[name][0, file.header.bytes] = (file.header.xxh3_128, WRONG_HEADER)
     for entry in manifest.entries:
         owner = entry.name if entry.rank is None else f"{entry.name} of rank {entry.rank}"
-        for piece in entry.tensor.pieces if entry.tensor is not None else ():
-            problem = f"{owner} is damaged (bytes {piece.at[0]} to {piece.at[1]})"
-            checksums[piece.file].setdefault(piece.at, (piece.xxh3_128, problem))
+        for shard in entry.tensor.shards if entry.tensor is not None else ():
+            problem = f"{owner} is damaged (bytes {shard.at[0]} to {shard.at[1]})"
+            checksums[shard.file].setdefault(shard.at, (shard.xxh3_128, problem))
     return checksums
 
 
 def _problems(
-    files: dict[str, FileEntry],
-    checksums: _Checksums,
-    snapshot: Snapshot,
-    progress: ProgressCallback,
+    manifest: T, checksums: _Checksums, snapshot: Snapshot, progress: ProgressCallback
 ) -> Iterator[str]:
-    for name, file in files.items():
+    for name, file in manifest.files.items():
         try:
             source = snapshot.open(name)
         except OSError as error:
             yield f"{name}: it cannot be opened: {error.strerror or error}"
             continue
         with closing(source):
-            if source.length != file.bytes:
-                yield f"{name}: it has {source.length} bytes, expected {file.bytes}"
-            for at, (checksum, problem) in sorted(checksums.get(name, {}).items()):
+            if problem := file.length_problem(source):
+                yield f"{name}: {problem}"
+            for at, (checksum, text) in sorted(checksums.get(name, {}).items()):
                 try:
                     actual = source.checksum(*at, progress=progress)
                 except (EOFError, OSError):
                     actual = ""
                 if actual != checksum:
-                    yield f"{name}: {problem}"
+                    yield f"{name}: {text}"

@@ -10,7 +10,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -39,7 +38,8 @@ class CheckpointWriterConfig:
     """Options of a writer."""
 
     write_barrier_timeout_secs: int = 600
-    """How long ranks wait for each other if they have no barrier."""
+    """How long ranks wait for each other if their barrier cannot carry results. Barriers have
+    timeouts of their own."""
 
 
 class CheckpointWriter:
@@ -77,19 +77,17 @@ class CheckpointWriter:
         path = os.fsdecode(path)
         hook = self._commit_hook
         before_commit = (lambda: None) if hook is None else partial(hook.pre_commit, path, **kwargs)
-        self.close()  # this save needs the space of what the last one replaced
+        self._join_removal()  # this save needs the space of what the last one replaced
         self._writes += 1
-        number = save_number or self._writes
+        meter, number = progress_meter or ProgressMeter(), save_number or self._writes
         while True:
             exchange = self._text_exchange(path)
-            coordinator = Coordinator(
-                self._rank_info, exchange, save_number=number, meter=progress_meter
-            )
-            with suppress(PeersBehind):
-                remove = commit_checkpoint(
-                    path, state_dict, coordinator=coordinator, before_commit=before_commit
-                )
-                break
+            coordinator = Coordinator(self._rank_info, exchange, save_number=number, meter=meter)
+            try:
+                remove = commit_checkpoint(path, state_dict, coordinator, meter, before_commit)
+            except PeersBehind:
+                continue
+            break
         if remove is not None:
             thread = threading.Thread(target=remove, name="phalanx checkpoint removal")
             try:
@@ -112,6 +110,9 @@ class CheckpointWriter:
 
     def close(self) -> None:
         """Wait until the files of a replaced checkpoint are removed."""
+        self._join_removal()
+
+    def _join_removal(self) -> None:
         if self._removal is not None:
             self._removal.join()
             self._removal = None

@@ -1,7 +1,7 @@
 """Barriers: every rank waits until all ranks arrive, and learns which ones did not.
 
-The names of ``torch.distributed.checkpoint._experimental.barriers``, and `GroupBarrier`. All of
-them also have `exchange`, a barrier that returns a text from every rank.
+The names of ``torch.distributed.checkpoint._experimental.barriers``, and `GroupBarrier`. The three
+barrier classes also have `exchange`, a barrier that returns a text from every rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command `phalanx checkpoint`: list, show, verify, diff and prune checkpoints.
 
-`cli` imports this module for `phalanx run` too, so the commands import `_checkpoint_inspection`
-when they run.
+`cli` imports this module for `phalanx run` too, so each command imports `_checkpoint_commands`
+when it runs.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Examples:
 
 @click.group(epilog=_EXAMPLES)
 def checkpoint() -> None:
-    """List, inspect, verify, compare and prune checkpoints.
+    """List, show, verify, diff and prune checkpoints.
 
     PATH is a checkpoint or a directory of checkpoints, or a URL that fsspec supports.
     """
@@ -39,15 +39,13 @@ _json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.
 _path_argument = click.argument("path")
 
 
-def _print(as_json: bool, command: Callable[[Any], tuple[Any, Iterable[str]]]) -> Any:
-    """Run a command of `_checkpoint_inspection`, print its output, and return it as JSON.
+def _print(as_json: bool, command: Callable[[], tuple[Any, Iterable[str]]]) -> Any:
+    """Run a command, print its output, and return it as JSON.
 
     Errors become messages without a traceback.
     """
-    from . import _checkpoint_inspection
-
     try:
-        output, lines = command(_checkpoint_inspection)
+        output, lines = command()
         text = "\n".join(map(_escape_control_characters, lines))
         click.echo(json.dumps(output, indent=2) if as_json else text)
     except BrokenPipeError:
@@ -69,7 +67,9 @@ def _escape_control_characters(line: str) -> str:
 @_path_argument
 def ls(*, path: str, as_json: bool) -> None:
     """List the checkpoints at PATH with their sizes."""
-    _print(as_json, lambda inspection: inspection.list_checkpoints(path))
+    from ._checkpoint_commands import list_checkpoints
+
+    _print(as_json, partial(list_checkpoints, path))
 
 
 @checkpoint.command(short_help="Show the contents of a checkpoint.")
@@ -77,7 +77,9 @@ def ls(*, path: str, as_json: bool) -> None:
 @_path_argument
 def show(*, path: str, as_json: bool) -> None:
     """Show the contents of the checkpoint at PATH, or of the newest one in that directory."""
-    _print(as_json, lambda inspection: inspection.show_checkpoint(path))
+    from ._checkpoint_commands import show_checkpoint
+
+    _print(as_json, partial(show_checkpoint, path))
 
 
 @checkpoint.command(short_help="Read checkpoints and compare all checksums.")
@@ -88,12 +90,11 @@ def verify(*, path: str, as_json: bool) -> None:
 
     The exit code is 1 if any is damaged; the output names the file and the tensor.
     """
+    from ._checkpoint_commands import verify_checkpoints
+
     file = sys.stderr if sys.stderr.isatty() else io.StringIO()
     bar = partial(click.progressbar, label="reading", file=file)
-    problems = _print(
-        as_json,
-        lambda inspection: inspection.verify_checkpoints(path, lambda size: bar(length=size)),
-    )
+    problems = _print(as_json, partial(verify_checkpoints, path, lambda size: bar(length=size)))
     click.get_current_context().exit(1 if any(problems.values()) else 0)
 
 
@@ -108,25 +109,26 @@ def diff(*, path: str, other: str | None, as_json: bool) -> None:
     shapes, types and checksums; reads data only if another number of ranks sharded it differently.
     The exit code is 1 if they differ.
     """
-    found = _print(as_json, lambda inspection: inspection.compare_checkpoints(path, other))
+    from ._checkpoint_commands import compare_checkpoints
+
+    found = _print(as_json, partial(compare_checkpoints, path, other))
     click.get_current_context().exit(1 if found else 0)
 
 
 @checkpoint.command()
-@click.option("--keep-last", default=3, show_default=True, metavar="N", help="Keep the newest N.")
-@click.option("--keep-every", default=0, metavar="N", help="Also keep multiples of N.")
+@click.option("--keep-last", default=3, metavar="N", help="Keep the newest N (default 3).")
+@click.option("--keep-every", type=int, metavar="N", help="Also keep multiples of N.")
 @click.option("--dry-run", is_flag=True, help="Only show what would be removed.")
 @_json_option
 @_path_argument
-def prune(*, path: str, keep_last: int, keep_every: int, dry_run: bool, as_json: bool) -> None:
+def prune(
+    *, path: str, keep_last: int, keep_every: int | None, dry_run: bool, as_json: bool
+) -> None:
     """Remove old checkpoints from the directory at PATH.
 
     Never removes a checkpoint that is damaged, being read, or contains unknown files. Verifies the
     newest one first, so that at least one good checkpoint remains.
     """
+    from ._checkpoint_commands import prune_checkpoints
 
-    def command(inspection: Any) -> Any:
-        policy = inspection.RetentionPolicy(keep_last, keep_every or None)
-        return inspection.prune_checkpoints(path, policy, dry_run=dry_run)
-
-    _print(as_json, command)
+    _print(as_json, partial(prune_checkpoints, path, keep_last, keep_every, dry_run=dry_run))

@@ -14,7 +14,9 @@ Fault points of groups are ``<operation>:before``, ``<operation>:issued`` and
 ``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. Those of a save are
 ``checkpoint:`` followed by ``begin``, ``locked``, ``tensor`` (before each one), ``flush`` (of each
 file), ``written``, ``publish``, ``published`` and ``committed``, and when it overwrites another
-checkpoint also ``moved``, ``replace`` and ``replaced``. Bodies add points with `reach`.
+checkpoint also ``moved``, ``replace``, ``replaced`` and, after the commit, ``discard`` (of each old
+file). A checkpoint that is removed reaches ``checkpoint:renamed`` before its files are deleted.
+Bodies add points with `reach`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program of the writer process, and the messages that it exchanges with its rank.
+"""The main program of the writer process, and the messages that it exchanges with its rank.
 
 Messages go over a socket pair. Tensors are never sent: they are in shared memory, whose descriptor
 is sent once. A write that fails is reported, and the process serves the next request. It exits on
@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from .. import errors
-from ..errors import CheckpointError, SaveFailed
-from ._coordination import adopt_job_name
+from ..errors import CheckpointError, MisuseError, SaveFailed
 from ._progress import ProgressMeter
 from ._staging import Place, state_from_tree, with_tensors
 from ._state_tree import Node
+from ._storage import adopt_job_name
 from ._writer import CheckpointWriter
 
 
@@ -61,7 +61,7 @@ class Reply(msgspec.Struct):
     traceback: str = ""
 
 
-def printable(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """Escape surrogates, as in paths that are not valid Unicode, so that a text can be sent."""
     return text.encode(errors="backslashreplace").decode()
 
@@ -100,16 +100,14 @@ def _set_up(control: Connection) -> _Server:
 
 def _failure(error: BaseException) -> Reply:
     name = type(error).__name__
-    is_ours = isinstance(error, CheckpointError)
+    is_ours = isinstance(error, CheckpointError | MisuseError)
     message = str(error) if is_ours else f"{name}: {error}"
     text = "".join(traceback.format_exception(error))
     kind = name if is_ours and hasattr(errors, name) else "SaveFailed"
-    return Reply(error=kind, message=printable(message), traceback=printable(text))
+    return Reply(error=kind, message=escape_surrogates(message), traceback=escape_surrogates(text))
 
 
 class _Server:
-    """Serves the requests of the rank, one at a time."""
-
     def __init__(self, control: Connection, writer: CheckpointWriter, meter: ProgressMeter) -> None:
         self._control = control
         self._writer = writer

@@ -6,10 +6,6 @@ a shared lock on it, and a locked checkpoint stays; without locks, readers that 
 open can still finish. A checkpoint that is a symbolic link or contains foreign files is never
 removed.
 
-`prune` removes the checkpoints that a `RetentionPolicy` does not keep. A damaged one does not count
-as one of the last, and is never removed: it may be worth rescuing. The newest one that counts is
-known to be good.
-
 Steps are ordered by number; the times of files are never used. Torch-free.
 """
 
@@ -23,9 +19,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from ..errors import (
     CheckpointDirectoryInUse,
@@ -36,9 +30,8 @@ from ..errors import (
 from ._local_storage import DirectoryLock, LocalStorage, fsync_directory, make_durable_directories
 from ._manifest import MANIFEST, ManifestOutline
 from ._remote_storage import list_names, open_filesystem
-from ._storage import DATA_FILE_NAME, RETRIES, fault_point, strip_file_scheme
-from ._types import check_integer
-from ._verify import read_manifest, verify
+from ._storage import DATA_FILE_NAME, RETRIES, fault_point, is_remote, strip_file_scheme
+from ._verify import read_checked_manifest, verify
 
 _STEP_NAME = re.compile(r"step-(\d{8,18})")
 _REMOVED_NAME = re.compile(r"\.step-\d{8,18}\.removed-[0-9a-f]{8}")
@@ -61,7 +54,7 @@ def _is_our_file(name: str) -> bool:
     return name == MANIFEST or DATA_FILE_NAME.fullmatch(name) is not None
 
 
-class StepDirectory(ABC):
+class CheckpointDirectory(ABC):
     """A directory of checkpoints; without locks, unless a subclass has them."""
 
     path: str
@@ -78,7 +71,6 @@ class StepDirectory(ABC):
         """Remove a checkpoint; False if it is being read."""
 
     def path_of(self, step: int) -> str:
-        """Return the path of a step's checkpoint."""
         return f"{self.path.rstrip('/')}/{step_name(step)}"
 
     def steps(self) -> list[int]:
@@ -99,7 +91,7 @@ class StepDirectory(ABC):
     def is_damaged(self, step: int, *, read_data: bool = False) -> bool:
         """Whether the manifest or the files of a checkpoint are damaged, or their data."""
         try:
-            read_manifest(self.path_of(step), ManifestOutline)
+            read_checked_manifest(self.path_of(step), ManifestOutline)
             return read_data and bool(verify(self.path_of(step)))
         except (DamagedCheckpoint, CheckpointNotFound, OSError):
             return True
@@ -123,21 +115,25 @@ class StepDirectory(ABC):
         """Remove what dead jobs left. Without locks, no owner of a file is certainly dead."""
 
 
-def step_directory_at(path: str | os.PathLike[str], *, absolute: bool = False) -> StepDirectory:
-    """Return the directory at a path: local, or on fsspec if it contains ``://``.
+def checkpoint_directory_at(
+    path: str | os.PathLike[str], *, absolute: bool = False
+) -> CheckpointDirectory:
+    """Return the directory at a path: local, or on fsspec for a URL.
 
     If `absolute`, a local path survives a change of the working directory.
     """
     path = os.fspath(path)
-    if not isinstance(path, str) or not path:
-        raise InvalidArgument(f"the path of a checkpoint directory cannot be {path!r}")
+    if not isinstance(path, str):
+        raise InvalidArgument(f"path must be a str or pathlib.Path, got {path!r}")
+    if not path:
+        raise InvalidArgument("path must not be empty")
     path = strip_file_scheme(path)
-    if "://" in path:
-        return RemoteStepDirectory(path)
-    return LocalStepDirectory(os.path.abspath(os.path.expanduser(path)) if absolute else path)
+    if is_remote(path):
+        return RemoteCheckpointDirectory(path)
+    return LocalCheckpointDirectory(os.path.abspath(os.path.expanduser(path)) if absolute else path)
 
 
-class RemoteStepDirectory(StepDirectory):
+class RemoteCheckpointDirectory(CheckpointDirectory):
     """A directory of an fsspec file system. It has no locks: run one job at a time."""
 
     def __init__(self, path: str) -> None:
@@ -163,7 +159,7 @@ class RemoteStepDirectory(StepDirectory):
         return True
 
 
-class LocalStepDirectory(StepDirectory):
+class LocalCheckpointDirectory(CheckpointDirectory):
     """A directory on a local or shared file system."""
 
     def __init__(self, path: str) -> None:
@@ -207,7 +203,7 @@ class LocalStepDirectory(StepDirectory):
         if self._lock is None:
             make_durable_directories(self._directory)
             self._lock = DirectoryLock.take(
-                self._directory / _LOCK_DIRECTORY, owner, purpose=self.path
+                self._directory / _LOCK_DIRECTORY, owner, target=self.path
             )
 
     def unlock(self) -> None:
@@ -222,8 +218,7 @@ class LocalStepDirectory(StepDirectory):
                 _remove_files(self._directory / name)
             elif found is not None and (self._directory / name).is_dir():
                 with suppress(CheckpointDirectoryInUse):  # a save that is alive
-                    storage = LocalStorage(str(self._directory / found[1]))
-                    storage.end(storage.begin(f"process {os.getpid()}, which removes stale files"))
+                    LocalStorage(str(self._directory / found[1])).remove_leftovers()
 
 
 def _remove_files(directory: Path) -> None:
@@ -244,7 +239,7 @@ def lock_for_reading(directory: str) -> ExitStack | None:
 
 @contextmanager
 def _locked(directory: str | Path, kind: int, flags: int = 0) -> Iterator[bool]:
-    """Try to lock a directory; yields whether it is locked and still has its name."""
+    """Try to lock a directory; yield whether that succeeded and no process has renamed it."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
         try:
@@ -256,57 +251,3 @@ def _locked(directory: str | Path, kind: int, flags: int = 0) -> Iterator[bool]:
         yield is_locked and os.path.samestat(os.fstat(fd), os.stat(directory))
     finally:
         os.close(fd)
-
-
-@dataclass(frozen=True)
-class RetentionPolicy:
-    """Keep the last checkpoints, and those whose step is a multiple of `every`."""
-
-    last: int
-    every: int | None = None
-
-    def __post_init__(self) -> None:
-        if check_integer("keep_last", self.last) < 1:
-            raise InvalidArgument(f"keep_last must be at least 1, got {self.last}")
-        if self.every is not None and check_integer("keep_every", self.every) < 0:
-            raise InvalidArgument(f"keep_every must not be negative, got {self.every}")
-
-
-class RetentionDecision(NamedTuple):
-    """What happens to a checkpoint."""
-
-    step: int
-    kept: str | None
-    """Why it is kept; None if it is removed."""
-
-
-def prune(
-    directory: StepDirectory,
-    policy: RetentionPolicy,
-    *,
-    written: int | None = None,
-    dry_run: bool = False,
-) -> list[RetentionDecision]:
-    """Remove checkpoints that the policy does not keep, and return the decision on each.
-
-    The newest checkpoint that counts as good is either the one `written` just now, or all of its
-    data is read and verified.
-    """
-    decisions: list[RetentionDecision] = []
-    good = 0
-    for step in reversed(directory.steps()):
-        is_trusted = good > 0 or (written is not None and step >= written)
-        why: str | None
-        if good == policy.last and policy.every and step % policy.every == 0:
-            why = f"every {policy.every}"
-        elif directory.is_damaged(step, read_data=not is_trusted):
-            why = "damaged"
-        elif good < policy.last:
-            good += 1
-            why = "the last one" if policy.last == 1 else f"one of the last {policy.last}"
-        else:
-            why = directory.obstacle(step)
-            if why is None and not dry_run and not directory.remove(step):
-                why = "it is being read"
-        decisions.append(RetentionDecision(step, why))
-    return decisions[::-1]

@@ -1,4 +1,4 @@
-"""What `phalanx checkpoint` finds and prints; works without torch.
+"""The commands of `phalanx checkpoint`, without their options; they work without torch.
 
 The function of each command returns its output as JSON and as lines of text. A damaged checkpoint
 is listed as such and never hides the others.
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from .._formatting import format_age, format_count, format_size, format_table
-from ..checkpoint._manifest import MANIFEST, Manifest, ManifestEntry
-from ..checkpoint._step_directory import (
-    RetentionPolicy,
+from ..checkpoint._checkpoint_directory import (
+    checkpoint_directory_at,
     lock_for_reading,
     parse_step_name,
-    prune,
-    step_directory_at,
 )
-from ..checkpoint._verify import read_manifest, stored_digest, verify
+from ..checkpoint._manifest import MANIFEST, Manifest, ManifestEntry
+from ..checkpoint._retention import RetentionPolicy, prune
+from ..checkpoint._storage import is_remote, strip_file_scheme
+from ..checkpoint._verify import read_checked_manifest, stored_digest, verify
 from ..errors import CheckpointNotFound, DamagedCheckpoint, InvalidArgument
 
 _MAX_VALUE_WIDTH = 60  # characters of a value that are shown
@@ -77,7 +77,7 @@ class CheckpointInfo:
             return {**summary, "damaged": self.damage}
         return {
             **summary,
-            "ranks": self.manifest.ranks,
+            "ranks": self.manifest.world_size,
             "tensors": self.tensors,
             "files": len(self.manifest.files),
             "bytes": self.bytes,
@@ -87,9 +87,10 @@ class CheckpointInfo:
 
 def find_checkpoints(path: str) -> list[CheckpointInfo]:
     """Return the checkpoint at a path, or all checkpoints in that directory."""
+    path = strip_file_scheme(path)
     with suppress(CheckpointNotFound):
         return [_read_checkpoint(path)]
-    directory = step_directory_at(path)
+    directory = checkpoint_directory_at(path)
     for _ in range(_ATTEMPTS):
         steps, found = directory.steps(), []
         for step in steps:
@@ -99,14 +100,14 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
             return found
         if not steps:
             break  # otherwise all of them were just removed, so there are newer ones
-    if "://" not in path and not os.path.exists(path):
+    if not is_remote(path) and not os.path.exists(path):
         raise CheckpointNotFound(f"{path} does not exist")
     raise CheckpointNotFound(f"{path} contains no checkpoint")
 
 
 def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
-        return CheckpointInfo(path, read_manifest(path, Manifest))
+        return CheckpointInfo(path, read_checked_manifest(path, Manifest))
     except CheckpointNotFound:
         raise
     except DamagedCheckpoint as error:
@@ -123,7 +124,7 @@ def list_checkpoints(path: str) -> Output:
         age = "-" if each.age_seconds is None else format_age(each.age_seconds)
         ranks, tensors, size = "-", "-", "damaged"
         if each.manifest is not None:
-            ranks, size = str(each.manifest.ranks), format_size(each.bytes)
+            ranks, size = str(each.manifest.world_size), format_size(each.bytes)
             tensors = f"{each.tensors:,}"
         rows.append([step, ranks, tensors, size, age, each.path])
     head = ["step", "ranks", "tensors", "size", "age", "path"]
@@ -153,19 +154,19 @@ def show_checkpoint(path: str) -> Output:
     age = "" if found.age_seconds is None else f", {format_age(found.age_seconds)} old"
     counts = format_count(len(tensors), "tensor")
     files = format_count(len(found.manifest.files), "file")
-    ranks = format_count(found.manifest.ranks, "rank")
+    ranks = format_count(found.manifest.world_size, "rank")
     total = format_size(found.bytes)
     lines = [f"{found.path}: {step}{total}, {counts} in {files}, saved by {ranks}{age}"]
     if tensors:
-        head = ["tensor", "type", "shape", "size", "of"]
+        head = ["tensor", "dtype", "shape", "size", "rank"]
         lines += ["", *format_table(head, tensors, right="size")]
     if values:
-        lines += ["", *format_table(["value", "is", "of"], values)]
+        lines += ["", *format_table(["name", "value", "rank"], values)]
     return {**found.to_json(), "state": state}, lines
 
 
 def _format_owner(rank: int | None) -> str:
-    return "all" if rank is None else f"rank {rank}"
+    return "all" if rank is None else str(rank)
 
 
 def _format_value(value: Any) -> str:
@@ -185,18 +186,18 @@ def compare_checkpoints(path: str, other: str | None) -> Output:
     found, rows = [], []
     for key in before | after:
         if key not in after:
-            change, how = "removed", _format_entry(before[key])
+            change, difference = "removed", _format_entry(before[key])
         elif key not in before:
-            change, how = "added", _format_entry(after[key])
+            change, difference = "added", _format_entry(after[key])
         else:
-            change, how = "changed", _difference(one.path, before[key], two.path, after[key])
-        if how:
+            change, difference = "changed", _difference(one.path, before[key], two.path, after[key])
+        if difference:
             name, rank, _ = key
-            found.append({"name": name, "rank": rank, "change": change, "how": how})
-            rows.append([change, name, _format_owner(rank), how])
+            found.append({"name": name, "rank": rank, "change": change, "difference": difference})
+            rows.append([change, name, _format_owner(rank), difference])
     same = len(before) - sum(each["change"] != "added" for each in found)
     head = f"{one.path} -> {two.path}: {len(found):,} differ, {same:,} are equal"
-    table = ["", *format_table(["change", "name", "of", "how"], rows)] if rows else []
+    table = ["", *format_table(["change", "name", "rank", "difference"], rows)] if rows else []
     return found, [head, *table]
 
 
@@ -219,13 +220,13 @@ def _difference(path: str, old: ManifestEntry, other_path: str, new: ManifestEnt
         return f"{_format_value(old.value)} -> {_format_value(new.value)}"
     if old.tensor is None or new.tensor is None:
         return ""
-    pieces = [
-        [(each.at[1] - each.at[0], each.xxh3_128) for each in tensor.pieces]
+    shards = [
+        [(each.at[1] - each.at[0], each.xxh3_128) for each in tensor.shards]
         for tensor in (old.tensor, new.tensor)
     ]
-    lengths = [[length for length, _ in each] for each in pieces]
+    lengths = [[length for length, _ in each] for each in shards]
     if lengths[0] == lengths[1]:
-        is_same = pieces[0] == pieces[1]
+        is_same = shards[0] == shards[1]
     else:  # another number of ranks sharded it differently, so only the data can be compared
         is_same = stored_digest(path, old.tensor) == stored_digest(other_path, new.tensor)
     return "" if is_same else f"values of {_format_entry(old)}"
@@ -244,7 +245,7 @@ def verify_checkpoints(path: str, progress_bar: Callable[[int], Any]) -> Output:
     lines = []
     with progress_bar(sum(each.bytes for each in found)) as bar:
         for each in found:
-            lock = ExitStack() if "://" in each.path else lock_for_reading(each.path)
+            lock = ExitStack() if is_remote(each.path) else lock_for_reading(each.path)
             if lock is not None:
                 with lock, suppress(CheckpointNotFound):
                     problems[each.path] = verify(each.path, bar.update)
@@ -257,13 +258,16 @@ def verify_checkpoints(path: str, progress_bar: Callable[[int], Any]) -> Output:
     return problems, lines
 
 
-def prune_checkpoints(path: str, policy: RetentionPolicy, *, dry_run: bool) -> Output:
+def prune_checkpoints(
+    path: str, keep_last: int, keep_every: int | None, *, dry_run: bool
+) -> Output:
     """Remove old checkpoints; return what was kept and removed, and the freed size."""
+    policy = RetentionPolicy(keep_last, keep_every)
     found = find_checkpoints(path)
-    if found[0].path == path:
-        raise CheckpointNotFound(f"{path} is a checkpoint; prune needs a directory of checkpoints")
+    if found[0].path == strip_file_scheme(path):
+        raise InvalidArgument(f"{path} is a checkpoint; prune needs a directory of checkpoints")
     sizes = {each.step: each.bytes for each in found}
-    decisions = prune(step_directory_at(path), policy, dry_run=dry_run)
+    decisions = prune(checkpoint_directory_at(path), policy, dry_run=dry_run)
     would = "would be removed" if dry_run else "removed"
     rows = [
         [
@@ -275,5 +279,5 @@ def prune_checkpoints(path: str, policy: RetentionPolicy, *, dry_run: bool) -> O
     ]
     gone = [sizes[step] for step, kept in decisions if not kept and step in sizes]
     total = f"{format_count(len(gone), 'checkpoint')} {would}, {format_size(sum(gone))}"
-    table = format_table(["step", "size", "what"], rows, right="step size")
+    table = format_table(["step", "size", "action"], rows, right="step size")
     return [each._asdict() for each in decisions], [*table, "", total]

@@ -143,6 +143,12 @@ def fake(request):
     group.shutdown()
 
 
+@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"world_size": 2}])
+def test_fake_asks_for_rank_and_world_size(given):
+    with pytest.raises(InvalidArgument, match=r"backend 'fake' needs rank= and world_size="):
+        new_group("fake", MINUTE, **given)
+
+
 def test_fake_calls_end_at_once(fake):
     tensor = torch.arange(3.0)
     works = [

@@ -415,6 +415,18 @@ def test_a_thread_rank_that_ends_is_lost(threads):
     threads.run(a_thread_that_ends, 2)
 
 
+def describe_a_peer_that_still_exits(ctx):
+    group = ctx.group("shm", timeout=LONG)
+    group.barrier().wait()
+    # The engine may notice a death before the kernel's table of processes shows it.
+    failure = group._detector.lost_failure([1 - ctx.rank], group._recorder.last)
+    assert "thread" not in failure.cause
+
+
+def test_a_process_is_never_described_as_a_thread(ranks):
+    ranks.run(describe_a_peer_that_still_exits, 2)
+
+
 def lengthen_the_deadline(ctx):
     group = ctx.group("gloo", timeout=SHORT)
     group.set_timeout(LONG)

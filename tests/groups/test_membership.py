@@ -222,6 +222,18 @@ def test_who_has_left_is_told_so(crew, backend):
     crew[backend].run(call_after_leaving, 2, args=(backend,))
 
 
+def exclude_after_leaving(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if has_left(group, 0):
+        with pytest.raises(InvalidState, match=f"exclude: {backend} does not support exclude"):
+            group.exclude([1])
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_excluding_after_leaving_names_the_engine_that_cannot(crew, backend):
+    crew[backend].run(exclude_after_leaving, 2, args=(backend,))
+
+
 def leave_and_die(ctx):
     group, other = ctx.group("shm", timeout=LONG), ctx.group("shm", timeout=LONG)
     if ctx.rank == 2:

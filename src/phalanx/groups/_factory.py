@@ -74,6 +74,8 @@ def new_group(
     """
     config = _checked_config(GroupConfig(backend, torch.device(device), timeout, checks, kwargs))
     if not find_backend(backend).traits.needs_store:
+        if rank is None or world_size is None:
+            raise InvalidArgument(f"backend {backend!r} needs rank= and world_size=")
         rank, world_size = check_rank_and_size(rank, world_size)
         return form_group(config, None, rank, name or backend, global_ranks=range(world_size))
     opened = open_and_reserve_store(store, rank=rank, size=world_size, timeout=timeout)

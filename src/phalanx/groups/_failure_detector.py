@@ -87,6 +87,7 @@ class FailureDetector:
         board: StatusStore | None,
         recorder: FlightRecorder,
         streams: bool = False,
+        ranks_are_threads: bool = False,
         lost_ranks: Callable[[], list[int]] | None = None,
         wake: Callable[[], None] | None = None,
         drive: Callable[[], None] | None = None,
@@ -97,6 +98,7 @@ class FailureDetector:
         self.size = size
         self.closed = False
         self.streams = streams  # waiting orders a device's stream instead of blocking the caller
+        self._ranks_are_threads = ranks_are_threads
         self.failure: Failure | None = None
         self.waiting: Call | None = None
         self.half_started = ""
@@ -196,12 +198,14 @@ class FailureDetector:
 
     def lost_failure(self, ranks: Sequence[int], call: Call) -> Failure:
         """Return the failure of a group in which these ranks are dead."""
-        processes = []
-        for rank in ranks:
-            member = self._roster.members[rank]
-            processes.append(f"rank {rank} ({'' if member.is_dead else 'a thread of '}{member})")
-        cause = f"{' and '.join(processes)} {'is' if len(ranks) == 1 else 'are'} dead"
+        processes = " and ".join(map(self.describe_process, ranks))
+        cause = f"{processes} {'is' if len(ranks) == 1 else 'are'} dead"
         return self.make_failure("lost", cause, ranks, call)
+
+    def describe_process(self, rank: int) -> str:
+        """Name a rank and its process: ``rank 2 (pid 4711 on node3)``."""
+        thread = "a thread of " if self._ranks_are_threads else ""
+        return f"rank {rank} ({thread}{self._roster.members[rank]})"
 
     def shutdown_failure(self, rank: int, site: str, call: Call) -> Failure:
         """Return the failure of a call that needs a rank which has shut the group down."""

@@ -99,15 +99,18 @@ class Membership:
 
     def leave(self) -> None:
         """End this rank's membership as soon as its calls in flight are done."""
+        self._issuer.check_usable("leave")
         self._engine_supporting("leave", "call update_membership on every rank")
         self._leave("leave")
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        hint, detector = "make a group of the survivors with split_group", self._detector
-        engine = self._engine_supporting("exclude", hint)
-        excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
+        detector = self._detector
         if self._issuer.closed and not self._issuer.has_left:
             self._issuer.refuse("exclude")
+        engine = self._engine_supporting(
+            "exclude", "make a group of the survivors with split_group"
+        )
+        excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
         if alive := sorted(excluded - detector.dead()):
             raise InvalidArgument(
                 f"exclude: {format_ranks(alive)} {'is' if len(alive) == 1 else 'are'} alive; "
@@ -187,7 +190,7 @@ class Membership:
 
     def _engine_supporting(self, operation: str, hint: str) -> Engine:
         issuer = self._issuer
-        if not hasattr(issuer.engine, operation) and not issuer.closed:
+        if not hasattr(issuer.engine, operation):
             raise InvalidState(
                 f"{operation}: {issuer.backend} does not support {operation}(); {hint}, or use shm"
             )

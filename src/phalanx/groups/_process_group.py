@@ -119,6 +119,7 @@ class ProcessGroup(dist.ProcessGroup):
             board=board,
             recorder=self._recorder,
             streams=traits.waits_on_stream,
+            ranks_are_threads=traits.ranks_are_threads,
             lost_ranks=getattr(engine, "lost_ranks", None),
             wake=getattr(engine, "wake", None),
             drive=getattr(engine, "drive", None),

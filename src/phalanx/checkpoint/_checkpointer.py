@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidState, SaveTimeout
-from ..groups._factory import default_group
+from ..groups._current_group import default_group
 from ._barriers import BarrierConfig, create_barrier_from_config
 from ._checkpoint_process import CheckpointProcess, CheckpointProcessConfig
 from ._progress import SaveProgress, SaveReport, WriteFuture, wrap_future

@@ -26,11 +26,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch.distributed as dist
 
 from .. import errors
+from .._formatting import format_ranks
 from ..env import read_rank_env
 from ..errors import CheckpointError, InvalidType, SaveFailed, SaveTimeout
 from ..groups import ProcessGroup
-from ..groups._factory import default_group
-from ..groups._formatting import format_ranks
+from ..groups._current_group import default_group
 from ._barriers import DistBarrier, GroupBarrier
 from ._progress import ProgressMeter
 from ._storage import MESSAGE_PREFIX, MessageStore

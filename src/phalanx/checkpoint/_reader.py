@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._formatting import format_ranks
 from ..errors import (
     CheckpointNotFound,
     DamagedCheckpoint,
@@ -27,7 +28,6 @@ from ..errors import (
     MissingKeys,
     StateMismatch,
 )
-from ..groups._formatting import format_ranks
 from ._manifest import MANIFEST, StateKey, StatePath, format_path
 from ._state_encoding import StateManifest
 from ._state_tree import (

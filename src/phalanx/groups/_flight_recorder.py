@@ -15,8 +15,8 @@ from types import CodeType
 
 import torch
 
+from ._call_description import describe, dtype_name
 from ._call_site import format_site, known_files, user_frame
-from ._formatting import describe, dtype_name
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Literal, TypeVar
 
 from torch.distributed import DistNetworkError
 
+from .._formatting import first_line
 from ..errors import RankReport, RendezvousTimeout
-from ._formatting import first_line
 from ._store import StoreClient, from_json, to_json
 
 FailureKind = Literal["timeout", "lost", "mismatch", "aborted", "engine"]
@@ -59,7 +59,7 @@ class StatusStore:
         return self._try(lambda: self._store.add("report_requests", 1), 0)
 
     def answer(self, report: Callable[[], RankReport]) -> bool:
-        """Write this rank's report if one was requested since the last; whether it was."""
+        """Write this rank's report if one was requested since the last. Return whether it was."""
         requests = self._report_requests()
         if requests == self._answered_request:
             return False
@@ -88,13 +88,13 @@ class StatusStore:
         """Continue after a failure; ranks that exclude the same ranks use the same key."""
         self._failure_key = f"failure without {without}"
 
-    def leave(self, *, sequence: int, site: str) -> None:
+    def record_shutdown(self, *, sequence: int, site: str) -> None:
         """Record that this rank shut the group down after its call number `sequence`."""
-        self._write(f"left/{self._rank}", (sequence, site))
+        self._write(f"shutdown/{self._rank}", (sequence, site))
 
-    def left(self) -> dict[int, tuple[int, str]]:
+    def shut_down(self) -> dict[int, tuple[int, str]]:
         """Return the ranks that shut the group down: rank -> (number of last call, call site)."""
-        return self._read_all("left", tuple[int, str])
+        return self._read_all("shutdown", tuple[int, str])
 
     def close(self) -> None:
         """Record that this rank has closed the group after a failure and reads nothing more."""
@@ -103,7 +103,9 @@ class StatusStore:
     def has_closed(self, rank: int) -> bool:
         """Whether a rank has shut the group down or closed it."""
         store = self._store
-        return self._try(lambda: store.has(f"left/{rank}") or store.has(f"closed/{rank}"), False)
+        return self._try(
+            lambda: store.has(f"shutdown/{rank}") or store.has(f"closed/{rank}"), False
+        )
 
     def _report_requests(self) -> int:
         requests = self._try(lambda: self._store.read("report_requests"), None)

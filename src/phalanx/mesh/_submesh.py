@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
-from ..groups._subgroups import GroupOptions
+from ..groups._parent_group import GroupOptions
 from ._arguments import Override, Overrides, as_tuple, check_names, parse_override, parse_overrides
 from .layout import FlatLayout, MeshLayout
 

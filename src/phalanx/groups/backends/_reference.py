@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ...errors import PeerLeft
-from .._engine import CallFailed
+from .._engine import peer_left
 from .._reductions import averaging, plain_op
 
 Arguments = Mapping[int, tuple[Any, ...]]
@@ -161,5 +160,5 @@ def _first_arguments(calls: Arguments) -> tuple[Any, ...]:
 def _root_arguments(calls: Arguments) -> tuple[Any, ...]:
     root = _first_arguments(calls)[-1].rootRank
     if root not in calls:
-        raise CallFailed(PeerLeft, root, f"its root, rank {root}, has left the group")
+        raise peer_left(root, is_root=True)
     return calls[root]

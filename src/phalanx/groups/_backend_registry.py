@@ -49,12 +49,10 @@ def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | N
 
 
 def is_registered(name: str) -> bool:
-    """Whether `new_group` accepts the name."""
     return name in _backends
 
 
 def find_backend(name: str) -> Backend:
-    """Return a backend by name."""
     try:
         return _backends[name]
     except (KeyError, TypeError):

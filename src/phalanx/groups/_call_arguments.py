@@ -101,7 +101,7 @@ class CallArguments:
         """Reject tensors that the engine cannot access, or cannot reduce with `op`."""
         for tensor in tensors:
             # Most tensors are plain; one test of that is faster than one for each mistake.
-            if not (self._takes_cpu and is_plain_real(tensor) and not tensor.is_conj()):
+            if not (self._takes_cpu and is_plain(tensor) and not tensor.is_conj()):
                 _validation.check_tensor(operation, tensor, self._devices, self._backend)
         if not is_sum(op) and tensors:
             _validation.check_reduction(operation, plain_op(op), tensors[0].dtype)
@@ -136,11 +136,6 @@ class CallArguments:
         return outs, ins
 
 
-def is_plain_real(tensor: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     """Whether every engine takes this tensor of real numbers as it is."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+    return t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()

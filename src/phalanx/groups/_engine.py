@@ -31,20 +31,10 @@ from torch.futures import Future
 from ..errors import GroupError, InternalError, PeerLeft
 from ._peers import PeerProcess
 
-REDUCTIONS = frozenset(
-    {
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-    }
-)
+_REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
+REDUCTIONS = _REDUCTIONS | {"allreduce_coalesced", "reduce_scatter_single_coalesced"}
 
-
-TRANSFERS_IN_FLIGHT = "sends and receives"
-"""What `leave()` of an engine returns while some are in flight."""
+TRANSFERS_IN_FLIGHT = "sends and receives"  # what `leave()` returns while some are in flight
 
 
 class EngineMismatch(RuntimeError):
@@ -156,20 +146,8 @@ send or receive may have ``cancel()``. For an engine without ``leave()``, `Membe
 engines of subsets.
 """
 
-REAL_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    }
-)
-
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+REAL_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}) | _FLOATS
 
 # The methods that return a handle: torch's collectives, in all their forms.
 _STARTING_METHODS = re.compile(
@@ -193,22 +171,20 @@ class TrackedEngine:
         return found
 
 
-def _start_and_track(
-    started_works: list[Any], method: Callable[..., RawWork], *args: Any
-) -> RawWork:
+def _start_and_track(started: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
     # A signal handler may raise between any two bytecodes. `extend` calls the method and stores its
     # result within one.
     calling = starmap(method, (args,))  # outside `try`: an interrupt here has started nothing
-    known = len(started_works)
+    known = len(started)
     try:
-        started_works.extend(calling)
+        started.extend(calling)
     except Exception:
         raise
     except BaseException:
-        if len(started_works) == known:
-            started_works += [None]  # a method in Python may have started something
+        if len(started) == known:
+            started += [None]  # a method in Python may have started something
         raise
-    return cast("RawWork", started_works[-1])
+    return cast("RawWork", started[-1])
 
 
 class ClosedEngine:
@@ -283,7 +259,6 @@ class JointWork:
         self._finish_lock = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for every part within one timeout."""
         until = time.monotonic() + timeout.total_seconds()
         failure: RuntimeError | None = None
         for part in self._parts:
@@ -344,8 +319,7 @@ class PythonWork:
         self._end: concurrent.futures.Future[int] = concurrent.futures.Future()
         self.has_future = False
         """Whether `get_future` was called: its callbacks run on the thread that calls `finish`."""
-        self.cancel: Callable[[], None] = lambda: None
-        """Cancels a transfer that has no peer yet."""
+        self.cancel: Callable[[], None] = lambda: None  # of a transfer that has no peer yet
 
     def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
         """End the call, with or without an error; only the first end counts."""

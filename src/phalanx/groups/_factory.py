@@ -189,7 +189,6 @@ def merge_groups(
     name: str = "",
     desc: str = "",
 ) -> ProcessGroup:
-    """Create one group of several that meet in `store`."""
     config = derive_config(group._config, timeout=timeout)
     label = name or "merged"
     client = StoreClient(clone_connection(store), timeout=config.timeout.total_seconds())
@@ -209,22 +208,16 @@ def merge_groups(
     if len(set(global_ranks)) < size:  # the groups come from different launchers
         global_ranks = list(range(size))
     rank = first + group.rank()
+    part = merge_store.raw
     return form_group(
-        config,
-        merge_store.raw,
-        rank,
-        label,
-        global_ranks=global_ranks,
-        caller_store=store,
-        desc=desc,
+        config, part, rank, label, global_ranks=global_ranks, caller_store=store, desc=desc
     )
 
 
 def make_for_torch(backend: str, asked: Any, options: Any) -> ProcessGroup:
-    """Create the group that `torch.distributed` asks for."""
     if options is not None:
         raise InvalidArgument(
-            f"backend {backend!r} has no pg_options; got {type(options).__name__}"
+            f"backend {backend!r} has no pg_options, got {type(options).__name__}"
         )
     ranks = list(asked.global_ranks_in_group)
     label = f"world/{format_rank_ranges(ranks)}" if ranks else "world"

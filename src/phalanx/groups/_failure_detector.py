@@ -117,8 +117,6 @@ class FailureDetector:
         self._resume = _no_op
         self._futures: list[Work] = []
 
-    # -- a call is overdue -----------------------------------------------------------------
-
     def check(self, pending: PendingCall, *, engine_failed: bool = False) -> Failure | None:
         """Check whether an overdue call can still succeed; None means to keep waiting.
 
@@ -139,16 +137,13 @@ class FailureDetector:
         dead = self.dead_ranks()  # before the shutdowns: a rank writes its own before it exits
         shut_down = status.shut_down()
         lost = self._needed(pending, dead - shut_down.keys())
-        # What a rank did before it died may arrive only now: report a death only at the second
-        # check.
+        # What it did before may arrive only now, so report a death only at the second check.
         is_second_check = pending.has_dead_peer
         pending.has_dead_peer = bool(lost)
         call = pending.call
         if lost and (engine_failed or is_second_check):
             return self.lost_failure(lost, call)
-        gone = {
-            rank for rank, (last, _) in shut_down.items() if call.transfer or last < call.sequence
-        }
+        gone = {r for r, (last, _) in shut_down.items() if call.transfer or last < call.sequence}
         for rank in self._needed(pending, gone):
             return self.shutdown_failure(rank, shut_down[rank][1], call)
         return None
@@ -199,7 +194,6 @@ class FailureDetector:
             time.sleep(self.timing.dead_peer_poll_interval)
 
     def lost_failure(self, ranks: Sequence[int], call: Call) -> Failure:
-        """Return the failure of a group in which these ranks are dead."""
         processes = " and ".join(map(self.describe_process, ranks))
         cause = f"{processes} {'is' if len(ranks) == 1 else 'are'} dead"
         return self.make_failure("lost", cause, ranks, call)
@@ -210,17 +204,13 @@ class FailureDetector:
         return f"rank {rank} ({thread}{self.roster.processes[rank]})"
 
     def shutdown_failure(self, rank: int, site: str, call: Call) -> Failure:
-        """Return the failure of a call that needs a rank which has shut the group down."""
         cause = f"rank {rank} shut the group down at {site}"
         return self.make_failure("aborted", cause, [rank], call)
 
     def make_failure(
         self, kind: FailureKind, cause: str, ranks: Sequence[int], call: Call
     ) -> Failure:
-        """Return a failure that this rank has found in `call`."""
         return Failure(kind, self.rank, cause, tuple(ranks), call.what, call.sequence)
-
-    # -- the group fails -------------------------------------------------------------------
 
     def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
         """Fail the group, unless it has failed already; return the failure in effect."""
@@ -305,8 +295,6 @@ class FailureDetector:
         """Whether this is not a forked child, which must not write on behalf of its parent."""
         return os.getpid() == self._pid
 
-    # -- membership ------------------------------------------------------------------------
-
     def absent(self) -> set[int]:
         """Return the ranks that do not take part in the next call."""
         if self._members is None or self.closed:
@@ -333,10 +321,7 @@ class FailureDetector:
         resume()
 
     def is_excluded(self, rank: int) -> bool:
-        """Whether a rank died and the group continues without it."""
         return rank in self._excluded
-
-    # -- calls in flight -------------------------------------------------------------------
 
     def prune_in_flight(self) -> None:
         """Drop calls that have ended, if many are tracked."""
@@ -354,10 +339,7 @@ class FailureDetector:
         return any(not work.engine_is_done() for work in list(self.in_flight.values()))
 
     def watch_future(self, work: Work) -> None:
-        """Have the watchdog complete the work's future."""
         self._futures.append(work)
-
-    # -- called by the watchdog ------------------------------------------------------------
 
     def poll(self) -> None:
         """Write a report if one was requested, and complete calls that no thread waits for."""
@@ -370,7 +352,6 @@ class FailureDetector:
         self.check_futures()
 
     def check_futures(self) -> None:
-        """Complete the futures of calls that cannot succeed any more."""
         for work in list(self._futures):
             if work.check_future():
                 with suppress(ValueError):  # the watchdog and the caller may both be here
@@ -390,16 +371,8 @@ class FailureDetector:
         )
         if call is None:
             return report
-        return replace(
-            report,
-            operation=call.what,
-            call=call.operation,
-            transfer=call.transfer,
-            sequence=call.sequence,
-            site=call.site,
-        )
-
-    # -- finding the cause -----------------------------------------------------------------
+        report = replace(report, operation=call.what, call=call.operation, site=call.site)
+        return replace(report, transfer=call.transfer, sequence=call.sequence)
 
     def dead_ranks(self) -> set[int]:
         dead = {rank for rank, process in enumerate(self.roster.processes) if process.is_dead}
@@ -455,7 +428,6 @@ class FailureDetector:
         return mismatch_failure(mine, RankCall(other, what, report.site or "?"), call)
 
     def _find_mismatch(self, call: Call, reports: Reports) -> Failure | None:
-        """Find a peer that waits in a different call with the same sequence number."""
         for rank, report in sorted(reports.items()):
             waiting = report.state == "waiting" and not report.transfer
             same_number = waiting and report.sequence == call.sequence
@@ -473,7 +445,6 @@ def _no_op() -> None:
 
 
 def mismatch_failure(mine: RankCall, theirs: RankCall, call: Call) -> Failure:
-    """Return the failure of a group in which two ranks made different calls."""
     sides = sorted((mine, theirs))
     cause = "ranks disagree: " + ", ".join(map(str, sides))
     if mine.what == theirs.what:

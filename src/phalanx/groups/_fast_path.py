@@ -11,7 +11,6 @@ renaming it in `native/fast_path.cpp` too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def make_fast_path(issuer: Issuer) -> FastPath | None:
-    """Make the fast path of a group, if its engine has one."""
     if not hasattr(issuer.engine, "make_fast_path") or not configure_fast_path():
         return None
     if issuer.checks_before_call:
@@ -74,7 +72,7 @@ def configure_fast_path() -> bool:
     handle = native.engine.FastPathWork
     for name in set(dir(Work)) - set(dir(handle)):
         if not name.startswith("__"):
-            setattr(handle, name, property(_forwarded(name)))
+            setattr(handle, name, property(functools.partial(_forward, name)))
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return exchange is not None and native.engine.configure_fast_path(
         call=Call,
@@ -91,5 +89,5 @@ def configure_fast_path() -> bool:
     )
 
 
-def _forwarded(name: str) -> Callable[[FastPathWork], Any]:
-    return lambda work: getattr(work.as_work(), name)
+def _forward(name: str, work: FastPathWork) -> Any:
+    return getattr(work.as_work(), name)

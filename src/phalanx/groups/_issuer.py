@@ -53,7 +53,6 @@ class Issuer:
     """Starts the calls of one group on its current engine, or refuses them.
 
     `Membership` pauses and resumes it, and replaces the engine, when ranks leave or rejoin.
-    It has slots, since every call reads several of them.
     """
 
     engine: Engine
@@ -62,12 +61,10 @@ class Issuer:
     backend: str
     wrap_transfer: Callable[[RawWork, float], RawWork] | None
     timeout: float
-    checks: bool | None
-    """Whether to check calls for consistency; None for where it costs nothing."""
+    checks: bool | None  # whether to check calls for consistency; None for where it costs nothing
     closed: str = ""
     """Why calls are refused, with this rank as the subject: ``shut the group down``."""
-    has_left: bool = False
-    """Whether calls are refused only because this rank has left."""
+    has_left: bool = False  # calls are refused only because this rank has left
     issue_lock: Lock = field(default_factory=Lock)
     state_lock: Lock = field(default_factory=Lock)  # over `closed` and `has_left`
     can_leave_alone: bool = field(init=False)
@@ -113,7 +110,6 @@ class Issuer:
         self._start_sum = self.engine.sum
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of calls that do not pass one."""
         if self.closed:
             self.refuse("set_timeout")
         self.timeout = _validation.as_seconds(timeout)
@@ -151,12 +147,10 @@ class Issuer:
         self.fast_path = make_fast_path(self)
 
     def check_usable(self, operation: str) -> None:
-        """Raise if the group is closed or has failed."""
         if self.closed or self.detector.failure is not None:
             self.refuse(operation)
 
     def refuse(self, operation: str) -> NoReturn:
-        """Raise the reason why the group accepts no calls."""
         detector = self.detector
         failure = detector.failure
         if self.closed and (failure is None or failure.kind == "aborted"):
@@ -218,9 +212,8 @@ class Issuer:
             is_checked = False
             try:
                 call = self.recorder.begin(operation, tensors, transfer=transfer)
-                work = Work(
-                    self.detector, call, seconds, None, tensors if outputs is None else outputs
-                )
+                results = tensors if outputs is None else outputs
+                work = Work(self.detector, call, seconds, None, results)
                 work.peer = peer
                 if finish is not None:
                     work.finish = finish

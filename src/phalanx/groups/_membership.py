@@ -82,12 +82,10 @@ class Membership:
         self._departures = 0
 
     def members(self) -> tuple[int, ...]:
-        """List the ranks that take part in the next call, as far as this rank knows."""
         absent = self._detector.absent() | self._leaving
         return tuple(rank for rank in range(self._size) if rank not in absent)
 
     def leave(self) -> None:
-        """End this rank's membership as soon as its calls in flight are done."""
         self._issuer.check_usable("leave")
         self._engine_supporting("leave", "call update_membership on every rank")
         self._leave("leave")
@@ -96,9 +94,7 @@ class Membership:
         detector = self._detector
         if self._issuer.closed and not self._issuer.has_left:
             self._issuer.refuse("exclude")
-        engine = self._engine_supporting(
-            "exclude", "make a group of the survivors with split_group"
-        )
+        engine = self._engine_supporting("exclude", "make a group of survivors with split_group")
         excluded = {_validation.as_rank("exclude", rank, self._size, word="rank") for rank in ranks}
         if alive := sorted(excluded - detector.dead_ranks()):
             raise InvalidArgument(
@@ -171,7 +167,6 @@ class Membership:
             self.is_rejoining = False
 
     def detach_engines(self) -> None:
-        """Drop the engines of subsets; the group is closed."""
         self._full_engine = None
         self.kept_engines = {}
 
@@ -197,8 +192,6 @@ class Membership:
                 if issuer.has_left:  # not closed meanwhile
                     issuer.reopen()
             raise
-
-    # -- engines of subsets ----------------------------------------------------------------
 
     def _use_subset_engine(self, members: tuple[int, ...], call: Call) -> None:
         """Continue among some ranks; all of them do this at the same point."""
@@ -229,8 +222,7 @@ class Membership:
     def _is_surplus(self, kept: _KeptEngine) -> bool:
         """Whether an engine is of a departure after the first few, and not of the last two.
 
-        Many departures in a row must not exhaust file descriptors. An engine that one rank drops
-        here is not used again before all of its ranks drop it.
+        Each has file descriptors. One that is dropped here is not used before all ranks drop it.
         """
         return MAX_KEPT_DEPARTURES < kept.departure < self._departures - 1
 

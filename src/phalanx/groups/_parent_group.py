@@ -81,8 +81,7 @@ class _Parent:
 class PhalanxParent(_Parent):
     """A group of phalanx."""
 
-    is_gone = False
-    """Whether it was destroyed; survivors of our groups can always create subgroups."""
+    is_gone = False  # survivors of our groups can always create subgroups
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group, label=group.label, store=group.get_group_store())
@@ -172,9 +171,7 @@ class TorchParent(_Parent):
         if store is not None:
             terms = RendezvousTerms(label, ranks, backend, options.label, user_site())
             check = subgroup["formation_check"]
-            rendezvous = Rendezvous(
-                store, rank=rank, terms=terms, timeout=timeout, formation_check=check
-            )
+            rendezvous = Rendezvous(store, rank, terms, timeout, formation_check=check)
             rendezvous.meet()
             mismatch = rendezvous.find_mismatch()
             if mismatch is not None:
@@ -215,11 +212,9 @@ class TorchParent(_Parent):
 
 
 ParentGroup = PhalanxParent | TorchParent
-"""A group from which subgroups are created."""
 
 
 def parent_group(group: dist.ProcessGroup) -> ParentGroup:
-    """Return the `ParentGroup` of a group."""
     if isinstance(group, ProcessGroup):
         return PhalanxParent(group)
     if not isinstance(group, dist.ProcessGroup):

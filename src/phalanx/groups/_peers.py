@@ -36,7 +36,6 @@ class PeerProcess:
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process is known to be dead."""
         try:
             return self.is_on_this_machine and not self.has_its_pid()
         except OSError:  # out of descriptors, for example
@@ -44,7 +43,6 @@ class PeerProcess:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is known to be stopped by a signal."""
         try:
             return self.is_on_this_machine and _process_status(self.pid) == (self.started, "T")
         except OSError:

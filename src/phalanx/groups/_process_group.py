@@ -25,14 +25,7 @@ from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
-from ._call_arguments import (
-    CallArguments,
-    OneTensor,
-    Tensors,
-    Timeout,
-    is_plain_real,
-    keyword_aliases,
-)
+from ._call_arguments import CallArguments, OneTensor, Tensors, Timeout, is_plain, keyword_aliases
 from ._call_site import user_site
 from ._engine import REAL_DTYPES, Engine, RawWork, flat_pairs, start_each
 from ._failure_detector import FailureDetector, drop_engines_when_idle, keep_engine_alive
@@ -285,9 +278,8 @@ class ProcessGroup(dist.ProcessGroup):
         the remaining ranks connect a new engine, once for each departure; if all ranks stay it is
         one small collective.
         """
-        answer = torch.tensor(
-            [STAYS if stays else LEAVES], dtype=torch.uint8, device=self._config.device
-        )
+        mine = STAYS if stays else LEAVES
+        answer = torch.tensor([mine], dtype=torch.uint8, device=self._config.device)
         answers = answer.new_zeros(self._size)  # a rank that has left stays zero
         work = self._gather_into("update_membership", [answers], [answer], None, None)
         work.wait()
@@ -441,7 +433,7 @@ class ProcessGroup(dist.ProcessGroup):
             if (
                 isinstance(tensors, Tensor)
                 and tensors.dtype in self._fast_dtypes
-                and is_plain_real(tensors)
+                and is_plain(tensors)
             ):
                 return self._issuer.issue_sum(tensors)
         inputs = _validation.as_single("allreduce", tensors if tensor is None else tensor)
@@ -505,16 +497,11 @@ class ProcessGroup(dist.ProcessGroup):
         self._arguments.check_tensors(name, [*output, *inputs], op)
         plan = self._adapt(name, self._engine.reduce_scatter, opts, inputs, output)
         args = (plan.outputs, [plan.inputs], plan.opts)
+        finish = plan.finish
+        # Engines may make one reduction for each part if the parts differ in size.
+        one = len({part.numel() for part in inputs}) == 1
         return self._issue(
-            name,
-            inputs,
-            plan.start,
-            args,
-            opts,
-            outputs=output,
-            finish=plan.finish,
-            # Engines may make one reduction for each part if the parts differ in size.
-            one_engine_call=len({part.numel() for part in inputs}) == 1,
+            name, inputs, plan.start, args, opts, outputs=output, finish=finish, one_engine_call=one
         )
 
     @keyword_aliases(outputTensor="output", inputTensor="input")
@@ -528,8 +515,7 @@ class ProcessGroup(dist.ProcessGroup):
         op: Any = None,
     ) -> Work:
         """Reduce a tensor over all ranks; rank i keeps the i-th part of it."""
-        name = "reduce_scatter_single"
-        return self._reduce_parts(name, [output], [input], opts, op, timeout)
+        return self._reduce_parts("reduce_scatter_single", [output], [input], opts, op, timeout)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -563,12 +549,12 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Collect a tensor from every rank on the rank `root`."""
         name = "gather"
-        movable = self._arguments.movable
         inputs = _validation.as_single(name, input_tensors)
         opts = self._arguments.options(c10d_ext.GatherOptions, name, opts, timeout, root)
         like = inputs[0] if self._rank == opts.rootRank else None
         outputs = _validation.as_one_per_rank(name, output_tensors, like, self._size, word="output")
-        args = ([movable(name, outputs)] if outputs else [], movable(name, inputs), opts)
+        received = [self._arguments.movable(name, outputs)] if outputs else []
+        args = (received, self._arguments.movable(name, inputs), opts)
         return self._issue(name, inputs, self._engine.gather, args, opts, outputs=outputs)
 
     @keyword_aliases(output_tensor="output_tensors")
@@ -583,12 +569,12 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send the i-th tensor of a list on the rank `root` to rank i."""
         name = "scatter"
-        movable = self._arguments.movable
         output = _validation.as_single(name, output_tensors)
         opts = self._arguments.options(c10d_ext.ScatterOptions, name, opts, timeout, root)
         like = output[0] if self._rank == opts.rootRank else None
         inputs = _validation.as_one_per_rank(name, input_tensors, like, self._size, word="input")
-        args = (movable(name, output), [movable(name, inputs)] if inputs else [], opts)
+        sent = [self._arguments.movable(name, inputs)] if inputs else []
+        args = (self._arguments.movable(name, output), sent, opts)
         return self._issue(name, output, self._engine.scatter, args, opts)
 
     # -- all to all ------------------------------------------------------------------------
@@ -604,12 +590,11 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Collect a tensor from every rank in a list on every rank."""
         name = "allgather"
-        movable = self._arguments.movable
         inputs = _validation.as_single(name, input_tensors)
-        outputs = _validation.as_one_per_rank(
-            name, output_tensors, inputs[0], self._size, word="output"
-        )
+        like = inputs[0]
+        outputs = _validation.as_one_per_rank(name, output_tensors, like, self._size, word="output")
         opts = self._arguments.options(c10d_ext.AllgatherOptions, name, opts, timeout)
+        movable = self._arguments.movable
         args = ([movable(name, outputs)], movable(name, inputs), opts)
         work = self._issue(name, inputs, self._engine.allgather, args, opts, outputs=outputs)
         work.is_gathered = True
@@ -632,7 +617,6 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Collect a list of tensors from every rank: ``output_lists[rank][i]``."""
         name = "allgather_coalesced"
-        movable = self._arguments.movable
         inputs = _validation.as_list(name, input_list)
         lists = [_validation.as_list(name, outputs) for outputs in output_lists]
         _validation.check_length(name, lists, self._size, word="list of output")
@@ -643,19 +627,15 @@ class ProcessGroup(dist.ProcessGroup):
             _validation.as_one_per_rank(name, column, tensor, self._size, word="output")
         opts = self._arguments.options(c10d_ext.AllgatherOptions, name, opts, None)
         # One engine call for each, since engines differ in what they accept in one list.
+        movable = self._arguments.movable
         calls = [
             ([movable(name, column)], movable(name, [tensor]), opts)
             for column, tensor in zip(columns, inputs, strict=True)
         ]
-        return self._issue(
-            name,
-            inputs,
-            start_each,
-            (self._engine.allgather, calls),
-            opts,
-            outputs=[tensor for outputs in lists for tensor in outputs],
-            one_engine_call=len(calls) == 1,
-        )
+        args = (self._engine.allgather, calls)
+        outs = [tensor for outputs in lists for tensor in outputs]
+        one = len(calls) == 1
+        return self._issue(name, inputs, start_each, args, opts, outputs=outs, one_engine_call=one)
 
     def all_to_all_single(
         self,
@@ -744,33 +724,27 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _reduce(
         self,
-        operation: str,
+        name: str,
         method: Callable[..., RawWork],
         opts: Any,
         op: Any,
         tensors: list[Tensor],
-        outputs: list[Tensor] | None = None,
+        outs: list[Tensor] | None = None,
     ) -> Work:
         """Reduce tensors in place."""
-        self._arguments.check_tensors(operation, tensors, op)
+        self._arguments.check_tensors(name, tensors, op)
         known = self._traits.dtypes
         dtype = tensors[0].dtype
         args = (tensors, opts)
         finish = None
         if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
-            plan = self._adapt(operation, method, opts, tensors, tensors)
+            plan = self._adapt(name, method, opts, tensors, tensors)
             method = plan.start
             args = (plan.outputs, plan.opts)
             finish = plan.finish
+        one = len(tensors) == 1
         return self._issue(
-            operation,
-            tensors,
-            method,
-            args,
-            opts,
-            outputs=outputs,
-            finish=finish,
-            one_engine_call=len(tensors) == 1,
+            name, tensors, method, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
@@ -781,20 +755,13 @@ class ProcessGroup(dist.ProcessGroup):
                 "allreduce: sparse tensors support only ReduceOp.SUM; pass tensor.to_dense()"
             )
         if self._traits.sums_sparse:
-            args = (tensors, opts)
-            return self._issue(
-                "allreduce", tensors, self._engine.allreduce, args, opts, uneven=True
-            )
+            method = self._engine.allreduce
+            return self._issue("allreduce", tensors, method, (tensors, opts), opts, uneven=True)
         total = SparseSum(self._engine, tensors[0], self._rank, self._size)
+        start = partial(total.start, self._issuer.await_part)
+        finish = total.finish
         return self._issue(
-            "allreduce",
-            tensors,
-            partial(total.start, self._issuer.await_part),
-            (),
-            opts,
-            uneven=True,
-            finish=total.finish,
-            one_engine_call=False,
+            "allreduce", tensors, start, (), opts, uneven=True, finish=finish, one_engine_call=False
         )
 
     def _reduce_parts(
@@ -809,15 +776,11 @@ class ProcessGroup(dist.ProcessGroup):
             _validation.check_numel(name, whole, out.numel() * self._size, word="input")
         plan = self._adapt(name, start_each, opts, ins, outs)
         calls = flat_pairs(plan.outputs, plan.inputs, plan.opts)
+        args = (self._engine._reduce_scatter_base, calls)
+        finish = plan.finish
+        one = len(ins) == 1
         return self._issue(
-            name,
-            ins,
-            plan.start,
-            (self._engine._reduce_scatter_base, calls),
-            opts,
-            outputs=outs,
-            finish=plan.finish,
-            one_engine_call=len(ins) == 1,
+            name, ins, plan.start, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
 
     def _gather_into(
@@ -831,9 +794,8 @@ class ProcessGroup(dist.ProcessGroup):
         movable = self._arguments.movable
         calls = flat_pairs(movable(name, outs), movable(name, ins), opts)
         args = (self._engine._allgather_base, calls)
-        return self._issue(
-            name, ins, start_each, args, opts, outputs=outs, one_engine_call=len(ins) == 1
-        )
+        one = len(ins) == 1
+        return self._issue(name, ins, start_each, args, opts, outputs=outs, one_engine_call=one)
 
     def _transfer(
         self, name: str, tensors: OneTensor, peer: int | None, tag: int, timeout: Timeout, word: str
@@ -848,6 +810,5 @@ class ProcessGroup(dist.ProcessGroup):
             raise InvalidArgument(f"{name}: {word} {peer} is this rank itself; copy the tensor")
         route = (tag,) if peer is None else (peer, tag)
         args = (self._arguments.movable(name, moved), *route)
-        return self._issue(
-            name, moved, getattr(self._engine, name), args, timeout=timeout, peer=peer
-        )
+        method = getattr(self._engine, name)
+        return self._issue(name, moved, method, args, timeout=timeout, peer=peer)

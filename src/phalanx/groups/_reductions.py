@@ -174,7 +174,6 @@ class SparseSum:
         return rows
 
     def _gather(self, rows: Tensor) -> RawWork:
-        """Gather every rank's row."""
         own = rows[self.rank].reshape(-1).clone()
         work: RawWork = self.engine._allgather_base(rows.view(-1), own, AllgatherOptions())
         return work

@@ -165,17 +165,18 @@ class Rendezvous:
     def __init__(
         self,
         store: Store,
-        *,
         rank: int,
         terms: RendezvousTerms,
         timeout: timedelta,
+        *,
         known_peers: KnownPeers | None = None,
         formation_check: FormationCheck | None = None,
         name_suffix: int = 0,
         check: Callable[[], None] | None = None,
     ) -> None:
         # The processes, the result and the group's part of the store, as far as they are known.
-        self.roster = Roster("", () if known_peers is None else known_peers.processes)
+        known = () if known_peers is None else known_peers.processes
+        self.roster = Roster("", known)
         self.result = RendezvousResult()
         self.group_store = BlockingStoreClient(store)
         self._store = self.group_store
@@ -186,9 +187,7 @@ class Rendezvous:
         self._others = [each for each in range(terms.size) if each != rank]
         self._requests: dict[int, RendezvousRequest] = {}  # those read, by rank
         self._known_peers = known_peers
-        self._process = (
-            PeerProcess.current() if known_peers is None else known_peers.processes[rank]
-        )
+        self._process = known[rank] if known else PeerProcess.current()
         self._formation_check = formation_check
         self._purpose = "" if formation_check is None else formation_check.text
         self._name_suffix = name_suffix
@@ -199,7 +198,7 @@ class Rendezvous:
         self._abandoned: PhalanxError | None = None
         self._offer: RegionOffer | None = None  # creates or opens what engines are built on
         self._has_reported = False
-        # Ranks seen forming another group at the last check, and when that was; by attempt.
+        # Ranks seen forming another group at the last check, and its time; reset by each attempt.
         self._suspects: dict[int, bytes] = {}
         self._other_groups_checked = 0.0
 
@@ -211,15 +210,11 @@ class Rendezvous:
         """Meet the other ranks and return an engine."""
         peers = self._known_peers
         make_offer = backend.traits.offer
-        if (
-            peers is not None
-            and make_offer is not None
-            and config.device.type == "cpu"
-            and len({process.machine for process in peers.processes}) == 1
-        ):
-            self._offer = make_offer(
-                self._rank, peers.processes, peers.ranks_on_machine, config.options
-            )
+        if peers is not None and make_offer is not None and config.device.type == "cpu":
+            processes = peers.processes
+            on_machine = peers.ranks_on_machine
+            if len({process.machine for process in processes}) == 1:
+                self._offer = make_offer(self._rank, processes, on_machine, config.options)
         try:
             if backend.traits.connects_in_background:
                 return self._in_background(lambda: self._join_and_connect(backend, config))
@@ -250,8 +245,6 @@ class Rendezvous:
         if check is None or self.result.same_purpose:
             return None
         return self._in_background(lambda: check.find_mismatch(self._store, self._others))
-
-    # -- this rank's own thread ------------------------------------------------------------
 
     def _in_background(self, work: Callable[[], T]) -> T:
         """Run a step on a worker thread, and check for deaths, errors and the deadline here."""
@@ -285,8 +278,6 @@ class Rendezvous:
     def _connection(self) -> StoreClient:
         """A connection to the store on which no engine waits."""
         return StoreClient(StoreClient(self._store.raw).connect())
-
-    # -- joining ---------------------------------------------------------------------------
 
     def _join(self, backend: Backend | None = None) -> None:
         """Write the request and wait for the result; rank 0 adds an offer, if it can make one."""
@@ -332,9 +323,9 @@ class Rendezvous:
         self._requests = {}
         self._suspects = {}
         self._other_groups_checked = time.monotonic()
-        request = to_json(
-            RendezvousRequest(self._terms, self._process, attempt, self._purpose, self._name_suffix)
-        )
+        suffix = self._name_suffix
+        mine = RendezvousRequest(self._terms, self._process, attempt, self._purpose, suffix)
+        request = to_json(mine)
         check = self._formation_check
         self._store.set_all(
             {
@@ -369,8 +360,6 @@ class Rendezvous:
         """Return a key that a rank writes only if its request agrees in everything."""
         request = repr((self._terms, self._purpose, self._name_suffix)).encode()
         return f"agrees/{hashlib.blake2b(request, digest_size=8).hexdigest()}/{rank}"
-
-    # -- the result ------------------------------------------------------------------------
 
     def _write_result(self) -> RendezvousResult:
         """Compare the requests and write the result, on rank 0; return the result in effect."""
@@ -413,7 +402,6 @@ class Rendezvous:
         return None
 
     def _await_result(self) -> RendezvousResult:
-        """Wait, on the other ranks, for the result of rank 0."""
         while not self._await_keys(["result"]):
             result = self._read_result([0])
             if result is not None:
@@ -422,7 +410,6 @@ class Rendezvous:
         return from_json(self.group_store.fetch("result"), RendezvousResult)
 
     def _await_keys(self, keys: Sequence[str]) -> bool:
-        """Wait for keys for a moment. Return whether they exist."""
         remaining = max(self._deadline - time.monotonic(), 0.001)
         return self.group_store.await_all(keys, min(self._timing.poll_interval, remaining))
 
@@ -520,8 +507,6 @@ class Rendezvous:
         if self._abandoned is not None:
             raise self._abandoned
 
-    # -- the engine, by an offer -----------------------------------------------------------
-
     def _join_and_connect(self, backend: Backend, config: GroupConfig) -> Engine:
         self._join(backend)
         engine = self._engine_from_offer()
@@ -564,8 +549,6 @@ class Rendezvous:
                 missing = format_ranks(offer.absent())
                 self._check_time(f"{missing} did not map the memory that rank 0 offered")
         return offer.engine()
-
-    # -- the engine, through the store -----------------------------------------------------
 
     def _connect(self, backend: Backend, config: GroupConfig) -> Engine:
         try:

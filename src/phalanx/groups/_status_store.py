@@ -51,8 +51,7 @@ class StatusStore:
         self._is_disconnected = False
         self._failure_key = "failure"
         self._answered_request = 0
-        self.last_error = ""
-        """Why the last store request failed; empty if it did not."""
+        self.last_error = ""  # why the last store request failed; empty if it did not
 
     def request_reports(self) -> int:
         """Ask every rank to report; returns the number of this request."""
@@ -101,11 +100,8 @@ class StatusStore:
         self._write(f"closed/{self._rank}", ())
 
     def has_closed(self, rank: int) -> bool:
-        """Whether a rank has shut the group down or closed it."""
-        store = self._store
-        return self._try(
-            lambda: store.has(f"shutdown/{rank}") or store.has(f"closed/{rank}"), False
-        )
+        has = self._store.has
+        return self._try(lambda: has(f"shutdown/{rank}") or has(f"closed/{rank}"), False)
 
     def _report_requests(self) -> int:
         requests = self._try(lambda: self._store.read("report_requests"), None)

@@ -58,8 +58,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-# Seconds between two polls of a store. Not in `Timing`: they bound the load, and nobody waits for
-# them.
+# Seconds between two polls of a store. Not in `Timing`: they bound the load, no wait lasts longer.
 MIN_POLL_INTERVAL = 5e-5
 MAX_POLL_INTERVAL = 2e-2
 CLOSING_KEY = "phalanx/closing"
@@ -67,7 +66,6 @@ RESERVATION_PREFIX = "phalanx/reservation/"
 
 
 def to_json(value: object) -> str:
-    """Encode a dataclass or plain value."""
     # Not `msgspec.json`, which refuses the surrogates in names of files that are not UTF-8.
     return json.dumps(msgspec.to_builtins(value))
 
@@ -77,7 +75,6 @@ def from_json(text: bytes, kind: type[T]) -> T:
 
 
 def clone_connection(store: Store) -> Store:
-    """Open a second connection to a store."""
     # Out of descriptors, torch would retry until the store's timeout; this raises immediately.
     socket.socket().close()
     clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -97,7 +94,6 @@ class BlockingStoreClient:
         return part
 
     def connect(self) -> Store:
-        """Open another connection to the same part of the store."""
         return self._request(lambda: clone_connection(self.raw))
 
     def add(self, key: str, amount: int) -> int:
@@ -108,9 +104,8 @@ class BlockingStoreClient:
 
     def set_all(self, values: dict[str, str]) -> None:
         """Write several values, with one request if the store supports it."""
-        keys = list(values)
-        texts = list(values.values())
-        self._request(lambda: self.raw.multi_set(keys, texts))  # type: ignore[attr-defined]  # no stub
+        multi_set = self.raw.multi_set  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._request(lambda: multi_set([*values], [*values.values()]))
 
     def read(self, key: str) -> bytes | None:
         """Return a value, or None if the key does not exist."""
@@ -299,9 +294,7 @@ class StoreReservation:
         self._store.set(self._key, to_json((PeerProcess.current(), seconds)))
         while self._store.has(CLOSING_KEY):
             if time.monotonic() >= until:
-                raise RendezvousTimeout(
-                    f"the store that rank 0 hosts has been closing for {seconds:g} s"
-                )
+                raise RendezvousTimeout(f"the store of rank 0 has been closing for {seconds:g} s")
             time.sleep(default_timing().brief_poll_interval)
 
     def end(self) -> None:
@@ -364,9 +357,8 @@ def open_store(
     """Open a store, or use an open one, and determine this process's rank and the world size."""
     if isinstance(where, Store):
         # A separate connection, since a wait blocks all other requests on the same one.
-        return OpenStore(
-            clone_connection(where), *check_rank_and_size(rank, size), caller_store=where
-        )
+        rank, size = check_rank_and_size(rank, size)
+        return OpenStore(clone_connection(where), rank, size, caller_store=where)
     if where is None:
         if rank is None and size is None and not is_launched():
             _warn_no_launcher()
@@ -422,9 +414,7 @@ def check_rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     if size < 1:
         raise InvalidArgument(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:
-        raise InvalidArgument(
-            f"rank must be between 0 and {size - 1} for world_size {size}, got {rank}"
-        )
+        raise InvalidArgument(f"rank must be between 0 and {size - 1}, got {rank}")
     return rank, size
 
 

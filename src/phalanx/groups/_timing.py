@@ -41,11 +41,9 @@ class Timing:
     background_check_interval: float = 0.25
     """Seconds between two checks of a caller whose work runs on a worker thread."""
     poll_interval: float = 0.05
-    """Seconds a wait in a store blocks its connection, and between two checks of threads in
-    `rejoin`."""
+    """Seconds a wait in a store blocks its connection; also between two checks of threads."""
     brief_poll_interval: float = 0.01
-    """Seconds between two checks for what comes soon: reports, a free port, the next merging
-    group."""
+    """Seconds between two checks for what comes soon: reports, a free port, merging groups."""
     other_groups_interval: float = 1.0
     """Seconds between two checks whether missing ranks are forming another group."""
     deadline_grace: float = 0.5
@@ -71,7 +69,6 @@ _default = Timing()
 
 
 def default_timing() -> Timing:
-    """Return the `Timing` of this process."""
     return _default
 
 

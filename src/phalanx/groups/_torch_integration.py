@@ -83,7 +83,6 @@ def _requested_name(group: ProcessGroup) -> str:
 
 
 def unregister_group(group: ProcessGroup) -> None:
-    """Remove a group from torch's tables."""
     if group not in c10d._world.pg_names:
         return
     c10d_ext._unregister_process_group(c10d.GroupName(group.group_name))

@@ -49,7 +49,6 @@ def as_nested_list(operation: str, value: object) -> list[Tensor]:
 
 
 def check_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Reject a tensor on a device that the group does not serve."""
     if tensor.device.type not in devices:
         raise InvalidArgument(
             f"{operation} got a tensor on {tensor.device}, but this {backend} group serves "
@@ -58,7 +57,6 @@ def check_device(operation: str, tensor: Tensor, devices: frozenset[str], backen
 
 
 def check_tensor(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Reject a tensor that the engine cannot access."""
     check_device(operation, tensor, devices, backend)
     if tensor.layout is not torch.strided:
         raise InvalidArgument(f"{operation} takes dense tensors; pass tensor.to_dense()")
@@ -75,7 +73,6 @@ def check_tensor(operation: str, tensor: Tensor, devices: frozenset[str], backen
 
 
 def check_reduction(operation: str, op: object, dtype: torch.dtype) -> None:
-    """Reject an operation that the dtype does not support."""
     problem = ""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
         problem = f"needs an integer or bool tensor, got {dtype_name(dtype)}"
@@ -88,7 +85,6 @@ def check_reduction(operation: str, op: object, dtype: torch.dtype) -> None:
 
 
 def check_factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
-    """Reject a factor whose product with the tensor has another dtype."""
     product = torch.result_type(tensor, value)
     if not torch.can_cast(product, tensor.dtype):
         raise InvalidArgument(
@@ -168,7 +164,6 @@ def as_splits(
 
 
 def as_seconds(timeout: object) -> float:
-    """Return the seconds of a valid timeout."""
     if not isinstance(timeout, timedelta):
         raise InvalidType(f"timeout must be a datetime.timedelta, got {_kind(timeout)}")
     if timeout <= timedelta(0):

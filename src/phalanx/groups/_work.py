@@ -145,7 +145,6 @@ class Work(dist.Work, PendingCall):
         return True
 
     def engine_is_done(self) -> bool:
-        """Whether the engine is done with the call and its memory."""
         return self.raw.is_completed()
 
     def is_success(self) -> bool:
@@ -249,7 +248,6 @@ class Work(dist.Work, PendingCall):
         raise self._fail(failure) from cause
 
     def _fail(self, failure: Failure, reports: Reports | None = None) -> GroupError:
-        """Fail the group and this call; return the error."""
         self._failure = failure = self._detector.fail(failure)
         self._error = error = self._detector.error(failure, self, self.call, reports)
         return error
@@ -288,8 +286,8 @@ class Work(dist.Work, PendingCall):
         except Exception as error:  # noqa: BLE001 - the future must end with it
             if isinstance(error, CallFailed):
                 self._end_future(self._fail_call(error))
-            else:
-                self._fail_future(self._detector.diagnose(self, error))
+            elif not self._future_ended:
+                self._end_future(self._fail(self._detector.diagnose(self, error)))
             # The traceback refers to this frame, and that to the future that holds the error: a
             # cycle through C++ is never collected.
             error.__traceback__ = None
@@ -306,13 +304,9 @@ class Work(dist.Work, PendingCall):
             failure = self._detector.check(self)
             if failure is None and self.call.age > self.timeout:
                 failure, _ = self._detector.timed_out(self, after=self.timeout)
-        if failure is not None:
-            self._fail_future(failure)
-        return self._future_ended
-
-    def _fail_future(self, failure: Failure) -> None:
-        if not self._future_ended:
+        if failure is not None and not self._future_ended:
             self._end_future(self._fail(failure))
+        return self._future_ended
 
     def _end_future(self, error: GroupError | None = None) -> None:
         """End the future with an error or the outputs, unless it has ended."""

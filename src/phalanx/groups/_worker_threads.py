@@ -58,8 +58,7 @@ class _ThreadPool:
     def _drain(self) -> None:
         """Wait a moment for busy threads: one that returns during the exit crashes the process.
 
-        Jobs that check `is_exiting` return. Peers mostly exit together, and their closing
-        connections end the waits of the others.
+        Most return: they check `is_exiting`, or peers exit too and their connections close.
         """
         self.is_exiting = True
         until = time.monotonic() + default_timing().exit_grace

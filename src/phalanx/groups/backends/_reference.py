@@ -117,9 +117,7 @@ def reduce_scatter_base(calls: Arguments) -> None:
 
 def alltoall_base(calls: Arguments) -> None:
     """Rank i gets the i-th rows of every tensor."""
-    pieces = {
-        rank: source.detach().split(out_of) for rank, (_, source, _, out_of, _) in calls.items()
-    }
+    pieces = {r: source.detach().split(out_of) for r, (_, source, _, out_of, _) in calls.items()}
     for rank, (output, _, into, _, _) in calls.items():
         places = output.detach().split(into)
         for sender, sent in pieces.items():

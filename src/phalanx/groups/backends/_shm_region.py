@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -43,7 +43,8 @@ from .._timing import default_timing
 from .._worker_threads import is_abandoned
 
 if TYPE_CHECKING:
-    from ...native import _engine as native_engine
+    from ...native._engine import Engine as NativeEngine
+    from ...native._engine import Process, Region, Sizes
 
 
 T = TypeVar("T")
@@ -60,10 +61,10 @@ def share_region(
     rank: int,
     size: int,
     *,
-    sizes: native_engine.Sizes | None = None,
+    sizes: Sizes | None = None,
     places: Sequence[str] | None = None,
     timeout: timedelta = timedelta(minutes=5),
-) -> native_engine.Engine:
+) -> NativeEngine:
     """Create the engine of one rank, on a region that all ranks have mapped.
 
     If any rank cannot map it, every rank raises.
@@ -83,19 +84,14 @@ def share_region(
     )
 
 
-@dataclass
-class _Answer:
-    """What a rank tells rank 0 after it has tried to map the region."""
-
+class _Answer(NamedTuple):
     process: PeerProcess
     cores: CoreLimit
-    error: str
+    error: str  # why this rank could not map the region
 
 
 @dataclass
 class _RegionResult:
-    """What rank 0 tells all ranks when they have answered."""
-
     processes: list[PeerProcess] = field(default_factory=list)
     cores: int = 1
     error: str = ""
@@ -105,17 +101,11 @@ class _RegionResult:
 class _RegionSetup:
     """One rank's part in mapping a region; ranks exchange messages through the store.
 
-    Ranks mark themselves present before they know each other's processes. If one fails to watch
-    the others after that, the rendezvous tells them.
+    A rank that is present but then fails to watch the others tells them in the rendezvous.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        sizes: native_engine.Sizes | None,
-        timeout: timedelta,
+        self, store: Store, rank: int, size: int, sizes: Sizes | None, timeout: timedelta
     ) -> None:
         self._store = BlockingStoreClient(store)
         self._rank = rank
@@ -127,7 +117,7 @@ class _RegionSetup:
         self._process = PeerProcess.current()
         self._write(f"process/{rank}", self._process)
 
-    def offer(self, number: int, place: str) -> tuple[native_engine.Engine | None, _RegionResult]:
+    def offer(self, number: int, place: str) -> tuple[NativeEngine | None, _RegionResult]:
         """Create a region on rank 0 and wait until the others have tried to map it."""
         size = self._size
         result = _RegionResult()
@@ -155,9 +145,7 @@ class _RegionSetup:
             elif absent:
                 result.error = f"rank {absent[0]} mapped other memory"
             elif len({process.machine for process in result.processes}) > 1:
-                result.error = (
-                    "ranks are in different pid namespaces, where a death cannot be detected"
-                )
+                result.error = "ranks in different pid namespaces cannot see each other die"
         except Exception as error:
             result.error = str(error)
             result.lost = list(getattr(error, "lost", ()))
@@ -167,8 +155,7 @@ class _RegionSetup:
             self._write(f"result/{number}", result)
         return (None if result.error else engine), result
 
-    def accept(self, number: int) -> tuple[native_engine.Engine | None, _RegionResult]:
-        """Map the region that rank 0 offers."""
+    def accept(self, number: int) -> tuple[NativeEngine | None, _RegionResult]:
         offer = self._await(f"offer/{number}", 0, dict[str, str])
         engine = None
         if offer:
@@ -226,8 +213,8 @@ class RegionOffer:
     rank: int
     processes: Sequence[PeerProcess]
     ranks_on_machine: int
-    build: Callable[[native_engine.Engine, int], Any]
-    _region: native_engine.Region = field(init=False)
+    build: Callable[[NativeEngine, int], Any]
+    _region: Region = field(init=False)
     _built: Any = field(init=False)
 
     def make(self) -> dict[str, str] | None:
@@ -240,19 +227,16 @@ class RegionOffer:
         return offer
 
     def take(self, offer: dict[str, str]) -> None:
-        """Map the region."""
         self._enter(open_region(offer, len(self.processes)))
 
     def absent(self) -> list[int]:
-        """Return the ranks that have not mapped it yet."""
         return [rank for rank in range(len(self.processes)) if not self._region.present(rank)]
 
     def engine(self) -> Any:
-        """Return the engine; all ranks have theirs."""
         self._region.unlink()
         return self._built
 
-    def _enter(self, region: native_engine.Region) -> None:
+    def _enter(self, region: Region) -> None:
         """Create the engine, then mark this rank present.
 
         The mark comes last: ranks that see it go ahead, so nothing may fail after it.
@@ -264,9 +248,10 @@ class RegionOffer:
         self._region = engine.region
         watch_peers(engine, self.rank, self.processes)
         limits = []
+        quota = usable_cores(os.cpu_count())
         for pid in {process.pid for process in self.processes}:
             with suppress(ProcessLookupError):  # a death is reported elsewhere
-                limits.append(core_limit(pid))
+                limits.append(core_limit(pid, quota))
         cores = shared_core_count(limits)
         # The other ranks of the parent group use the same cores.
         engine.set_cores(max(1, cores * len(self.processes) // self.ranks_on_machine))
@@ -278,16 +263,14 @@ def _died(rank: int, process: PeerProcess) -> PeerLost:
     return PeerLost(f"rank {rank} ({process}) died while mapping the shared memory", ranks=[rank])
 
 
-def make_region(
-    place: str, size: int, sizes: native_engine.Sizes | None = None
-) -> native_engine.Region:
+def make_region(place: str, size: int, sizes: Sizes | None = None) -> Region:
     """Create a region whose memory is allocated, since touching a hole raises SIGBUS.
 
     Files are allocated from the start. A memfd is allocated page by page, which fails only where
     the kernel does not overcommit; there it is allocated at once, which takes time.
     """
     made = _require_native(size)
-    region: native_engine.Region = made.Region.create(place, size, sizes or made.Sizes())
+    region: Region = made.Region.create(place, size, sizes or made.Sizes())
     mode = ""
     with suppress(OSError):  # there is no /proc
         mode = OVERCOMMIT_SETTING.read_text().strip()
@@ -301,24 +284,21 @@ def make_region(
     return region
 
 
-def _offer_of(region: native_engine.Region) -> dict[str, str]:
+def _offer_of(region: Region) -> dict[str, str]:
     return {"path": region.path, "token": str(region.token)}
 
 
-def open_region(
-    offer: dict[str, str], size: int, sizes: native_engine.Sizes | None = None
-) -> native_engine.Region:
-    """Map a region of rank 0."""
+def open_region(offer: dict[str, str], size: int, sizes: Sizes | None = None) -> Region:
     made = _require_native(size)
-    region: native_engine.Region = made.Region.open(
+    region: Region = made.Region.open(
         offer["path"], int(offer["token"]), size, sizes or made.Sizes()
     )
     return region
 
 
-def core_limit(pid: int = 0) -> CoreLimit:
-    """Return the limit of a process, by default this one; all have the same cgroup."""
-    return sorted(os.sched_getaffinity(pid)), usable_cores(os.cpu_count())
+def core_limit(pid: int = 0, quota: int | None = None) -> CoreLimit:
+    """Return the limit of a process, by default this one, whose quota the others have too."""
+    return sorted(os.sched_getaffinity(pid)), quota or usable_cores(os.cpu_count())
 
 
 def shared_core_count(limits: Iterable[CoreLimit]) -> int:
@@ -328,11 +308,11 @@ def shared_core_count(limits: Iterable[CoreLimit]) -> int:
     return min([len(cores), *(quota for _, quota in limits)])
 
 
-_watched: WeakValueDictionary[PeerProcess, native_engine.Process] = WeakValueDictionary()
+_watched: WeakValueDictionary[PeerProcess, Process] = WeakValueDictionary()
 """The processes that engines here watch: one descriptor for each, however many groups."""
 
 
-def watch_peers(engine: native_engine.Engine, rank: int, processes: Sequence[PeerProcess]) -> None:
+def watch_peers(engine: NativeEngine, rank: int, processes: Sequence[PeerProcess]) -> None:
     """Have the engine notice when a peer's process ends."""
     assert native.engine is not None, "it has created the region"
     for peer, process in enumerate(processes):
@@ -355,16 +335,14 @@ def _require_native(size: int) -> Any:
     if native.engine is None:
         raise InvalidState(native.why_missing)
     if size > native.engine.MAX_RANKS:
-        raise InvalidState(
-            f"shared memory serves at most {native.engine.MAX_RANKS} ranks, not {size}"
-        )
+        raise InvalidState(f"shm serves at most {native.engine.MAX_RANKS} ranks, not {size}")
     return native.engine
 
 
 class Slab:
     """This rank's own part of the region, from which it allocates tensors."""
 
-    def __init__(self, engine: native_engine.Engine, rank: int, ranks: int = 1) -> None:
+    def __init__(self, engine: NativeEngine, rank: int, ranks: int = 1) -> None:
         self._native = engine
         self._rank = rank
         self._ranks = ranks

@@ -30,8 +30,7 @@ class SubsetEngine:
         self._inner = inner
         self._members = tuple(members)
         self._size = size
-        self.started_works: list[Any] = []
-        """Started works of both engines, and of calls that failed here."""
+        self.started_works: list[Any] = []  # of both engines, and of calls that failed here
         self.allreduce: Method = inner.allreduce
         self.allreduce_coalesced: Method = inner.allreduce_coalesced
         self.barrier: Method = inner.barrier

@@ -197,7 +197,6 @@ class _Hub:
             return self._agreed if self._rejoins > round_number else None
 
     def missing_in_rejoin(self) -> list[int]:
-        """Return the ranks that `rejoin` waits for."""
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._waiting]
 
@@ -285,11 +284,9 @@ class LocalEngine:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
 
     def leave(self) -> str:
-        """Leave, unless a transfer is in flight; returns what is."""
         return self._hub.leave(self.rank, self.sequence + 1)
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take the next step to become a member again, or wait for it; returns the stage."""
         self._hub.threads[self.rank] = threading.current_thread()
         if self._round is None:
             self._round = self._hub.announce_rejoin(self.rank, (self.sequence, calls))
@@ -346,15 +343,10 @@ def _stopped(work: PythonWork) -> PythonWork:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object
 ) -> Engine:
     """Create the engine of one thread."""
-    del timeout, device, kwargs
+    del timeout, device
     if rank == 0:
         name = uuid.uuid4().hex
         _hubs[name] = _Hub(world_size)

@@ -51,7 +51,7 @@ from .._worker_threads import is_exiting, run_on_worker
 from ._shm_region import RegionOffer, Slab, share_region
 
 if TYPE_CHECKING:
-    from ...native import _engine as native_engine
+    from ...native._engine import Engine as NativeEngine
 if TYPE_CHECKING or native.engine is not None:
     from ...native._engine import DTYPES as NATIVE_DTYPES
     from ...native._engine import Collective, Outcome, ReduceOp, RejoinStage, TransferState
@@ -85,7 +85,7 @@ def choose_driver(size: int, cores: int) -> Driver:
     return "thread" if cores > max(size, local_ranks() or 0) else "caller"
 
 
-def start_driver(engine: native_engine.Engine, asked: object, size: int) -> Driver:
+def start_driver(engine: NativeEngine, asked: object, size: int) -> Driver:
     """Start an engine's driver thread if it is asked for or chosen; returns the driver."""
     if (asked or choose_driver(size, engine.cores)) == "caller":
         return "caller"
@@ -145,9 +145,6 @@ class ShmWork:
             else:
                 future.set_result([])
             return
-
-    def result(self) -> Tensors:
-        return []  # the group has the outputs
 
     def _source_rank(self) -> int:
         return -1
@@ -236,35 +233,28 @@ def _outcome_error(outcome: int, first: int, second: int) -> RuntimeError:
 class ShmEngine:
     """One rank of a group in shared memory."""
 
-    def __init__(
-        self, engine: native_engine.Engine, rank: int, size: int, driver: object = None
-    ) -> None:
+    def __init__(self, engine: NativeEngine, rank: int, size: int, driver: object = None) -> None:
         self._native = engine  # in a forked child, a `_ForkedEngine`
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank, size)
         self.started_works: list[Any] = []
         self._transfers: dict[int, object] = {}  # memory of those in flight, by ticket
-        self._dropped: set[int] = set()
-        """Transfers whose handle is gone, so that only `progress` advances them."""
+        self._dropped: set[int] = set()  # without a handle, so that only `progress` advances them
         _engines.add(self)
         _register_fork_hook()
         self.driver = start_driver(engine, driver, size)
-
-    # -- the rank and its peers ------------------------------------------------------------
 
     def dead_ranks(self) -> list[int]:
         return self._native.dead_ranks()
 
     def abort_calls(self) -> None:
-        """End the waits of this rank, since the group has failed."""
         self._native.abort()
 
     def members(self) -> list[int]:
         return self._native.members()
 
     def leave(self) -> str:
-        """Leave, unless something is in flight; returns what."""
         self.progress()
         peers = {self._native.test_transfer(ticket)[1] for ticket in self._transfers}
         if peers & set(self.members()):
@@ -272,7 +262,6 @@ class ShmEngine:
         return "" if self._native.leave() else "calls"
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take the next step to become a member again, or wait for it; returns the stage."""
         stage, most = self._native.rejoin(calls, seconds)
         return REJOIN_STAGES[stage], most
 
@@ -283,7 +272,6 @@ class ShmEngine:
         self._native.exclude(rank)
 
     def stop_thread(self) -> None:
-        """Stop the driver thread, if there is one."""
         with suppress(InvalidState):  # in a forked child
             self._native.stop_driver()
 
@@ -303,16 +291,12 @@ class ShmEngine:
         return self._slab.allocate(shape, dtype)
 
     def make_fast_path(self, **parts: Any) -> Any:
-        """Create the native fast path for plain sums and barriers."""
         return cast("Any", native.engine).FastPath(engine=self._native, owner=self, **parts)
 
     def work_for_ticket(self, ticket: int, memory: Tensors) -> RawWork:
-        """Create the work of a call that the fast path started."""
         work = ShmWork(self, memory)
         work.ticket = ticket
         return work
-
-    # -- in place --------------------------------------------------------------------------
 
     def sum(self, tensor: Tensor) -> RawWork:
         """Allreduce with SUM, with fewer arguments."""
@@ -349,8 +333,6 @@ class ShmEngine:
 
     def barrier(self, _: Any) -> RawWork:
         return self._in_place(Collective.BARRIER, _NO_BYTES, shape=())
-
-    # -- from many to many -----------------------------------------------------------------
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any) -> RawWork:
         return self._issue(Collective.ALLGATHER, inputs[0], outputs[0], inputs[0])
@@ -391,8 +373,6 @@ class ShmEngine:
         splits = _offsets(out_of, source), _offsets(into, output)
         return self._issue(Collective.ALLTOALL, source, [output], output, extent=0, splits=splits)
 
-    # -- one to one ------------------------------------------------------------------------
-
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         tensor = tensors[0]
         work = ShmTransfer(self, tensors)
@@ -409,8 +389,6 @@ class ShmEngine:
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         return self.recv(tensors, -1, tag)
-
-    # -- issuing ---------------------------------------------------------------------------
 
     def _in_place(
         self,
@@ -476,7 +454,7 @@ class ShmEngine:
 class _ForkedEngine:
     """Replaces the engine in a forked child; every use raises."""
 
-    def __init__(self, engine: native_engine.Engine) -> None:
+    def __init__(self, engine: NativeEngine) -> None:
         self._kept = engine  # the child may still read tensors in the region
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -528,28 +506,20 @@ def check_options(options: dict[str, object]) -> None:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **opts: Any
 ) -> Engine:
     """Create the engine of one rank, on a region that all ranks have mapped."""
     del device
     engine = share_region(store, rank, world_size, timeout=timeout)
-    return ShmEngine(engine, rank, world_size, kwargs.get(DRIVER_OPTION))
+    return ShmEngine(engine, rank, world_size, opts.get(DRIVER_OPTION))
 
 
 def offer_region(
-    rank: int,
-    processes: Sequence[PeerProcess],
-    ranks_on_machine: int,
-    options: dict[str, object],
+    rank: int, processes: Sequence[PeerProcess], ranks_on_machine: int, options: dict[str, object]
 ) -> RegionOffer:
     """Return this rank's part in a region that rank 0 offers with the rendezvous result."""
 
-    def build(engine: native_engine.Engine, cores: int) -> ShmEngine:
+    def build(engine: NativeEngine, cores: int) -> ShmEngine:
         driver = options.get(DRIVER_OPTION)
         if driver is None and choose_driver(ranks_on_machine, cores) == "caller":
             driver = "caller"

@@ -69,20 +69,20 @@ std::uint64_t start(nb::list& started, nb::handle work, Function&& function) {
   return ticket;
 }
 
-Request request_of(int kind, int type, int op, double factor, int root) {
+Request request_of(int kind, int type, int op, int root) {
   Request request;
   request.kind = static_cast<Collective>(kind);
-  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op), factor};
+  request.reduction = {static_cast<DType>(type), static_cast<ReduceOp>(op)};
   request.root = root;
   return request;
 }
 
-std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, int root,
+std::uint64_t issue(Engine& engine, int kind, int type, int op, int root,
                     Address input, std::size_t bytes, std::uint64_t amount, nb::handle shape,
                     const std::vector<Address>& outputs, std::size_t output_bytes,
                     std::vector<std::uint64_t> send_at, std::vector<std::uint64_t> receive_at,
                     nb::list started, nb::handle work) {
-  Request request = request_of(kind, type, op, factor, root);
+  Request request = request_of(kind, type, op, root);
   request.input = pointer(input);
   request.bytes = bytes;
   request.fingerprint = fingerprint_of(amount, shape);
@@ -94,10 +94,10 @@ std::uint64_t issue(Engine& engine, int kind, int type, int op, double factor, i
 }
 
 // For allreduce, reduce, broadcast and barrier.
-std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, double factor, int root,
+std::uint64_t issue_in_place(Engine& engine, int kind, int type, int op, int root,
                              Address tensor, std::size_t bytes, nb::handle shape,
                              nb::list started, nb::handle work) {
-  Request request = request_of(kind, type, op, factor, root);
+  Request request = request_of(kind, type, op, root);
   request.input = pointer(tensor);
   request.bytes = request.output_bytes = bytes;
   request.fingerprint = fingerprint_of(bytes, shape);
@@ -278,7 +278,7 @@ NB_MODULE(_engine, module) {
       .def("detach_transfer", &Engine::detach_transfer, NoGil())
       .def("cancel_transfer", &Engine::cancel_transfer, NoGil())
       .def_prop_ro("transfers_kept", &Engine::transfers_kept)
-      .def("dead", &Engine::dead)
+      .def("dead_ranks", &Engine::dead_ranks)
       .def("members", &Engine::members)
       .def("leave", &Engine::leave)
       .def("rejoin",
@@ -287,7 +287,7 @@ NB_MODULE(_engine, module) {
              return std::tuple(static_cast<int>(status.stage), status.calls);
            },
            NoGil())
-      .def("awaited", &Engine::awaited, NoGil())
+      .def("missing_in_rejoin", &Engine::missing_in_rejoin, NoGil())
       .def("exclude", &Engine::exclude)
       .def("abort", &Engine::abort)
       .def_prop_ro("is_quiescent", &Engine::is_quiescent)

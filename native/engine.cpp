@@ -199,7 +199,7 @@ Transfers::Status Engine::wait_transfer(std::uint64_t ticket, std::uint64_t nano
     if (aborted()) return {Transfers::State::stopped, status.peer, status.bytes, false};
     if (!spin_then_sleep(mine_.peer_wait, spin_policy_, interval, news) &&
         status.peer >= 0 && has_exited(status.peer) && !news())
-      return status;  // the peer is dead; the caller asks `dead()`
+      return status;  // the peer is dead; the caller asks `dead_ranks()`
   }
 }
 
@@ -218,7 +218,7 @@ std::size_t Engine::transfers_kept() {
   return transfers_.kept();
 }
 
-std::vector<int> Engine::dead() const {
+std::vector<int> Engine::dead_ranks() const {
   std::vector<int> ranks;
   for (int rank = 0; rank < ranks_; ++rank)
     if (has_exited(rank)) ranks.push_back(rank);

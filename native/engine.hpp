@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "copy.hpp"
-#include "layout.hpp"
+#include "region_layout.hpp"
 #include "reduce.hpp"
 #include "region.hpp"
 #include "sync.hpp"
@@ -148,7 +148,7 @@ class Engine {
   std::size_t transfers_kept();
 
   // Returns the ranks whose process has ended.
-  std::vector<int> dead() const;
+  std::vector<int> dead_ranks() const;
 
   // Returns the current members, as far as this rank knows.
   std::vector<int> members() const;
@@ -175,7 +175,7 @@ class Engine {
   RejoinStatus rejoin(std::uint64_t calls, std::uint64_t nanoseconds);
 
   // Returns the ranks that `rejoin` waits for.
-  std::vector<int> awaited();
+  std::vector<int> missing_in_rejoin();
 
   // Continues without a dead rank; all survivors must do so. Operations at which it had not arrived
   // continue among the survivors; those that it left incomplete are torn.

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "layout.hpp"
+#include "region_layout.hpp"
 
 namespace phalanx {
 

@@ -63,7 +63,7 @@ Engine::RejoinStatus Engine::rejoin_status(Result result) {
   return {result, stage(), agreed_calls_};
 }
 
-std::vector<int> Engine::awaited() {
+std::vector<int> Engine::missing_in_rejoin() {
   const std::lock_guard lock(mutex_);
   return late_ranks();
 }

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "layout.hpp"
+#include "region_layout.hpp"
 
 namespace phalanx {
 

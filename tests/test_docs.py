@@ -109,5 +109,5 @@ def test_links_lead_somewhere(document):
 def test_the_design_names_modules_that_exist():
     text = (ROOT / "docs/design.md").read_text()
     named = set(re.findall(r"(?:`|^  )(_[a-z]\w+)(?=[`. ])", text, flags=re.MULTILINE))
-    assert {"_collectives", "_status_store", "_failure_detector"} <= named
+    assert {"_call_arguments", "_status_store", "_failure_detector"} <= named
     assert named <= {path.stem for path in (ROOT / "src").rglob("_*.py")}

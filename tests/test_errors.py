@@ -46,7 +46,7 @@ def test_a_timeout_carries_its_facts():
 
 
 @pytest.mark.parametrize(
-    "state", ["waiting", "idle", "failed", "busy", "silent", "stopped", "left", "dead"]
+    "state", ["waiting", "idle", "failed", "busy", "silent", "stopped", "left", "shut down", "dead"]
 )
 def test_every_state_has_a_text(state):
     assert str(errors.RankReport(0, state)).startswith("rank 0: ")

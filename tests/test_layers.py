@@ -36,10 +36,7 @@ TORCH_FREE = {
 }
 """Parts that must not import torch at import time."""
 
-REPEATED_FILES = {
-    "__init__.py": "every package has one",
-    "formatting.py": "groups._formatting adds what needs torch to phalanx._formatting",
-}
+REPEATED_FILES = {"__init__.py": "every package has one"}
 REPEATED_CLASSES: dict[str, str] = {}
 """Names that occur in more than one package, each with the reason."""
 

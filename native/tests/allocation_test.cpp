@@ -207,14 +207,14 @@ void exclude_and_leave() {
     for (int rank = 0; rank < 3; ++rank) attempt([&] { return ranks[rank].rejoin(0, 1).stage; });
   for (int rank = 0; rank < 3; ++rank) {
     CHECK(attempt([&] { return ranks[rank].rejoin(0, 1).stage; }) == Engine::RejoinStage::entered);
-    CHECK(attempt([&] { return ranks[rank].awaited(); }).empty());
+    CHECK(attempt([&] { return ranks[rank].missing_in_rejoin(); }).empty());
     buffers[static_cast<std::size_t>(rank)].fill(1);
   }
   for (const std::size_t rank : {2u, 0u, 1u})
     last = ranks.issue(static_cast<int>(rank), in_place(Collective::allreduce, buffers[rank]));
   for (const int rank : {0, 1}) {
     mark_dead(ranks[rank], 2);
-    CHECK((attempt([&] { return ranks[rank].dead(); }) == std::vector<int>{2}));
+    CHECK((attempt([&] { return ranks[rank].dead_ranks(); }) == std::vector<int>{2}));
     attempt([&] { return ranks[rank].abort(), 0; });
     attempt([&] { return ranks[rank].exclude(2), 0; });
   }

@@ -99,7 +99,7 @@ void test_death(RejoinStage reached) {
       const RejoinStatus status = rejoin(engine, 5);
       CHECK(status.result.outcome == (entered ? Outcome::pending : Outcome::dead));
       if (!entered) CHECK(status.result.first == 2);
-      if (!entered) CHECK((engine.awaited().back() == 2));
+      if (!entered) CHECK((engine.missing_in_rejoin().back() == 2));
     }
     if (entered) {
       buffer.fill(1);
@@ -138,7 +138,7 @@ void test_timeout() {
       CHECK(engine.rejoin(0, kSecond).stage == RejoinStage::waiting);
       const RejoinStatus status = engine.rejoin(0, kSecond / 50);
       CHECK(status.result.outcome == Outcome::pending && status.stage == RejoinStage::waiting);
-      CHECK((engine.awaited() == std::vector<int>{1}));
+      CHECK((engine.missing_in_rejoin() == std::vector<int>{1}));
       waited = true;
       CHECK(rejoin(engine).stage == RejoinStage::entered);
     }

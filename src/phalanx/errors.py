@@ -59,13 +59,13 @@ class RankReport:
     """The rank in the group that failed."""
     state: str
     """One of ``waiting``, ``idle``, ``failed``, ``busy``, ``silent``, ``stopped``, ``left``,
-    ``dead``."""
+    ``shut down``, ``dead``."""
     operation: str | None = None
     """The last call and its tensors: ``allreduce float32[10]``."""
     sequence: int | None = None
     """The sequence number of that call."""
     site: str | None = None
-    """The line of user code that made that call, or left the group: ``train.py:12``."""
+    """The line of user code that made that call, or shut the group down: ``train.py:12``."""
     here: str | None = None
     """The line of user code that is running now, and the library call in it."""
     collectives: int | None = None
@@ -97,6 +97,7 @@ RANK_STATE_TEXTS = {
     "silent": "does not answer (its interpreter is blocked, or its machine is unreachable)",
     "stopped": "stopped by a signal",
     "left": "left the group",
+    "shut down": "shut the group down",
     "dead": "dead",
 }
 

@@ -115,7 +115,7 @@ def test_a_backend_of_five_lines(group):
 @over_groups(backends=("my counted gloo",), sizes=(2,), start=3)
 def test_options_reach_the_factory(group):
     group.barrier().wait()
-    assert group._recipe.options == {"start": 3}
+    assert group._config.options == {"start": 3}
     with pytest.raises(InvalidArgument, match="meta.*serves cpu"):
         group.allreduce(torch.ones(1, device="meta"))
 
@@ -141,6 +141,12 @@ def fake(request):
     group = new_group("fake", MINUTE, "cpu", rank=request.param, world_size=MANY)
     yield group
     group.shutdown()
+
+
+@pytest.mark.parametrize("given", [{}, {"rank": 0}, {"world_size": 2}])
+def test_fake_asks_for_rank_and_world_size(given):
+    with pytest.raises(InvalidArgument, match=r"backend 'fake' needs rank= and world_size="):
+        new_group("fake", MINUTE, **given)
 
 
 def test_fake_calls_end_at_once(fake):
@@ -195,7 +201,7 @@ def test_fake_lists_and_roots():
     group.all_to_all_single(exchanged.zero_(), torch.arange(6.0), [1, 3, 2], [2, 2, 2]).wait()
     assert exchanged.tolist() == [2.0, 2.0, 3.0, 0.0, 2.0, 3.0]
     group.shutdown()
-    with pytest.raises(GroupAborted, match="was shut down"):
+    with pytest.raises(GroupAborted, match="this rank shut the group down"):
         group.barrier()
 
 

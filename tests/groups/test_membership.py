@@ -54,7 +54,7 @@ def has_left(group, *leavers):
 
 def wait_for_death(group, rank):
     until = time.monotonic() + 20
-    while rank not in group._engine.lost_ranks():
+    while rank not in group._engine.dead_ranks():
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -210,7 +210,10 @@ def call_after_leaving(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
     if has_left(group, 0):
         for call in (lambda: group.allreduce(torch.ones(1)), group.leave):
-            with pytest.raises(GroupAborted, match=r"was left at .*test_membership.py:\d+ here"):
+            with pytest.raises(
+                GroupAborted,
+                match=r"this rank left the group at .*test_membership.py:\d+\. Call rejoin",
+            ):
                 call()
         group.shutdown()
     else:
@@ -220,6 +223,18 @@ def call_after_leaving(ctx, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_who_has_left_is_told_so(crew, backend):
     crew[backend].run(call_after_leaving, 2, args=(backend,))
+
+
+def exclude_after_leaving(ctx, backend):
+    group = ctx.group(backend, timeout=LONG)
+    if has_left(group, 0):
+        with pytest.raises(InvalidState, match=f"exclude: {backend} does not support exclude"):
+            group.exclude([1])
+
+
+@pytest.mark.parametrize("backend", ["local", "gloo"])
+def test_excluding_after_leaving_names_the_engine_that_cannot(crew, backend):
+    crew[backend].run(exclude_after_leaving, 2, args=(backend,))
 
 
 def leave_and_die(ctx):
@@ -391,7 +406,7 @@ def shut_down_while_leaving(ctx):
     assert time.monotonic() - started < 10
     closer.join()
     ctx.store.set("shut down", "")
-    with pytest.raises(GroupAborted, match="was aborted here"):
+    with pytest.raises(GroupAborted, match="this rank aborted the group"):
         group.barrier()
 
 
@@ -460,7 +475,7 @@ def lose_one_in_the_middle(ctx, way):
         with pytest.raises(PeerLost, match="is dead"):
             work.wait()
         group.exclude([1])
-        with pytest.raises(PeerLost, match="rank 1 died during the call") as caught:
+        with pytest.raises(PeerLost, match=r"rank 1 \(pid .*\) died during the call") as caught:
             work.wait()
         assert caught.value.lost == (1,)
         group.barrier().wait()

@@ -229,7 +229,7 @@ def die_before_the_verdict(ctx):
 
 
 def test_the_death_of_rank_0_while_forming_is_noticed(ranks):
-    strike = Fault("form:signed in", kill(), rank=0)
+    strike = Fault("form:requested", kill(), rank=0)
     started = time.monotonic()
     ranks.run(die_before_the_verdict, 2, faults=[strike])
     assert time.monotonic() - started < 20

@@ -227,7 +227,9 @@ def wait_in_vain(ctx, backend):
         assert caught.value.ranks == (1,)
         assert caught.value.reports[1].operation == "allreduce float32[3]"
         assert "waiting" not in str(caught.value.reports[1])
-        with pytest.raises(GroupAborted, match=r"was left at .*Call rejoin\(\) on every rank"):
+        with pytest.raises(
+            GroupAborted, match=r"left the group at .*Call rejoin\(\) on every rank"
+        ):
             group.barrier()
         ctx.store.set("told", "")
     elif ctx.rank == 1:
@@ -276,13 +278,15 @@ def close_while_waiting(ctx, end):
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    while not group._engine.awaited():  # until it waits
+    while not group._engine.missing_in_rejoin():  # until it waits
         time.sleep(0.001)
     with pytest.raises(InvalidState, match="another thread of this rank is already in rejoin"):
         group.rejoin()
     getattr(group, end)()
     waiter.join(10)
-    assert ("aborted" if end == "abort" else "was shut down here") in str(waiter_error[0])
+    assert ("aborted" if end == "abort" else "this rank shut the group down") in str(
+        waiter_error[0]
+    )
     ctx.store.set("closed", "")
 
 
@@ -319,7 +323,7 @@ def lose_one_who_has_not_entered(ctx):
     go_on_with_rounds(group)
 
 
-@pytest.mark.parametrize("point", ["before", "away", "waiting"])
+@pytest.mark.parametrize("point", ["before", "left", "waiting"])
 def test_nobody_enters_if_one_dies_before_it_does(ranks, point):
     strike = Fault(f"rejoin:{point}", kill(), rank=1)
     ranks.run(lose_one_who_has_not_entered, 3, faults=[strike])
@@ -375,7 +379,7 @@ def go_through_rounds(ctx, counts, moment):
 def test_deaths_anywhere_are_survived(ranks):
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
-    points = ["before", "away", "waiting", "entering", "after"]
+    points = ["before", "left", "waiting", "entering", "after"]
     for _ in range(KILLS):
         counts = [[chance.randint(0, 3) for _ in range(4)] for _ in range(6)]
         strike = Fault(f"rejoin:{chance.choice(points)}", kill(), rank=2, nth=chance.randint(1, 6))

@@ -26,23 +26,23 @@ from phalanx.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from phalanx.groups.backends.shm import RegionOffer
+from phalanx.groups.backends._shm_region import RegionOffer
 from phalanx.testing import Died, Fault, kill
 from ports import free_port
 
 from .internals import (
     RESERVATION_PREFIX,
     ClosedGroup,
-    Member,
+    PeerProcess,
     Rendezvous,
     Roster,
     StatusStore,
     StoreClient,
     Timing,
     _backend_registry,
-    _background_threads,
     _store,
     _torch_integration,
+    _worker_threads,
     override_timing,
 )
 
@@ -199,7 +199,7 @@ def test_a_late_rank_learns_that_the_host_of_the_store_has_left(ranks, backend, 
 
 
 def test_a_member_out_of_sight_is_not_waited_for_without_end():
-    here = Member.here()
+    here = PeerProcess.current()
     far = replace(here, machine="another")
     board = StatusStore(StoreClient(dist.HashStore()), rank=0, size=2)
 
@@ -508,7 +508,7 @@ def die_while_forming(ctx):
 
 
 def test_a_death_while_forming_is_named(ranks):
-    strike = Fault("form:signed in", kill(), rank=1)
+    strike = Fault("form:requested", kill(), rank=1)
     outcome = ranks.run(die_while_forming, 2, faults=[strike], timeout=25)
     assert isinstance(outcome[1], Died)
 
@@ -587,12 +587,12 @@ def test_the_others_hear_of_a_rank_that_fails_while_forming(ranks, where, backen
     assert max(ranks.run(fail_and_live_on, 2, args=(where, backend), timeout=30)) < 5
 
 
-def borrowed_threads():
-    return set() if _background_threads._pool is None else set(_background_threads._pool._busy)
+def worker_threads():
+    return set() if _worker_threads._pool is None else set(_worker_threads._pool._busy)
 
 
 def fail_without_a_word(ctx):
-    before = borrowed_threads()
+    before = worker_threads()
     if ctx.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
             fail_in_factory(patch, no_reason)
@@ -602,9 +602,9 @@ def fail_without_a_word(ctx):
         with pytest.raises(RendezvousError, match="rank 1: my reason"):
             ctx.group("shm", timeout=SECONDS)
         began = time.monotonic()
-        while borrowed_threads() - before and time.monotonic() - began < 3:
+        while worker_threads() - before and time.monotonic() - began < 3:
             time.sleep(0.01)
-        assert not borrowed_threads() - before, "no thread waits for rank 1 any more"
+        assert not worker_threads() - before, "no thread waits for rank 1 any more"
     ctx.store.set(f"raised/{ctx.rank}", "")
     ctx.store.wait(["raised/0", "raised/1"])
 

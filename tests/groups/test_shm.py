@@ -98,7 +98,7 @@ def share_at(ctx, places):
     sizes.slab = 1 << 20
     shared = share_region(ctx.store, ctx.rank, ctx.size, sizes=sizes, places=places)
     value = torch.full((3,), float(ctx.rank + 1))
-    arguments = (2, 0, 0, 1.0, 0, value.data_ptr(), value.nbytes, value.numel())
+    arguments = (2, 0, 0, 0, value.data_ptr(), value.nbytes, value.numel())
     assert shared.wait(shared.issue_in_place(*arguments, [], SimpleNamespace()), 10.0)[0] == 1
     assert value.tolist() == [3.0] * 3
     return shared.region.path

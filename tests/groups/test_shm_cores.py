@@ -31,7 +31,7 @@ def split_with_one_core(ctx, choose):
     group = ctx.group("shm")
     os.sched_setaffinity(0, {cores[choose[ctx.rank]]})
     try:
-        found = ctx.closing(group.split_group([1, 0]))._engine._engine.cores
+        found = ctx.closing(group.split_group([1, 0]))._engine._native.cores
         group.barrier().wait()  # who is done early must not be seen with all cores again
         return found
     finally:

@@ -24,7 +24,7 @@ from phalanx import native
 from phalanx.errors import CollectiveTimeout, GroupError, PeerLost
 from phalanx.testing import Fault, faults, kill, stop
 
-from .internals import Member, watch_peers
+from .internals import PeerProcess, watch_peers
 from .test_shm import no_names_but
 
 pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was not built")
@@ -249,7 +249,7 @@ def lose_two_after_a_call(ctx):
             group.allreduce(torch.ones(4)).wait()
         if ctx.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-    while group._detector.dead() != {2, 3}:
+    while group._detector.dead_ranks() != {2, 3}:
         time.sleep(0.001)
     group.exclude([2, 3])
     work.wait()
@@ -391,7 +391,9 @@ def test_who_wakes_up_after_the_deadline_leaves_the_others_tensors_alone(ranks):
     ranks.run(come_back_too_late, 2)
 
 
-PIECE = 256 * 1024  # bytes of each buffer that a rank touches between two looks; `layout.hpp`
+PIECE = (
+    256 * 1024
+)  # bytes of each buffer that a rank touches between two looks; `region_layout.hpp`
 
 
 def be_stopped_in_the_middle(ctx, count):
@@ -498,7 +500,7 @@ def test_a_rank_may_be_stopped_at_any_moment(ranks, shared):
 
 def test_a_pid_that_belongs_to_another_process_by_now_is_a_death():
     """Nobody may watch a stranger for a peer: the peer's death would go unnoticed."""
-    me = Member.here()
+    me = PeerProcess.current()
     peer = replace(me, pid=os.getppid(), started="1")  # a parent that started later
     with pytest.raises(PeerLost, match="rank 1 .* died") as raised:
         watch_peers(Mock(), 0, [me, peer])

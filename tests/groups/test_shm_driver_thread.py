@@ -26,7 +26,7 @@ LONG = timedelta(seconds=60)
 def threaded(ctx, **options):
     group = ctx.group("shm", driver="thread", timeout=LONG, **options)
     assert group._engine.driver == "thread"
-    assert group._engine._engine.has_driver
+    assert group._engine._native.has_driver
     return group
 
 
@@ -211,7 +211,7 @@ def test_tensors_may_be_dropped_while_the_thread_works_on_them(ranks):
 def drop_the_group(ctx):
     group = threaded(ctx)
     ctx.leave_open()
-    native = group._engine._engine
+    native = group._engine._native
     group.barrier().wait()
     if ctx.rank == 0:
         group.allreduce(torch.ones(1_000_000))  # which nobody else comes to

@@ -175,7 +175,7 @@ def test_offsets_have_more_than_32_bits(ranks):
     ranks.run(reach_far_into_a_slab, 2)
 
 
-ALLREDUCE, ALLTOALL = 2, 9  # of `native/layout.hpp`
+ALLREDUCE, ALLTOALL = 2, 9  # of `native/region_layout.hpp`
 UINT8 = 8  # of `native/types.hpp`
 FINISHED, MISMATCH = 1, 3  # of `native/engine.hpp`
 
@@ -185,7 +185,7 @@ def tell_lengths_apart(ctx):
     engine = share_region(ctx.store, ctx.rank, ctx.size)
     place, _ = engine.region.slab(ctx.rank)
     length = 4 * GIB * ctx.rank + 20_000
-    arguments = (ALLREDUCE, UINT8, 0, 1.0, 0, place, length, length)
+    arguments = (ALLREDUCE, UINT8, 0, 0, place, length, length)
     ticket = engine.issue_in_place(*arguments, [], SimpleNamespace())
     assert engine.wait(ticket, 20.0)[0] == MISMATCH
 
@@ -208,7 +208,7 @@ def send_the_end_of_something_long(ctx):
     else:
         address, length, sent, room = 0, 0, [0, 0, 0], [0, 100, 100]
     outputs = ([received.data_ptr()], 100, sent, room)
-    arguments = (ALLTOALL, UINT8, 0, 1.0, 0, address, length, 0, (), *outputs)
+    arguments = (ALLTOALL, UINT8, 0, 0, address, length, 0, (), *outputs)
     ticket = engine.issue(*arguments, [], SimpleNamespace())
     assert engine.wait(ticket, 60.0)[0] == FINISHED
     assert received.tolist() == (list(range(100)) if ctx.rank == 1 else [0] * 100)

@@ -167,7 +167,7 @@ def exchange_often(ctx):
     group.barrier().wait()
     group._detector.poll()
     gc.collect()
-    assert group._engine._engine.transfers_kept <= 2
+    assert group._engine._native.transfers_kept <= 2
 
 
 def test_nothing_is_kept_of_transfers_that_have_ended(ranks):

@@ -37,7 +37,7 @@ ORDER = ["MIN", "MAX"]
 BITS = ["BAND", "BOR", "BXOR"]
 LARGEST = 2_100_000  # bytes that one rank brings to a call, or four windows and a bit
 
-SMALL = 16 * 1024  # of `Sizes` in native/layout.hpp, as is the next
+SMALL = 16 * 1024  # of `Sizes` in native/region_layout.hpp, as is the next
 WINDOW = 512 * 1024
 LENGTHS = [0, 1, 2, 64, SMALL - 8, SMALL, SMALL + 8, WINDOW - 8, WINDOW, WINDOW + 8, LARGEST]
 

@@ -20,7 +20,7 @@ from phalanx.errors import (
     UnknownOption,
 )
 from phalanx.groups import new_group
-from phalanx.groups.backends.shm import RegionOffer
+from phalanx.groups.backends._shm_region import RegionOffer
 from phalanx.testing import Died, Fault, faults, kill, over_groups, stop
 from ports import free_port
 
@@ -162,7 +162,7 @@ def lose_one(ctx, backend, victim):
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     ("backend", "point"),
-    [("gloo", "form:signed in"), ("shm", "form:signed in"), ("shm", "form:mapped")],
+    [("gloo", "form:requested"), ("shm", "form:requested"), ("shm", "form:mapped")],
 )
 def test_a_death_is_noticed_and_the_others_can_split_again(ranks, backend, point, victim):
     strike = Fault(point, kill(), rank=victim, nth=2)  # the first time is the whole group's

@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import DistNetworkError, HashStore
 
-from .internals import RejoinBarrier, StatusStore, StoreClient, _background_threads, borrow_thread
+from .internals import RejoinBarrier, StatusStore, StoreClient, _worker_threads, run_on_worker
 
 
 class Failing:
@@ -42,7 +42,7 @@ def test_a_board_asks_again_when_trouble_has_passed(error):
     store = Failing()
     board = StatusStore(StoreClient(store), rank=0, size=2)
     store.error = error
-    assert (board.request_reports(), board.failure(), board.left()) == (0, None, {})
+    assert (board.request_reports(), board.failure(), board.shut_down()) == (0, None, {})
     assert type(error).__name__ in board.last_error or str(error) in board.last_error
     store.error = None
     assert (board.request_reports(), board.last_error) == (1, "")
@@ -79,7 +79,7 @@ def test_who_asks_gets_the_error_of_a_users_store():
         StoreClient(store).read("key")
 
 
-def test_a_borrowed_thread_outlives_its_job():
+def test_a_worker_thread_outlives_its_job():
     """If not, whoever exits would wait for it to come home."""
     used = []
 
@@ -87,9 +87,9 @@ def test_a_borrowed_thread_outlives_its_job():
         used.append(threading.get_ident())
         raise SystemExit
 
-    borrow_thread(fail)
+    run_on_worker(fail)
     until = time.monotonic() + 5
-    while (not used or used[0] in _background_threads._pool._busy) and time.monotonic() < until:
+    while (not used or used[0] in _worker_threads._pool._busy) and time.monotonic() < until:
         time.sleep(0.001)
-    assert used[0] not in _background_threads._pool._busy
+    assert used[0] not in _worker_threads._pool._busy
     assert used[0] in {thread.ident for thread in threading.enumerate()}

@@ -118,7 +118,7 @@ def plan_departures(ctx):
     group = new_group("fake", rank=1, world_size=4)
     assert group.update_membership() == (0, 1, 2, 3)
     assert group.update_membership(stays=False) == ()
-    with pytest.raises(GroupAborted, match="was left at"):
+    with pytest.raises(GroupAborted, match="this rank left the group at"):
         group.barrier()
     group.rejoin()
     assert group.members == (0, 1, 2, 3)
@@ -220,7 +220,7 @@ def shut_down_narrowed(ctx):
     engine = weakref.ref(group._membership.kept_engines[0, 2].engine)
     group.shutdown()
     assert engine() is None
-    with pytest.raises(GroupAborted, match="was shut down"):
+    with pytest.raises(GroupAborted, match="this rank shut the group down"):
         group.update_membership()
 
 
@@ -442,7 +442,9 @@ def close_while_waiting(ctx, end):
         group.rejoin()
     getattr(group, end)()
     waiter.join(10)
-    assert ("aborted" if end == "abort" else "was shut down here") in str(waiter_error[0])
+    assert ("aborted" if end == "abort" else "this rank shut the group down") in str(
+        waiter_error[0]
+    )
     ctx.store.set("closed", "")
 
 
@@ -517,7 +519,7 @@ def lose_one_on_the_way(ctx):
 
 
 def test_a_death_while_the_rest_regroup_is_named_by_the_groups_numbers(ranks):
-    strike = Fault("form:signed in", kill(), rank=2, nth=2)
+    strike = Fault("form:requested", kill(), rank=2, nth=2)
     ranks.run(lose_one_on_the_way, 4, faults=[strike])
 
 
@@ -535,7 +537,7 @@ def stop_one_on_the_way(ctx):
 
 
 def test_the_deadline_of_regrouping_is_that_of_the_group(ranks):
-    ranks.run(stop_one_on_the_way, 4, faults=[Fault("form:signed in", stop(), rank=2, nth=2)])
+    ranks.run(stop_one_on_the_way, 4, faults=[Fault("form:requested", stop(), rank=2, nth=2)])
 
 
 def lose_one_who_has_left(ctx):
@@ -544,7 +546,7 @@ def lose_one_who_has_left(ctx):
     if ctx.rank == 2:
         other.barrier()  # where it is killed
     until = time.monotonic() + 20
-    while 2 not in group._detector.dead():
+    while 2 not in group._detector.dead_ranks():
         assert time.monotonic() < until
         time.sleep(0.01)
     assert total(group) == 3.0  # it is nobody's business

@@ -145,7 +145,7 @@ def test_a_group_that_was_ended_by_hand_is_made_anew_after_a_shutdown(group):
     total(row)
     row.shutdown()
     assert mesh.get_group("tp") is row  # only some ranks may have ended it
-    with pytest.raises(GroupAborted, match="shut down"):
+    with pytest.raises(GroupAborted, match="shut the group down"):
         total(row)
     mesh.shutdown()
     assert total(mesh.get_group("tp")) == 2

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
+from .._formatting import first_line
 from ..errors import (
     BarrierError,
     BarrierTimeout,
@@ -34,8 +35,7 @@ from ..errors import (
     Unprepared,
 )
 from ..groups import ProcessGroup, Work
-from ..groups._factory import default_group
-from ..groups._formatting import first_line
+from ..groups._current_group import default_group
 from ..groups._store import check_rank_and_size, clone_connection, open_store
 from ..groups._text_exchange import exchange_texts
 from ._store_barrier import BarrierTimings, StoreBarrierMember
@@ -160,7 +160,7 @@ class TCPStoreBarrier(_StoreBarrier):
         def connect() -> Store:
             opened = open_store(url, rank=rank, size=size, timeout=timedelta(seconds=init_timeout))
             if opened.hosted is not None:
-                opened.hosted.stays = True  # peers may use it when this rank's barrier is gone
+                opened.hosted.keep_open = True  # peers may use it when this rank's barrier is gone
             return opened.store
 
         self._member = StoreBarrierMember(

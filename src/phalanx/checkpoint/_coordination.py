@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from .._formatting import format_ranks
 from ..errors import CheckpointError, MisuseError, SaveFailed, SaveTimeout, UnsupportedState
-from ..groups._formatting import format_ranks
 from ._progress import Phase, ProgressMeter
 from ._storage import MESSAGE_PREFIX, MessageStore, job_name
 from ._types import BarrierLike, RankInfo, error_class

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..env import launched_rank
 from ..errors import InvalidType
 from ..groups import ProcessGroup
-from ..groups._factory import default_group
+from ..groups._current_group import default_group
 from ._barriers import DistBarrier, GroupBarrier
 from ._types import RankInfo
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._formatting import format_ranks
 from ..errors import DamagedCheckpoint, InvalidArgument, MissingKeys, StateMismatch
-from ..groups._formatting import format_ranks
 from ._manifest import (
     MANIFEST,
     Manifest,

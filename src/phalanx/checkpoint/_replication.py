@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .._formatting import format_ranks
 from ..errors import StateMismatch
-from ..groups._formatting import format_ranks
 from ._manifest import StateKey, StatePath, format_path, tensor_name
 from ._state_encoding import encode_scalar
 from ._state_tree import Branch, Node, ReplicatedShard, Scalar, TensorLeaf, find_node, leaves, walk

@@ -40,6 +40,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
+from .._formatting import first_line, format_ranks
 from ..errors import (
     BarrierError,
     BarrierTimeout,
@@ -47,7 +48,6 @@ from ..errors import (
     InvalidState,
     RendezvousError,
 )
-from ..groups._formatting import first_line, format_ranks
 from ._store_connection import Address, StoreConnection, wait_for_key
 from ._types import check_not_forked
 

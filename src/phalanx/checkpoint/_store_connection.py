@@ -26,8 +26,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistNetworkError
 
 from ..errors import RendezvousTimeout
-from ..groups._background_threads import in_background
 from ..groups._store import wait_for_listener
+from ..groups._worker_threads import in_background
 
 Address = tuple[str, int]
 

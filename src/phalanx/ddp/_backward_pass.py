@@ -93,7 +93,7 @@ class LocalPass:
     def finish(self) -> AnyWork | None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""
         self.abandon()
-        return self._comm.announce_local_pass() if self._comm.compares_calls else None
+        return self._comm.announce_local_pass() if self._comm.detects_mismatch else None
 
 
 class ReducedPass:

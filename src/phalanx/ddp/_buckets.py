@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import native
-from ..groups._fast_path import DTYPE_NUMBERS, can_read_tensors
+from ..groups._fast_path import configure_fast_path
+from ..groups.backends.shm import DTYPES
 from ._communicator import Communicator
 from ._dtensor import local_tensor
 from ._pass_header import HEADER_DTYPES, PassHeader
@@ -180,8 +181,8 @@ class Bucket:
         offsets = accumulate(self._sizes, initial=payload.data_ptr())
         can_copy_bytes = (
             payload.device.type == "cpu"
-            and payload.dtype in DTYPE_NUMBERS
-            and can_read_tensors()
+            and payload.dtype in DTYPES
+            and configure_fast_path()
             and all(view.is_contiguous() for view in self.views)
         )
         self._addresses = list(offsets) if can_copy_bytes else None
@@ -216,7 +217,7 @@ class Bucket:
             # Contiguous gradients are copied natively, in a third of torch's time.
             assert native.engine is not None
             into, sizes = self._addresses[places.start], self._sizes[places]
-            number = DTYPE_NUMBERS[self.payload.dtype]
+            number = DTYPES[self.payload.dtype]
             if native.engine.flatten(into, new, sizes, number, factor):
                 return
         if factor != 1 and not self.holds_values:

@@ -63,9 +63,9 @@ class Communicator:
             self._ours.abort(why)
 
     @property
-    def compares_calls(self) -> bool:
+    def detects_mismatch(self) -> bool:
         """Whether the group itself detects that ranks make different calls."""
-        return self._ours is not None and self._ours.compares_calls
+        return self._ours is not None and self._ours.detects_mismatch
 
     @property
     def shares_memory(self) -> bool:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._factory import default_group
+from ..groups._current_group import default_group
 from ._buckets import MIB, BucketCaps, DelayedReduction
 from ._mixed_precision import resolve_mixed_precision as resolve_mixed_precision
 from ._module_inspection import NamedParameter

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
-from ..groups._factory import default_group
+from ..groups._current_group import default_group
 from ._communicator import Communicator
 
 

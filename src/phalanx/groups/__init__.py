@@ -8,8 +8,9 @@ on, and errors that name the rank, the operation and the line of code.
 from torch.distributed import ReduceOp
 
 from ._backend_registry import ProcessGroupFactory, register_backend
+from ._current_group import current_process_group, process_group
 from ._engine import Traits
-from ._factory import DEFAULT_TIMEOUT, current_process_group, new_group, process_group
+from ._factory import DEFAULT_TIMEOUT, new_group
 from ._flight_recorder import Record
 from ._process_group import ProcessGroup
 from ._work import Work

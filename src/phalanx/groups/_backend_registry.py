@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
@@ -48,8 +48,11 @@ def register_backend(name: str, func: ProcessGroupFactory, *, traits: Traits | N
     _backends[name] = Backend(name, func, traits or Traits())
 
 
+def is_registered(name: str) -> bool:
+    return name in _backends
+
+
 def find_backend(name: str) -> Backend:
-    """Return a backend by name."""
     try:
         return _backends[name]
     except (KeyError, TypeError):
@@ -64,4 +67,4 @@ register_backend("gloo", gloo.make, traits=gloo.TRAITS)
 register_backend("nccl", nccl.make, traits=nccl.TRAITS)
 register_backend("local", local.make, traits=local.TRAITS)
 register_backend("fake", fake.make, traits=fake.TRAITS)
-register_backend("shm", shm.make, traits=replace(shm.TRAITS, offer=shm.RegionOffer))
+register_backend("shm", shm.make, traits=shm.TRAITS)

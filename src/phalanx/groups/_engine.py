@@ -28,23 +28,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from ..errors import GroupError, InternalError
-from ._peers import Member
+from ..errors import GroupError, InternalError, PeerLeft
+from ._peers import PeerProcess
 
-REDUCTIONS = frozenset(
-    {
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_single_coalesced",
-    }
-)
+_REDUCTIONS = frozenset({"allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"})
+REDUCTIONS = _REDUCTIONS | {"allreduce_coalesced", "reduce_scatter_single_coalesced"}
 
-
-TRANSFERS_IN_FLIGHT = "sends and receives"
-"""What `leave()` of an engine returns while some are in flight."""
+TRANSFERS_IN_FLIGHT = "sends and receives"  # what `leave()` returns while some are in flight
 
 
 class EngineMismatch(RuntimeError):
@@ -72,7 +62,7 @@ class PeerDead(RuntimeError):
 
 
 class EngineStopped(RuntimeError):
-    """Raised by an engine's work that `wake` ended: the group has failed."""
+    """Raised by an engine's work that `abort_calls` ended: the group has failed."""
 
     def __init__(self) -> None:
         super().__init__("the group has failed or was aborted")
@@ -94,12 +84,21 @@ def is_peer_failure(error: Exception) -> bool:
 
 
 class CallFailed(RuntimeError):
-    """Raised by an engine's work when only this call failed, in the same way on every rank."""
+    """Raised by an engine's work when only this call failed, in the same way on every rank.
+
+    `cause` is a sentence; for `PeerLost` only its predicate, since the group names the process.
+    """
 
     def __init__(self, kind: type[GroupError], rank: int, cause: str) -> None:
         super().__init__(cause)
         self.kind = kind
         self.rank = rank
+
+
+def peer_left(rank: int, *, is_root: bool = False) -> CallFailed:
+    """Return the error of a call that needs a rank which has left the group."""
+    who = f"its root, rank {rank}," if is_root else f"rank {rank}"
+    return CallFailed(PeerLeft, rank, f"{who} has left the group")
 
 
 class RawWork(Protocol):
@@ -120,41 +119,35 @@ Engine = Any
 
 Optional methods of our own engines:
 
-- ``agree(sequence, key, call)`` compares a call with the other ranks' calls of the same number and
-  returns one that differs.
-- ``lost_ranks()`` lists ranks known to be dead; ``wake()`` ends calls in flight after a failure.
-- ``drive()`` advances calls that no thread waits for; ``rest()`` ends the engine's thread before
-  the group releases the memory of calls in flight.
-- ``sum(tensor)`` is a faster allreduce of real numbers; ``shortcut(**parts)`` makes the fast path
-  for sums and barriers, and ``adopt(ticket, tensors)`` the work of a call that took it.
+- ``compare_call(sequence, key, call)`` compares a call with the other ranks' calls of the same
+  number and returns one that differs.
+- ``dead_ranks()`` lists ranks known to be dead; ``abort_calls()`` ends this rank's calls in flight
+  after a failure.
+- ``abort()`` ends an engine's calls when the user aborts the group.
+- ``set_timeout(timeout)`` sets the engine's own timeout of later calls.
+- ``allocate(shape, dtype)`` makes a tensor in memory that all ranks can access.
+- ``progress()`` advances calls that no thread waits for; ``stop_thread()`` ends the engine's thread
+  before the group releases the memory of calls in flight.
+- ``sum(tensor)`` is a faster allreduce of real numbers; ``make_fast_path(**parts)`` makes the fast
+  path for sums and barriers, and ``work_for_ticket(ticket, tensors)`` the work of a call that took
+  it.
 
 An interrupt may arrive between the engine's start of a call and the storing of its handle. An
-engine therefore has ``begun``, a list that the group sets and empties: the engine appends the
-handle of each call in the same step in which it accepts the call, or before. `TrackedEngine` adds
-it to an engine without it by wrapping every method, which is as good for one in C++.
+engine therefore has ``started_works``, a list that the group sets and empties: the engine appends
+the handle of each call in the same step in which it accepts the call, or before. `TrackedEngine`
+adds it to an engine without it by wrapping every method, which is as good for one in C++.
 
 An engine whose membership may change has ``members()``, the ranks that take part in the next call;
 ``leave()``, which ends this rank's membership or returns what is still in flight;
 ``rejoin(calls, seconds)``, which takes one step or waits, and returns the stage (``waiting``,
-``entering``, ``entered``) and the most `calls` of all ranks; ``awaited()``, the ranks that it waits
-for; and perhaps ``exclude(rank)``, to continue without a dead rank. The work of a send or receive
-may have ``cancel()``. For an engine without ``leave()``, `Membership` connects engines of subsets.
+``entering``, ``entered``) and the most `calls` of all ranks; ``missing_in_rejoin()``, the ranks
+that it waits for; and perhaps ``exclude(rank)``, to continue without a dead rank. The work of a
+send or receive may have ``cancel()``. For an engine without ``leave()``, `Membership` connects
+engines of subsets.
 """
 
-REAL_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-    }
-)
-
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+REAL_DTYPES = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}) | _FLOATS
 
 # The methods that return a handle: torch's collectives, in all their forms.
 _STARTING_METHODS = re.compile(
@@ -163,35 +156,35 @@ _STARTING_METHODS = re.compile(
 
 
 class TrackedEngine:
-    """Adds `begun` to an engine that lacks it."""
+    """Adds `started_works` to an engine that lacks it."""
 
-    def __init__(self, engine: Engine, begun: list[Any]) -> None:
+    def __init__(self, engine: Engine, started_works: list[Any]) -> None:
         self._engine = engine
-        self.begun = begun
+        self.started_works = started_works
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._engine, name)
         if _STARTING_METHODS.match(name):
             # A method of this object would be a cycle, which delays the end of the engine.
-            found = partial(_start_and_track, self.begun, found)
+            found = partial(_start_and_track, self.started_works, found)
             setattr(self, name, found)  # the next lookup does not come here
         return found
 
 
-def _start_and_track(begun: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
+def _start_and_track(started: list[Any], method: Callable[..., RawWork], *args: Any) -> RawWork:
     # A signal handler may raise between any two bytecodes. `extend` calls the method and stores its
     # result within one.
     calling = starmap(method, (args,))  # outside `try`: an interrupt here has started nothing
-    known = len(begun)
+    known = len(started)
     try:
-        begun.extend(calling)
+        started.extend(calling)
     except Exception:
         raise
     except BaseException:
-        if len(begun) == known:
-            begun += [None]  # a method in Python may have started something
+        if len(started) == known:
+            started += [None]  # a method in Python may have started something
         raise
-    return cast("RawWork", begun[-1])
+    return cast("RawWork", started[-1])
 
 
 class ClosedEngine:
@@ -226,7 +219,7 @@ class Traits:
     """Whether waiting orders a device's stream instead of blocking the caller."""
     wrap_transfer: Callable[[RawWork, float], RawWork] | None = None
     """Wraps the work of a send or receive, with its timeout, so that short waits do not end it."""
-    compares_calls: bool = False
+    detects_mismatch: bool = False
     """Whether it detects immediately that ranks call different operations."""
     needs_store: bool = True
     """Whether its ranks need a rendezvous in a store."""
@@ -234,9 +227,9 @@ class Traits:
     """Whether its ranks are threads of one process."""
     connects_in_background: bool = False
     """Whether it may be made on another thread, while this one watches for dead peers."""
-    offer: Callable[[int, Sequence[Member], int, dict[str, object]], Any] | None = None
+    offer: Callable[[int, Sequence[PeerProcess], int, dict[str, object]], Any] | None = None
     """Makes what rank 0 offers to ranks on the same machine (see `_rendezvous`), given the rank,
-    the group's members, the number of ranks on the machine, and the backend's options."""
+    the group's processes, the number of ranks on the machine, and the backend's options."""
     name_of: Callable[[Engine], str] | None = None
     """Returns the name of the chosen engine, for a backend that chooses one."""
     check_options: Callable[[dict[str, object]], None] | None = None
@@ -266,7 +259,6 @@ class JointWork:
         self._finish_lock = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for every part within one timeout."""
         until = time.monotonic() + timeout.total_seconds()
         failure: RuntimeError | None = None
         for part in self._parts:
@@ -327,8 +319,7 @@ class PythonWork:
         self._end: concurrent.futures.Future[int] = concurrent.futures.Future()
         self.has_future = False
         """Whether `get_future` was called: its callbacks run on the thread that calls `finish`."""
-        self.cancel: Callable[[], None] = lambda: None
-        """Cancels a transfer that has no peer yet."""
+        self.cancel: Callable[[], None] = lambda: None  # of a transfer that has no peer yet
 
     def finish(self, error: Exception | None = None, *, source: int = -1) -> None:
         """End the call, with or without an error; only the first end counts."""

@@ -7,7 +7,7 @@ every other rank raises the same cause.
 
 The end of the module keeps engines alive that still have calls in flight. Gloo cannot be
 interrupted: destroying it blocks the interpreter until its last call times out. Engines of
-closed groups are released when their calls have ended; engines that are busy at interpreter exit
+closed groups are dropped when their calls have ended; engines that are busy at interpreter exit
 are leaked on purpose.
 
 `FailureDetector.failure` is set once, under its lock; the first cause wins. No lock is held
@@ -29,11 +29,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from .. import errors, native
+from .._formatting import first_line, format_rank_ranges, format_ranks
 from ..errors import GroupError, RankReport
+from ._call_description import RankCall
 from ._call_site import describe_frame
-from ._engine import Engine, EngineMismatch, PeerDead, is_peer_failure
+from ._engine import Engine, EngineMismatch, PeerDead, Traits, is_peer_failure
 from ._flight_recorder import Call, FlightRecorder
-from ._formatting import RankCall, first_line, format_rank_ranges, format_ranks
 from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore
 from ._timing import default_timing
@@ -84,33 +85,31 @@ class FailureDetector:
         rank: int,
         size: int,
         roster: Roster,
-        board: StatusStore | None,
+        status_store: StatusStore | None,
         recorder: FlightRecorder,
-        streams: bool = False,
-        lost_ranks: Callable[[], list[int]] | None = None,
-        wake: Callable[[], None] | None = None,
-        drive: Callable[[], None] | None = None,
-        members: Callable[[], list[int]] | None = None,
+        traits: Traits,
+        engine: Engine,
     ) -> None:
         self.name = name
         self.rank = rank
         self.size = size
         self.closed = False
-        self.streams = streams  # waiting orders a device's stream instead of blocking the caller
+        self.waits_on_stream = traits.waits_on_stream
         self.failure: Failure | None = None
         self.waiting: Call | None = None
-        self.half_started = ""
+        self.partially_started_call = ""
         """A call that failed between two of its parts: ranks may have started different parts."""
-        self.started_parts: list[object] = []  # keeps those alive that the engine has; never read
+        self.partially_started_works: list[object] = []  # kept alive for the engine; never read
         self.in_flight: dict[Call, Work] = {}  # calls whose end has not been observed
-        self._roster = roster
-        self._status_store = board
+        self.roster = roster
+        self._ranks_are_threads = traits.ranks_are_threads
+        self.status_store = status_store
         self._recorder = recorder
-        self._lost_ranks = lost_ranks or list[int]
-        self._wake = wake or _no_op
-        self._drive = drive or _no_op
-        self._members = members
-        self._timing = default_timing()
+        self._engine_dead_ranks: Callable[[], list[int]] = getattr(engine, "dead_ranks", list[int])
+        self._abort_calls: Callable[[], None] = getattr(engine, "abort_calls", _no_op)
+        self._progress: Callable[[], None] = getattr(engine, "progress", _no_op)
+        self._members: Callable[[], list[int]] | None = getattr(engine, "members", None)
+        self.timing = default_timing()
         self._excluded: set[int] = set()
         self._owner = threading.get_ident()
         self._pid = os.getpid()
@@ -118,71 +117,71 @@ class FailureDetector:
         self._resume = _no_op
         self._futures: list[Work] = []
 
-    # -- a call is overdue -----------------------------------------------------------------
-
-    def look(self, pending: PendingCall, *, sure: bool = False) -> Failure | None:
+    def check(self, pending: PendingCall, *, engine_failed: bool = False) -> Failure | None:
         """Check whether an overdue call can still succeed; None means to keep waiting.
 
-        `sure` means that the engine has failed, so nothing more can arrive.
+        `engine_failed` means that nothing more can arrive.
         """
-        status = self._status_store
+        status = self.status_store
         if self.failure is not None or status is None:
             return self.failure
         now = time.monotonic()
-        if not sure and now < pending.next_query and not self._needed(pending, self.dead()):
+        is_due = engine_failed or now >= pending.next_query
+        if not is_due and not self._needed(pending, self.dead_ranks()):
             return None
-        pending.next_query = now + self._timing.query_interval
+        pending.next_query = now + self.timing.query_interval
         status.request_reports()
         known = self.learn_failure()
         if known is not None:
             return known
-        dead = self.dead()  # before `left`: a rank that leaves writes that before it exits
-        left = status.left()
-        lost = self._needed(pending, dead - set(left))
-        # What a rank did before it died may arrive only now, so believe the second check.
-        sure, pending.has_dead_peer = sure or pending.has_dead_peer, bool(lost)
+        dead = self.dead_ranks()  # before the shutdowns: a rank writes its own before it exits
+        shut_down = status.shut_down()
+        lost = self._needed(pending, dead - shut_down.keys())
+        # What it did before may arrive only now, so report a death only at the second check.
+        is_second_check = pending.has_dead_peer
+        pending.has_dead_peer = bool(lost)
         call = pending.call
-        if lost and sure:
+        if lost and (engine_failed or is_second_check):
             return self.lost_failure(lost, call)
-        gone = {rank for rank, (last, _) in left.items() if call.transfer or last < call.sequence}
+        gone = {r for r, (last, _) in shut_down.items() if call.transfer or last < call.sequence}
         for rank in self._needed(pending, gone):
-            return self.shutdown_failure(rank, left[rank][1], call)
+            return self.shutdown_failure(rank, shut_down[rank][1], call)
         return None
 
     def timed_out(self, pending: PendingCall, *, after: float) -> tuple[Failure, Reports]:
         """Return which ranks kept the call from completing, and what every rank is doing."""
-        call, peer = pending.call, pending.peer
+        call = pending.call
         reports = self.gather_reports()
         mismatch = None if call.transfer else self._find_mismatch(call, reports)
         if mismatch is not None:
             return mismatch, reports
-        cause = f"timed out after {after:g} s"
-        missing = [] if peer is None else [peer]
+        cause = f"timed out after {after:g} s{self.store_caveat()}"
+        missing = [] if pending.peer is None else [pending.peer]
         if not call.transfer:
             others = reports.keys() - self.absent() - {self.rank}
             done = {rank: reports[rank].collectives or 0 for rank in sorted(others)}
             missing = [rank for rank in done if done[rank] < call.sequence]
         if missing:
-            cause += f": {format_ranks(missing)} did not take part"
+            cause += f". Missing: {format_ranks(missing)}."
         elif call.transfer:
             cause += ": no rank sent anything"
         elif self.size > 1:
             cause += " although every rank took part"
-        cause += self.store_caveat()
         return self.make_failure("timeout", cause, missing, call), reports
 
     def store_caveat(self) -> str:
         """Return a remark for errors about other ranks while the store does not answer."""
-        error = "" if self._status_store is None else self._status_store.last_error
-        return error and f" (and {error})"
+        if self.status_store is None or not self.status_store.last_error:
+            return ""
+        return f" (and {self.status_store.last_error})"
 
     def diagnose(self, pending: PendingCall, error: Exception) -> Failure:
         if isinstance(error, EngineMismatch):
             return self._engine_mismatch(pending.call, error)
-        timeout = self._timing.diagnosis_timeout if is_peer_failure(error) else 0
+        timeout = self.timing.diagnosis_timeout if is_peer_failure(error) else 0
         until = time.monotonic() + timeout
         while True:
-            failure = self.look(pending, sure=True)
+            failure = self.check(pending, engine_failed=True)
             if failure is not None:
                 return failure
             if isinstance(error, PeerDead):  # it may have done its part for others, but not here
@@ -192,51 +191,48 @@ class FailureDetector:
             if time.monotonic() >= until:
                 cause = f"failed in its engine: {first_line(error)}"
                 return self.make_failure("engine", cause, (), pending.call)
-            time.sleep(0.02)
+            time.sleep(self.timing.dead_peer_poll_interval)
 
     def lost_failure(self, ranks: Sequence[int], call: Call) -> Failure:
-        """Return the failure of a group in which these ranks are dead."""
-        processes = []
-        for rank in ranks:
-            member = self._roster.members[rank]
-            processes.append(f"rank {rank} ({'' if member.is_dead else 'a thread of '}{member})")
-        cause = f"{' and '.join(processes)} {'is' if len(ranks) == 1 else 'are'} dead"
+        processes = " and ".join(map(self.describe_process, ranks))
+        cause = f"{processes} {'is' if len(ranks) == 1 else 'are'} dead"
         return self.make_failure("lost", cause, ranks, call)
 
+    def describe_process(self, rank: int) -> str:
+        """Name a rank and its process: ``rank 2 (pid 4711 on node3)``."""
+        thread = "a thread of " if self._ranks_are_threads else ""
+        return f"rank {rank} ({thread}{self.roster.processes[rank]})"
+
     def shutdown_failure(self, rank: int, site: str, call: Call) -> Failure:
-        """Return the failure of a call that needs a rank which has shut the group down."""
         cause = f"rank {rank} shut the group down at {site}"
         return self.make_failure("aborted", cause, [rank], call)
 
     def make_failure(
         self, kind: FailureKind, cause: str, ranks: Sequence[int], call: Call
     ) -> Failure:
-        """Return a failure that this rank has found in `call`."""
         return Failure(kind, self.rank, cause, tuple(ranks), call.what, call.sequence)
 
-    # -- the group fails -------------------------------------------------------------------
-
     def fail(self, failure: Failure, *, publish: bool = True) -> Failure:
-        """Fail the group with `failure`, unless it has failed already; returns what holds."""
+        """Fail the group, unless it has failed already; return the failure in effect."""
         if self._is_outdated(failure):
             return failure
-        status = self._status_store
+        status = self.status_store
         if self.failure is None and publish and status is not None and self._is_own_process():
             failure = status.fail(failure)
         with self._lock:
             if self._is_outdated(failure):
                 return failure
-            first = self.failure is None
-            self.failure = holds = self.failure or failure
-        if first:
-            self._wake()
+            is_first = self.failure is None
+            self.failure = in_effect = self.failure or failure
+        if is_first:
+            self._abort_calls()
             if self._is_outdated(failure):  # the group resumed before its calls were ended
                 self._resume()
-        return holds
+        return in_effect
 
     def learn_failure(self) -> Failure | None:
-        """Fail the group if another rank has; returns what holds."""
-        known = None if self._status_store is None else self._status_store.failure()
+        """Fail the group if another rank has; return the failure in effect."""
+        known = None if self.status_store is None else self.status_store.failure()
         return None if known is None else self.fail(known, publish=False)
 
     def _is_outdated(self, failure: Failure) -> bool:
@@ -256,19 +252,24 @@ class FailureDetector:
             lost = failure.kind == "lost"
             reports = self.gather_reports(after_death=lost) if wanted else {}
         reports.pop(self.rank, None)  # the error itself describes this rank
-        where, cause = f"group {self.name!r}, rank {self.rank}", failure.cause
-        operation, sequence = failure.operation, failure.sequence
+        where = f"group {self.name!r}, rank {self.rank}"
+        cause = failure.cause
+        operation = failure.operation
+        sequence = failure.sequence
+        is_same_call = call is not None and (call.what, call.sequence) == (operation, sequence)
         names_its_subject = failure.ranks and failure.kind in ("lost", "mismatch", "aborted")
+        separator = ": "
         if failure.by != self.rank and not names_its_subject:
-            same_call = call is not None and (call.what, call.sequence) == (operation, sequence)
-            there = f" in {operation} #{sequence}" if operation and not same_call else ""
+            there = f" in {operation} #{sequence}" if operation and not is_same_call else ""
             cause = f"rank {failure.by}{there} {cause}"
+        elif failure.kind == "timeout" and is_same_call:
+            separator = " "  # the call is the subject
         if call is not None:
             where = f"{call.what} #{call.sequence} at {call.site} ({where})"
             operation = operation or call.what
             sequence = call.sequence if sequence is None else sequence
         return _ERROR_BY_KIND[failure.kind](
-            f"{where}: {cause}",
+            f"{where}{separator}{cause}",
             group=self.name,
             operation=operation,
             sequence=sequence,
@@ -276,25 +277,23 @@ class FailureDetector:
             reports=reports,
         )
 
-    def leave(self, site: str) -> None:
+    def record_shutdown(self, site: str) -> None:
         """Tell the other ranks that this one takes part in no further call."""
-        if self._status_store is None or not self._is_own_process():
+        if self.status_store is None or not self._is_own_process():
             return
         if self.failure is None:
-            self._status_store.leave(sequence=self._recorder.collectives, site=site)
+            self.status_store.record_shutdown(sequence=self._recorder.collectives, site=site)
         else:  # the others must see the failure instead
-            self._status_store.close()
+            self.status_store.close()
 
     def exit(self) -> None:
-        """Leave, since the program ends without an error."""
+        """Record a shutdown, since the program ends without an error."""
         if not self.closed and self.failure is None:
-            self.leave("the end of its program")
+            self.record_shutdown("the end of its program")
 
     def _is_own_process(self) -> bool:
         """Whether this is not a forked child, which must not write on behalf of its parent."""
         return os.getpid() == self._pid
-
-    # -- membership ------------------------------------------------------------------------
 
     def absent(self) -> set[int]:
         """Return the ranks that do not take part in the next call."""
@@ -310,8 +309,8 @@ class FailureDetector:
         """Clear a failure that was the death of these ranks."""
         with self._lock:
             self._excluded |= without
-            if self._status_store is not None:
-                self._status_store.reset_failure(format_rank_ranges(sorted(self._excluded)))
+            if self.status_store is not None:
+                self.status_store.reset_failure(format_rank_ranges(sorted(self._excluded)))
             self.failure = None
 
         def resume() -> None:
@@ -322,15 +321,7 @@ class FailureDetector:
         resume()
 
     def is_excluded(self, rank: int) -> bool:
-        """Whether a rank died and the group continues without it."""
         return rank in self._excluded
-
-    # -- calls in flight -------------------------------------------------------------------
-
-    def begun(self, call: Call, work: Work) -> None:
-        """Track a call until its end is observed."""
-        self.in_flight[call] = work
-        self.prune_in_flight()
 
     def prune_in_flight(self) -> None:
         """Drop calls that have ended, if many are tracked."""
@@ -348,30 +339,27 @@ class FailureDetector:
         return any(not work.engine_is_done() for work in list(self.in_flight.values()))
 
     def watch_future(self, work: Work) -> None:
-        """Have the watchdog complete the work's future."""
         self._futures.append(work)
-
-    # -- called by the watchdog ------------------------------------------------------------
 
     def poll(self) -> None:
         """Write a report if one was requested, and complete calls that no thread waits for."""
-        status = None if self.closed else self._status_store
+        status = None if self.closed else self.status_store
         if status is not None and status.answer(self.report) and self.failure is None:
             self.learn_failure()
         for work in list(self.in_flight.values()):
             work.engine_is_done()  # advances it, on engines without a thread
-        self._drive()
+        self._progress()
         self.check_futures()
 
     def check_futures(self) -> None:
-        """Complete the futures of calls that cannot succeed any more."""
         for work in list(self._futures):
             if work.check_future():
                 with suppress(ValueError):  # the watchdog and the caller may both be here
                     self._futures.remove(work)
 
     def report(self) -> RankReport:
-        waiting, last = self.waiting, self._recorder.last
+        waiting = self.waiting
+        last = self._recorder.last
         call = waiting or last
         state = "failed" if self.failure else "waiting" if waiting else "idle"
         report = RankReport(
@@ -383,15 +371,12 @@ class FailureDetector:
         )
         if call is None:
             return report
-        operation, transfer = call.operation, call.transfer
-        report = replace(report, operation=call.what, call=operation, transfer=transfer)
-        return replace(report, sequence=call.sequence, site=call.site)
+        report = replace(report, operation=call.what, call=call.operation, site=call.site)
+        return replace(report, transfer=call.transfer, sequence=call.sequence)
 
-    # -- finding the cause -----------------------------------------------------------------
-
-    def dead(self) -> set[int]:
-        dead = {rank for rank, member in enumerate(self._roster.members) if member.is_dead}
-        return (dead | set(self._lost_ranks())) - {self.rank}
+    def dead_ranks(self) -> set[int]:
+        dead = {rank for rank, process in enumerate(self.roster.processes) if process.is_dead}
+        return (dead | set(self._engine_dead_ranks())) - {self.rank}
 
     def _needed(self, pending: PendingCall, gone: set[int]) -> list[int]:
         """Of the ranks that are gone, return those without which the call cannot complete."""
@@ -404,18 +389,19 @@ class FailureDetector:
 
     def gather_reports(self, *, after_death: bool = False, of_absent: bool = False) -> Reports:
         """Collect what every rank is doing, giving the watchdogs time to answer."""
-        status = self._status_store
+        status = self.status_store
         if status is None:
             return {}
         absent = set() if of_absent else self.absent()
         request = status.request_reports()
-        members = enumerate(self._roster.members)
-        known = {rank: RankReport(rank, "stopped") for rank, each in members if each.is_stopped}
-        known |= {rank: RankReport(rank, "dead") for rank in self.dead()}
-        known |= {rank: RankReport(rank, "left") for rank in absent - self.dead()}
-        for rank, (_, site) in status.left().items():
-            known[rank] = RankReport(rank, "left", site=site)
-        timing = self._timing
+        processes = enumerate(self.roster.processes)
+        dead = self.dead_ranks()
+        known = {rank: RankReport(rank, "stopped") for rank, each in processes if each.is_stopped}
+        known |= {rank: RankReport(rank, "dead") for rank in dead}
+        known |= {rank: RankReport(rank, "left") for rank in absent - dead}
+        for rank, (_, site) in status.shut_down().items():
+            known[rank] = RankReport(rank, "shut down", site=site)
+        timing = self.timing
         timeout = timing.report_timeout_after_death if after_death else timing.report_timeout
         until = time.monotonic() + timeout
         while True:
@@ -424,7 +410,7 @@ class FailureDetector:
             silent = [rank for rank in range(self.size) if rank not in reports]
             if silent in ([], [self.rank]) or time.monotonic() >= until:
                 break
-            time.sleep(0.01)
+            time.sleep(timing.brief_poll_interval)
         state = "busy" if after_death else "silent"
         return reports | {rank: RankReport(rank, state) for rank in silent}
 
@@ -442,7 +428,6 @@ class FailureDetector:
         return mismatch_failure(mine, RankCall(other, what, report.site or "?"), call)
 
     def _find_mismatch(self, call: Call, reports: Reports) -> Failure | None:
-        """Find a peer that waits in a different call with the same sequence number."""
         for rank, report in sorted(reports.items()):
             waiting = report.state == "waiting" and not report.transfer
             same_number = waiting and report.sequence == call.sequence
@@ -460,7 +445,6 @@ def _no_op() -> None:
 
 
 def mismatch_failure(mine: RankCall, theirs: RankCall, call: Call) -> Failure:
-    """Return the failure of a group in which two ranks made different calls."""
     sides = sorted((mine, theirs))
     cause = "ranks disagree: " + ", ".join(map(str, sides))
     if mine.what == theirs.what:
@@ -470,18 +454,18 @@ def mismatch_failure(mine: RankCall, theirs: RankCall, call: Call) -> Failure:
 
 
 _engines_lock = threading.Lock()
-_live_engines = weakref.WeakKeyDictionary[FailureDetector, list[Engine]]()
-_retired_engines: list[tuple[FailureDetector, list[Engine]]] = []
+_engines_of_open_groups = weakref.WeakKeyDictionary[FailureDetector, list[Engine]]()
+_engines_of_closed_groups: list[tuple[FailureDetector, list[Engine]]] = []
 
 
-def register_engine(detector: FailureDetector, engine: Engine) -> None:
+def keep_engine_alive(detector: FailureDetector, engine: Engine) -> None:
     """Keep the interpreter's exit from waiting for calls of this engine of a group."""
     with _engines_lock:
-        if not _live_engines:
+        if not _engines_of_open_groups:
             atexit.unregister(_leak_busy_engines)
             atexit.register(_leak_busy_engines)
-        _live_engines.setdefault(detector, []).append(engine)
-    if hasattr(engine, "rest"):
+        _engines_of_open_groups.setdefault(detector, []).append(engine)
+    if hasattr(engine, "stop_thread"):
         # The group owns the memory of calls that no thread waits for. The engine's thread must stop
         # before that memory is freed, at interpreter exit too.
         weakref.finalize(detector, _stop_engine_thread, weakref.ref(engine))
@@ -490,26 +474,29 @@ def register_engine(detector: FailureDetector, engine: Engine) -> None:
 def _stop_engine_thread(engine: weakref.ref[Engine]) -> None:
     alive = engine()
     if alive is not None:
-        alive.rest()
+        alive.stop_thread()
 
 
-def release_engine(detector: FailureDetector, engine: Engine) -> None:
+def drop_engine(detector: FailureDetector, engine: Engine) -> None:
     """Drop one of a group's engines, which has nothing in flight."""
     with _engines_lock:
-        kept = _live_engines.get(detector, [])
+        kept = _engines_of_open_groups.get(detector, [])
         kept[:] = [other for other in kept if other is not engine]
 
 
-def retire_engines(detector: FailureDetector) -> None:
+def drop_engines_when_idle(detector: FailureDetector) -> None:
     """Drop a group's engines as soon as their calls have ended."""
     with _engines_lock:
-        engines = _live_engines.pop(detector, [])
-        _retired_engines[:] = [(old, kept) for old, kept in _retired_engines if old.is_busy()]
+        engines = _engines_of_open_groups.pop(detector, [])
+        busy = [(old, kept) for old, kept in _engines_of_closed_groups if old.is_busy()]
+        _engines_of_closed_groups[:] = busy
         if detector.is_busy():
-            _retired_engines.append((detector, engines))
+            _engines_of_closed_groups.append((detector, engines))
         else:
             # torch keeps groups that have ended; free the memory of their engines.
-            detector._lost_ranks, detector._wake, detector._drive = list[int], _no_op, _no_op
+            detector._engine_dead_ranks = list[int]
+            detector._abort_calls = _no_op
+            detector._progress = _no_op
             detector._members = None
             detector.in_flight.clear()
 
@@ -520,7 +507,7 @@ def _leak_busy_engines() -> None:
     if native.engine is not None:
         native.engine.park_dying_threads()
     with _engines_lock:
-        for detector, engines in [*_live_engines.items(), *_retired_engines]:
+        for detector, engines in [*_engines_of_open_groups.items(), *_engines_of_closed_groups]:
             if detector.is_busy():
                 for engine in engines:
                     ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))

@@ -11,7 +11,6 @@ renaming it in `native/fast_path.cpp` too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,16 +30,12 @@ if TYPE_CHECKING:
     from ._issuer import Issuer
 
 
-DTYPE_NUMBERS = DTYPES  # the extension's numbers, in their order
-
-
 def make_fast_path(issuer: Issuer) -> FastPath | None:
-    """Make the fast path of a group, if its engine has one."""
-    if not hasattr(issuer.engine, "shortcut") or not can_read_tensors():
+    if not hasattr(issuer.engine, "make_fast_path") or not configure_fast_path():
         return None
-    if issuer.compares_calls:
+    if issuer.checks_before_call:
         return None  # the comparison dominates the cost of a call
-    shortcut: FastPath = issuer.engine.shortcut(
+    fast_path: FastPath = issuer.engine.make_fast_path(
         issue_lock=issuer.issue_lock,
         recorder=issuer.recorder,
         calls=issuer.recorder.calls,
@@ -49,7 +44,7 @@ def make_fast_path(issuer: Issuer) -> FastPath | None:
         make_work=functools.partial(_make_work, issuer.detector),
         timeout=issuer.timeout,
     )
-    return shortcut
+    return fast_path
 
 
 def _make_work(
@@ -63,13 +58,13 @@ def _make_work(
 ) -> Work:
     """Make the `Work` that a call would have had on the slow path."""
     tensors = [] if tensor is None else [tensor]
-    work = Work(detector, call, timeout, engine.adopt(ticket, tensors), tensors)
+    work = Work(detector, call, timeout, engine.work_for_ticket(ticket, tensors), tensors)
     work._settled = settled
     return work
 
 
 @functools.cache
-def can_read_tensors() -> bool:
+def configure_fast_path() -> bool:
     """Set up the extension for all groups; return whether it can read torch's tensors."""
     if native.engine is None:
         return False
@@ -77,7 +72,7 @@ def can_read_tensors() -> bool:
     handle = native.engine.FastPathWork
     for name in set(dir(Work)) - set(dir(handle)):
         if not name.startswith("__"):
-            setattr(handle, name, property(_forwarded(name)))
+            setattr(handle, name, property(functools.partial(_forward, name)))
     exchange = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     return exchange is not None and native.engine.configure_fast_path(
         call=Call,
@@ -88,11 +83,11 @@ def can_read_tensors() -> bool:
         work=Work,
         tensors=(Tensor, torch.nn.Parameter),
         strided=torch.strided,
-        dtypes=tuple(DTYPE_NUMBERS),
+        dtypes=tuple(DTYPES),
         exchange=exchange,
         max_in_flight=PRUNE_IN_FLIGHT_ABOVE,
     )
 
 
-def _forwarded(name: str) -> Callable[[FastPathWork], Any]:
-    return lambda work: getattr(work.as_work(), name)
+def _forward(name: str, work: FastPathWork) -> Any:
+    return getattr(work.as_work(), name)

@@ -15,8 +15,8 @@ from types import CodeType
 
 import torch
 
+from ._call_description import describe, dtype_name
 from ._call_site import format_site, known_files, user_frame
-from ._formatting import describe, dtype_name
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,10 @@ class Call:
 
     @property
     def site(self) -> str:
-        """The line of the user's code that made the call."""
         return format_site(self.code, self.instruction)
 
     @property
     def age(self) -> float:
-        """Seconds since the call was made."""
         return time.monotonic() - self.started
 
 
@@ -137,11 +135,9 @@ class FlightRecorder:
 
     @property
     def last(self) -> Call | None:
-        """The newest call."""
         return self.calls[-1] if self.calls else None
 
     def records(self) -> list[Record]:
-        """List the last calls, oldest first."""
         return [
             Record(
                 sequence=call.sequence,

@@ -6,7 +6,7 @@ numbered must be the order in which the engine receives them, so both happen und
 
 Where calls are checked for consistency, ranks that make different calls all raise `RankMismatch`
 with both calls before the engine starts them. An engine whose ranks see each other's calls compares
-them at no cost (``agree``). On the others, only with `checks=True`, an allgather of a short
+them at no cost (``compare_call``). On the others, only with `checks=True`, an allgather of a short
 description precedes every call.
 
 An exception raised by a signal handler may arrive between any two bytecodes; the comments in
@@ -31,12 +31,12 @@ from .. import _faultpoints as faultpoints
 from .._formatting import first_line
 from ..errors import GroupAborted, GroupError, InvalidArgument, PhalanxError
 from . import _validation
+from ._call_description import RankCall
 from ._call_site import user_site
 from ._engine import ClosedEngine, Engine, RawWork, TrackedEngine, is_peer_failure
 from ._failure_detector import FailureDetector, mismatch_failure
 from ._fast_path import make_fast_path
 from ._flight_recorder import Call, FlightRecorder
-from ._formatting import RankCall
 from ._reductions import plain_op
 from ._status_store import Failure
 from ._work import Work
@@ -53,7 +53,6 @@ class Issuer:
     """Starts the calls of one group on its current engine, or refuses them.
 
     `Membership` pauses and resumes it, and replaces the engine, when ranks leave or rejoin.
-    It has slots, since every call reads several of them.
     """
 
     engine: Engine
@@ -62,19 +61,17 @@ class Issuer:
     backend: str
     wrap_transfer: Callable[[RawWork, float], RawWork] | None
     timeout: float
-    checks: bool | None
-    """Whether to check calls for consistency; None for where it costs nothing."""
+    checks: bool | None  # whether to check calls for consistency; None for where it costs nothing
     closed: str = ""
-    """Why calls are refused: shut down, aborted or left."""
-    has_left: bool = False
-    """Whether calls are refused only because this rank has left."""
+    """Why calls are refused, with this rank as the subject: ``shut the group down``."""
+    has_left: bool = False  # calls are refused only because this rank has left
     issue_lock: Lock = field(default_factory=Lock)
     state_lock: Lock = field(default_factory=Lock)  # over `closed` and `has_left`
     can_leave_alone: bool = field(init=False)
     participants: int = field(init=False)
     """How many ranks take part in a call, for engines that cannot count them."""
-    compares_calls: bool = field(init=False)
-    """Whether a consistency check precedes every call."""
+    checks_before_call: bool = field(init=False)
+    """Whether a consistency check precedes every call; see `Traits.detects_mismatch`."""
     fast_path: FastPath | None = field(init=False)
     _start_sum: Callable[[Tensor], RawWork] = field(init=False)
     _started_works: list[RawWork | None] = field(init=False, default_factory=list)
@@ -90,8 +87,8 @@ class Issuer:
         self.engine = engine = self.track(engine)
         size = self.detector.size
         self.participants = size if members is None else len(members)
-        checks = hasattr(engine, "agree") if self.checks is None else self.checks
-        self.compares_calls = checks and size > 1
+        checks = hasattr(engine, "compare_call") if self.checks is None else self.checks
+        self.checks_before_call = checks and size > 1
         self._start_sum = (
             engine.sum
             if hasattr(engine, "sum")
@@ -102,21 +99,20 @@ class Issuer:
 
     def track(self, engine: Engine) -> Engine:
         """Make an engine report the works that it starts to this issuer."""
-        if not hasattr(engine, "begun"):
+        if not hasattr(engine, "started_works"):
             return TrackedEngine(engine, self._started_works)
-        engine.begun = self._started_works
+        engine.started_works = self._started_works
         return engine
 
-    def release_engine(self) -> None:
+    def detach_engine(self) -> None:
         """Drop the engine; the issuer is closed and refuses before reaching it."""
         self.engine = ClosedEngine()
         self._start_sum = self.engine.sum
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of calls that do not pass one."""
         if self.closed:
             self.refuse("set_timeout")
-        self.timeout = _validation.seconds(timeout)
+        self.timeout = _validation.as_seconds(timeout)
         if self.fast_path is not None:
             self.fast_path.timeout = self.timeout
         if hasattr(self.engine, "set_timeout"):
@@ -127,7 +123,8 @@ class Issuer:
         with self.state_lock:
             if self.closed and not self.has_left:
                 return False
-            self.closed, self.has_left = reason, False
+            self.closed = reason
+            self.has_left = False
         if self.fast_path is not None:
             self.fast_path.close()  # every call comes to `issue`, which refuses
         self.detector.closed = True
@@ -138,29 +135,33 @@ class Issuer:
         site = user_site()
         with self.issue_lock, self.state_lock:
             self.check_usable(operation)
-            self.closed, self.has_left = f"was left at {site}", True
+            self.closed = f"left the group at {site}"
+            self.has_left = True
             if self.fast_path is not None:
                 self.fast_path.close()
 
     def reopen(self) -> None:
         """Accept calls again; the caller holds `state_lock`."""
-        self.closed, self.has_left = "", False
+        self.closed = ""
+        self.has_left = False
         self.fast_path = make_fast_path(self)
 
     def check_usable(self, operation: str) -> None:
-        """Raise if the group is closed or has failed."""
         if self.closed or self.detector.failure is not None:
             self.refuse(operation)
 
     def refuse(self, operation: str) -> NoReturn:
-        """Raise the reason why the group accepts no calls."""
-        detector, failure = self.detector, self.detector.failure
+        detector = self.detector
+        failure = detector.failure
         if self.closed and (failure is None or failure.kind == "aborted"):
-            hint = "Make a new one with new_group or split_group."
+            hint = "Create a new group with new_group()."
             if self.has_left:
-                hint = "Call rejoin() on every rank to become a member again."
+                hint = "Call rejoin() on every rank."
+            elif failure is not None:
+                hint = "Create a new group with split_group() or new_group()."
             raise GroupAborted(
-                f"{operation} at {user_site()}: group {detector.name!r} {self.closed} here. {hint}",
+                f"{operation} at {user_site()} (group {detector.name!r}, rank {detector.rank}): "
+                f"refused, this rank {self.closed}. {hint}",
                 group=detector.name,
                 operation=operation,
             )
@@ -185,21 +186,22 @@ class Issuer:
         uneven: bool = False,
         finish: Callable[[], None] | None = None,
         peer: int | None = None,
-        single: bool = True,
+        one_engine_call: bool = True,
     ) -> Work:
         """Number, check, record and start a call.
 
         Collectives have the `opts` that the user passed: their operation and root must be equal on
         all ranks, and the shape too, except with `uneven`. Sends and receives have a `timeout`
         instead, and `peer`, the only rank that they depend on. `finish` completes the result before
-        anyone sees it. `single` means one call to the engine, too.
+        anyone sees it. With `one_engine_call`, `method` makes at most one call to the engine; if it
+        is interrupted, what the engine has started is the whole call and not a part of it.
         """
         seconds = self.timeout
         transfer = opts is None
         if not transfer:
             timeout = opts.timeout
         if timeout is not None and timeout.days >= 0:  # torch passes -1 ms for "not given"
-            seconds = _validation.seconds(timeout)
+            seconds = _validation.as_seconds(timeout)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:before")
         with self.issue_lock:
@@ -210,18 +212,17 @@ class Issuer:
             is_checked = False
             try:
                 call = self.recorder.begin(operation, tensors, transfer=transfer)
-                work = Work(
-                    self.detector, call, seconds, None, tensors if outputs is None else outputs
-                )
+                results = tensors if outputs is None else outputs
+                work = Work(self.detector, call, seconds, None, results)
                 work.peer = peer
                 if finish is not None:
                     work.finish = finish
-                if self.compares_calls and not transfer:
+                if self.checks_before_call and not transfer:
                     self._check_consistency(call, seconds, opts, uneven=uneven)
                 is_checked = True
                 work.raw = method(*args)
             except BaseException as error:
-                self._reconcile(work, error, is_whole=is_checked and single)
+                self._reconcile(work, error, is_whole=is_checked and one_engine_call)
                 raise
             # No function is called in the next lines, so no signal is handled in between.
             if not transfer:
@@ -238,7 +239,7 @@ class Issuer:
 
     def issue_sum(self, tensor: Tensor) -> Work:
         """Do what `issue` does for a plain sum of one tensor, without what that never needs."""
-        if self.compares_calls or faultpoints.armed:
+        if self.checks_before_call or faultpoints.armed:
             return self.issue("allreduce", [tensor], self._start_sum, (tensor,), _SUM_OPTIONS)
         with self.issue_lock:
             if self.closed or self.detector.failure is not None or self.recorder.starting:
@@ -261,7 +262,8 @@ class Issuer:
 
     def await_part(self, raw: RawWork, timeout: float | None = None) -> None:
         """Wait for one part of the call that is being started."""
-        call, detector = self.recorder.starting, self.detector
+        call = self.recorder.starting
+        detector = self.detector
         assert call is not None, "a call is recorded before its engine sees it"
         work = Work(detector, call, timeout or self.timeout, raw, [])
         detector.in_flight[call] = work
@@ -269,7 +271,7 @@ class Issuer:
         try:
             work.await_engine()
         except GroupError:
-            detector.half_started = call.what
+            detector.partially_started_call = call.what
             raise
         detector.ended(call)
         del self._started_works[:]  # the part has ended
@@ -278,12 +280,12 @@ class Issuer:
         """Raise `RankMismatch`, naming both sides, unless all ranks make the same call."""
         detector = self.detector
         what = f"{call.operation} {call.dtype}" if uneven else call.what
-        op, root = getattr(opts, "reduceOp", ""), getattr(opts, "rootRank", "")
-        key = f"{what} {plain_op(op)} {root}"
+        op = plain_op(getattr(opts, "reduceOp", ""))
+        key = f"{what} {op} {getattr(opts, 'rootRank', '')}"
         mine = RankCall(detector.rank, call.what, call.site)
         theirs = (
-            self.engine.agree(call.sequence, key, mine)
-            if hasattr(self.engine, "agree")
+            self.engine.compare_call(call.sequence, key, mine)
+            if hasattr(self.engine, "compare_call")
             else self._exchange_calls(timeout, "\n".join([key, mine.what, mine.site]))
         )
         if theirs is not None:
@@ -319,7 +321,8 @@ class Issuer:
         `is_whole` means that a single started work is the call and not a part of it. An interrupt
         in here leaves `starting` set, and the next call does this again with `error` None.
         """
-        call, started = self.recorder.starting, self._started_works
+        call = self.recorder.starting
+        started = self._started_works
         if call is None:  # it had no number yet
             return
         if isinstance(error, GroupError):  # a part has failed, and was waited for
@@ -329,6 +332,8 @@ class Issuer:
         has_all = work is not None and hasattr(work, "raw")
         raw = started[0] if is_whole and len(started) == 1 else None
         if work is not None and not has_all and raw is not None:
+            # Our engines append the handle before they start the call: its ticket is 0 until then.
+            # Other handles have no ticket and are appended when the call has started.
             has_all = getattr(raw, "ticket", None) != 0
             work.raw = raw
         if work is not None and has_all:
@@ -338,7 +343,7 @@ class Issuer:
             del started[:]
             return
         if started:
-            self._fail_half_started(call, error)
+            self._fail_partially_started(call, error)
             return
         self.recorder.undo(call)
         if work is None or isinstance(error, PhalanxError):
@@ -352,14 +357,14 @@ class Issuer:
             f"{call.what} at {call.site}: {self.backend} rejected the call: {first_line(error)}"
         ) from error
 
-    def _fail_half_started(self, call: Call, error: BaseException | None) -> None:
+    def _fail_partially_started(self, call: Call, error: BaseException | None) -> None:
         detector = self.detector
         by = "" if error is None else f" ({type(error).__name__})"
         cause = f"was interrupted{by} while starting the call"
         # Before the failure is known: if a rank died as well, and that came first, other ranks
         # would continue without it.
-        detector.half_started = call.what
-        detector.started_parts = [*self._started_works]
+        detector.partially_started_call = call.what
+        detector.partially_started_works = [*self._started_works]
         failure = detector.fail(
             Failure("aborted", detector.rank, cause, operation=call.what, sequence=call.sequence)
         )
@@ -367,6 +372,6 @@ class Issuer:
         del self._started_works[:]
         if failure.kind == "aborted":
             # The engine was stopped; what it cannot stop keeps its memory itself.
-            detector.started_parts = []
+            detector.partially_started_works = []
         if error is None:
             self.refuse(call.operation)

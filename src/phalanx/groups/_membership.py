@@ -7,7 +7,7 @@ connect an engine of their own, which is kept for the next departure of the same
 waits until every rank has called it; on engines without such a wait, `RejoinBarrier` waits in the
 store.
 
-All members of a subset use its engine at the same points, so all of them release it at the same
+All members of a subset use its engine at the same points, so all of them drop it at the same
 point.
 """
 
@@ -27,24 +27,23 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistNetworkError
 
 from .. import _faultpoints as faultpoints
+from .._formatting import first_line, format_rank_ranges, format_ranks
 from ..errors import GroupError, InvalidArgument, InvalidState, PeerLost, PhalanxError
 from . import _validation
 from ._backend_registry import find_backend
 from ._call_site import user_site
 from ._engine import Engine
-from ._failure_detector import PendingCall, register_engine, release_engine
+from ._failure_detector import PendingCall, drop_engine, keep_engine_alive
 from ._flight_recorder import Call
-from ._formatting import first_line, format_rank_ranges, format_ranks
 from ._issuer import Issuer
 from ._rendezvous import KnownPeers, Rendezvous, RendezvousTerms
-from ._status_store import FailureKind, StatusStore
+from ._status_store import FailureKind
 from ._store import BlockingStoreClient, StoreClient
 from ._timing import default_timing
 from .backends._subset import SubsetEngine
 from .backends.local import single_rank_engine
 
 if TYPE_CHECKING:
-    from ._peers import Roster
     from ._process_group import GroupConfig
 
 LEAVES, STAYS = 1, 2  # a rank's answer in `update_membership`; 0 is a rank that had left before
@@ -66,23 +65,13 @@ class Membership:
     Changes pause the group's `Issuer`, or make it use another engine.
     """
 
-    def __init__(
-        self,
-        issuer: Issuer,
-        *,
-        config: GroupConfig,
-        store: Store | None,
-        status_store: StatusStore | None,
-        roster: Roster,
-    ) -> None:
+    def __init__(self, issuer: Issuer, config: GroupConfig, store: Store | None) -> None:
         self._issuer = issuer
         self._detector = issuer.detector
         self._rank = issuer.detector.rank
         self._size = issuer.detector.size
         self._config = config
         self._store = store
-        self._status_store = status_store
-        self._roster = roster
         self._leaving: set[int] = set()  # ranks that announced their departure since the rejoin
         self.is_rejoining = False
         self._barrier: RejoinBarrier | None = None
@@ -93,22 +82,21 @@ class Membership:
         self._departures = 0
 
     def members(self) -> tuple[int, ...]:
-        """List the ranks that take part in the next call, as far as this rank knows."""
         absent = self._detector.absent() | self._leaving
         return tuple(rank for rank in range(self._size) if rank not in absent)
 
     def leave(self) -> None:
-        """End this rank's membership as soon as its calls in flight are done."""
+        self._issuer.check_usable("leave")
         self._engine_supporting("leave", "call update_membership on every rank")
         self._leave("leave")
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        hint, detector = "make a group of the survivors with split_group", self._detector
-        engine = self._engine_supporting("exclude", hint)
-        excluded = {_validation.rank("exclude", rank, self._size, word="rank") for rank in ranks}
+        detector = self._detector
         if self._issuer.closed and not self._issuer.has_left:
             self._issuer.refuse("exclude")
-        if alive := sorted(excluded - detector.dead()):
+        engine = self._engine_supporting("exclude", "make a group of survivors with split_group")
+        excluded = {_validation.as_rank("exclude", rank, self._size, word="rank") for rank in ranks}
+        if alive := sorted(excluded - detector.dead_ranks()):
             raise InvalidArgument(
                 f"exclude: {format_ranks(alive)} {'is' if len(alive) == 1 else 'are'} alive; "
                 "exclude() accepts only dead ranks, and a live rank must call leave()"
@@ -116,11 +104,11 @@ class Membership:
         failure = detector.failure
         if failure is not None and failure.kind != "lost":
             self._issuer.refuse("exclude")
-        if detector.half_started:
+        if detector.partially_started_call:
             raise InvalidState(
-                f"exclude: {detector.half_started} was interrupted while starting, so ranks may "
-                "have issued different parts of it; create a new group of the survivors with "
-                "split_group"
+                f"exclude: {detector.partially_started_call} was interrupted while starting, so "
+                "ranks may have issued different parts of it; create a new group of the survivors "
+                "with split_group"
             )
         if lost := sorted(set(failure.ranks if failure is not None else ()) - excluded):
             raise InvalidArgument(f"exclude: {format_ranks(lost)} also died; pass error.lost")
@@ -142,7 +130,7 @@ class Membership:
     def rejoin(self, timeout: timedelta | None) -> None:
         """Leave, unless this rank has, and become a member again together with all others."""
         issuer = self._issuer
-        seconds = issuer.timeout if timeout is None else _validation.seconds(timeout)
+        seconds = issuer.timeout if timeout is None else _validation.as_seconds(timeout)
         _fault_point("before")
         with issuer.state_lock:
             if self.is_rejoining:
@@ -153,13 +141,13 @@ class Membership:
                 self._leave("rejoin")
             elif self._detector.failure is not None:
                 issuer.refuse("rejoin")
-            _fault_point("away")
-            entrance: Any = issuer.engine
+            _fault_point("left")
+            rejoiner: Any = issuer.engine
             if not issuer.can_leave_alone:
                 if self._barrier is None:
                     self._barrier = RejoinBarrier(self._store, rank=self._rank, size=self._size)
-                entrance = self._barrier
-            waiting = _RejoinCall(issuer, entrance, self._status_store, seconds)
+                rejoiner = self._barrier
+            waiting = _RejoinCall(issuer, rejoiner, seconds)
             sequence = waiting.run()
             with issuer.issue_lock, issuer.state_lock:
                 if not issuer.has_left:  # closed meanwhile
@@ -173,21 +161,18 @@ class Membership:
                 self._rejoins += 1
                 self._departures = 0
                 issuer.reopen()
-            self._release_kept(
-                lambda kept: kept.departure > MAX_KEPT_DEPARTURES or kept.used < self._rejoins - 2
-            )
+            self._drop_kept(self._is_stale_after_rejoin)
             _fault_point("after")
         finally:
             self.is_rejoining = False
 
-    def release_engines(self) -> None:
-        """Drop the engines of subsets; the group is closed."""
+    def detach_engines(self) -> None:
         self._full_engine = None
         self.kept_engines = {}
 
     def _engine_supporting(self, operation: str, hint: str) -> Engine:
         issuer = self._issuer
-        if not hasattr(issuer.engine, operation) and not issuer.closed:
+        if not hasattr(issuer.engine, operation):
             raise InvalidState(
                 f"{operation}: {issuer.backend} does not support {operation}(); {hint}, or use shm"
             )
@@ -198,7 +183,7 @@ class Membership:
         issuer.pause(operation)
         try:
             for work in list(self._detector.in_flight.values()):
-                work.settle()
+                work.wait()
             in_flight = issuer.engine.leave() if issuer.can_leave_alone else ""
             if in_flight:
                 raise InvalidState(f"{operation}: wait for this rank's {in_flight} first")
@@ -208,18 +193,17 @@ class Membership:
                     issuer.reopen()
             raise
 
-    # -- engines of subsets ----------------------------------------------------------------
-
     def _use_subset_engine(self, members: tuple[int, ...], call: Call) -> None:
         """Continue among some ranks; all of them do this at the same point."""
         issuer = self._issuer
         self._departures += 1
         kept = self.kept_engines.get(members)
         if kept is None:
-            engine, store = (
-                (single_rank_engine(), None) if len(members) == 1 else self._connect(members, call)
-            )
-            kept = _KeptEngine(engine, self._departures, self._rejoins, store)
+            if len(members) == 1:
+                kept = _KeptEngine(single_rank_engine(), self._departures, self._rejoins, None)
+            else:
+                engine, store = self._connect(members, call)
+                kept = _KeptEngine(engine, self._departures, self._rejoins, store)
         elif hasattr(kept.engine, "set_timeout"):
             kept.engine.set_timeout(timedelta(seconds=issuer.timeout))
         kept.used = self._rejoins
@@ -227,23 +211,30 @@ class Membership:
             issuer.check_usable(call.operation)
             if members not in self.kept_engines:
                 self.kept_engines[members] = kept
-                register_engine(self._detector, kept.engine)
+                keep_engine_alive(self._detector, kept.engine)
             if self._full_engine is None:
                 self._full_engine = issuer.engine
             inner = issuer.track(kept.engine)
             issuer.use_engine(SubsetEngine(self._full_engine, inner, members, self._size), members)
-        # Many departures in a row must not exhaust file descriptors. An engine that one rank
-        # releases here is not used again before all of its ranks release it.
         if not self._detector.is_busy():
-            self._release_kept(
-                lambda kept: MAX_KEPT_DEPARTURES < kept.departure < self._departures - 1
-            )
+            self._drop_kept(self._is_surplus)
 
-    def _release_kept(self, is_stale: Callable[[_KeptEngine], bool]) -> None:
+    def _is_surplus(self, kept: _KeptEngine) -> bool:
+        """Whether an engine is of a departure after the first few, and not of the last two.
+
+        Each has file descriptors. One that is dropped here is not used before all ranks drop it.
+        """
+        return MAX_KEPT_DEPARTURES < kept.departure < self._departures - 1
+
+    def _is_stale_after_rejoin(self, kept: _KeptEngine) -> bool:
+        """Whether an engine is of a departure after the first few, or unused in two rounds."""
+        return kept.departure > MAX_KEPT_DEPARTURES or kept.used < self._rejoins - 2
+
+    def _drop_kept(self, is_stale: Callable[[_KeptEngine], bool]) -> None:
         for members, kept in list(self.kept_engines.items()):
             if is_stale(kept):
                 del self.kept_engines[members]
-                release_engine(self._detector, kept.engine)
+                drop_engine(self._detector, kept.engine)
                 if kept.store is not None and self._rank == members[0]:
                     with suppress(Exception):  # the store does not answer
                         store = StoreClient(kept.store.raw)
@@ -253,11 +244,13 @@ class Membership:
 
     def _connect(self, ranks: tuple[int, ...], call: Call) -> tuple[Engine, BlockingStoreClient]:
         """Connect an engine of some ranks; also return the store that they used for it."""
-        issuer, detector = self._issuer, self._detector
+        issuer = self._issuer
+        detector = self._detector
         assert self._store is not None, "a group of several ranks has a store"
-        backend, began = find_backend(issuer.backend), time.monotonic()
+        backend = find_backend(issuer.backend)
+        began = time.monotonic()
         name = f"{detector.name}/{format_rank_ranges(ranks)} left"
-        members = tuple(self._roster.members[rank] for rank in ranks)
+        processes = tuple(detector.roster.processes[rank] for rank in ranks)
 
         def check() -> None:
             if detector.failure is not None:
@@ -268,13 +261,14 @@ class Membership:
             rank=ranks.index(self._rank),
             terms=RendezvousTerms(name, ranks, backend.name, "", user_site()),
             timeout=timedelta(seconds=issuer.timeout),
-            known_peers=KnownPeers(members, partial(next, self._attempts[name])),
+            known_peers=KnownPeers(processes, partial(next, self._attempts[name])),
             check=check,
         )
         try:
             return rendezvous.connect(backend, self._config), rendezvous.group_store
         except PhalanxError as error:
-            failure, reports = detector.failure, None
+            failure = detector.failure
+            reports = None
             if failure is None and isinstance(error, PeerLost):
                 failure = detector.lost_failure([ranks[place] for place in error.ranks], call)
             elif failure is None:
@@ -322,12 +316,12 @@ class RejoinBarrier:
             time.sleep(default_timing().rejoin_retry_delay)
         return ("waiting", 0) if most is None else ("entered", most)
 
-    def awaited(self) -> list[int]:
+    def missing_in_rejoin(self) -> list[int]:
         """List the ranks that have not arrived, as far as is known."""
-        store, round_ = self._store, self._round
+        store = self._store
         if store is not None and not self._is_disconnected:
             with suppress(Exception):  # the store does not answer
-                self._missing = [r for r in self._missing if not store.has(f"{round_}/{r}")]
+                self._missing = [r for r in self._missing if not store.has(f"{self._round}/{r}")]
         return self._missing
 
     def _take_step(self, store: StoreClient, calls: int, seconds: float) -> int | None:
@@ -343,21 +337,20 @@ class RejoinBarrier:
         most = max(int(store.fetch(key)) for key in keys)
         if self._round > 1:
             store.delete(f"{self._round - 1}/{self._rank}")
-        self._round, self._has_arrived, self._missing = self._round + 1, False, self._others
+        self._round += 1
+        self._has_arrived = False
+        self._missing = self._others
         return most
 
 
 class _RejoinCall(PendingCall):
-    """One rank's wait to rejoin; `entrance` is the engine or a `RejoinBarrier`."""
+    """One rank's wait to rejoin; `rejoiner` is the engine or a `RejoinBarrier`."""
 
-    def __init__(
-        self, issuer: Issuer, entrance: Any, status_store: StatusStore | None, seconds: float
-    ) -> None:
+    def __init__(self, issuer: Issuer, rejoiner: Any, seconds: float) -> None:
         self._issuer = issuer
         self._detector = issuer.detector
         self._recorder = issuer.recorder
-        self._entrance = entrance
-        self._status_store = status_store
+        self._rejoiner = rejoiner
         self.timeout = seconds
         self._counts_from = 0.0
         if self._recorder.starting is not None:  # an interrupt came before `run` could wait
@@ -367,16 +360,18 @@ class _RejoinCall(PendingCall):
 
     def run(self) -> int:
         """Wait for all ranks; return the sequence number to continue from."""
-        calls, timing = self._recorder.collectives, default_timing()
+        calls = self._recorder.collectives
+        timing = default_timing()
         error: GroupError | None = None
         previous = ""
         self._detector.waiting = self.call
         try:
             while True:
-                began, wait = time.monotonic(), 0.0
+                began = time.monotonic()
+                wait = 0.0
                 if error is None:
                     wait = min(timing.rejoin_check_interval, max(self.deadline - began, 0.001))
-                stage, most = self._entrance.rejoin(calls, wait)
+                stage, most = self._rejoiner.rejoin(calls, wait)
                 if stage != previous:
                     error = None
                     _fault_point(stage)
@@ -405,34 +400,35 @@ class _RejoinCall(PendingCall):
         """Return the error if this cannot succeed any more, or not in time."""
         if not self._issuer.has_left:  # closed meanwhile
             self._issuer.refuse("rejoin")
-        detector, status = self._detector, self._status_store
+        detector = self._detector
         detector.learn_failure()
-        closed = {} if status is None else status.left()
-        dead = detector.dead() - closed.keys()
-        # A rank that arrived before it died or closed the group counts.
-        missing = set(self._entrance.awaited()) if dead or closed else set()
+        status = detector.status_store
+        shut_down = {} if status is None else status.shut_down()
+        dead = detector.dead_ranks() - shut_down.keys()
+        # A rank that arrived before it died or shut the group down counts.
+        missing = set(self._rejoiner.missing_in_rejoin()) if dead or shut_down else set()
         if detector.failure is None and (lost := sorted(dead & missing)):
             detector.fail(detector.lost_failure(lost, self.call))
         failure = detector.failure
-        if failure is None and (left := sorted(closed.keys() & missing)):
-            failure = detector.shutdown_failure(left[0], closed[left[0]][1], self.call)
+        if failure is None and (gone := sorted(shut_down.keys() & missing)):
+            failure = detector.shutdown_failure(gone[0], shut_down[gone[0]][1], self.call)
         if failure is not None:
             return detector.error(failure, self, self.call)
         return None if time.monotonic() < self.deadline else self._overdue()
 
     def _overdue(self) -> GroupError | None:
         """Ask whether the missing ranks still make calls, and time out if they do not."""
-        detector, missing = self._detector, self._entrance.awaited()
+        detector = self._detector
+        missing = self._rejoiner.missing_in_rejoin()
         reports = detector.gather_reports(of_absent=True)
         quiet = [r.quiet for r in reports.values() if r.rank in missing and r.quiet is not None]
         if quiet:
             self._counts_from = time.monotonic() - min(quiet)
         if time.monotonic() < self.deadline:
             return None
-        cause = f"timed out after {self.timeout:g} s"
+        cause = f"timed out after {self.timeout:g} s{detector.store_caveat()}"
         if missing:
             cause += f": {format_ranks(missing)} did not call rejoin(), and made no other call"
-        cause += detector.store_caveat()
         # This does not fail the group: the others continue, and this rank may wait again.
         failure = detector.make_failure("timeout", cause, missing, self.call)
         return detector.error(failure, self, self.call, reports)

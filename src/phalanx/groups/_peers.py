@@ -10,14 +10,13 @@ from __future__ import annotations
 import os
 import socket
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
-class Member:
+class PeerProcess:
     """The process behind one rank."""
 
     host: str
@@ -26,35 +25,26 @@ class Member:
     started: str  # the start time of the process, by the kernel's clock
 
     @classmethod
-    def here(cls) -> Member:
+    def current(cls) -> PeerProcess:
         pid = os.getpid()
         return cls(socket.gethostname(), _machine_id(), pid, _process_status(pid)[0])
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Member:
-        return cls(**data)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @property
-    def is_here(self) -> bool:
+    def is_on_this_machine(self) -> bool:
         """Whether the process is on this machine, so that its death can be detected."""
         return self.machine == _machine_id()
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process is known to be dead."""
         try:
-            return self.is_here and not self.has_its_pid()
+            return self.is_on_this_machine and not self.has_its_pid()
         except OSError:  # out of descriptors, for example
             return False
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the process is known to be stopped by a signal."""
         try:
-            return self.is_here and _process_status(self.pid) == (self.started, "T")
+            return self.is_on_this_machine and _process_status(self.pid) == (self.started, "T")
         except OSError:
             return False
 
@@ -68,10 +58,10 @@ class Member:
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of a group, by rank, and a unique id of the group."""
+    """The processes of a group, by rank, and a unique id of the group."""
 
     token: str
-    members: tuple[Member, ...] = ()
+    processes: tuple[PeerProcess, ...] = ()
 
 
 @lru_cache(maxsize=1)

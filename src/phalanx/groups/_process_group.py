@@ -1,7 +1,7 @@
 """The process group: a `torch.distributed.ProcessGroup` that is an object of its own.
 
 A collective takes the native fast path if it can (`_fast_path`). Otherwise its arguments are read
-and checked (`_collectives`), rewritten if the engine lacks the reduction (`_reductions`), and
+and checked (`_call_arguments`), rewritten if the engine lacks the reduction (`_reductions`), and
 `Issuer.issue` starts it on the engine and returns a `Work`. `Membership` changes which ranks take
 part; `FailureDetector` explains calls that do not end.
 """
@@ -18,29 +18,29 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
+from torch._C import _distributed_c10d as c10d_ext
 from torch._C._distributed_c10d import Store
 
 from .._formatting import format_rank_ranges
 from ..errors import GroupError, InvalidArgument, InvalidState
 from . import _torch_integration as torch_tables
 from . import _validation
-from ._background_threads import watch
+from ._call_arguments import CallArguments, OneTensor, Tensors, Timeout, is_plain, keyword_aliases
 from ._call_site import user_site
-from ._collectives import CallArguments, OneTensor, Tensors, Timeout, is_plain_real, keyword_aliases
-from ._engine import REAL_DTYPES, Engine, RawWork, Traits, flat_pairs, start_each
-from ._failure_detector import FailureDetector, register_engine, retire_engines
+from ._engine import REAL_DTYPES, Engine, RawWork, flat_pairs, start_each
+from ._failure_detector import FailureDetector, drop_engines_when_idle, keep_engine_alive
 from ._flight_recorder import FlightRecorder, Record
 from ._issuer import Issuer
 from ._membership import LEAVES, STAYS, Membership
 from ._reductions import AVG, SparseSum, adapt_reduction, flatten_lists, is_sum
-from ._status_store import Failure
-from ._store import ClosedGroup
+from ._status_store import Failure, StatusStore
+from ._store import ClosedGroup, StoreClient
+from ._watchdog import watch
 from ._work import Work
 
 if TYPE_CHECKING:
+    from ._backend_registry import Backend
     from ._peers import Roster
-    from ._status_store import StatusStore
     from ._store import HostedStore
 
 
@@ -66,48 +66,55 @@ class ProcessGroup(dist.ProcessGroup):
         *,
         name: str,
         rank: int,
-        size: int,
-        recipe: GroupConfig,
-        backend: str,
+        config: GroupConfig,
+        backend: Backend,
         engine: Engine,
-        traits: Traits,
-        devices: frozenset[str],
-        store: Store | None,
-        lent_store: Store | None = None,
+        store: Store | None = None,
+        caller_store: Store | None = None,
         hosted: HostedStore | None = None,
-        board: StatusStore | None,
         roster: Roster,
         global_ranks: Sequence[int],
         torch_name: str = "",
         given_name: str = "",
-        name_number: int = 0,
+        name_suffix: int = 0,
         desc: str = "",
     ) -> None:
+        # The group's names:
+        #   name, label   the full name in the store and in errors, equal on every rank
+        #   given_name    the name that the user asked for; the label if there is none
+        #   name_suffix   the number that tells groups of one given name apart, equal on every rank
+        #   torch_name    the name in torch's tables, from the last two unless torch chose it
+        #   desc          free text for torch
+        size = len(global_ranks)
+        traits = backend.traits
         # Without a store: with one, pybind11 would not make the object that calls back into Python.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.label = name
         """The group's full name, equal on every rank."""
-        self.backend = backend
+        self.backend = backend.name
         """The name of the backend."""
-        self.devices = devices
+        self.devices = traits.devices | {config.device.type}
         """The types of devices whose tensors the group accepts."""
-        self.compares_calls = traits.compares_calls
+        self.detects_mismatch = traits.detects_mismatch
         """Whether ranks that make different calls find out immediately, at no cost."""
         self.global_ranks = tuple(global_ranks)
         """The global rank of every rank of this group."""
         self._given_name = given_name
-        self._name_number = name_number  # distinguishes groups of one name, equal on all ranks
+        self._name_suffix = name_suffix
         self._desc = desc
         self._rank = rank
         self._size = size
-        self._recipe = recipe
+        self._config = config
         self._traits = traits
         self._store = store
-        self._lent_store = lent_store  # kept alive: it may host the group's store
+        self._caller_store = caller_store  # kept alive: it may host the group's store
         self._hosted = hosted  # the store server, if this process opened it
         self._lease = None if hosted is None else hosted.lease()
         self._roster = roster
-        self._board = board
+        self._status_store: StatusStore | None = None
+        if store is not None:
+            client = StoreClient(store).under("status")
+            self._status_store = StatusStore(client, rank=rank, size=size)
         self._splits: dict[str, int] = {}
         self._splits_lock = threading.Lock()
         self._recorder = FlightRecorder()
@@ -116,40 +123,35 @@ class ProcessGroup(dist.ProcessGroup):
             rank=rank,
             size=size,
             roster=roster,
-            board=board,
+            status_store=self._status_store,
             recorder=self._recorder,
-            streams=traits.waits_on_stream,
-            lost_ranks=getattr(engine, "lost_ranks", None),
-            wake=getattr(engine, "wake", None),
-            drive=getattr(engine, "drive", None),
-            members=getattr(engine, "members", None),
+            traits=traits,
+            engine=engine,
         )
         self._issuer = Issuer(
             engine=engine,
             detector=self._detector,
             recorder=self._recorder,
-            backend=backend,
+            backend=backend.name,
             wrap_transfer=traits.wrap_transfer,
-            timeout=_validation.seconds(recipe.timeout),
-            checks=recipe.checks,
+            timeout=_validation.as_seconds(config.timeout),
+            checks=config.checks,
         )
         self._issue = self._issuer.issue
         self.can_leave_alone = self._issuer.can_leave_alone
         """Whether a rank may `leave` alone; other backends need `update_membership`."""
-        self._membership = Membership(
-            self._issuer, config=recipe, store=store, status_store=board, roster=roster
-        )
+        self._membership = Membership(self._issuer, config, store)
         self._adapt = partial(adapt_reduction, traits, self._issuer)
-        self._arguments = CallArguments(size, devices, backend, traits)
+        self._arguments = CallArguments(size, self.devices, backend.name, traits)
         # Dtypes that the engine sums without help.
-        self._fast_dtypes = REAL_DTYPES if "cpu" in devices else frozenset[torch.dtype]()
+        self._fast_dtypes = REAL_DTYPES if "cpu" in self.devices else frozenset[torch.dtype]()
         if traits.dtypes is not None:
             self._fast_dtypes &= traits.dtypes
         # A group that torch has named is entered in torch's tables by torch.
         self._is_registered_with_torch = not torch_name
         self._torch_name = torch_name or torch_tables.register_group(self, engine)
-        register_engine(self._detector, engine)
-        if board is not None:
+        keep_engine_alive(self._detector, engine)
+        if self._status_store is not None:
             watch(self._detector)
 
     # -- properties ------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class ProcessGroup(dist.ProcessGroup):
         """
         if self.shares_memory:
             return cast("Tensor", self._engine.allocate(shape, dtype))
-        return torch.empty(tuple(shape), dtype=dtype, device=self._recipe.device)
+        return torch.empty(tuple(shape), dtype=dtype, device=self._config.device)
 
     def _allocate_shared(self, nbytes: int, *, owner: int) -> Tensor:
         """Make a byte tensor in the owner's shared memory, visible on every rank; all call it.
@@ -250,7 +252,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.broadcast(offset, root=owner).wait()
         if offset.item() < 0:
             raise error
-        return cast("Tensor", slab.reach(owner, int(offset.item()), nbytes))
+        return cast("Tensor", slab.map_shared(owner, int(offset.item()), nbytes))
 
     # -- membership ------------------------------------------------------------------------
 
@@ -276,22 +278,23 @@ class ProcessGroup(dist.ProcessGroup):
         the remaining ranks connect a new engine, once for each departure; if all ranks stay it is
         one small collective.
         """
-        answer = torch.tensor(
-            [STAYS if stays else LEAVES], dtype=torch.uint8, device=self._recipe.device
-        )
+        mine = STAYS if stays else LEAVES
+        answer = torch.tensor([mine], dtype=torch.uint8, device=self._config.device)
         answers = answer.new_zeros(self._size)  # a rank that has left stays zero
         work = self._gather_into("update_membership", [answers], [answer], None, None)
         work.wait()
         return self._membership.update(answers.tolist(), work.call)
 
     def rejoin(self, timeout: timedelta | None = None) -> None:
-        """Make every rank a member again; all ranks call it, whether they have left or not.
+        """Make every rank a member again, with equal sequence numbers.
 
-        A rank that has not left does so, and the calls of the others continue without it until they
-        call this, too. When the last rank has called it all are members with equal sequence
-        numbers. Until then a rank sleeps. The timeout counts from the last call that a missing rank
-        made on the group. After a timeout, or after a dead rank was excluded, it can be called
-        again. Unless `can_leave_alone`, all members call it without another call in between.
+        All ranks call it, whether they have left or not. A rank that has not left does so, and the
+        calls of the others continue without it until they call this, too. It sleeps until the last
+        rank has called. Unless `can_leave_alone`, all members call it at the same point.
+
+        The timeout counts from the last call that a missing rank made on the group.
+
+        After a timeout, or after a dead rank was excluded, it can be called again.
         """
         self._membership.rejoin(timeout)
 
@@ -329,10 +332,12 @@ class ProcessGroup(dist.ProcessGroup):
         from . import _factory  # here, since it imports this module
 
         config = _factory.derive_config(
-            self._recipe, backend=backend, options=options, timeout=timeout, device=device
+            self._config, backend=backend, options=options, timeout=timeout, device=device
         )
-        name, desc = group_name or "", group_desc or ""
-        return _factory.split_group(self, ranks, config, name=name, given_name=name, desc=desc)
+        name = group_name or ""
+        return _factory.split_group(
+            self, ranks, config, name=name, given_name=name, desc=group_desc or ""
+        )
 
     def merge_remote_group(
         self,
@@ -368,23 +373,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End this rank's part in the group; peers that wait for it raise."""
-        if self._close("was shut down"):
-            self._detector.leave(user_site())
-            self._retire()
+        if self._close("shut the group down"):
+            self._detector.record_shutdown(user_site())
+            self._detach_engines()
             self._end_lease()
 
     def abort(self, why: str = "") -> None:
         """Fail the group on every rank: calls in flight raise `GroupAborted` with the reason."""
         site = user_site()
-        if not self._close("was aborted"):
+        if not self._close("aborted the group"):
             return
         cause = f"aborted the group at {site}{f', because {why}' if why else ''}"
         self._detector.fail(Failure("aborted", self._rank, cause))
         self._detector.check_futures()
         if hasattr(self._engine, "abort"):
             self._engine.abort()
-        self._detector.leave(site)
-        self._retire()
+        self._detector.record_shutdown(site)
+        self._detach_engines()
 
     def _close(self, reason: str) -> bool:
         is_first = self._issuer.close(reason)
@@ -392,13 +397,13 @@ class ProcessGroup(dist.ProcessGroup):
             torch_tables.unregister_group(self)
         return is_first
 
-    def _retire(self) -> None:
+    def _detach_engines(self) -> None:
         """Release the engines; with calls in flight they outlive the group until these end."""
-        self._issuer.release_engine()
-        self._membership.release_engines()
-        retire_engines(self._detector)
-        if self._hosted is not None and self._board is not None:
-            self._hosted.note_closed(ClosedGroup(self._board, self._roster, self._rank))
+        self._issuer.detach_engine()
+        self._membership.detach_engines()
+        drop_engines_when_idle(self._detector)
+        if self._hosted is not None and self._status_store is not None:
+            self._hosted.add_closed_group(ClosedGroup(self._status_store, self._roster, self._rank))
 
     def _end_lease(self) -> None:
         """Release the hosted store; no group can be split off once it has closed."""
@@ -428,11 +433,11 @@ class ProcessGroup(dist.ProcessGroup):
             if (
                 isinstance(tensors, Tensor)
                 and tensors.dtype in self._fast_dtypes
-                and is_plain_real(tensors)
+                and is_plain(tensors)
             ):
                 return self._issuer.issue_sum(tensors)
-        inputs = _validation.single("allreduce", tensors if tensor is None else tensor)
-        kind = c10d.AllreduceOptions
+        inputs = _validation.as_single("allreduce", tensors if tensor is None else tensor)
+        kind = c10d_ext.AllreduceOptions
         opts, op = self._arguments.reduce_options(kind, "allreduce", opts, op, timeout)
         if inputs[0].is_sparse:
             return self._reduce_sparse(opts, op, inputs)
@@ -442,9 +447,10 @@ class ProcessGroup(dist.ProcessGroup):
         self, tensors: Tensors, op: Any = None, timeout: Timeout = None, *, opts: Any = None
     ) -> Work:
         """Reduce several tensors of one dtype over all ranks, in place, in one call."""
-        name, kind = "allreduce_coalesced", c10d.AllreduceCoalescedOptions
-        inputs = _validation.flat_list(name, tensors)
-        _validation.same_dtype(name, inputs)
+        name = "allreduce_coalesced"
+        kind = c10d_ext.AllreduceCoalescedOptions
+        inputs = _validation.as_list(name, tensors)
+        _validation.check_same_dtype(name, inputs)
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         if not inputs:
             return self.barrier(timeout=timeout)
@@ -461,9 +467,9 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Reduce a tensor over all ranks, in place on the rank `root`."""
-        outputs = _validation.single("reduce", tensors)
-        opts = self._arguments.options(c10d.ReduceOptions, "reduce", opts, timeout, root)
-        opts, op = self._arguments.reduce_options(c10d.ReduceOptions, "reduce", opts, op, None)
+        outputs = _validation.as_single("reduce", tensors)
+        opts = self._arguments.options(c10d_ext.ReduceOptions, "reduce", opts, timeout, root)
+        opts, op = self._arguments.reduce_options(c10d_ext.ReduceOptions, "reduce", opts, op, None)
         self._arguments.check_tensors("reduce", outputs, op)
         # Only the root's tensor may change, whatever the engine uses for scratch.
         scratch = outputs if self._rank == opts.rootRank else [outputs[0].detach().clone()]
@@ -480,19 +486,22 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Reduce a list of tensors over all ranks; rank i keeps the i-th."""
-        name, kind = "reduce_scatter", c10d.ReduceScatterOptions
-        output = _validation.single(name, output_tensors)
-        inputs = _validation.nested_list(name, input_tensors)
-        _validation.same_length(name, inputs, self._size, word="input")
-        _validation.same_dtype(name, [*output, *inputs])
-        _validation.numel(name, output[0], inputs[self._rank].numel(), word="output")
+        name = "reduce_scatter"
+        kind = c10d_ext.ReduceScatterOptions
+        output = _validation.as_single(name, output_tensors)
+        inputs = _validation.as_nested_list(name, input_tensors)
+        _validation.check_length(name, inputs, self._size, word="input")
+        _validation.check_same_dtype(name, [*output, *inputs])
+        _validation.check_numel(name, output[0], inputs[self._rank].numel(), word="output")
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         self._arguments.check_tensors(name, [*output, *inputs], op)
         plan = self._adapt(name, self._engine.reduce_scatter, opts, inputs, output)
         args = (plan.outputs, [plan.inputs], plan.opts)
-        single = len({part.numel() for part in inputs}) == 1
+        finish = plan.finish
+        # Engines may make one reduction for each part if the parts differ in size.
+        one = len({part.numel() for part in inputs}) == 1
         return self._issue(
-            name, inputs, plan.start, args, opts, outputs=output, finish=plan.finish, single=single
+            name, inputs, plan.start, args, opts, outputs=output, finish=finish, one_engine_call=one
         )
 
     @keyword_aliases(outputTensor="output", inputTensor="input")
@@ -506,8 +515,7 @@ class ProcessGroup(dist.ProcessGroup):
         op: Any = None,
     ) -> Work:
         """Reduce a tensor over all ranks; rank i keeps the i-th part of it."""
-        name = "reduce_scatter_single"
-        return self._reduce_parts(name, [output], [input], opts, op, timeout)
+        return self._reduce_parts("reduce_scatter_single", [output], [input], opts, op, timeout)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -524,8 +532,8 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Copy a tensor from the rank `root` to every rank."""
         name = "broadcast"
-        inputs = _validation.single(name, tensors)
-        opts = self._arguments.options(c10d.BroadcastOptions, name, opts, timeout, root)
+        inputs = _validation.as_single(name, tensors)
+        opts = self._arguments.options(c10d_ext.BroadcastOptions, name, opts, timeout, root)
         args = (self._arguments.movable(name, inputs), opts)
         return self._issue(name, inputs, self._engine.broadcast, args, opts)
 
@@ -540,14 +548,13 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Collect a tensor from every rank on the rank `root`."""
-        name, movable = "gather", self._arguments.movable
-        inputs = _validation.single(name, input_tensors)
-        opts = self._arguments.options(c10d.GatherOptions, name, opts, timeout, root)
+        name = "gather"
+        inputs = _validation.as_single(name, input_tensors)
+        opts = self._arguments.options(c10d_ext.GatherOptions, name, opts, timeout, root)
         like = inputs[0] if self._rank == opts.rootRank else None
-        outputs = _validation.one_for_each_rank(
-            name, output_tensors, like, self._size, word="output"
-        )
-        args = ([movable(name, outputs)] if outputs else [], movable(name, inputs), opts)
+        outputs = _validation.as_one_per_rank(name, output_tensors, like, self._size, word="output")
+        received = [self._arguments.movable(name, outputs)] if outputs else []
+        args = (received, self._arguments.movable(name, inputs), opts)
         return self._issue(name, inputs, self._engine.gather, args, opts, outputs=outputs)
 
     @keyword_aliases(output_tensor="output_tensors")
@@ -561,12 +568,13 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Send the i-th tensor of a list on the rank `root` to rank i."""
-        name, movable = "scatter", self._arguments.movable
-        output = _validation.single(name, output_tensors)
-        opts = self._arguments.options(c10d.ScatterOptions, name, opts, timeout, root)
+        name = "scatter"
+        output = _validation.as_single(name, output_tensors)
+        opts = self._arguments.options(c10d_ext.ScatterOptions, name, opts, timeout, root)
         like = output[0] if self._rank == opts.rootRank else None
-        inputs = _validation.one_for_each_rank(name, input_tensors, like, self._size, word="input")
-        args = (movable(name, output), [movable(name, inputs)] if inputs else [], opts)
+        inputs = _validation.as_one_per_rank(name, input_tensors, like, self._size, word="input")
+        sent = [self._arguments.movable(name, inputs)] if inputs else []
+        args = (self._arguments.movable(name, output), sent, opts)
         return self._issue(name, output, self._engine.scatter, args, opts)
 
     # -- all to all ------------------------------------------------------------------------
@@ -581,12 +589,12 @@ class ProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """Collect a tensor from every rank in a list on every rank."""
-        name, movable = "allgather", self._arguments.movable
-        inputs = _validation.single(name, input_tensors)
-        outputs = _validation.one_for_each_rank(
-            name, output_tensors, inputs[0], self._size, word="output"
-        )
-        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
+        name = "allgather"
+        inputs = _validation.as_single(name, input_tensors)
+        like = inputs[0]
+        outputs = _validation.as_one_per_rank(name, output_tensors, like, self._size, word="output")
+        opts = self._arguments.options(c10d_ext.AllgatherOptions, name, opts, timeout)
+        movable = self._arguments.movable
         args = ([movable(name, outputs)], movable(name, inputs), opts)
         work = self._issue(name, inputs, self._engine.allgather, args, opts, outputs=outputs)
         work.is_gathered = True
@@ -608,24 +616,26 @@ class ProcessGroup(dist.ProcessGroup):
         self, output_lists: Sequence[Tensors], input_list: Tensors, opts: Any = None
     ) -> Work:
         """Collect a list of tensors from every rank: ``output_lists[rank][i]``."""
-        name, movable = "allgather_coalesced", self._arguments.movable
-        inputs = _validation.flat_list(name, input_list)
-        lists = [_validation.flat_list(name, outputs) for outputs in output_lists]
-        _validation.same_length(name, lists, self._size, word="list of output")
+        name = "allgather_coalesced"
+        inputs = _validation.as_list(name, input_list)
+        lists = [_validation.as_list(name, outputs) for outputs in output_lists]
+        _validation.check_length(name, lists, self._size, word="list of output")
         for outputs in lists:
-            _validation.same_length(name, outputs, len(inputs), word="output", each="input")
+            _validation.check_length(name, outputs, len(inputs), word="output", each="input")
         columns = [list(column) for column in zip(*lists, strict=True)]
         for column, tensor in zip(columns, inputs, strict=True):
-            _validation.one_for_each_rank(name, column, tensor, self._size, word="output")
-        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, None)
+            _validation.as_one_per_rank(name, column, tensor, self._size, word="output")
+        opts = self._arguments.options(c10d_ext.AllgatherOptions, name, opts, None)
         # One engine call for each, since engines differ in what they accept in one list.
+        movable = self._arguments.movable
         calls = [
             ([movable(name, column)], movable(name, [tensor]), opts)
             for column, tensor in zip(columns, inputs, strict=True)
         ]
-        args, single = (self._engine.allgather, calls), len(calls) == 1
-        outputs = [tensor for outputs in lists for tensor in outputs]
-        return self._issue(name, inputs, start_each, args, opts, outputs=outputs, single=single)
+        args = (self._engine.allgather, calls)
+        outs = [tensor for outputs in lists for tensor in outputs]
+        one = len(calls) == 1
+        return self._issue(name, inputs, start_each, args, opts, outputs=outs, one_engine_call=one)
 
     def all_to_all_single(
         self,
@@ -637,13 +647,14 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: Timeout = None,
     ) -> Work:
         """Send the i-th part of a tensor to rank i and receive one part from each."""
-        name, size = "all_to_all_single", self._size
-        both = _validation.single(name, output) + _validation.single(name, input)
+        name = "all_to_all_single"
+        size = self._size
+        both = _validation.as_single(name, output) + _validation.as_single(name, input)
         self._arguments.check_tensors(name, both)
-        _validation.same_dtype(name, both)
-        received = _validation.splits(name, output, output_split_sizes, size, word="output")
-        sent = _validation.splits(name, input, input_split_sizes, size, word="input")
-        opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
+        _validation.check_same_dtype(name, both)
+        received = _validation.as_splits(name, output, output_split_sizes, size, word="output")
+        sent = _validation.as_splits(name, input, input_split_sizes, size, word="input")
+        opts = self._arguments.options(c10d_ext.AllToAllOptions, name, opts, timeout)
         args = (*self._arguments.movable_rows(name, both), received, sent, opts)
         method = self._engine.alltoall_base
         return self._issue(name, [input], method, args, opts, outputs=[output], uneven=True)
@@ -657,18 +668,20 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send the i-th tensor of a list to rank i and receive one tensor from each."""
         name = "alltoall"
-        outputs = _validation.flat_list(name, output_tensors)
-        inputs = _validation.flat_list(name, input_tensors)
-        _validation.same_length(name, outputs, self._size, word="output")
-        _validation.same_length(name, inputs, self._size, word="input")
-        _validation.same_dtype(name, [*outputs, *inputs])
-        opts = self._arguments.options(c10d.AllToAllOptions, name, opts, timeout)
-        outs, ins = self._arguments.movable(name, outputs), self._arguments.movable(name, inputs)
-        method, args, finish = (
-            (self._engine.alltoall, (outs, ins, opts), None)
-            if self._traits.alltoall_lists
-            else flatten_lists(self._engine, outs, ins, opts)
-        )
+        outputs = _validation.as_list(name, output_tensors)
+        inputs = _validation.as_list(name, input_tensors)
+        _validation.check_length(name, outputs, self._size, word="output")
+        _validation.check_length(name, inputs, self._size, word="input")
+        _validation.check_same_dtype(name, [*outputs, *inputs])
+        opts = self._arguments.options(c10d_ext.AllToAllOptions, name, opts, timeout)
+        outs = self._arguments.movable(name, outputs)
+        ins = self._arguments.movable(name, inputs)
+        finish: Callable[[], None] | None = None
+        if not self._traits.alltoall_lists:
+            method, args, finish = flatten_lists(self._engine, outs, ins, opts)
+        else:
+            method = self._engine.alltoall
+            args = (outs, ins, opts)
         return self._issue(
             name, inputs, method, args, opts, outputs=outputs, uneven=True, finish=finish
         )
@@ -678,7 +691,7 @@ class ProcessGroup(dist.ProcessGroup):
         fast_path = self._issuer.fast_path
         if opts is timeout is None and fast_path and (work := fast_path.barrier()):
             return work
-        opts = self._arguments.options(c10d.BarrierOptions, "barrier", opts, timeout)
+        opts = self._arguments.options(c10d_ext.BarrierOptions, "barrier", opts, timeout)
         return self._issue("barrier", [], self._engine.barrier, (opts,), opts)
 
     def monitored_barrier(self, timeout: Timeout = None, wait_all_ranks: bool = False) -> None:
@@ -711,57 +724,63 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _reduce(
         self,
-        operation: str,
+        name: str,
         method: Callable[..., RawWork],
         opts: Any,
         op: Any,
         tensors: list[Tensor],
-        outputs: list[Tensor] | None = None,
+        outs: list[Tensor] | None = None,
     ) -> Work:
         """Reduce tensors in place."""
-        self._arguments.check_tensors(operation, tensors, op)
-        known, dtype = self._traits.dtypes, tensors[0].dtype
-        finish, args, single = None, (tensors, opts), len(tensors) == 1
+        self._arguments.check_tensors(name, tensors, op)
+        known = self._traits.dtypes
+        dtype = tensors[0].dtype
+        args = (tensors, opts)
+        finish = None
         if not is_sum(op) or dtype is torch.bool or not (known is None or dtype in known):
-            plan = self._adapt(operation, method, opts, tensors, tensors)
-            method, args, finish = plan.start, (plan.outputs, plan.opts), plan.finish
+            plan = self._adapt(name, method, opts, tensors, tensors)
+            method = plan.start
+            args = (plan.outputs, plan.opts)
+            finish = plan.finish
+        one = len(tensors) == 1
         return self._issue(
-            operation, tensors, method, args, opts, outputs=outputs, finish=finish, single=single
+            name, tensors, method, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
 
     def _reduce_sparse(self, opts: Any, op: Any, tensors: list[Tensor]) -> Work:
         """Sum a sparse tensor; ranks may have different entries."""
-        _validation.on_device("allreduce", tensors[0], self.devices, self.backend)
+        _validation.check_device("allreduce", tensors[0], self.devices, self.backend)
         if not is_sum(op):
             raise InvalidArgument(
                 "allreduce: sparse tensors support only ReduceOp.SUM; pass tensor.to_dense()"
             )
         if self._traits.sums_sparse:
-            args = (tensors, opts)
-            return self._issue(
-                "allreduce", tensors, self._engine.allreduce, args, opts, uneven=True
-            )
+            method = self._engine.allreduce
+            return self._issue("allreduce", tensors, method, (tensors, opts), opts, uneven=True)
         total = SparseSum(self._engine, tensors[0], self._rank, self._size)
-        start, finish = partial(total.start, self._issuer.await_part), total.finish
+        start = partial(total.start, self._issuer.await_part)
+        finish = total.finish
         return self._issue(
-            "allreduce", tensors, start, (), opts, uneven=True, finish=finish, single=False
+            "allreduce", tensors, start, (), opts, uneven=True, finish=finish, one_engine_call=False
         )
 
     def _reduce_parts(
         self, name: str, outputs: Tensors, inputs: Tensors, opts: Any, op: Any, timeout: Timeout
     ) -> Work:
         """Reduce whole tensors of which each rank keeps its part."""
-        kind = c10d.ReduceScatterOptions
+        kind = c10d_ext.ReduceScatterOptions
         opts, op = self._arguments.reduce_options(kind, name, opts, op, timeout)
         outs, ins = self._arguments.pairs(name, outputs, inputs)
         self._arguments.check_tensors(name, [*outs, *ins], op)
         for out, whole in zip(outs, ins, strict=True):
-            _validation.numel(name, whole, out.numel() * self._size, word="input")
+            _validation.check_numel(name, whole, out.numel() * self._size, word="input")
         plan = self._adapt(name, start_each, opts, ins, outs)
         calls = flat_pairs(plan.outputs, plan.inputs, plan.opts)
-        args, finish = (self._engine._reduce_scatter_base, calls), plan.finish
+        args = (self._engine._reduce_scatter_base, calls)
+        finish = plan.finish
+        one = len(ins) == 1
         return self._issue(
-            name, ins, plan.start, args, opts, outputs=outs, finish=finish, single=len(ins) == 1
+            name, ins, plan.start, args, opts, outputs=outs, finish=finish, one_engine_call=one
         )
 
     def _gather_into(
@@ -770,26 +789,26 @@ class ProcessGroup(dist.ProcessGroup):
         """Collect tensors of all ranks, each into one tensor."""
         outs, ins = self._arguments.pairs(name, outputs, inputs)
         for out, part in zip(outs, ins, strict=True):
-            _validation.numel(name, out, part.numel() * self._size, word="output")
-        opts = self._arguments.options(c10d.AllgatherOptions, name, opts, timeout)
-        movable, single = self._arguments.movable, len(ins) == 1
+            _validation.check_numel(name, out, part.numel() * self._size, word="output")
+        opts = self._arguments.options(c10d_ext.AllgatherOptions, name, opts, timeout)
+        movable = self._arguments.movable
         calls = flat_pairs(movable(name, outs), movable(name, ins), opts)
         args = (self._engine._allgather_base, calls)
-        return self._issue(name, ins, start_each, args, opts, outputs=outs, single=single)
+        one = len(ins) == 1
+        return self._issue(name, ins, start_each, args, opts, outputs=outs, one_engine_call=one)
 
     def _transfer(
         self, name: str, tensors: OneTensor, peer: int | None, tag: int, timeout: Timeout, word: str
     ) -> Work:
         """Send or receive a tensor; `peer` is None for a receive from any rank."""
-        moved = _validation.single(name, tensors)
+        moved = _validation.as_single(name, tensors)
         if timeout is not None:
-            _validation.seconds(timeout)
+            _validation.as_seconds(timeout)
         if peer is not None:
-            _validation.rank(name, peer, self._size, word=word)
+            _validation.as_rank(name, peer, self._size, word=word)
         if peer == self._rank:
             raise InvalidArgument(f"{name}: {word} {peer} is this rank itself; copy the tensor")
         route = (tag,) if peer is None else (peer, tag)
         args = (self._arguments.movable(name, moved), *route)
-        return self._issue(
-            name, moved, getattr(self._engine, name), args, timeout=timeout, peer=peer
-        )
+        method = getattr(self._engine, name)
+        return self._issue(name, moved, method, args, timeout=timeout, peer=peer)

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument
+from ._call_description import dtype_name, op_name
 from ._engine import Engine, JointWork, RawWork, Traits, copy_options
-from ._formatting import dtype_name, op_name
 
 if TYPE_CHECKING:
     from ._issuer import Issuer
@@ -174,7 +174,6 @@ class SparseSum:
         return rows
 
     def _gather(self, rows: Tensor) -> RawWork:
-        """Gather every rank's row."""
         own = rows[self.rank].reshape(-1).clone()
         work: RawWork = self.engine._allgather_base(rows.view(-1), own, AllgatherOptions())
         return work

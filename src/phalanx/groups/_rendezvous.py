@@ -9,7 +9,7 @@ Everything that could make ranks wait for each other without end is checked whil
 rank that does not join, forms another group, disagrees on size or backend, claims a rank that is
 taken, or dies. A rank that fails on the way writes down why, and the others raise it.
 
-All store requests run on a borrowed thread, so that a stopped store host cannot void the
+All store requests run on a worker thread, so that a stopped store host cannot void the
 deadline.
 """
 
@@ -24,11 +24,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
 from .. import _faultpoints as faultpoints
+from .._formatting import first_line, format_rank_ranges, format_ranks
 from ..errors import (
     GroupError,
     InvalidArgument,
@@ -39,18 +40,17 @@ from ..errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from ._background_threads import in_background
 from ._engine import Engine
-from ._formatting import first_line, format_rank_ranges, format_ranks
-from ._peers import Member, Roster
+from ._peers import PeerProcess, Roster
 from ._status_store import Failure, StatusStore
 from ._store import BlockingStoreClient, StoreClient, clone_connection, from_json, to_json
 from ._timing import default_timing
+from ._worker_threads import in_background
 
 if TYPE_CHECKING:
     from ._backend_registry import Backend
     from ._process_group import GroupConfig
-    from .backends.shm import RegionOffer
+    from .backends._shm_region import RegionOffer
 
 T = TypeVar("T")
 
@@ -89,22 +89,22 @@ class RendezvousRequest:
     """What a rank writes when it joins."""
 
     terms: RendezvousTerms
-    member: Member
+    process: PeerProcess
     attempt: int
     purpose: str
-    name_number: int
+    name_suffix: int
     """The first suffix from which on the name is free on this rank; see `_torch_integration`."""
 
 
 @dataclass(frozen=True)
 class RendezvousResult:
-    """The result of a rendezvous; the first that is written holds for all ranks."""
+    """The result of a rendezvous; the first that is written is in effect for all ranks."""
 
     token: str = ""
-    members: tuple[Member, ...] = ()  # unless all ranks know them already
+    processes: tuple[PeerProcess, ...] = ()  # unless all ranks know each other already
     same_purpose: bool = True
-    offer: dict[str, Any] | None = None  # of rank 0, for the others to build their engines on
-    name_number: int = 0  # the first suffix with which the name is free on all ranks
+    offer: dict[str, str] | None = None  # of rank 0, for the others to build their engines on
+    name_suffix: int = 0  # the first suffix with which the name is free on all ranks
     error: tuple[str, str, str, tuple[int, ...]] | None = None
     """Why there is no group: the type, text, group and ranks of an error."""
     present: tuple[int, ...] | None = None
@@ -117,7 +117,8 @@ _ERROR_TYPES: dict[str, type[GroupError] | type[RendezvousError]] = {
 
 
 def _error_result(error: PhalanxError, present: tuple[int, ...] | None = None) -> str:
-    group, ranks = getattr(error, "group", ""), getattr(error, "ranks", ())
+    group: str = getattr(error, "group", "")
+    ranks: Sequence[int] = getattr(error, "ranks", ())
     facts = type(error).__name__, str(error), group, tuple(ranks)
     return to_json(RendezvousResult(error=facts, present=present))
 
@@ -132,24 +133,25 @@ def _make_error(kind: str, message: str, group: str, ranks: tuple[int, ...]) -> 
 class KnownPeers(NamedTuple):
     """What ranks of one group know of each other before they form another."""
 
-    members: tuple[Member, ...]
+    processes: tuple[PeerProcess, ...]
     next_attempt: Callable[[], int]
     """Counts this rank's attempts to form a group of this name; the same on all ranks."""
     ranks_on_machine: int = 1  # of their common group, on this rank's machine
 
 
-class Purpose(Protocol):
-    """What a group is for; reveals that ranks which meant different groups have met.
+class FormationCheck(Protocol):
+    """Reveals that ranks which form a group for different purposes have met.
 
-    `text` describes it, usually equally on all members. `notes` are written into the store, by
-    key, for others to read. `contradiction` returns the error if one of these members cannot mean
-    the same group; it is called for members with another purpose, and for those that do not join.
+    `text` describes the purpose, usually equally on all members. `store_entries` are written into
+    the store, by key, for others to read. `find_mismatch` returns the error if one of these members
+    cannot mean the same group; it is called for members with another purpose, and for those that
+    do not join.
     """
 
     @property
     def text(self) -> str: ...
-    def notes(self) -> dict[str, str]: ...
-    def contradiction(
+    def store_entries(self) -> dict[str, str]: ...
+    def find_mismatch(
         self, store: BlockingStoreClient, members: Sequence[int]
     ) -> RankMismatch | None: ...
 
@@ -163,19 +165,21 @@ class Rendezvous:
     def __init__(
         self,
         store: Store,
-        *,
         rank: int,
         terms: RendezvousTerms,
         timeout: timedelta,
+        *,
         known_peers: KnownPeers | None = None,
-        purpose: Purpose | None = None,
-        name_number: int = 0,
+        formation_check: FormationCheck | None = None,
+        name_suffix: int = 0,
         check: Callable[[], None] | None = None,
     ) -> None:
-        # The members, the result and the group's part of the store, as far as they are known.
-        self.roster = Roster("", () if known_peers is None else known_peers.members)
+        # The processes, the result and the group's part of the store, as far as they are known.
+        known = () if known_peers is None else known_peers.processes
+        self.roster = Roster("", known)
         self.result = RendezvousResult()
-        self._store = self.group_store = BlockingStoreClient(store)
+        self.group_store = BlockingStoreClient(store)
+        self._store = self.group_store
         self._prefix = ""  # of the group's part of the store
         self._has_joined = False  # other ranks may know that this one has
         self._terms = terms
@@ -183,10 +187,10 @@ class Rendezvous:
         self._others = [each for each in range(terms.size) if each != rank]
         self._requests: dict[int, RendezvousRequest] = {}  # those read, by rank
         self._known_peers = known_peers
-        self._member = Member.here() if known_peers is None else known_peers.members[rank]
-        self._purpose = purpose
-        self._purpose_text = "" if purpose is None else purpose.text
-        self._name_number = name_number
+        self._process = known[rank] if known else PeerProcess.current()
+        self._formation_check = formation_check
+        self._purpose = "" if formation_check is None else formation_check.text
+        self._name_suffix = name_suffix
         self._extra_check = check
         self._timing = default_timing()
         self._timeout = timeout.total_seconds()
@@ -194,6 +198,9 @@ class Rendezvous:
         self._abandoned: PhalanxError | None = None
         self._offer: RegionOffer | None = None  # creates or opens what engines are built on
         self._has_reported = False
+        # Ranks seen forming another group at the last check, and its time; reset by each attempt.
+        self._suspects: dict[int, bytes] = {}
+        self._other_groups_checked = 0.0
 
     def meet(self) -> None:
         """Agree with the other ranks on the group, without an engine."""
@@ -201,11 +208,13 @@ class Rendezvous:
 
     def connect(self, backend: Backend, config: GroupConfig) -> Engine:
         """Meet the other ranks and return an engine."""
-        peers, make_offer = self._known_peers, backend.traits.offer
+        peers = self._known_peers
+        make_offer = backend.traits.offer
         if peers is not None and make_offer is not None and config.device.type == "cpu":
-            members, on_machine = peers.members, peers.ranks_on_machine
-            if len({member.machine for member in members}) == 1:
-                self._offer = make_offer(self._rank, members, on_machine, config.options)
+            processes = peers.processes
+            on_machine = peers.ranks_on_machine
+            if len({process.machine for process in processes}) == 1:
+                self._offer = make_offer(self._rank, processes, on_machine, config.options)
         try:
             if backend.traits.connects_in_background:
                 return self._in_background(lambda: self._join_and_connect(backend, config))
@@ -230,17 +239,15 @@ class Rendezvous:
             status.fail(Failure("engine", self._rank, cause))
             status.close()
 
-    def contradiction(self) -> RankMismatch | None:
+    def find_mismatch(self) -> RankMismatch | None:
         """Return the error if ranks that meant different groups have met."""
-        purpose = self._purpose
-        if purpose is None or self.result.same_purpose:
+        check = self._formation_check
+        if check is None or self.result.same_purpose:
             return None
-        return self._in_background(lambda: purpose.contradiction(self._store, self._others))
-
-    # -- this rank's own thread ------------------------------------------------------------
+        return self._in_background(lambda: check.find_mismatch(self._store, self._others))
 
     def _in_background(self, work: Callable[[], T]) -> T:
-        """Run a step on a borrowed thread, and check for deaths, errors and the deadline here."""
+        """Run a step on a worker thread, and check for deaths, errors and the deadline here."""
         try:
             return in_background(work, self._check)
         except BaseException as error:
@@ -261,7 +268,7 @@ class Rendezvous:
         """The same without a request, since the store may not answer."""
         if self._extra_check is not None:
             self._extra_check()
-        self._require_alive(dict(enumerate(self.roster.members)))
+        self._require_alive(dict(enumerate(self.roster.processes)))
         if time.monotonic() >= self._deadline + self._timing.deadline_grace:
             raise self._timed_out(
                 "the store does not answer, or the engine of some rank does not connect"
@@ -272,33 +279,31 @@ class Rendezvous:
         """A connection to the store on which no engine waits."""
         return StoreClient(StoreClient(self._store.raw).connect())
 
-    # -- joining ---------------------------------------------------------------------------
-
     def _join(self, backend: Backend | None = None) -> None:
         """Write the request and wait for the result; rank 0 adds an offer, if it can make one."""
         while True:
             self._write_request()
             try:
-                result = self._write_result() if self._rank == 0 else self._wait(["result"])
+                result = self._write_result() if self._rank == 0 else self._await_result()
             except PhalanxError as error:
                 result = self._close(error)
-            assert result is not None, "it was awaited"
             if result.present is None or self._rank in result.present:
                 break  # otherwise that attempt ended before this rank joined it
         if result.error is not None:
             raise _make_error(*result.error)
-        if self._known_peers is None and len(result.members) != self._terms.size:
+        if self._known_peers is None and len(result.processes) != self._terms.size:
             # Rank 0 has a smaller world size than this rank.
             first = from_json(self.group_store.fetch("request/0"), RendezvousRequest)
             raise self._disagreement(0, first.terms)
-        members = result.members if self._known_peers is None else self._known_peers.members
-        self.roster = Roster(result.token, members)
+        known = self._known_peers
+        processes = result.processes if known is None else known.processes
+        self.roster = Roster(result.token, processes)
         self.result = result
         if backend is not None:
             self._require_one_process(backend)
 
     def _require_one_process(self, backend: Backend) -> None:
-        processes = {(member.machine, member.pid) for member in self.roster.members}
+        processes = {(process.machine, process.pid) for process in self.roster.processes}
         if backend.traits.ranks_are_threads and len(processes) > 1:
             raise InvalidState(
                 f"ranks of a {backend.name!r} group must be threads of one process; use 'gloo' for "
@@ -316,27 +321,30 @@ class Rendezvous:
         self.group_store = self._store.under(self._prefix)
         self._has_joined = True
         self._requests = {}
-        purpose, number = self._purpose_text, self._name_number
-        request = to_json(RendezvousRequest(self._terms, self._member, attempt, purpose, number))
-        notes = {} if self._purpose is None else self._purpose.notes()
+        self._suspects = {}
+        self._other_groups_checked = time.monotonic()
+        suffix = self._name_suffix
+        mine = RendezvousRequest(self._terms, self._process, attempt, self._purpose, suffix)
+        request = to_json(mine)
+        check = self._formation_check
         self._store.set_all(
             {
-                **notes,
+                **({} if check is None else check.store_entries()),
                 self._forming_key(self._rank): request,
                 f"{self._prefix}/request/{self._rank}": request,
                 f"{self._prefix}/{self._agreement_key(self._rank)}": "",
             }
         )
         if faultpoints.armed:
-            faultpoints.reach("form:signed in")
+            faultpoints.reach("form:requested")
 
     def _refuse_duplicate_rank(self, last_attempt: int) -> None:
         """A name may be used again, but not by another process while the first one lives."""
         text = self._store.read(f"{self._terms.key_prefix}/{last_attempt}/request/{self._rank}")
         if text is None:
             return
-        holder = from_json(text, RendezvousRequest).member
-        same_process = (holder.machine, holder.pid) == (self._member.machine, self._member.pid)
+        holder = from_json(text, RendezvousRequest).process
+        same_process = (holder.machine, holder.pid) == (self._process.machine, self._process.pid)
         if not same_process and not holder.is_dead:
             # The counter is the holder's.
             self._store.add(f"{self._terms.key_prefix}/attempt/{self._rank}", -1)
@@ -350,27 +358,25 @@ class Rendezvous:
 
     def _agreement_key(self, rank: int) -> str:
         """Return a key that a rank writes only if its request agrees in everything."""
-        request = repr((self._terms, self._purpose_text, self._name_number)).encode()
+        request = repr((self._terms, self._purpose, self._name_suffix)).encode()
         return f"agrees/{hashlib.blake2b(request, digest_size=8).hexdigest()}/{rank}"
 
-    # -- the result ------------------------------------------------------------------------
-
     def _write_result(self) -> RendezvousResult:
-        """Compare the requests and write the result, on rank 0; return the one that holds."""
-        known, requests = self._known_peers is not None, self._requests
-        key = self._agreement_key if known else "request/{}".format
-        result = self._wait([key(rank) for rank in self._others])
-        if result is not None:  # written by a rank that waits for us in another group
-            return result
-        if not known:
+        """Compare the requests and write the result, on rank 0; return the result in effect."""
+        written = self._await_requests()
+        if written is not None:  # by a rank that waits for us in another group
+            return written
+        requests = self._requests
+        processes: tuple[PeerProcess, ...] = ()
+        if self._known_peers is None:
             self._read_requests(self._others, self.group_store.fetch)
-        members = () if known else (self._member, *(requests[r].member for r in self._others))
+            processes = (self._process, *(requests[rank].process for rank in self._others))
         result = RendezvousResult(
             token=uuid.uuid4().hex,
-            members=members,
-            same_purpose=all(r.purpose == self._purpose_text for r in requests.values()),
+            processes=processes,
+            same_purpose=all(each.purpose == self._purpose for each in requests.values()),
             offer=self._create_offer(),
-            name_number=max([self._name_number, *(r.name_number for r in requests.values())]),
+            name_suffix=max([self._name_suffix, *(r.name_suffix for r in requests.values())]),
         )
         return from_json(self.group_store.write_once("result", to_json(result)), RendezvousResult)
 
@@ -378,40 +384,59 @@ class Rendezvous:
         """End this attempt, so that a rank that joins later does not wait in it."""
         present = tuple(set(range(self._terms.size)) - set(self._missing()))
         mine = _error_result(error, present)
-        holds = self.group_store.write_once("result", mine)
-        if holds == mine.encode():
+        in_effect = self.group_store.write_once("result", mine)
+        if in_effect == mine.encode():
             raise error  # which has more attributes than what is written
-        return from_json(holds, RendezvousResult)
+        return from_json(in_effect, RendezvousResult)
 
-    def _wait(self, keys: Sequence[str]) -> RendezvousResult | None:
-        """Wait for keys; read the requests of the ranks that must write them if it takes long.
+    def _await_requests(self) -> RendezvousResult | None:
+        """Wait, on rank 0, for all other ranks; return the result if one of them has written it."""
+        keys = [f"request/{rank}" for rank in self._others]
+        if self._known_peers is not None:  # equal requests need not be read
+            keys = [self._agreement_key(rank) for rank in self._others]
+        while keys and not self._await_keys(keys):
+            result = self._read_result(self._others)
+            if result is not None or len(self._requests) == len(self._others):
+                return result
+            self._check_late()
+        return None
 
-        Returns the result if there is one, and otherwise, on rank 0, None when all have joined.
+    def _await_result(self) -> RendezvousResult:
+        while not self._await_keys(["result"]):
+            result = self._read_result([0])
+            if result is not None:
+                return result
+            self._check_late()
+        return from_json(self.group_store.fetch("result"), RendezvousResult)
+
+    def _await_keys(self, keys: Sequence[str]) -> bool:
+        remaining = max(self._deadline - time.monotonic(), 0.001)
+        return self.group_store.await_all(keys, min(self._timing.poll_interval, remaining))
+
+    def _read_result(self, ranks: list[int]) -> RendezvousResult | None:
+        """Return the result if there is one; otherwise read the requests of `ranks`.
+
         Raises for the first request that disagrees and for dead ranks.
         """
-        suspects: dict[int, bytes] = {}
-        now = checked = time.monotonic()
-        store, requests, interval = self.group_store, self._requests, self._timing.poll_interval
-        ranks = self._others if self._rank == 0 else [0]
-        while keys and not store.await_all(keys, min(interval, max(self._deadline - now, 0.001))):
-            self._check_abandoned()
-            result = store.read("result")
-            if result is not None:
-                return from_json(result, RendezvousResult)
-            self._read_requests(ranks, store.read)
-            self._require_alive({rank: request.member for rank, request in requests.items()})
-            if self._rank == 0 and len(requests) == len(ranks):
-                break
-            now = time.monotonic()
-            if now >= self._deadline:
-                missing = self._missing()
-                who = f"missing: {format_ranks(missing)}" if missing else "rank 0 wrote no result"
-                hint = "Check that all ranks were started, with the same store and world size"
-                raise self._timed_out(f"{who}. {hint}")
-            if now - checked >= self._timing.other_groups_interval:
-                checked = now
-                suspects = self._check_other_groups(self._missing(), suspects)
-        return None if self._rank == 0 else from_json(store.fetch("result"), RendezvousResult)
+        self._check_abandoned()
+        result = self.group_store.read("result")
+        if result is not None:
+            return from_json(result, RendezvousResult)
+        self._read_requests(ranks, self.group_store.read)
+        self._require_alive({rank: each.process for rank, each in self._requests.items()})
+        return None
+
+    def _check_late(self) -> None:
+        """Raise after the deadline, or if a missing rank is forming another group."""
+        now = time.monotonic()
+        if now >= self._deadline:
+            missing = self._missing()
+            who = f"missing: {format_ranks(missing)}" if missing else "rank 0 wrote no result"
+            hint = "Check that all ranks were started, with the same store and world size"
+            raise self._timed_out(f"{who}. {hint}")
+        if now - self._other_groups_checked >= self._timing.other_groups_interval:
+            self._other_groups_checked = now
+            self._suspects = self._check_other_groups(self._missing(), self._suspects)
 
     def _read_requests(self, ranks: list[int], read: Callable[[str], bytes | None]) -> None:
         for rank in ranks:
@@ -425,10 +450,10 @@ class Rendezvous:
         ranks = range(self._terms.size)
         return [rank for rank in ranks if not self.group_store.has(f"request/{rank}")]
 
-    def _require_alive(self, members: dict[int, Member]) -> None:
-        dead = [rank for rank, member in members.items() if member.is_dead]
+    def _require_alive(self, processes: dict[int, PeerProcess]) -> None:
+        dead = [rank for rank, process in processes.items() if process.is_dead]
         if dead:
-            who = f"rank {dead[0]} ({members[dead[0]]})"
+            who = f"rank {dead[0]} ({processes[dead[0]]})"
             message = f"{who} died during the rendezvous of {self._terms}"
             raise PeerLost(message, group=self._terms.name, ranks=dead)
 
@@ -438,9 +463,10 @@ class Rendezvous:
         Only if it was so at the check before, too: another thread of this process may be about
         to join that group. Otherwise both sides would wait forever.
         """
-        contradiction = self._purpose and self._purpose.contradiction(self._store, missing)
-        if contradiction:
-            raise contradiction
+        if self._formation_check is not None:
+            mismatch = self._formation_check.find_mismatch(self._store, missing)
+            if mismatch is not None:
+                raise mismatch
         found = {}
         for rank in missing:
             text = self._store.read(self._forming_key(rank))
@@ -451,7 +477,7 @@ class Rendezvous:
             needs_me = self._terms.store_ranks[self._rank] in theirs.store_ranks
             there = self._store.under(f"{theirs.key_prefix}/{request.attempt}")
             same_group = theirs.key_prefix == self._terms.key_prefix
-            if same_group or not needs_me or there.has("result") or request.member.is_dead:
+            if same_group or not needs_me or there.has("result") or request.process.is_dead:
                 continue
             found[rank] = text
             if before.get(rank) == text:
@@ -477,11 +503,9 @@ class Rendezvous:
         )
 
     def _check_abandoned(self) -> None:
-        """Raise, on the borrowed thread, what the caller has raised already."""
+        """Raise, on the worker thread, what the caller has raised already."""
         if self._abandoned is not None:
             raise self._abandoned
-
-    # -- the engine, by an offer -----------------------------------------------------------
 
     def _join_and_connect(self, backend: Backend, config: GroupConfig) -> Engine:
         self._join(backend)
@@ -491,7 +515,7 @@ class Rendezvous:
             self._await_others()
         return engine
 
-    def _create_offer(self) -> dict[str, Any] | None:
+    def _create_offer(self) -> dict[str, str] | None:
         try:
             return None if self._offer is None else self._offer.make()
         except PeerLost:
@@ -513,7 +537,8 @@ class Rendezvous:
             except Exception as error:  # noqa: BLE001 - the others must not go ahead
                 self.group_store.set("refused", f"rank {self._rank}: {_error_text(error)}")
                 return None
-        pause, checked = 0.00005, time.monotonic()
+        pause = 0.00005  # mapping takes microseconds; a rank that is late costs little
+        checked = time.monotonic()
         while offer.absent():
             time.sleep(pause)
             pause = min(pause * 1.5, 0.002)
@@ -524,8 +549,6 @@ class Rendezvous:
                 missing = format_ranks(offer.absent())
                 self._check_time(f"{missing} did not map the memory that rank 0 offered")
         return offer.engine()
-
-    # -- the engine, through the store -----------------------------------------------------
 
     def _connect(self, backend: Backend, config: GroupConfig) -> Engine:
         try:
@@ -625,7 +648,7 @@ def gather_merging_groups(
             raise InvalidArgument(refused.decode())
         text = None if merge is None else merge.read(f"group/{len(groups)}")
         if text is None:
-            time.sleep(0.005)
+            time.sleep(default_timing().brief_poll_interval)
         else:
             groups.append(from_json(text, MergingGroup))
     assert merge is not None

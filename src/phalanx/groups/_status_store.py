@@ -17,8 +17,8 @@ from typing import Literal, TypeVar
 
 from torch.distributed import DistNetworkError
 
+from .._formatting import first_line
 from ..errors import RankReport, RendezvousTimeout
-from ._formatting import first_line
 from ._store import StoreClient, from_json, to_json
 
 FailureKind = Literal["timeout", "lost", "mismatch", "aborted", "engine"]
@@ -51,15 +51,14 @@ class StatusStore:
         self._is_disconnected = False
         self._failure_key = "failure"
         self._answered_request = 0
-        self.last_error = ""
-        """Why the last store request failed; empty if it did not."""
+        self.last_error = ""  # why the last store request failed; empty if it did not
 
     def request_reports(self) -> int:
         """Ask every rank to report; returns the number of this request."""
         return self._try(lambda: self._store.add("report_requests", 1), 0)
 
     def answer(self, report: Callable[[], RankReport]) -> bool:
-        """Write this rank's report if one was requested since the last; whether it was."""
+        """Write this rank's report if one was requested since the last. Return whether it was."""
         requests = self._report_requests()
         if requests == self._answered_request:
             return False
@@ -88,22 +87,21 @@ class StatusStore:
         """Continue after a failure; ranks that exclude the same ranks use the same key."""
         self._failure_key = f"failure without {without}"
 
-    def leave(self, *, sequence: int, site: str) -> None:
+    def record_shutdown(self, *, sequence: int, site: str) -> None:
         """Record that this rank shut the group down after its call number `sequence`."""
-        self._write(f"left/{self._rank}", (sequence, site))
+        self._write(f"shutdown/{self._rank}", (sequence, site))
 
-    def left(self) -> dict[int, tuple[int, str]]:
+    def shut_down(self) -> dict[int, tuple[int, str]]:
         """Return the ranks that shut the group down: rank -> (number of last call, call site)."""
-        return self._read_all("left", tuple[int, str])
+        return self._read_all("shutdown", tuple[int, str])
 
     def close(self) -> None:
         """Record that this rank has closed the group after a failure and reads nothing more."""
         self._write(f"closed/{self._rank}", ())
 
     def has_closed(self, rank: int) -> bool:
-        """Whether a rank has shut the group down or closed it."""
-        store = self._store
-        return self._try(lambda: store.has(f"left/{rank}") or store.has(f"closed/{rank}"), False)
+        has = self._store.has
+        return self._try(lambda: has(f"shutdown/{rank}") or has(f"closed/{rank}"), False)
 
     def _report_requests(self) -> int:
         requests = self._try(lambda: self._store.read("report_requests"), None)

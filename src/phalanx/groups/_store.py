@@ -1,7 +1,7 @@
 """Stores: clients with per-request timeouts, opening the store that a URL names, hosting it.
 
 torch's stores block until the server answers, so a stopped server would void every deadline.
-Requests of a `StoreClient` run on a borrowed thread; the caller stops waiting after the timeout
+Requests of a `StoreClient` run on a worker thread; the caller stops waiting after the timeout
 and the thread is abandoned, not joined. While a request is unanswered, further requests on the
 same connection fail immediately.
 
@@ -9,8 +9,8 @@ same connection fail immediately.
 Rank 0 hosts the TCP store unless a launcher does.
 
 Groups on a hosted store hold leases. When the last lease ends, the store stays open until every
-other member of every closed group has closed it or died, since it may still read there why the
-group ended; members on other machines are given `Timing.remote_close_timeout` seconds. The
+other rank of every closed group has closed it or died, since it may still read there why the
+group ended; ranks on other machines are given `Timing.remote_close_timeout` seconds. The
 watchdog checks. Peers that already wait for the next group hold a reservation. A peer first
 writes its reservation and then checks whether the store is closing; the host first announces that
 it closes and then checks for reservations, so one of them sees the other. A process that has
@@ -44,12 +44,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
+from .._formatting import first_line
 from ..env import is_launched, read_rank_env
 from ..errors import InvalidArgument, InvalidState, InvalidType, RendezvousError, RendezvousTimeout
-from ._background_threads import BackgroundCall, watch
-from ._formatting import first_line
-from ._peers import Member, Roster
+from ._peers import PeerProcess, Roster
 from ._timing import Timing, default_timing
+from ._watchdog import watch
+from ._worker_threads import BackgroundCall
 
 if TYPE_CHECKING:
     from ._status_store import StatusStore
@@ -57,13 +58,14 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-MIN_POLL_INTERVAL, MAX_POLL_INTERVAL = 5e-5, 2e-2  # seconds
+# Seconds between two polls of a store. Not in `Timing`: they bound the load, no wait lasts longer.
+MIN_POLL_INTERVAL = 5e-5
+MAX_POLL_INTERVAL = 2e-2
 CLOSING_KEY = "phalanx/closing"
 RESERVATION_PREFIX = "phalanx/reservation/"
 
 
 def to_json(value: object) -> str:
-    """Encode a dataclass or plain value."""
     # Not `msgspec.json`, which refuses the surrogates in names of files that are not UTF-8.
     return json.dumps(msgspec.to_builtins(value))
 
@@ -73,7 +75,6 @@ def from_json(text: bytes, kind: type[T]) -> T:
 
 
 def clone_connection(store: Store) -> Store:
-    """Open a second connection to a store."""
     # Out of descriptors, torch would retry until the store's timeout; this raises immediately.
     socket.socket().close()
     clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -93,7 +94,6 @@ class BlockingStoreClient:
         return part
 
     def connect(self) -> Store:
-        """Open another connection to the same part of the store."""
         return self._request(lambda: clone_connection(self.raw))
 
     def add(self, key: str, amount: int) -> int:
@@ -104,8 +104,8 @@ class BlockingStoreClient:
 
     def set_all(self, values: dict[str, str]) -> None:
         """Write several values, with one request if the store supports it."""
-        keys, texts = list(values), list(values.values())
-        self._request(lambda: self.raw.multi_set(keys, texts))  # type: ignore[attr-defined]  # no stub
+        multi_set = self.raw.multi_set  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._request(lambda: multi_set([*values], [*values.values()]))
 
     def read(self, key: str) -> bytes | None:
         """Return a value, or None if the key does not exist."""
@@ -129,7 +129,7 @@ class BlockingStoreClient:
         self._request(lambda: self.raw.delete_key(key))
 
     def await_all(self, keys: Sequence[str], seconds: float) -> bool:
-        """Wait until all these keys exist; whether they do.
+        """Wait until all these keys exist. Return whether they do.
 
         Polls, since torch logs two lines whenever a store's own wait times out.
         """
@@ -138,10 +138,10 @@ class BlockingStoreClient:
             until = time.monotonic() + seconds
             pause = MIN_POLL_INTERVAL
             while not self.raw.check(list(keys)):
-                left = until - time.monotonic()
-                if left <= 0:
+                remaining = until - time.monotonic()
+                if remaining <= 0:
                     return False
-                time.sleep(min(pause, left))
+                time.sleep(min(pause, remaining))
                 pause = min(pause * 1.25, MAX_POLL_INTERVAL)
             return True
 
@@ -182,22 +182,22 @@ class Lease:
 
 
 class ClosedGroup:
-    """A group that this rank has closed, and the members that may not have."""
+    """A group that this rank has closed, and the ranks that may not have."""
 
     def __init__(
         self, status: StatusStore, roster: Roster, rank: int, *, timing: Timing | None = None
     ) -> None:
         self._status = status
-        self._open = [each for each in enumerate(roster.members) if each[0] != rank]
+        self._open = [each for each in enumerate(roster.processes) if each[0] != rank]
         timeout = (timing or default_timing()).remote_close_timeout
         self._remote_deadline = time.monotonic() + timeout
 
     def is_over(self) -> bool:
-        """Whether every other member has closed it or died."""
+        """Whether every other rank has closed it or died."""
         while self._open:
-            rank, member = self._open[-1]
-            is_late = time.monotonic() > self._remote_deadline and not member.is_here
-            if not (is_late or member.is_dead or self._status.has_closed(rank)):
+            rank, process = self._open[-1]
+            is_late = time.monotonic() > self._remote_deadline and not process.is_on_this_machine
+            if not (is_late or process.is_dead or self._status.has_closed(rank)):
                 return False
             self._open.pop()
         return True
@@ -208,7 +208,7 @@ class HostedStore:
 
     def __init__(self, store: Store, key: tuple[int, int]) -> None:
         self.store: Store | None = store  # None when it is closed
-        self.stays = False  # open until the process ends
+        self.keep_open = False  # until the process ends
         self._key = key
         self._linger = default_timing().idle_linger
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -226,13 +226,14 @@ class HostedStore:
                 )
             return Lease(self)
 
-    def note_closed(self, group: ClosedGroup) -> None:
-        """Keep the store open until all members of a group have closed it."""
+    def add_closed_group(self, group: ClosedGroup) -> None:
+        """Keep the store open until all ranks of a group have closed it."""
         self._closed_groups.append(group)
 
     def poll(self) -> None:
         """Close the store if nothing needs it any more; called by the watchdog."""
-        store, is_reserved = self.store, False
+        store = self.store
+        is_reserved = False
         if store is None or not self._is_unused():
             return
         with suppress(RuntimeError):
@@ -253,10 +254,11 @@ class HostedStore:
         """Do nothing: the end of the process frees the port."""
 
     def _is_leased(self) -> bool:
-        return self.stays or len(self._leases) > 0
+        return self.keep_open or len(self._leases) > 0
 
     def _is_unused(self) -> bool:
-        closed, had_closed = self._closed_groups, bool(self._closed_groups)
+        closed = self._closed_groups
+        had_closed = bool(closed)
         if self._is_leased():
             self._idle_since = None
             if closed:  # a program may close many groups: check one per poll
@@ -276,9 +278,9 @@ class HostedStore:
         text = store.compare_set(key, "", "")  # unlike `get`, this does not wait for a value
         if not text:
             return False
-        member, seconds = from_json(text, tuple[Member, float])
+        process, seconds = from_json(text, tuple[PeerProcess, float])
         first = self._reservations_seen.setdefault(key, time.monotonic())
-        return time.monotonic() - first <= seconds and not member.is_dead
+        return time.monotonic() - first <= seconds and not process.is_dead
 
 
 class StoreReservation:
@@ -289,13 +291,11 @@ class StoreReservation:
         self._store = StoreClient(store, timeout=seconds)
         self._key = f"{RESERVATION_PREFIX}{uuid.uuid4().hex}"
         until = time.monotonic() + seconds
-        self._store.set(self._key, to_json((Member.here(), seconds)))
+        self._store.set(self._key, to_json((PeerProcess.current(), seconds)))
         while self._store.has(CLOSING_KEY):
             if time.monotonic() >= until:
-                raise RendezvousTimeout(
-                    f"the store that rank 0 hosts has been closing for {seconds:g} s"
-                )
-            time.sleep(0.01)
+                raise RendezvousTimeout(f"the store of rank 0 has been closing for {seconds:g} s")
+            time.sleep(default_timing().brief_poll_interval)
 
     def end(self) -> None:
         with suppress(Exception):  # the store may be closed
@@ -312,7 +312,7 @@ def _keep_stores_open_after_forks() -> None:
     def keep() -> None:
         # Without the lock, which another thread may hold during the fork.
         for hosted in list(_hosted_stores.values()):
-            hosted.stays = True
+            hosted.keep_open = True
 
     os.register_at_fork(after_in_parent=keep)
 
@@ -324,11 +324,11 @@ class OpenStore:
     store: Store
     rank: int
     size: int
-    lent_store: Store | None = None  # the caller's; kept alive, since it may be the server
+    caller_store: Store | None = None  # the caller's; kept alive, since it may be the server
     hosted: HostedStore | None = None  # the server, if this process hosts it
-    hold: Lease | StoreReservation | None = None
+    reservation: Lease | StoreReservation | None = None
     """Keeps the store open until the group has formed, if this process or a peer hosts it."""
-    is_remote: bool = False  # rank 0, another process or thread, hosts it
+    hosted_by_peer: bool = False  # rank 0, another process or thread, hosts it
 
 
 def open_and_reserve_store(
@@ -336,16 +336,16 @@ def open_and_reserve_store(
 ) -> OpenStore:
     """Open a store and reserve it, so that the peer that hosts it does not close it.
 
-    The caller ends `hold` when the group has formed or failed to form.
+    The caller ends `reservation` when the group has formed or failed to form.
     """
     until = time.monotonic() + timeout.total_seconds()
     while True:
         opened = open_store(where, rank=rank, size=size, timeout=timeout)
-        if not opened.is_remote:
+        if not opened.hosted_by_peer:
             return opened
         try:
             return replace(
-                opened, hold=StoreReservation(opened.store, seconds=timeout.total_seconds())
+                opened, reservation=StoreReservation(opened.store, seconds=timeout.total_seconds())
             )
         except dist.DistNetworkError:  # it was closed meanwhile: wait for the next one
             timeout = timedelta(seconds=max(until - time.monotonic(), 0.001))
@@ -357,9 +357,8 @@ def open_store(
     """Open a store, or use an open one, and determine this process's rank and the world size."""
     if isinstance(where, Store):
         # A separate connection, since a wait blocks all other requests on the same one.
-        return OpenStore(
-            clone_connection(where), *check_rank_and_size(rank, size), lent_store=where
-        )
+        rank, size = check_rank_and_size(rank, size)
+        return OpenStore(clone_connection(where), rank, size, caller_store=where)
     if where is None:
         if rank is None and size is None and not is_launched():
             _warn_no_launcher()
@@ -415,9 +414,7 @@ def check_rank_and_size(rank: int | None, size: int | None) -> tuple[int, int]:
     if size < 1:
         raise InvalidArgument(f"world_size must be at least 1, got {size}")
     if not 0 <= rank < size:
-        raise InvalidArgument(
-            f"rank must be between 0 and {size - 1} for world_size {size}, got {rank}"
-        )
+        raise InvalidArgument(f"rank must be between 0 and {size - 1}, got {rank}")
     return rank, size
 
 
@@ -445,10 +442,10 @@ def _open_tcp(
     if not hosts:
         until = time.monotonic() + timeout.total_seconds()
         wait_for_listener(address, port, timeout)
-        left = timedelta(seconds=max(until - time.monotonic(), 0.001))
-        store = _tcp_store(address, port, False, left)
+        remaining = timedelta(seconds=max(until - time.monotonic(), 0.001))
+        store = _tcp_store(address, port, False, remaining)
         store.set_timeout(timeout)  # for later requests
-        return OpenStore(store, rank, size, is_remote=True)
+        return OpenStore(store, rank, size, hosted_by_peer=True)
     key = os.getpid(), port
     with _lock:
         hosted = _hosted_stores.get(key)
@@ -462,7 +459,7 @@ def _open_tcp(
         watch(hosted)
     assert hosted.store is not None, "the lease keeps it open"
     # A plain connection: holding the server itself would keep it from closing.
-    return OpenStore(clone_connection(hosted.store), rank, size, hosted=hosted, hold=lease)
+    return OpenStore(clone_connection(hosted.store), rank, size, hosted=hosted, reservation=lease)
 
 
 def _host_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
@@ -477,7 +474,7 @@ def _host_tcp_store(address: str, port: int, timeout: timedelta) -> Store:
                     f"port {port} on {address} is in use by another program. Choose another "
                     "MASTER_PORT, or start with `phalanx run`, which finds a free port"
                 ) from error
-            time.sleep(0.02)
+            time.sleep(default_timing().brief_poll_interval)
     return _tcp_store(address, port, True, timeout)
 
 
@@ -511,7 +508,7 @@ def _is_in_use(port: int) -> bool:
 def wait_for_listener(host: str, port: int, timeout: timedelta) -> None:
     """Wait until the port accepts connections; torch would log a stack trace for every retry."""
     until = time.monotonic() + timeout.total_seconds()
-    pause = 0.005
+    pause = 0.005  # grows, since a launcher may take minutes to start rank 0
     while True:
         try:
             socket.create_connection((host, port), timeout=2).close()

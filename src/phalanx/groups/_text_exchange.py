@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
+from torch._C import _distributed_c10d as c10d_ext
 
 from ._process_group import ProcessGroup
 
@@ -37,7 +37,7 @@ def _allgather_bytes(
     own = torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
     own = own.to(device or device_of(group))
     rows = list(own.new_zeros(group.size(), width))
-    group.allgather([rows], [own], c10d.AllgatherOptions()).wait()
+    group.allgather([rows], [own], c10d_ext.AllgatherOptions()).wait()
     return [bytes(row.tolist()) for row in rows]
 
 

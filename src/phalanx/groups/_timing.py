@@ -1,7 +1,8 @@
 """Time constants of process groups, in seconds.
 
-There is one `Timing` per process. Objects read it when they are created; `override_timing` replaces
-it, so that tests need not wait out production values.
+There is one `Timing` per process; `override_timing` replaces it, so that tests need not wait out
+production values. Most objects read it when they are created, and keep what they read. Threads
+that serve many groups, and functions without an object, read it each time.
 """
 
 from __future__ import annotations
@@ -18,43 +19,45 @@ class Timing:
     """How often to check and how long to wait, apart from the timeouts that users set."""
 
     watch_interval: float = 0.25
-    """Between two polls of the watchdog; a poll is one short store request."""
+    """Seconds between two polls of the watchdog; a poll is one short store request."""
     report_timeout: float = 0.75
-    """For healthy ranks to write their reports: three polls of their watchdogs."""
+    """Seconds for healthy ranks to write their reports: three polls of their watchdogs."""
     report_timeout_after_death: float = 0.03
     """The same after a death, which is raised immediately. Ranks that also wait report in time."""
     query_interval: float = 0.1
-    """Between two store queries about one overdue call."""
+    """Seconds between two store queries about one overdue call."""
     overdue_after: float = 0.25
-    """For which a wait blocks in the engine before the failure detector is asked."""
+    """Seconds a wait blocks in the engine before the failure detector is asked."""
     overdue_poll_interval: float = 0.04
-    """Between two checks of an overdue call."""
+    """Seconds between two checks of an overdue call."""
     dead_peer_poll_interval: float = 0.02
     """The same after a death; what the rank sent before may still arrive."""
     diagnosis_timeout: float = 3.0
-    """To find out why an engine's connection broke."""
+    """Seconds to find out why an engine's connection broke."""
     request_timeout: float = 2.0
-    """For one store request; on the same machine it takes about 50 microseconds."""
+    """Seconds for one store request; on the same machine it takes about 50 microseconds."""
     exit_grace: float = 1.0
-    """At interpreter exit, for borrowed threads to finish."""
+    """Seconds at interpreter exit for worker threads to finish."""
     background_check_interval: float = 0.25
-    """Between two checks of a caller whose work runs on a borrowed thread."""
+    """Seconds between two checks of a caller whose work runs on a worker thread."""
     poll_interval: float = 0.05
-    """For which a rank that waits in rendezvous occupies its store connection."""
+    """Seconds a wait in a store blocks its connection; also between two checks of threads."""
+    brief_poll_interval: float = 0.01
+    """Seconds between two checks for what comes soon: reports, a free port, merging groups."""
     other_groups_interval: float = 1.0
-    """Between two checks whether missing ranks are forming another group."""
+    """Seconds between two checks whether missing ranks are forming another group."""
     deadline_grace: float = 0.5
-    """After the deadline, for the borrowed thread to raise the more precise error."""
+    """Seconds after the deadline for the worker thread to raise the more precise error."""
     idle_linger: float = 0.5
-    """For which a hosted store without leases stays open if no group on it was closed."""
+    """Seconds a hosted store without leases stays open if no group on it was closed."""
     remote_close_timeout: float = 600.0
-    """For members on other machines to close their group before the hosted store closes."""
+    """Seconds for ranks on other machines to close their group before the hosted store closes."""
     port_release_timeout: float = 1.0
-    """For another process to release the port that a store needs."""
+    """Seconds for another process to release the port that a store needs."""
     rejoin_check_interval: float = 0.5
-    """Between two checks of a rank in `rejoin`; a death or an abort ends a wait sooner."""
+    """Seconds between two checks of a rank in `rejoin`; a death or an abort ends a wait sooner."""
     rejoin_retry_delay: float = 0.01
-    """Before a rank in `rejoin` waits again after a wait that ended early."""
+    """Seconds before a rank in `rejoin` waits again after a wait that ended early."""
 
     @cached_property
     def first_wait(self) -> timedelta:
@@ -66,7 +69,6 @@ _default = Timing()
 
 
 def default_timing() -> Timing:
-    """Return the `Timing` of this process."""
     return _default
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch._C import _distributed_c10d as native
+from torch._C import _distributed_c10d as c10d_ext
 
 from ._engine import Engine
 
@@ -30,9 +30,9 @@ _numbers: dict[str, set[int]] = {}
 
 def register_group(group: ProcessGroup, engine: Engine) -> c10d.GroupName:
     """Add a group to torch; returns its name there, unique in this process."""
-    if isinstance(engine, native.Backend):
+    if isinstance(engine, c10d_ext.Backend):
         # Give torch's C++ code the engine, for calls that bypass the Python object.
-        types = native.ProcessGroup.BackendType
+        types = c10d_ext.ProcessGroup.BackendType
         kind = getattr(types, group.backend.upper(), types.CUSTOM)
         group._set_default_backend(kind)
         for device in sorted(group.devices):
@@ -45,21 +45,21 @@ def add_to_torch_tables(group: ProcessGroup) -> c10d.GroupName:
     requested = _requested_name(group)
     with _numbers_lock:
         # The ranks agreed on the first suffix; where they are threads, it is free only for one.
-        for number in count(group._name_number):
+        for number in count(group._name_suffix):
             name = _numbered(requested, number)
             with suppress(RuntimeError):  # the name is taken
-                native._register_process_group(name, group)
+                c10d_ext._register_process_group(name, group)
                 break
         _numbers.setdefault(requested, set()).add(number)
     c10d._world.pg_names[group] = name
-    c10d._world.pg_map[group] = (group.backend, cast("native.Store", group.get_group_store()))
+    c10d._world.pg_map[group] = (group.backend, cast("c10d_ext.Store", group.get_group_store()))
     c10d._world.pg_group_ranks[group] = {
         global_rank: rank for rank, global_rank in enumerate(group.global_ranks)
     }
     return name
 
 
-def next_free_number(requested: str) -> int:
+def next_free_suffix(requested: str) -> int:
     """Return a suffix from which on a name is free in this process.
 
     The greatest that any rank returns is thus free on all of them.
@@ -68,7 +68,7 @@ def next_free_number(requested: str) -> int:
         number = max(_numbers.get(requested, ()), default=-1) + 1
         while True:
             try:
-                native._resolve_process_group(_numbered(requested, number))
+                c10d_ext._resolve_process_group(_numbered(requested, number))
             except RuntimeError:  # not even one of torch's own groups has the name
                 return number
             number += 1
@@ -83,10 +83,9 @@ def _requested_name(group: ProcessGroup) -> str:
 
 
 def unregister_group(group: ProcessGroup) -> None:
-    """Remove a group from torch's tables."""
     if group not in c10d._world.pg_names:
         return
-    native._unregister_process_group(c10d.GroupName(group.group_name))
+    c10d_ext._unregister_process_group(c10d.GroupName(group.group_name))
     requested = _requested_name(group)
     with _numbers_lock:
         used = _numbers.pop(requested, set())

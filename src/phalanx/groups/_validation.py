@@ -14,40 +14,41 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from ..errors import InvalidArgument, InvalidType
-from ._formatting import describe, dtype_name, op_name
+from ._call_description import describe, dtype_name, op_name
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+_COALESCED = frozenset({"allgather", "allreduce"})  # collectives with a form for several tensors
 
 
-def single(operation: str, value: object) -> list[Tensor]:
+def as_single(operation: str, value: object) -> list[Tensor]:
     """Accept one tensor, or a list of one."""
     if isinstance(value, Tensor):
         return [value]
-    tensors = flat_list(operation, value)
+    tensors = as_list(operation, value)
     if len(tensors) != 1:
+        coalesced = f", or use {operation}_coalesced" if operation in _COALESCED else ""
         raise InvalidArgument(
-            f"{operation} takes one tensor, got a list of {len(tensors)}; call it once for each, "
-            f"or use {operation}_coalesced where it exists"
+            f"{operation} takes one tensor, got a list of {len(tensors)}; call it once for each"
+            f"{coalesced}"
         )
     return tensors
 
 
-def flat_list(operation: str, value: object) -> list[Tensor]:
+def as_list(operation: str, value: object) -> list[Tensor]:
     if isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value):
         return list(value)
     raise InvalidType(f"{operation} takes tensors, got {_kind(value)}")
 
 
-def nested_list(operation: str, value: object) -> list[Tensor]:
+def as_nested_list(operation: str, value: object) -> list[Tensor]:
     """Accept a list of tensors, or a list that holds one such list."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple)):
-        return flat_list(operation, value[0])
-    return flat_list(operation, value)
+        return as_list(operation, value[0])
+    return as_list(operation, value)
 
 
-def on_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Reject a tensor on a device that the group does not serve."""
+def check_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
     if tensor.device.type not in devices:
         raise InvalidArgument(
             f"{operation} got a tensor on {tensor.device}, but this {backend} group serves "
@@ -55,9 +56,8 @@ def on_device(operation: str, tensor: Tensor, devices: frozenset[str], backend: 
         )
 
 
-def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
-    """Reject a tensor that the engine cannot access."""
-    on_device(operation, tensor, devices, backend)
+def check_tensor(operation: str, tensor: Tensor, devices: frozenset[str], backend: str) -> None:
+    check_device(operation, tensor, devices, backend)
     if tensor.layout is not torch.strided:
         raise InvalidArgument(f"{operation} takes dense tensors; pass tensor.to_dense()")
     if not tensor.is_contiguous():
@@ -72,30 +72,28 @@ def usable(operation: str, tensor: Tensor, devices: frozenset[str], backend: str
         )
 
 
-def reduction(operation: str, op: object, dtype: torch.dtype) -> None:
-    """Reject an operation that the dtype does not support."""
+def check_reduction(operation: str, op: object, dtype: torch.dtype) -> None:
     problem = ""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
-        needed = "bitwise operations need an integer or bool tensor"
-        problem = f"{op_name(op)} {dtype_name(dtype)}; {needed}"
+        problem = f"needs an integer or bool tensor, got {dtype_name(dtype)}"
     elif op in _ORDERED and dtype.is_complex:
-        problem = f"{op_name(op)} complex numbers; they have no order"
+        problem = f"is not defined for {dtype_name(dtype)}"
     elif op == ReduceOp.AVG and dtype is torch.bool:
-        problem = "average bool; convert the tensor to a number type"
+        problem = "needs a tensor of numbers, got bool"
     if problem:
-        raise InvalidArgument(f"{operation} cannot {problem}")
+        raise InvalidArgument(f"{operation}: ReduceOp.{op_name(op)} {problem}")
 
 
-def factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
-    """Reject a factor whose product with the tensor has another dtype."""
-    if not torch.can_cast(torch.result_type(tensor, value), tensor.dtype):
+def check_factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:
+    product = torch.result_type(tensor, value)
+    if not torch.can_cast(product, tensor.dtype):
         raise InvalidArgument(
-            f"{operation}: PREMUL_SUM by {value} does not fit {dtype_name(tensor.dtype)}; "
-            "convert the tensor to floating point"
+            f"{operation}: the factor {value} of ReduceOp.PREMUL_SUM would change "
+            f"{dtype_name(tensor.dtype)} to {dtype_name(product)}; convert the tensor first"
         )
 
 
-def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
+def as_rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
     if not isinstance(value, int) or not 0 <= value < size:
         raise InvalidArgument(
             f"{operation}: {word} {value!r} is not a rank of this group; "
@@ -104,7 +102,7 @@ def rank(operation: str, value: int, size: int, *, word: str = "root") -> int:
     return value
 
 
-def same_length(
+def check_length(
     operation: str, tensors: Sequence[object], size: int, *, word: str, each: str = "rank"
 ) -> None:
     if len(tensors) != size:
@@ -113,34 +111,34 @@ def same_length(
         )
 
 
-def one_for_each_rank(
+def as_one_per_rank(
     operation: str, value: object, like: Tensor | None, size: int, *, word: str
 ) -> list[Tensor]:
     """Accept a list with one tensor like `like` for every rank, or any list if that is None."""
-    tensors = nested_list(operation, value)
+    tensors = as_nested_list(operation, value)
     if like is not None:
-        same_length(operation, tensors, size, word=word)
-        same_dtype(operation, [*tensors, like])
+        check_length(operation, tensors, size, word=word)
+        check_same_dtype(operation, [*tensors, like])
         for tensor in tensors:
-            numel(operation, tensor, like.numel(), word=word)
+            check_numel(operation, tensor, like.numel(), word=word)
     return tensors
 
 
-def same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
+def check_same_dtype(operation: str, tensors: Sequence[Tensor]) -> None:
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1:
         names = ", ".join(sorted(map(dtype_name, dtypes)))
         raise InvalidArgument(f"{operation} takes tensors of one dtype, got {names}")
 
 
-def numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
+def check_numel(operation: str, tensor: Tensor, expected: int, *, word: str) -> None:
     if tensor.numel() != expected:
         raise InvalidArgument(
             f"{operation}: the {word} tensor has {tensor.numel()} elements, needs {expected}"
         )
 
 
-def splits(
+def as_splits(
     operation: str, tensor: Tensor, sizes: Sequence[int] | None, size: int, *, word: str
 ) -> list[int]:
     """Check the split sizes of one side of an all-to-all; return even ones if none are given."""
@@ -165,8 +163,7 @@ def splits(
     return sizes
 
 
-def seconds(timeout: object) -> float:
-    """Return the seconds of a valid timeout."""
+def as_seconds(timeout: object) -> float:
     if not isinstance(timeout, timedelta):
         raise InvalidType(f"timeout must be a datetime.timedelta, got {_kind(timeout)}")
     if timeout <= timedelta(0):

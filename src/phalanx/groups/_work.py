@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from .. import _faultpoints as faultpoints
-from ..errors import GroupError, PeerLeft, PeerLost
-from ._engine import NO_TIMEOUT, CallFailed, RawWork, ReceiveBufferExhausted
+from ..errors import GroupError, PeerLost
+from ._engine import NO_TIMEOUT, CallFailed, RawWork, ReceiveBufferExhausted, peer_left
 from ._failure_detector import FailureDetector, PendingCall, Reports
 from ._flight_recorder import Call
 from ._status_store import Failure
@@ -105,8 +105,9 @@ class Work(dist.Work, PendingCall):
         """Block until the engine is done; raise the reason if the call fails."""
         if self._error is not None and not self._was_resumed():
             raise self._error
-        detector, call = self._detector, self.call
-        if detector.streams:
+        detector = self._detector
+        call = self.call
+        if detector.waits_on_stream:
             try:
                 self.raw.wait(timeout) if timeout > NO_TIMEOUT else self.raw.wait()
             except RuntimeError as error:
@@ -116,8 +117,9 @@ class Work(dist.Work, PendingCall):
         limit = call.started + self.timeout  # the property `deadline`, inlined
         if timeout is not NO_TIMEOUT and timeout > NO_TIMEOUT:
             limit = min(limit, time.monotonic() + timeout.total_seconds())
-        left, timing = limit - time.monotonic(), detector._timing
-        first = timing.first_wait if left > timing.overdue_after else _wait_time(left)
+        remaining = limit - time.monotonic()
+        timing = detector.timing
+        first = timing.first_wait if remaining > timing.overdue_after else _wait_time(remaining)
         try:
             try:
                 self.raw.wait(first)
@@ -143,7 +145,6 @@ class Work(dist.Work, PendingCall):
         return True
 
     def engine_is_done(self) -> bool:
-        """Whether the engine is done with the call and its memory."""
         return self.raw.is_completed()
 
     def is_success(self) -> bool:
@@ -162,7 +163,7 @@ class Work(dist.Work, PendingCall):
 
     def synchronize(self) -> None:
         """Order later work on the current stream after the call."""
-        if self._detector.streams:
+        if self._detector.waits_on_stream:
             self.wait()
 
     def block_current_stream(self) -> None:
@@ -177,7 +178,7 @@ class Work(dist.Work, PendingCall):
 
     def get_future(self) -> Future[Any]:
         """Return a future of the output tensors."""
-        if self._detector.streams and self.finish is None:
+        if self._detector.waits_on_stream and self.finish is None:
             return self.raw.get_future()
         with self._once:
             if self._future is not None:
@@ -187,22 +188,20 @@ class Work(dist.Work, PendingCall):
         self.raw.get_future().add_done_callback(self._complete_future)
         return self._future
 
-    def settle(self) -> None:
-        """Wait until the call has ended."""
-        self.wait()
-
     def _wait_long(self, limit: float, timeout: timedelta) -> None:
-        detector, peer, timing = self._detector, self.peer, self._detector._timing
+        detector = self._detector
+        timing = detector.timing
+        peer = self.peer
         while not self._is_done():
             if peer is not None and peer in detector.absent():
                 if self._is_done():  # it sent its part before it left
                     return
                 if detector.is_excluded(peer):
-                    raise self._fail_call(CallFailed(PeerLost, peer, f"rank {peer} is dead"))
+                    raise self._fail_call(CallFailed(PeerLost, peer, "is dead"))
                 if hasattr(self.raw, "cancel"):
                     self.raw.cancel()  # or it would match what the peer sends after it rejoins
-                raise self._fail_call(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
-            failure = detector.look(self)
+                raise self._fail_call(peer_left(peer))
+            failure = detector.check(self)
             if failure is not None:
                 self._raise(failure)
             if time.monotonic() >= limit:
@@ -249,7 +248,6 @@ class Work(dist.Work, PendingCall):
         raise self._fail(failure) from cause
 
     def _fail(self, failure: Failure, reports: Reports | None = None) -> GroupError:
-        """Fail the group and this call; return the error."""
         self._failure = failure = self._detector.fail(failure)
         self._error = error = self._detector.error(failure, self, self.call, reports)
         return error
@@ -264,10 +262,14 @@ class Work(dist.Work, PendingCall):
 
     def _fail_call(self, failed: CallFailed) -> GroupError:
         """Fail this call but not the group; return the error."""
-        call, detector = self.call, self._detector
+        call = self.call
+        detector = self._detector
+        cause = str(failed)
+        if failed.kind is PeerLost:
+            cause = f"{detector.describe_process(failed.rank)} {cause}"
         self._error = error = failed.kind(
             f"{call.what} #{call.sequence} at {call.site} (group {detector.name!r}, "
-            f"rank {detector.rank}): {failed}",
+            f"rank {detector.rank}): {cause}",
             group=detector.name,
             operation=call.what,
             sequence=call.sequence,
@@ -284,8 +286,8 @@ class Work(dist.Work, PendingCall):
         except Exception as error:  # noqa: BLE001 - the future must end with it
             if isinstance(error, CallFailed):
                 self._end_future(self._fail_call(error))
-            else:
-                self._fail_future(self._detector.diagnose(self, error))
+            elif not self._future_ended:
+                self._end_future(self._fail(self._detector.diagnose(self, error)))
             # The traceback refers to this frame, and that to the future that holds the error: a
             # cycle through C++ is never collected.
             error.__traceback__ = None
@@ -298,17 +300,13 @@ class Work(dist.Work, PendingCall):
         if self._future_ended:
             return True
         failure = self._detector.failure
-        if failure is None and self.call.age > self._detector._timing.overdue_after:
-            failure = self._detector.look(self)
+        if failure is None and self.call.age > self._detector.timing.overdue_after:
+            failure = self._detector.check(self)
             if failure is None and self.call.age > self.timeout:
                 failure, _ = self._detector.timed_out(self, after=self.timeout)
-        if failure is not None:
-            self._fail_future(failure)
-        return self._future_ended
-
-    def _fail_future(self, failure: Failure) -> None:
-        if not self._future_ended:
+        if failure is not None and not self._future_ended:
             self._end_future(self._fail(failure))
+        return self._future_ended
 
     def _end_future(self, error: GroupError | None = None) -> None:
         """End the future with an error or the outputs, unless it has ended."""

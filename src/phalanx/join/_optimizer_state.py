@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidState
-from ..groups._formatting import dtype_name
+from ..groups._call_description import dtype_name
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts
 from ._gather import start_transfer

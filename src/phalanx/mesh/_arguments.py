@@ -14,7 +14,7 @@ import torch
 from torch._C._distributed_c10d import Backend
 
 from ..errors import InvalidMesh, InvalidType, MisuseError, UnknownAxis
-from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions
+from ..groups._parent_group import DEFAULT_OPTIONS, GroupOptions
 
 _T = TypeVar("_T")
 
@@ -186,7 +186,7 @@ def parse_override(value: Override | Sequence[Any] | None) -> GroupOptions:
     if isinstance(options, timedelta):
         return GroupOptions(backend=backend, timeout=options)
     if isinstance(options, Backend.Options):
-        return GroupOptions(backend=backend, timeout=options._timeout, native=options)
+        return GroupOptions(backend=backend, timeout=options._timeout, torch_options=options)
     if isinstance(options, Mapping) and isinstance(options.get("timeout"), timedelta | None):
         others = tuple(sorted((k, v) for k, v in options.items() if k != "timeout"))
         return GroupOptions(backend=backend, timeout=options.get("timeout"), options=others)

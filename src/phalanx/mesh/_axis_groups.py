@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch.distributed as dist
 
 from ..errors import InvalidState, RankMismatch
-from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
+from ..groups._parent_group import DEFAULT_OPTIONS, GroupOptions, ParentGroup, end_group
 from .layout import FlatLayout, MeshLayout, format_axes, format_rank_pattern
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class MeshRegistry:
             return
         if self._store is None:
             self._store = base.connect()
-        self._store.set_all(check.notes())
-        conflict = check.contradiction(self._store, range(base.size))
+        self._store.set_all(check.store_entries())
+        conflict = check.find_mismatch(self._store, range(base.size))
         if conflict is not None:
             raise conflict
         self._published = check.record_json  # only now, so that a retry raises the same error
@@ -149,11 +149,11 @@ class AxisRendezvousCheck:
         """Identify the axis."""
         return f"{self.use.root.digest} {self.use.name} {self.use.axis}"
 
-    def notes(self) -> dict[str, str]:
+    def store_entries(self) -> dict[str, str]:
         """Return what to write into the store, by key."""
         return {_record_key(self.rank): self.record_json}
 
-    def contradiction(
+    def find_mismatch(
         self, store: BlockingStoreClient, members: Sequence[int]
     ) -> RankMismatch | None:
         """Compare with the records of these members, nearest first; return the first conflict."""
@@ -278,7 +278,7 @@ class AxisGroups:
         try:
             check = self.registry.record_use(base, ranks, use, label=f"{base.label}/{name}")
             group = base.make(
-                ranks, options, name=name, desc=desc, device_type=device_type, purpose=check
+                ranks, options, name=name, desc=desc, device_type=device_type, formation_check=check
             )
         except BaseException as error:
             with self._lock:

@@ -37,8 +37,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..env import read_rank_env
 from ..errors import InvalidArgument, InvalidMesh, InvalidState, InvalidType, UnknownAxis
 from ..groups._call_site import warn_user
-from ..groups._factory import default_group
-from ..groups._subgroups import (
+from ..groups._current_group import default_group
+from ..groups._parent_group import (
     DEFAULT_OPTIONS,
     GroupOptions,
     ParentGroup,
@@ -804,7 +804,7 @@ def _with_groups_of(mesh: TorchMesh, state: RootState, names: _Names) -> DeviceM
 
 def _picklable_options(options: _Options) -> _Options:
     """Drop torch's own options, which cannot be pickled."""
-    return tuple(replace(each, native=None) for each in options)
+    return tuple(replace(each, torch_options=None) for each in options)
 
 
 def _unpickle_root(

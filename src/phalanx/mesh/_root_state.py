@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh as TorchMesh
 
 from ..errors import InvalidState, NotInMesh
-from ..groups._subgroups import DEFAULT_OPTIONS, GroupOptions, ParentGroup
+from ..groups._parent_group import DEFAULT_OPTIONS, GroupOptions, ParentGroup
 from ._arguments import as_range
 from ._axis_groups import AxisGroups, AxisUse, RootKey, axis_groups_of
 from .layout import FlatLayout, MeshLayout

@@ -10,8 +10,8 @@ or is injected by the body::
         ...
 
 Fault points of groups are ``<operation>:before``, ``<operation>:issued`` and
-``<operation>:after``; ``form:signed in`` and, in shared memory, ``form:mapped``; and
-``rejoin:away``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. Those of a save are
+``<operation>:after``; ``form:requested`` and, in shared memory, ``form:mapped``; and
+``rejoin:left``, ``rejoin:waiting`` and, in shared memory, ``rejoin:entering``. Those of a save are
 ``checkpoint:`` followed by ``begin``, ``locked``, ``tensor`` (before each one), ``flush`` (of each
 file), ``written``, ``publish``, ``published`` and ``committed``, and when it overwrites another
 checkpoint also ``moved``, ``replace``, ``replaced`` and, after the commit, ``discard`` (of each old

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from ...errors import PeerLeft
-from .._engine import CallFailed
+from .._engine import peer_left
 from .._reductions import averaging, plain_op
 
 Arguments = Mapping[int, tuple[Any, ...]]
@@ -118,9 +117,7 @@ def reduce_scatter_base(calls: Arguments) -> None:
 
 def alltoall_base(calls: Arguments) -> None:
     """Rank i gets the i-th rows of every tensor."""
-    pieces = {
-        rank: source.detach().split(out_of) for rank, (_, source, _, out_of, _) in calls.items()
-    }
+    pieces = {r: source.detach().split(out_of) for r, (_, source, _, out_of, _) in calls.items()}
     for rank, (output, _, into, _, _) in calls.items():
         places = output.detach().split(into)
         for sender, sent in pieces.items():
@@ -161,5 +158,5 @@ def _first_arguments(calls: Arguments) -> tuple[Any, ...]:
 def _root_arguments(calls: Arguments) -> tuple[Any, ...]:
     root = _first_arguments(calls)[-1].rootRank
     if root not in calls:
-        raise CallFailed(PeerLeft, root, f"its root, rank {root}, has left the group")
+        raise peer_left(root, is_root=True)
     return calls[root]

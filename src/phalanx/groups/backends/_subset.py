@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...errors import PeerLeft
-from .._engine import CallFailed, Engine, JointWork, PythonWork, RawWork, copy_options
+from .._engine import CallFailed, Engine, JointWork, PythonWork, RawWork, copy_options, peer_left
 
 T = TypeVar("T")
 Tensors = list[Tensor]
@@ -31,8 +30,7 @@ class SubsetEngine:
         self._inner = inner
         self._members = tuple(members)
         self._size = size
-        self.begun: list[Any] = []
-        """Started works of both engines, and of calls that failed here."""
+        self.started_works: list[Any] = []  # of both engines, and of calls that failed here
         self.allreduce: Method = inner.allreduce
         self.allreduce_coalesced: Method = inner.allreduce_coalesced
         self.barrier: Method = inner.barrier
@@ -94,7 +92,7 @@ class SubsetEngine:
 
     def _transfer(self, start: Method, tensors: Tensors, peer: int, tag: int) -> RawWork:
         if peer not in self._members:
-            return self._failed(peer, f"rank {peer} has left the group")
+            return self._failed(peer_left(peer))
         return start(tensors, peer, tag)
 
     def abort(self) -> None:
@@ -116,11 +114,11 @@ class SubsetEngine:
         *tensors, opts = args
         root = opts.rootRank
         if root not in self._members:
-            return self._failed(root, f"its root, rank {root}, has left the group")
+            return self._failed(peer_left(root, is_root=True))
         return start(*tensors, copy_options(opts, rootRank=self._members.index(root)))
 
-    def _failed(self, rank: int, message: str) -> RawWork:
+    def _failed(self, error: CallFailed) -> RawWork:
         work = PythonWork([])
-        work.finish(CallFailed(PeerLeft, rank, message))
-        self.begun += [work]
+        work.finish(error)
+        self.started_works += [work]
         return work

@@ -39,6 +39,6 @@ def name_of(engine: Engine) -> str:
 
 
 TRAITS = replace(
-    gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of, offer=shm.RegionOffer
+    gloo.TRAITS, check_options=refuse_options("auto"), name_of=name_of, offer=shm.offer_region
 )
 """Used until an engine is chosen; then the traits of that engine are."""

@@ -19,7 +19,6 @@ from . import refuse_options
 
 __all__ = ["TRAITS", "make"]
 
-
 Tensors = list[Tensor]
 
 
@@ -29,7 +28,7 @@ class FakeEngine:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self.begun: list[Any] = []  # stays empty: every call completes immediately
+        self.started_works: list[Any] = []  # stays empty: every call completes immediately
 
     def allreduce(self, tensors: Tensors, *_: object) -> PythonWork:
         """Leave the tensors unchanged."""

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
-from .._background_threads import borrow_thread
 from .._engine import NO_TIMEOUT, REAL_DTYPES, Engine, PythonWork, RawWork, Traits
+from .._worker_threads import run_on_worker
 from . import refuse_options
 
 __all__ = ["TRAITS", "make"]
@@ -30,10 +30,10 @@ def make(
 
 
 class _Transfer(PythonWork):
-    """A send or receive whose wait runs on a borrowed thread.
+    """A send or receive whose wait runs on a worker thread.
 
     Gloo breaks the connection when a timed wait times out, so a caller that checks for failures
-    while it waits must not wait in Gloo itself. The thread is borrowed at the first check and
+    while it waits must not wait in Gloo itself. The worker is taken at the first check and
     returned when the transfer ends.
     """
 
@@ -60,7 +60,7 @@ class _Transfer(PythonWork):
 
     def _start(self) -> None:
         if self._start_once.acquire(blocking=False):  # and never released
-            borrow_thread(self._run)
+            run_on_worker(self._run)
 
     def _run(self) -> None:
         error: RuntimeError | None = None

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from ...errors import PeerLeft
-from .._background_threads import borrow_thread
+from .._call_description import RankCall
 from .._engine import (
     REAL_DTYPES,
     REDUCTIONS,
@@ -33,9 +32,10 @@ from .._engine import (
     EngineStopped,
     PythonWork,
     Traits,
+    peer_left,
 )
-from .._formatting import RankCall
 from .._timing import default_timing
+from .._worker_threads import run_on_worker
 from . import _reference as reference
 from . import refuse_options
 
@@ -58,7 +58,8 @@ class _Slot:
             if len(functions) > 1:
                 raise RuntimeError("ranks called different operations")
             with torch.no_grad():
-                functions.pop()({rank: self.arrived[rank][1] for rank in sorted(self.arrived)})
+                (function,) = functions
+                function({rank: self.arrived[rank][1] for rank in sorted(self.arrived)})
         except CallFailed as caught:
             error = caught
         except (RuntimeError, ValueError, IndexError) as caught:
@@ -71,7 +72,7 @@ class _Slot:
             # Callbacks of another rank's future may call that rank's group, so they must not run on
             # this thread, which is within a call itself.
             if work.has_future:
-                borrow_thread(partial(work.finish, error))
+                run_on_worker(partial(work.finish, error))
             else:
                 work.finish(error)
 
@@ -115,7 +116,8 @@ class _Hub:
         self, engine: LocalEngine, function: Function, arguments: tuple[Any, ...]
     ) -> PythonWork:
         """Arrive at a collective; the last rank carries it out."""
-        work, rank = PythonWork([]), engine.rank
+        work = PythonWork([])
+        rank = engine.rank
         # From now on, the end of this thread is the death of this rank.
         self.threads[rank] = threading.current_thread()
         complete: _Slot | None = None
@@ -129,7 +131,7 @@ class _Hub:
                 # The next lines call no function, so no signal is handled in between.
                 slot.arrived[rank] = (function, arguments, work)
                 engine.sequence = sequence
-                engine.begun += [work]
+                engine.started_works += [work]
                 if is_last:
                     complete = slot
                     del self._slots[sequence]
@@ -183,25 +185,25 @@ class _Hub:
 
     def await_all(self, round_number: int, seconds: float) -> tuple[int, int] | None:
         """Wait until all have rejoined, and return where they continue; None if not yet."""
-        until, step = time.monotonic() + seconds, default_timing().poll_interval
+        until = time.monotonic() + seconds
+        step = default_timing().poll_interval
         with self._lock:
             while self._rejoins == round_number and not self._aborted:
                 missing = [each for rank, each in self.threads.items() if rank not in self._waiting]
-                left = until - time.monotonic()
-                if left <= 0 or not all(thread.is_alive() for thread in missing):
+                remaining = until - time.monotonic()
+                if remaining <= 0 or not all(thread.is_alive() for thread in missing):
                     break
-                self._rejoined.wait(min(left, step))  # a thread that ends does not notify
+                self._rejoined.wait(min(remaining, step))  # a thread that ends does not notify
             return self._agreed if self._rejoins > round_number else None
 
-    def awaited(self) -> list[int]:
-        """Return the ranks that `rejoin` waits for."""
+    def missing_in_rejoin(self) -> list[int]:
         with self._lock:
             return [rank for rank in range(self._size) if rank not in self._waiting]
 
     def _members(self, sequence: int) -> list[int]:
         return [r for r in range(self._size) if self._left_at.get(r, sequence + 1) > sequence]
 
-    def agree(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
+    def compare_call(self, sequence: int, key: str, side: RankCall) -> RankCall | None:
         """Compare with the first rank to arrive, and return its call if it differs."""
         with self._lock:
             first, call, compared = self._declared.setdefault(sequence, (key, side, set()))
@@ -248,7 +250,7 @@ class _Hub:
         with self._lock:
             self._transfers = [other for other in self._transfers if other is not post]
         if (peer := post.peer) is not None:
-            post.work.finish(CallFailed(PeerLeft, peer, f"rank {peer} has left the group"))
+            post.work.finish(peer_left(peer))
 
 
 _hubs: dict[str, _Hub] = {}
@@ -270,21 +272,21 @@ class LocalEngine:
     def __init__(self, hub: _Hub, rank: int) -> None:
         self._hub = hub
         self.rank = rank
-        self.agree, self.members, self.awaited = hub.agree, hub.members, hub.awaited
-        self.wake = hub.abort  # stops every call in flight, on all ranks
-        self.begun: list[Any] = []
+        self.compare_call = hub.compare_call
+        self.members = hub.members
+        self.missing_in_rejoin = hub.missing_in_rejoin
+        self.abort_calls = hub.abort  # stops every call in flight, on all ranks
+        self.started_works: list[Any] = []
         self.sequence = 0  # of the last collective that it has started
         self._round: int | None = None  # of `rejoin` that this rank waits for, if it does
 
-    def lost_ranks(self) -> list[int]:
+    def dead_ranks(self) -> list[int]:
         return [rank for rank, thread in self._hub.threads.items() if not thread.is_alive()]
 
     def leave(self) -> str:
-        """Leave, unless a transfer is in flight; returns what is."""
         return self._hub.leave(self.rank, self.sequence + 1)
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take the next step to become a member again, or wait for it; returns the stage."""
         self._hub.threads[self.rank] = threading.current_thread()
         if self._round is None:
             self._round = self._hub.announce_rejoin(self.rank, (self.sequence, calls))
@@ -341,15 +343,10 @@ def _stopped(work: PythonWork) -> PythonWork:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **_: object
 ) -> Engine:
     """Create the engine of one thread."""
-    del timeout, device, kwargs
+    del timeout, device
     if rank == 0:
         name = uuid.uuid4().hex
         _hubs[name] = _Hub(world_size)
@@ -369,7 +366,7 @@ def single_rank_engine() -> Engine:
 
 
 TRAITS = Traits(
-    compares_calls=True,
+    detects_mismatch=True,
     devices=frozenset({"cpu", "cuda", "meta"}),
     dtypes=REAL_DTYPES | {torch.bool, torch.complex64, torch.complex128},
     averages=REDUCTIONS,

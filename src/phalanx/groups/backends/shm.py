@@ -2,8 +2,8 @@
 
 The engine is native (`native/`, `docs/design.md`); this module gives it torch's call forms and
 work handles. A call announces that this rank is ready; the rank's share of the work is done
-when it next enters the engine, or by a driver thread if there is a core for one. `RegionOffer`
-is the fast path to an engine for ranks that are known to be on one machine.
+when it next enters the engine, or by a driver thread if there is a core for one. `offer_region`
+is the short way to an engine for ranks that are known to be on one machine.
 
 A work handle keeps the memory of its call alive until the engine is done with it. A forked child
 is not a rank: its engines refuse every call.
@@ -17,7 +17,6 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
@@ -27,11 +26,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch.futures import Future
 
-from ... import _faultpoints as faultpoints
 from ... import native
 from ...env import local_ranks, usable_cores
 from ...errors import InvalidArgument, InvalidState, PeerLeft, PeerLost, UnknownOption
-from .._background_threads import borrow_thread, is_exiting
 from .._engine import (
     REDUCTIONS,
     TRANSFERS_IN_FLIGHT,
@@ -45,40 +42,36 @@ from .._engine import (
     ReceiveBufferExhausted,
     Traits,
     WorkNotDone,
+    peer_left,
 )
-from .._peers import Member
+from .._peers import PeerProcess
 from .._reductions import plain_op
 from .._timing import default_timing
-from ._shm_region import (
-    CoreLimit,
-    Slab,
-    make_region,
-    open_region,
-    share_region,
-    shared_core_count,
-    watch_peers,
-)
+from .._worker_threads import is_exiting, run_on_worker
+from ._shm_region import RegionOffer, Slab, share_region
 
 if TYPE_CHECKING:
-    from ...native import _engine
+    from ...native._engine import Engine as NativeEngine
 if TYPE_CHECKING or native.engine is not None:
     from ...native._engine import DTYPES as NATIVE_DTYPES
     from ...native._engine import Collective, Outcome, ReduceOp, RejoinStage, TransferState
 
     # As globals, since hot paths use them. The first two are also those of `TransferState`.
-    PENDING, FINISHED, SUM = Outcome.PENDING, Outcome.FINISHED, ReduceOp.SUM
-    STARVED, STOPPED = TransferState.STARVED, TransferState.STOPPED
-    BARRIER, ALLREDUCE, BROADCAST = Collective.BARRIER, Collective.ALLREDUCE, Collective.BROADCAST
+    PENDING = Outcome.PENDING
+    FINISHED = Outcome.FINISHED
+    SUM = ReduceOp.SUM
+    ALLREDUCE = Collective.ALLREDUCE
     DTYPES = {getattr(torch, name): number for name, number in NATIVE_DTYPES.items()}
-    BYTES = DTYPES[torch.uint8]
     REJOIN_STAGES = {n: name.lower() for name, n in vars(RejoinStage).items() if name.isupper()}
 else:
     DTYPES = {}  # without the extension there are no engines
 
 __all__ = ["TRAITS", "make"]
 
+# Not in `Timing`: neither delays anything that a test could wait for.
 _LONG_WAIT = 3600.0  # seconds; a wait without a timeout repeats this
-_POLL_INTERVAL = 0.02  # seconds between two attempts to advance a transfer
+_POLL_INTERVAL = 0.02  # seconds that one attempt to advance a transfer may take
+_NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 Tensors = list[Tensor]
 Driver = Literal["thread", "caller"]
@@ -92,7 +85,7 @@ def choose_driver(size: int, cores: int) -> Driver:
     return "thread" if cores > max(size, local_ranks() or 0) else "caller"
 
 
-def start_driver(engine: _engine.Engine, asked: object, size: int) -> Driver:
+def start_driver(engine: NativeEngine, asked: object, size: int) -> Driver:
     """Start an engine's driver thread if it is asked for or chosen; returns the driver."""
     if (asked or choose_driver(size, engine.cores)) == "caller":
         return "caller"
@@ -118,9 +111,9 @@ class ShmWork:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds()
-        outcome = self._owner._engine.wait(self.ticket, seconds or _LONG_WAIT)
+        outcome = self._owner._native.wait(self.ticket, seconds or _LONG_WAIT)
         while outcome[0] == PENDING and not seconds:
-            outcome = self._owner._engine.wait(self.ticket, _LONG_WAIT)
+            outcome = self._owner._native.wait(self.ticket, _LONG_WAIT)
         if outcome[0] == FINISHED:
             return True
         if outcome[0] == PENDING:
@@ -128,13 +121,13 @@ class ShmWork:
         raise _outcome_error(*outcome)
 
     def is_completed(self) -> bool:
-        return self._owner._engine.test(self.ticket)[0] != PENDING
+        return self._owner._native.test(self.ticket)[0] != PENDING
 
     def get_future(self) -> Future[Any]:
-        """Return a future, which a borrowed thread completes."""
+        """Return a future, which a worker thread completes."""
         if self._future is None:
             self._future = Future()
-            borrow_thread(functools.partial(self._complete, self._future))
+            run_on_worker(functools.partial(self._complete, self._future))
         return self._future
 
     def _complete(self, future: Future[Any]) -> None:
@@ -152,9 +145,6 @@ class ShmWork:
             else:
                 future.set_result([])
             return
-
-    def result(self) -> Tensors:
-        return []  # the group has the outputs
 
     def _source_rank(self) -> int:
         return -1
@@ -181,19 +171,20 @@ class ShmTransfer(ShmWork):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         seconds = timeout.total_seconds()
-        owner, limit = self._owner, seconds or _LONG_WAIT
+        owner = self._owner
+        limit = seconds or _LONG_WAIT
         while True:
-            state, peer, length = owner._engine.wait_transfer(self.ticket, limit)
+            state, peer, length = owner._native.wait_transfer(self.ticket, limit)
             if state != PENDING:
                 break
             # The engine stops waiting when the peer has died.
-            if peer in owner.lost_ranks():
+            if peer in owner.dead_ranks():
                 raise PeerDead(peer)
             if seconds:
                 raise WorkNotDone
-        if state == STOPPED:
+        if state == TransferState.STOPPED:
             raise EngineStopped
-        if state == STARVED:  # it stays in flight
+        if state == TransferState.STARVED:  # it stays in flight
             raise ReceiveBufferExhausted(
                 f"out of memory while buffering a message of {length} bytes from rank {peer} that "
                 "was sent before the one being received. Receive that message first, or free memory"
@@ -203,12 +194,12 @@ class ShmTransfer(ShmWork):
         if state == FINISHED:
             return True
         if state == TransferState.CANCELLED:
-            raise CallFailed(PeerLeft, peer, f"rank {peer} has left the group")
+            raise peer_left(peer)
         raise RuntimeError(f"rank {peer} sent {length} bytes; the receive buffer has another size")
 
     def cancel(self) -> None:
         """Withdraw it, unless a part of it has been transferred."""
-        if self._owner._engine.cancel_transfer(self.ticket):
+        if self._owner._native.cancel_transfer(self.ticket):
             self._memory = None
             self._owner._transfers.pop(self.ticket, None)
 
@@ -216,162 +207,132 @@ class ShmTransfer(ShmWork):
         if self.ticket == 0:  # it was never started
             return
         with suppress(InvalidState):  # in a forked child
-            self._owner._engine.detach_transfer(self.ticket)
+            self._owner._native.detach_transfer(self.ticket)
         if self._memory is not None:  # its end was not observed
             self._owner._transfers[self.ticket] = self._memory
             self._owner._dropped.add(self.ticket)
 
     def is_completed(self) -> bool:
-        return self._owner._engine.test_transfer(self.ticket)[0] != PENDING
+        return self._owner._native.test_transfer(self.ticket)[0] != PENDING
 
     def _source_rank(self) -> int:
-        return self._owner._engine.test_transfer(self.ticket)[1]
+        return self._owner._native.test_transfer(self.ticket)[1]
 
 
 def _outcome_error(outcome: int, first: int, second: int) -> RuntimeError:
     if outcome == Outcome.MISMATCH:
         return EngineMismatch(first, second)
     if outcome == Outcome.ROOT_LEFT:
-        return CallFailed(PeerLeft, first, f"its root, rank {first}, has left the group")
+        return peer_left(first, is_root=True)
     if outcome == Outcome.TORN:
-        message = f"rank {first} died during the call; the contents of its tensors are undefined"
-        return CallFailed(PeerLost, first, message)
+        cause = "died during the call; the contents of its tensors are undefined"
+        return CallFailed(PeerLost, first, cause)
     return PeerDead(first) if outcome == Outcome.DEAD else EngineStopped()
 
 
 class ShmEngine:
     """One rank of a group in shared memory."""
 
-    def __init__(self, engine: _engine.Engine, rank: int, size: int, driver: object = None) -> None:
-        self._engine = engine  # in a forked child, a `_ForkedEngine`
+    def __init__(self, engine: NativeEngine, rank: int, size: int, driver: object = None) -> None:
+        self._native = engine  # in a forked child, a `_ForkedEngine`
         self._rank = rank
         self._size = size
         self._slab = Slab(engine, rank, size)
-        self.begun: list[Any] = []
+        self.started_works: list[Any] = []
         self._transfers: dict[int, object] = {}  # memory of those in flight, by ticket
-        self._dropped: set[int] = set()
-        """Transfers whose handle is gone, so that only `drive` advances them."""
+        self._dropped: set[int] = set()  # without a handle, so that only `progress` advances them
         _engines.add(self)
         _register_fork_hook()
         self.driver = start_driver(engine, driver, size)
 
-    # -- the rank and its peers ------------------------------------------------------------
+    def dead_ranks(self) -> list[int]:
+        return self._native.dead_ranks()
 
-    def lost_ranks(self) -> list[int]:
-        return self._engine.dead()
-
-    def wake(self) -> None:
-        """End the waits of this rank, since the group has failed."""
-        self._engine.abort()
+    def abort_calls(self) -> None:
+        self._native.abort()
 
     def members(self) -> list[int]:
-        return self._engine.members()
+        return self._native.members()
 
     def leave(self) -> str:
-        """Leave, unless something is in flight; returns what."""
-        self.drive()
-        peers = {self._engine.test_transfer(ticket)[1] for ticket in self._transfers}
+        self.progress()
+        peers = {self._native.test_transfer(ticket)[1] for ticket in self._transfers}
         if peers & set(self.members()):
             return TRANSFERS_IN_FLIGHT
-        return "" if self._engine.leave() else "calls"
+        return "" if self._native.leave() else "calls"
 
     def rejoin(self, calls: int, seconds: float) -> tuple[str, int]:
-        """Take the next step to become a member again, or wait for it; returns the stage."""
-        stage, most = self._engine.rejoin(calls, seconds)
+        stage, most = self._native.rejoin(calls, seconds)
         return REJOIN_STAGES[stage], most
 
-    def awaited(self) -> list[int]:
-        return self._engine.awaited()
+    def missing_in_rejoin(self) -> list[int]:
+        return self._native.missing_in_rejoin()
 
     def exclude(self, rank: int) -> None:
-        self._engine.exclude(rank)
+        self._native.exclude(rank)
 
-    def rest(self) -> None:
-        """Stop the driver thread, if there is one."""
+    def stop_thread(self) -> None:
         with suppress(InvalidState):  # in a forked child
-            self._engine.stop_driver()
+            self._native.stop_driver()
 
-    def drive(self) -> None:
+    def progress(self) -> None:
         """Advance transfers whose handle is gone, and drop those that have ended."""
         for ticket in list(self._transfers):
-            if self._engine.test_transfer(ticket)[0] != PENDING:
+            if self._native.test_transfer(ticket)[0] != PENDING:
                 self._transfers.pop(ticket, None)
                 self._dropped.discard(ticket)
         # A large transfer takes many rounds.
         for ticket in sorted(self._dropped)[:1]:
-            self._engine.wait_transfer(ticket, _POLL_INTERVAL)
+            self._native.wait_transfer(ticket, _POLL_INTERVAL)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Create a tensor in memory that peers can access directly."""
-        self._engine.region  # noqa: B018 - raises in a forked child
+        self._native.region  # noqa: B018 - raises in a forked child
         return self._slab.allocate(shape, dtype)
 
-    def shortcut(self, **parts: Any) -> Any:
-        """Create the native fast path for plain sums and barriers."""
-        return cast("Any", native.engine).FastPath(engine=self._engine, owner=self, **parts)
+    def make_fast_path(self, **parts: Any) -> Any:
+        return cast("Any", native.engine).FastPath(engine=self._native, owner=self, **parts)
 
-    def adopt(self, ticket: int, memory: Tensors) -> RawWork:
-        """Create the work of a call that the fast path started."""
+    def work_for_ticket(self, ticket: int, memory: Tensors) -> RawWork:
         work = ShmWork(self, memory)
         work.ticket = ticket
         return work
 
-    # -- in place --------------------------------------------------------------------------
-
     def sum(self, tensor: Tensor) -> RawWork:
         """Allreduce with SUM, with fewer arguments."""
         work = ShmWork(self, tensor)
-        self._engine.issue_in_place(
+        self._native.issue_in_place(
             ALLREDUCE,
             DTYPES[tensor.dtype],
             SUM,
-            1.0,
             0,
             tensor.data_ptr(),
             tensor.nbytes,
             tensor.shape,
-            self.begun,
+            self.started_works,
             work,
         )
         return work
 
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        return self._in_place(ALLREDUCE, tensors[0], opts.reduceOp, 0)
+        return self._in_place(ALLREDUCE, tensors[0], _op_number(opts))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> RawWork:
         return JointWork(
             [  # the shape includes the length of the list, so that ranks' lists are compared
-                self._in_place(ALLREDUCE, t, opts.reduceOp, 0, shape=(len(tensors), *t.shape))
+                self._in_place(ALLREDUCE, t, _op_number(opts), shape=(len(tensors), *t.shape))
                 for t in tensors
             ]
         )
 
     def reduce(self, tensors: Tensors, opts: Any) -> RawWork:
-        return self._in_place(Collective.REDUCE, tensors[0], opts.reduceOp, opts.rootRank)
+        return self._in_place(Collective.REDUCE, tensors[0], _op_number(opts), opts.rootRank)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> RawWork:
-        tensor = tensors[0]
-        work = ShmWork(self, tensors)
-        self._engine.issue_in_place(
-            BROADCAST,
-            DTYPES[tensor.dtype],
-            0,
-            1.0,
-            opts.rootRank,
-            tensor.data_ptr(),
-            tensor.nbytes,
-            tensor.shape,
-            self.begun,
-            work,
-        )
-        return work
+        return self._in_place(Collective.BROADCAST, tensors[0], root=opts.rootRank)
 
     def barrier(self, _: Any) -> RawWork:
-        work = ShmWork(self, ())
-        self._engine.issue_in_place(BARRIER, BYTES, 0, 1.0, 0, 0, 0, (), self.begun, work)
-        return work
-
-    # -- from many to many -----------------------------------------------------------------
+        return self._in_place(Collective.BARRIER, _NO_BYTES, shape=())
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, _: Any) -> RawWork:
         return self._issue(Collective.ALLGATHER, inputs[0], outputs[0], inputs[0])
@@ -397,13 +358,12 @@ class ShmEngine:
             mine = outputs[0] if root == self._rank else torch.empty_like(part)
             mine.detach().copy_(part.detach().view_as(mine))
             flat = mine.detach().view(-1)  # a list's tensor may have another shape than the output
-            works.append(
-                self._in_place(Collective.REDUCE, flat, opts.reduceOp, root, kind_of_work=ShmPart)
-            )
+            op = _op_number(opts)
+            works.append(self._in_place(Collective.REDUCE, flat, op, root, kind_of_work=ShmPart))
         return JointWork(works)
 
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any) -> RawWork:
-        op = int(plain_op(opts.reduceOp).value)
+        op = _op_number(opts)
         return self._issue(Collective.REDUCE_SCATTER, whole, [output], output, op=op)
 
     def alltoall_base(
@@ -413,48 +373,43 @@ class ShmEngine:
         splits = _offsets(out_of, source), _offsets(into, output)
         return self._issue(Collective.ALLTOALL, source, [output], output, extent=0, splits=splits)
 
-    # -- one to one ------------------------------------------------------------------------
-
     def send(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         tensor = tensors[0]
         work = ShmTransfer(self, tensors)
-        self._engine.send(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
+        self._native.send(peer, tag, tensor.data_ptr(), tensor.nbytes, self.started_works, work)
         self._transfers[work.ticket] = tensors
         return work
 
     def recv(self, tensors: Tensors, peer: int, tag: int) -> RawWork:
         tensor = tensors[0]
         work = ShmTransfer(self, tensors)
-        self._engine.receive(peer, tag, tensor.data_ptr(), tensor.nbytes, self.begun, work)
+        self._native.receive(peer, tag, tensor.data_ptr(), tensor.nbytes, self.started_works, work)
         self._transfers[work.ticket] = tensors
         return work
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> RawWork:
         return self.recv(tensors, -1, tag)
 
-    # -- issuing ---------------------------------------------------------------------------
-
     def _in_place(
         self,
         kind: int,
         tensor: Tensor,
-        op: Any,
-        root: int,
+        op: int = 0,
+        root: int = 0,
         *,
         kind_of_work: type[ShmWork] = ShmWork,
         shape: tuple[int, ...] | None = None,
     ) -> RawWork:
         work = kind_of_work(self, (tensor,))
-        self._engine.issue_in_place(
+        self._native.issue_in_place(
             kind,
             DTYPES[tensor.dtype],
-            int(plain_op(op).value),
-            1.0,
+            op,
             root,
             tensor.data_ptr(),
             tensor.nbytes,
             tensor.shape if shape is None else shape,
-            self.begun,
+            self.started_works,
             work,
         )
         return work
@@ -478,11 +433,10 @@ class ShmEngine:
         """
         length = 0 if source is None else source.nbytes
         work = ShmWork(self, (source, outputs))
-        self._engine.issue(
+        self._native.issue(
             kind,
             DTYPES[part.dtype],
             op,
-            1.0,
             root,
             0 if source is None else source.data_ptr(),
             length,
@@ -491,7 +445,7 @@ class ShmEngine:
             [output.data_ptr() for output in outputs],
             part.nbytes,
             *(splits or ([], [])),
-            self.begun,
+            self.started_works,
             work,
         )
         return work
@@ -500,7 +454,7 @@ class ShmEngine:
 class _ForkedEngine:
     """Replaces the engine in a forked child; every use raises."""
 
-    def __init__(self, engine: _engine.Engine) -> None:
+    def __init__(self, engine: NativeEngine) -> None:
         self._kept = engine  # the child may still read tensors in the region
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -521,8 +475,12 @@ def _register_fork_hook() -> None:
 
 def _detach_engines() -> None:
     for engine in _engines:
-        engine._engine = cast("Any", _ForkedEngine(engine._engine))
+        engine._native = cast("Any", _ForkedEngine(engine._native))
     _engines.clear()
+
+
+def _op_number(opts: Any) -> int:
+    return int(plain_op(opts.reduceOp).value)
 
 
 def _concatenated(tensors: Tensors) -> Tensor:
@@ -548,17 +506,26 @@ def check_options(options: dict[str, object]) -> None:
 
 
 def make(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: timedelta,
-    device: torch.device,
-    **kwargs: object,
+    store: Store, rank: int, world_size: int, timeout: timedelta, device: torch.device, **opts: Any
 ) -> Engine:
     """Create the engine of one rank, on a region that all ranks have mapped."""
     del device
     engine = share_region(store, rank, world_size, timeout=timeout)
-    return ShmEngine(engine, rank, world_size, kwargs.get(DRIVER_OPTION))
+    return ShmEngine(engine, rank, world_size, opts.get(DRIVER_OPTION))
+
+
+def offer_region(
+    rank: int, processes: Sequence[PeerProcess], ranks_on_machine: int, options: dict[str, object]
+) -> RegionOffer:
+    """Return this rank's part in a region that rank 0 offers with the rendezvous result."""
+
+    def build(engine: NativeEngine, cores: int) -> ShmEngine:
+        driver = options.get(DRIVER_OPTION)
+        if driver is None and choose_driver(ranks_on_machine, cores) == "caller":
+            driver = "caller"
+        return ShmEngine(engine, rank, len(processes), driver)
+
+    return RegionOffer(rank, processes, ranks_on_machine, build)
 
 
 TRAITS = Traits(
@@ -566,66 +533,9 @@ TRAITS = Traits(
     averages=REDUCTIONS,
     averages_all_types=True,
     sums_sparse=False,
-    compares_calls=True,
+    detects_mismatch=True,
     connects_in_background=True,
+    offer=offer_region,
     check_options=check_options,
     own_options=frozenset({DRIVER_OPTION}),
 )
-
-
-@dataclass
-class RegionOffer:
-    """One rank's part in a region that rank 0 offers with the rendezvous result."""
-
-    rank: int
-    members: Sequence[Member]
-    ranks_on_machine: int
-    options: dict[str, object]
-    _made: ShmEngine = field(init=False)  # set when the region was made or taken
-
-    def make(self) -> dict[str, Any] | None:
-        """Create the region, in memory without a name."""
-        if native.engine is None or len(self.members) > native.engine.MAX_RANKS:
-            return None
-        region = make_region("memfd", len(self.members))
-        offer = {"path": region.path, "token": str(region.token)}
-        self._enter(region)
-        return offer
-
-    def take(self, offer: dict[str, Any]) -> None:
-        """Map the region."""
-        self._enter(open_region(offer, len(self.members)))
-
-    def absent(self) -> list[int]:
-        """Return the ranks that have not mapped it yet."""
-        region = self._made._engine.region
-        return [rank for rank in range(len(self.members)) if not region.present(rank)]
-
-    def engine(self) -> Engine:
-        """Return the engine; all ranks have theirs."""
-        self._made._engine.region.unlink()
-        return self._made
-
-    def _enter(self, region: _engine.Region) -> None:
-        """Create the engine, then mark this rank present.
-
-        The mark comes last: ranks that see it go ahead, so nothing may fail after it.
-        """
-        if faultpoints.armed:
-            faultpoints.reach("form:mapped")
-        assert native.engine is not None, "it has created the region"
-        engine = native.engine.Engine(region, self.rank, usable_cores())
-        watch_peers(engine, self.rank, self.members)
-        quota = usable_cores(os.cpu_count())
-        limits: list[CoreLimit] = [([], quota)]
-        for pid in {member.pid for member in self.members}:
-            with suppress(ProcessLookupError):  # a death is reported elsewhere
-                limits.append((list(os.sched_getaffinity(pid)), quota))
-        cores = shared_core_count(limits)
-        # The other ranks of the parent group use the same cores.
-        engine.set_cores(max(1, cores * len(self.members) // self.ranks_on_machine))
-        driver = self.options.get(DRIVER_OPTION)
-        if driver is None and choose_driver(self.ranks_on_machine, cores) == "caller":
-            driver = "caller"
-        self._made = ShmEngine(engine, self.rank, len(self.members), driver)
-        engine.mark_present()

@@ -1,4 +1,4 @@
-"""Formatting of ranks, tensors and calls in messages."""
+"""Calls, tensors, dtypes and reduce operations as text, for messages."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-
-from .._formatting import first_line as first_line
-from .._formatting import format_rank_ranges as format_rank_ranges
-from .._formatting import format_ranks as format_ranks
 
 
 class RankCall(NamedTuple):

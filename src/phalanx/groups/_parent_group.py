@@ -1,4 +1,4 @@
-"""Groups made of some ranks of a parent group, which is ours or torch's; used by device meshes.
+"""Parent groups: groups, ours or torch's, from which a device mesh makes the groups of its axes.
 
 A `ParentGroup` knows this rank and how to create a group of some of the parent's ranks. Only those
 ranks call it. They meet in the parent's store under a name that depends on the ranks and the
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,12 @@ import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import Backend, PrefixStore, Store, _resolve_process_group
 
 from ..errors import InvalidState, InvalidType
-from ._backend_registry import _backends, find_backend
+from ._backend_registry import find_backend, is_registered
 from ._call_site import user_site
-from ._factory import default_group, derive_config, form_group, new_group, split_group
+from ._current_group import default_group
+from ._factory import derive_config, form_group, new_group, split_group
 from ._process_group import GroupConfig, ProcessGroup
-from ._rendezvous import Purpose, Rendezvous, RendezvousTerms
+from ._rendezvous import FormationCheck, Rendezvous, RendezvousTerms
 from ._store import StoreClient, clone_connection
 
 
@@ -35,7 +36,7 @@ class GroupOptions:
     backend: str | None = None
     timeout: timedelta | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    native: Backend.Options | None = None  # torch's options object, for an engine of torch's
+    torch_options: Backend.Options | None = None  # torch's options object, for an engine of torch's
 
     @property
     def label(self) -> str:
@@ -53,6 +54,15 @@ class GroupOptions:
 DEFAULT_OPTIONS = GroupOptions()
 
 
+class Subgroup(TypedDict):
+    """What a subgroup has of its own, besides its ranks and options."""
+
+    name: str  # in the store, below the parent's
+    desc: str
+    device_type: str
+    formation_check: FormationCheck | None
+
+
 class _Parent:
     def __init__(self, group: dist.ProcessGroup, *, label: str, store: Store | None) -> None:
         self.group = group
@@ -68,11 +78,10 @@ class _Parent:
         return StoreClient(clone_connection(self._store))
 
 
-class _PhalanxParent(_Parent):
+class PhalanxParent(_Parent):
     """A group of phalanx."""
 
-    is_gone = False
-    """Whether it was destroyed; survivors of our groups can always create subgroups."""
+    is_gone = False  # survivors of our groups can always create subgroups
 
     def __init__(self, group: ProcessGroup) -> None:
         super().__init__(group, label=group.label, store=group.get_group_store())
@@ -85,27 +94,27 @@ class _PhalanxParent(_Parent):
 
     def check(self, options: GroupOptions) -> None:
         """Raise for options with which no subgroup can be created."""
-        options.applied_to(self._ours._recipe)
+        options.applied_to(self._ours._config)
 
     def make(
-        self,
-        ranks: Sequence[int],
-        options: GroupOptions,
-        *,
-        name: str,
-        desc: str,
-        device_type: str,
-        purpose: Purpose | None,
+        self, ranks: Sequence[int], options: GroupOptions, **subgroup: Unpack[Subgroup]
     ) -> dist.ProcessGroup:
         """Create a group of some ranks, including this one; only those ranks call it."""
+        device_type = subgroup["device_type"]
         device = None if self.takes(device_type) else device_type
-        config = derive_config(options.applied_to(self._ours._recipe), device=device)
-        made = split_group(self._ours, ranks, config, name=name, desc=desc, purpose=purpose)
+        made = split_group(
+            self._ours,
+            ranks,
+            derive_config(options.applied_to(self._ours._config), device=device),
+            name=subgroup["name"],
+            desc=subgroup["desc"],
+            formation_check=subgroup["formation_check"],
+        )
         assert made is not None, "this rank is a member"
         return made
 
 
-class _TorchParent(_Parent):
+class TorchParent(_Parent):
     """A group of torch's; subgroups are ours if we have a backend of the same name."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -127,29 +136,25 @@ class _TorchParent(_Parent):
 
     def check(self, options: GroupOptions) -> None:
         backend = options.backend
-        if backend is None or options.native is not None:
+        if backend is None or options.torch_options is not None:
             return
-        if backend in _backends:
+        if is_registered(backend):
             options.applied_to(self._config(backend, "cpu"))
         elif backend not in dist.Backend.backend_list:
             find_backend(backend)  # raises
 
     def make(
-        self,
-        ranks: Sequence[int],
-        options: GroupOptions,
-        *,
-        name: str,
-        desc: str,
-        device_type: str,
-        purpose: Purpose | None,
+        self, ranks: Sequence[int], options: GroupOptions, **subgroup: Unpack[Subgroup]
     ) -> dist.ProcessGroup:
+        device_type = subgroup["device_type"]
         default = "fake" if self._is_fake else self._backends().get(device_type, "auto")
-        backend, label = options.backend or default, f"{self.label}/{name}"
-        rank, ranks = list(ranks).index(self.rank), tuple(ranks)
+        backend = options.backend or default
+        label = f"{self.label}/{subgroup['name']}"
+        ranks = tuple(ranks)
+        rank = ranks.index(self.rank)
         members = [self.global_ranks[each] for each in ranks]
         store = None if self._store is None else clone_connection(self._store)
-        if options.native is None and backend in _backends:
+        if options.torch_options is None and is_registered(backend):
             config = options.applied_to(self._config(backend, device_type))
             return form_group(
                 config,
@@ -158,18 +163,19 @@ class _TorchParent(_Parent):
                 label,
                 store_ranks=ranks,
                 global_ranks=members,
-                desc=desc,
-                purpose=purpose,
+                desc=subgroup["desc"],
+                formation_check=subgroup["formation_check"],
             )
         timeout = options.timeout or self._timeout()
         token = uuid.uuid4().hex
         if store is not None:
             terms = RendezvousTerms(label, ranks, backend, options.label, user_site())
-            rendezvous = Rendezvous(store, rank=rank, terms=terms, timeout=timeout, purpose=purpose)
+            check = subgroup["formation_check"]
+            rendezvous = Rendezvous(store, rank, terms, timeout, formation_check=check)
             rendezvous.meet()
-            contradiction = rendezvous.contradiction()
-            if contradiction is not None:
-                raise contradiction
+            mismatch = rendezvous.find_mismatch()
+            if mismatch is not None:
+                raise mismatch
             token = rendezvous.roster.token
         group, _ = c10d._new_process_group_helper(
             len(ranks),
@@ -180,9 +186,9 @@ class _TorchParent(_Parent):
             # Unique, since torch refuses a used name, and old keys in the store could be misread.
             # It does not depend on this process's groups, as the names that torch chooses do.
             c10d.GroupName(f"{label} {token}"),
-            backend_options=options.native,
+            backend_options=options.torch_options,
             timeout=timeout,
-            group_desc=desc,
+            group_desc=subgroup["desc"],
         )
         c10d._world.pg_group_ranks[group] = {each: rank for rank, each in enumerate(members)}
         made: dist.ProcessGroup = group
@@ -205,19 +211,17 @@ class _TorchParent(_Parent):
         return c10d.default_pg_timeout
 
 
-ParentGroup = _PhalanxParent | _TorchParent
-"""A group from which subgroups are created."""
+ParentGroup = PhalanxParent | TorchParent
 
 
 def parent_group(group: dist.ProcessGroup) -> ParentGroup:
-    """Return the `ParentGroup` of a group."""
     if isinstance(group, ProcessGroup):
-        return _PhalanxParent(group)
+        return PhalanxParent(group)
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidType(f"group must be a process group, got {group!r}")
     if group not in c10d._world.pg_map:
         raise InvalidState("group was destroyed, or was not created by torch.distributed")
-    return _TorchParent(group)
+    return TorchParent(group)
 
 
 def default_parent_group(device_type: str) -> ParentGroup:

@@ -67,12 +67,12 @@ class CallArguments:
                 )
             options = kind()
             if timeout is not None:
-                _validation.seconds(timeout)
+                _validation.as_seconds(timeout)
                 options.timeout = timeout
             if root is not None:
-                options.rootRank = _validation.rank(operation, root, self._size)
+                options.rootRank = _validation.as_rank(operation, root, self._size)
         elif root is not None:
-            _validation.rank(operation, options.rootRank, self._size)
+            _validation.as_rank(operation, options.rootRank, self._size)
         return options
 
     def reduce_options(
@@ -101,12 +101,12 @@ class CallArguments:
         """Reject tensors that the engine cannot access, or cannot reduce with `op`."""
         for tensor in tensors:
             # Most tensors are plain; one test of that is faster than one for each mistake.
-            if not (self._takes_cpu and is_plain_real(tensor) and not tensor.is_conj()):
-                _validation.usable(operation, tensor, self._devices, self._backend)
+            if not (self._takes_cpu and is_plain(tensor) and not tensor.is_conj()):
+                _validation.check_tensor(operation, tensor, self._devices, self._backend)
         if not is_sum(op) and tensors:
-            _validation.reduction(operation, plain_op(op), tensors[0].dtype)
+            _validation.check_reduction(operation, plain_op(op), tensors[0].dtype)
             if op == PREMUL_SUM:
-                _validation.factor(operation, tensors[0], op.factor)
+                _validation.check_factor(operation, tensors[0], op.factor)
 
     def movable(self, operation: str, tensors: list[Tensor]) -> list[Tensor]:
         """Check tensors, and view those of a dtype that the engine lacks as bytes."""
@@ -129,18 +129,13 @@ class CallArguments:
         self, operation: str, outputs: Tensors, inputs: Tensors
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Check that there is one output for each input, all of one dtype."""
-        outs = _validation.flat_list(operation, outputs)
-        ins = _validation.flat_list(operation, inputs)
-        _validation.same_length(operation, outs, len(ins), word="output")
-        _validation.same_dtype(operation, [*outs, *ins])
+        outs = _validation.as_list(operation, outputs)
+        ins = _validation.as_list(operation, inputs)
+        _validation.check_length(operation, outs, len(ins), word="output")
+        _validation.check_same_dtype(operation, [*outs, *ins])
         return outs, ins
 
 
-def is_plain_real(tensor: Tensor) -> bool:
+def is_plain(t: Tensor) -> bool:
     """Whether every engine takes this tensor of real numbers as it is."""
-    return (
-        tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-    )
+    return t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg()

@@ -1,15 +1,9 @@
-"""Threads for work that may block for long, and the watchdog thread.
+"""Worker threads, for work that may block for long.
 
-`borrow_thread` runs a job on a pooled thread; one is created when all are busy, so no job queues
+`run_on_worker` runs a job on a pooled thread; one is created when all are busy, so no job queues
 behind a stuck one. `BackgroundCall` and `in_background` collect the result, for callers that must
 be able to stop waiting. A job that would keep waiting at interpreter exit must check `is_exiting`;
 one whose caller may have stopped waiting checks `is_abandoned`.
-
-The watchdog is one thread per process that serves ranks which are busy in user code: such a rank
-cannot answer a peer that asks what it is doing. It also completes futures that no thread waits for
-and closes hosted stores. It polls each object passed to `watch`, held weakly, every
-`Timing.watch_interval` seconds. It is a daemon, but it is joined at exit: a thread inside the
-store's C++ code while the interpreter shuts down would crash the process.
 """
 
 from __future__ import annotations
@@ -18,12 +12,10 @@ import atexit
 import logging
 import os
 import queue
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from ._timing import default_timing
 
@@ -40,13 +32,13 @@ class _ThreadPool:
         os.register_at_fork(after_in_child=self._idle.clear)  # a fork copies no threads
         atexit.register(self._drain)
 
-    def borrow(self, job: Callable[[], None]) -> None:
+    def run(self, job: Callable[[], None]) -> None:
         try:
             inbox = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
             threading.Thread(
-                target=self._serve, args=(inbox,), name="phalanx-borrowed", daemon=True
+                target=self._serve, args=(inbox,), name="phalanx-worker", daemon=True
             ).start()
         inbox.put(job)
 
@@ -58,7 +50,7 @@ class _ThreadPool:
             try:
                 job()
             except BaseException:  # noqa: BLE001 - a thread that ends here is waited for at exit
-                _log.exception("a job on a borrowed thread failed; please report this")
+                _log.exception("a job on a worker thread failed; please report this")
             del job  # free what it worked on before the next job comes
             self._busy.discard(me)
             self._idle.append(inbox)
@@ -66,8 +58,7 @@ class _ThreadPool:
     def _drain(self) -> None:
         """Wait a moment for busy threads: one that returns during the exit crashes the process.
 
-        Jobs that check `is_exiting` return. Peers mostly exit together, and their closing
-        connections end the waits of the others.
+        Most return: they check `is_exiting`, or peers exit too and their connections close.
         """
         self.is_exiting = True
         until = time.monotonic() + default_timing().exit_grace
@@ -83,13 +74,13 @@ def is_exiting() -> bool:
     return _pool is not None and _pool.is_exiting
 
 
-def borrow_thread(job: Callable[[], None]) -> None:
+def run_on_worker(job: Callable[[], None]) -> None:
     """Run a job, which must not raise, on a thread that may block for long."""
     global _pool  # noqa: PLW0603 - created on first use, since importing must not register hooks
     with _pool_lock:
         if _pool is None:
             _pool = _ThreadPool()
-    _pool.borrow(job)
+    _pool.run(job)
 
 
 _call = threading.local()  # with the `BackgroundCall` that this thread runs, as `.running`
@@ -102,7 +93,7 @@ def is_abandoned() -> bool:
 
 
 class BackgroundCall(Generic[T]):
-    """A function that runs on a borrowed thread."""
+    """A function that runs on a worker thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self.ended = threading.Event()
@@ -120,7 +111,7 @@ class BackgroundCall(Generic[T]):
                 _call.running = None
                 self.ended.set()
 
-        borrow_thread(run)
+        run_on_worker(run)
 
     def result(self) -> T:
         if self._error is not None:
@@ -129,9 +120,9 @@ class BackgroundCall(Generic[T]):
 
 
 def in_background(work: Callable[[], T], check: Callable[[], None]) -> T:
-    """Run `work` on a borrowed thread and return its result; `check` may raise meanwhile."""
+    """Run `work` on a worker thread and return its result; `check` may raise meanwhile."""
     # Threads inherit their cores. Threads of an engine created here must have the caller's cores,
-    # not those that the borrowed thread was created with.
+    # not those that the worker thread was created with.
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 
     def run() -> T:
@@ -147,58 +138,3 @@ def in_background(work: Callable[[], T], check: Callable[[], None]) -> T:
         call.is_abandoned = True
         raise
     return call.result()
-
-
-class Watched(Protocol):
-    """An object that the watchdog polls; `poll` must not block. `exit`: the program ends well."""
-
-    def poll(self) -> None: ...
-    def exit(self) -> None: ...
-
-
-class _Watchdog:
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="phalanx-watch", daemon=True)
-        self._thread.start()
-        atexit.register(self._exit)
-
-    def add(self, watched: Watched) -> None:
-        with self._lock:
-            self._watched.add(watched)
-
-    def _exit(self) -> None:
-        self._stop.set()
-        self._thread.join(timeout=5)
-        if not hasattr(sys, "last_value"):  # which the interpreter sets when an exception ends it
-            for watched in list(self._watched):
-                watched.exit()
-
-    def _run(self) -> None:
-        while not self._stop.wait(default_timing().watch_interval):
-            self._poll_all()  # in a function, so that no local keeps a group alive between polls
-
-    def _poll_all(self) -> None:
-        with self._lock:
-            due = list(self._watched)
-        for watched in due:
-            try:
-                watched.poll()
-            except Exception:  # noqa: BLE001 - one group's error must not stop the others' polls
-                _log.exception("phalanx's watchdog failed on %r; please report this", watched)
-
-
-_watchdog: _Watchdog | None = None
-_watchdog_lock = threading.Lock()
-
-
-def watch(watched: Watched) -> None:
-    """Poll `watched` until it is garbage-collected."""
-    global _watchdog  # noqa: PLW0603 - one per process
-    with _watchdog_lock:
-        if _watchdog is None or _watchdog.pid != os.getpid():  # a fork copies no threads
-            _watchdog = _Watchdog()
-        _watchdog.add(watched)

@@ -162,15 +162,15 @@ def test_leaving_the_block_early_is_running_out_of_data(group):
 
 @over_groups(backends=("gloo",), sizes=(2,), reuse=True)  # processes: warnings are caught there
 def test_great_skew_is_warned_of_once(group):
-    counter, usual = Counter(group), _join.MAX_SKEW
-    _join.MAX_SKEW = 3
+    counter, usual = Counter(group), _join.SKEW_WARNING_STEPS
+    _join.SKEW_WARNING_STEPS = 3
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with Join([counter]):
                 take([counter], 0 if group.rank() else 6)
     finally:
-        _join.MAX_SKEW = usual
+        _join.SKEW_WARNING_STEPS = usual
     told = [str(each.message) for each in caught]
     assert len(told) == group.rank()
     assert all("rank 1 has over 3 fewer inputs" in each for each in told)

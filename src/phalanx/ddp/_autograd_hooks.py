@@ -153,7 +153,10 @@ _RUN_BACKWARD = getattr(
 
 
 def without_graph() -> AbstractContextManager[object]:
-    """Disable gradients in the body, at no cost in a plain backward pass, where they are."""
+    """Disable gradients in this block.
+
+    Free in a plain backward pass, where they are already disabled.
+    """
     return torch.no_grad() if torch.is_grad_enabled() else _NULL_CONTEXT
 
 

@@ -44,6 +44,12 @@ from ._scaling import Scale
 from ._stats import PassTiming
 
 
+MISMATCH_HINT = (
+    "Hint: call no_sync() around the same passes on every rank, and set ddp.weight on all ranks or "
+    "on none."
+)
+
+
 def assert_same_pass(
     header: PassHeader, comm: Communicator, number: int, compared: NamedTensors
 ) -> None:
@@ -51,7 +57,7 @@ def assert_same_pass(
 
     `compared`: the parameters whose values to compare.
     """
-    about: dict[str, Any] = {"group": getattr(comm.group, "label", ""), "operation": "backward"}
+    about: dict[str, Any] = {"group": comm.label, "operation": "backward"}
     if not header.same_number():
         numbers = list(enumerate(header.numbers()))
         others = {rank for rank, theirs in numbers if theirs != number}
@@ -93,7 +99,11 @@ class LocalPass:
     def finish(self) -> AnyWork | None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""
         self.abandon()
-        return self._comm.announce_local_pass() if self._comm.compares_calls else None
+        try:
+            return self._comm.announce_local_pass() if self._comm.compares_calls else None
+        except RankMismatch as error:
+            error.add_note(MISMATCH_HINT)
+            raise
 
 
 class ReducedPass:
@@ -250,18 +260,22 @@ class ReducedPass:
     def _launch(self, bucket: Bucket) -> None:
         assert not self._waiting[bucket.index]
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
-        work: AnyWork | HookWork
+        try:
+            self._works.append(self._start(bucket))
+        except GroupError as error:
+            self._add_notes(error, bucket)
+            raise
+
+    def _start(self, bucket: Bucket) -> AnyWork | HookWork:
         if self._hook is None:
-            work = self._scale.start(bucket.payload)
-        elif not bucket.members:  # only a header, which is not for the hook
-            work = self._comm.sum(bucket.payload)
-        else:
-            if self._works:
-                # A hook may call the group until its future has ended. Calls of two buckets must
-                # not interleave, and their order must be the same on all ranks.
-                self._works[-1].wait()
-            work = self._start_hook(self._hook, bucket)
-        self._works.append(work)
+            return self._scale.start(bucket.payload)
+        if not bucket.members:  # only a header, which is not for the hook
+            return self._comm.sum(bucket.payload)
+        if self._works:
+            # A hook may call the group until its future has ended. Calls of two buckets must not
+            # interleave, and their order must be the same on all ranks.
+            self._works[-1].wait()
+        return self._start_hook(self._hook, bucket)
 
     def _start_hook(self, hook: CommHook, bucket: Bucket) -> HookWork:
         shown = GradBucket(
@@ -361,7 +375,7 @@ class ReducedPass:
             try:
                 work.wait()
             except GroupError as error:
-                error.add_note(f"This is {self._describe(bucket)}.")
+                self._add_notes(error, bucket)
                 raise
             if self._optimizers is None or not steps or bucket is self._buckets[-1]:
                 continue
@@ -372,6 +386,11 @@ class ReducedPass:
                     self._show(number, None)
             self._optimizers.step_parameters(bucket.parameters)
             self.stepped.update(map(id, bucket.parameters))
+
+    def _add_notes(self, error: GroupError, bucket: Bucket) -> None:
+        error.add_note(f"This is {self._describe(bucket)}.")
+        if isinstance(error, RankMismatch):  # the group has found it before the header was reduced
+            error.add_note(MISMATCH_HINT)
 
     def _describe(self, bucket: Bucket) -> str:
         names = [self._layout.names[i] for i in bucket.members]
@@ -387,8 +406,8 @@ class ReducedPass:
             names = ", ".join(repr(self._layout.names[i]) for i in late)
             raise InvalidState(
                 f"gradients of {names} arrived after their bucket was reduced and its optimizer in "
-                "backward had stepped, so the parameters are invalid: the graph has changed in "
-                "spite of static_graph=True. Return to a checkpoint and remove static_graph=True"
+                "backward had stepped, so the parameters are invalid: the graph has changed "
+                "despite static_graph=True. Return to a checkpoint and remove static_graph=True"
             )
         homes = {i: (b, place) for b in self._buckets for place, i in enumerate(b.members)}
         if self._hook is not None:

@@ -238,7 +238,7 @@ class HookCall:
             if not done.wait(max(0.0, self._deadline - time.monotonic())) and not (
                 self._comm.is_busy() and done.wait(self._diagnosis_timeout)
             ):
-                raise self.error(f"did not end its future within {self._timeout:.3g} s")
+                raise self.error(f"did not complete its future within {self._timeout:.3g} s")
         with self:
             return future.wait()
 

@@ -1,12 +1,12 @@
 """The process group as data parallelism uses it: flat tensors, sums, means, broadcasts.
 
 phalanx groups and torch groups differ in what they support. `Communicator` hides the
-difference; no other module of this package asks which kind a group is.
+difference. The only other module of this package that asks which kind a group is makes subgroups
+(`hooks/_model_averaging`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
+from ..groups._call_site import warn_user
 from ..groups._text_exchange import exchange_texts
 from ._dtensor import local_tensor
 
@@ -33,6 +34,11 @@ class Communicator:
         self.device = device
         """The device of small tensors that the group communicates."""
         self._ours = group if isinstance(group, ProcessGroup) else None
+
+    @property
+    def label(self) -> str:
+        """The name of the group in errors; torch groups have none."""
+        return self._ours.label if self._ours is not None else ""
 
     @property
     def timeout(self) -> float | None:
@@ -78,12 +84,15 @@ class Communicator:
             try:
                 return self._ours.allocate((count,), dtype)
             except InvalidState as error:
-                warnings.warn(
-                    f"gradients are in ordinary memory, which is slower: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"gradients are in ordinary memory, which is slower: {error}", RuntimeWarning
                 )
         return torch.empty(count, dtype=dtype, device=device)
+
+    def allocate_shared(self, nbytes: int, owner: int) -> Tensor:
+        """Allocate bytes that all ranks map; only where `shares_memory`."""
+        assert self._ours is not None
+        return self._ours._allocate_shared(nbytes, owner=owner)
 
     def mean(self, flat: Tensor) -> AnyWork:
         """Replace a tensor by its mean over the ranks."""
@@ -128,6 +137,11 @@ class Communicator:
         """Gather a text from every rank and wait; it is empty for a rank that has left."""
         texts = exchange_texts(text, self.group, self.device)
         return [texts.get(rank, "") for rank in range(self.size)]
+
+    def barrier(self) -> None:
+        """Wait until every rank has called it."""
+        work: AnyWork = (self._ours or self.group).barrier()
+        work.wait()
 
     def announce_local_pass(self) -> AnyWork:
         """Issue a barrier that is not waited for, so that a peer that reduces instead raises."""

@@ -69,7 +69,8 @@ def resolve_mixed_precision(
     if lowered and all(p.dtype == wanted for _, p in lowered):
         raise InvalidArgument(
             f"the module is already in {wanted} and has no full-precision parameters to keep. Wrap "
-            "it in full precision, or omit mixed_precision"
+            "it in full precision, or pass only reduce_dtype: "
+            "MixedPrecision(reduce_dtype=torch.float32)"
         )
     return config
 
@@ -81,7 +82,6 @@ class PrecisionPolicy:
         self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
     ) -> None:
         self._dtype = wanted = config.param_dtype
-        self.gradient_dtype = config.gradient_dtype
         lowered = {p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted}
         self._places: list[tuple[nn.Module, str, Parameter]] = [
             (part, name, p)

@@ -49,7 +49,7 @@ class OptimizersInBackward:
     ) -> Optimizer:
         """Make one optimizer for these parameters, or for all."""
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise InvalidType(f"optim must be a class of torch optimizers, got {kind!r}")
+            raise InvalidType(f"optim must be a subclass of torch.optim.Optimizer, got {kind!r}")
         if self._fused:
             raise InvalidState(
                 f"{type(self._fused[0]).__name__} already steps this module in backward; an "

@@ -36,7 +36,7 @@ def verify_parameters(
         theirs = {rank: text.split("\n") for rank, text in texts if text}  # "": it has left
         raise RankMismatch(
             f"ranks have different {what}: {_first_difference(theirs)}. {advice}",
-            group=getattr(comm.group, "label", ""),
+            group=comm.label,
             operation=operation,
         )
 
@@ -55,7 +55,7 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
             f"parameter {named[place][0]!r} differs: {format_ranks(odd)} and rank {first} have "
             f"different values{also}. Something other than the optimizer step changed it on some "
             "ranks",
-            group=getattr(comm.group, "label", ""),
+            group=comm.label,
             operation="assert_in_sync",
             ranks=odd,
         )

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,6 +31,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
+from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
@@ -109,7 +109,7 @@ class Reducer:
         self.forward_seconds = 0.0
         self.syncs_gradients = True
         """Whether backward passes are reduced; read when a pass begins."""
-        self._passes = self._reduced = 0
+        self._passes = self.reduced_passes = 0
         self._lifetime: PassLifetime = [lambda: None]
         """Returns None once autograd has dropped the pass in flight: a weak reference to the queued
         callback, or what `find_outer_graph_task` returned."""
@@ -262,7 +262,7 @@ class Reducer:
             unweighted = self.parameters if self.weights.current == 0 else ()
             self._in_flight = LocalPass(self.comm, unweighted)
             return
-        self._reduced += 1
+        self.reduced_passes += 1
         if self.has_local_grads:
             self._previous.add(-1)
         elif sets_reduced_aside:
@@ -294,7 +294,7 @@ class Reducer:
 
     def _make_pass(self, scale: Scale, *, previous_are_local: bool = False) -> ReducedPass:
         steps_early = self.is_static and self.optimizers and not self._previous
-        is_check_due = self._check_every > 0 and self._reduced % self._check_every == 0
+        is_check_due = self._check_every > 0 and self.reduced_passes % self._check_every == 0
         return ReducedPass(
             self._layout,
             scale,
@@ -332,7 +332,7 @@ class Reducer:
         if not reduces:
             self._announced = LocalPass(self.comm).finish()
             return
-        self._reduced += 1
+        self.reduced_passes += 1
         with torch.no_grad():
             self._drop_zeroed_grads()
             if not self.has_local_grads:
@@ -405,11 +405,10 @@ class Reducer:
             # On all ranks: a recording pass launches nothing early, and collectives that a layer
             # makes in backward must come in the same order everywhere.
             if done.graph_changed and self.is_static:
-                warnings.warn(
-                    "the graph of this backward pass differs from the one before, in spite of "
+                warn_user(
+                    "the graph of this backward pass differs from the one before, despite "
                     "static_graph=True; the gradients are correct",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             self._start_recording()
 
@@ -442,11 +441,11 @@ class Reducer:
         """Return the numbers that must be equal on all ranks before a pass."""
         order = self._arranged_by if self._order is None else self._order
         flags = int(self._has_agreed_order), int(self.has_shared_backward)
-        return [self._passes, self._reduced, *flags, *order]
+        return [self._passes, self.reduced_passes, *flags, *order]
 
     def load_progress(self, progress: Sequence[int]) -> None:
         """Continue with the progress of another rank, after passes that this one skipped."""
-        self._passes, self._reduced, has_agreed_order, has_shared, *order = progress
+        self._passes, self.reduced_passes, has_agreed_order, has_shared, *order = progress
         self._has_agreed_order, self._order = bool(has_agreed_order), None
         self.has_shared_backward = bool(has_shared)
         self._announced = None

@@ -8,7 +8,6 @@ as JSON, tensors as bytes, never pickle).
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .._formatting import format_ranks
 from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
-from ..groups import ProcessGroup
+from ..groups._call_site import warn_user
 from ..join import Join, Joinable, JoinHook
 from ..join._optimizer_state import OptimizerStates, gather_states
 from ._communicator import Communicator
@@ -80,8 +79,7 @@ class SharedMemoryExchange:
     """
 
     def __init__(self, pairs: OwnedTensors, comm: Communicator) -> None:
-        assert isinstance(comm.group, ProcessGroup)
-        self._group = comm.group
+        self._comm = comm
         self.parameters = [p for p, _ in pairs]
         self._others = [p for p, owner in pairs if owner != comm.rank]
         # Each parameter has its own storage, so that saving one saves no other.
@@ -89,14 +87,14 @@ class SharedMemoryExchange:
         for owner in sorted({owner for _, owner in pairs}):
             owned = [p for p, each in pairs if each == owner]
             sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in owned]
-            memory = self._group._allocate_shared(sum(sizes), owner=owner).numpy()
+            memory = comm.allocate_shared(sum(sizes), owner).numpy()
             for p, start in zip(owned, accumulate(sizes, initial=0), strict=False):
                 flat = torch.frombuffer(memory, dtype=p.dtype, count=p.numel(), offset=start)
                 views[p] = flat.as_strided(p.shape, p.stride())
         if comm.rank == 0:
             for parameter, view in views.items():
                 view.copy_(parameter.detach())
-        self._group.barrier().wait()
+        comm.barrier()
         for parameter, view in views.items():
             parameter.data = view
         self._addresses = [p.data_ptr() for p in self.parameters]
@@ -108,10 +106,10 @@ class SharedMemoryExchange:
 
     def wait_writable(self) -> None:
         # Another rank may still be in backward, or reading the last weights.
-        self._group.barrier().wait()
+        self._comm.barrier()
 
     def publish(self) -> None:
-        self._group.barrier().wait()
+        self._comm.barrier()
         # Autograd did not see the change and must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
 
@@ -196,7 +194,7 @@ def make_exchanges(pairs: OwnedTensors, comm: Communicator, *, share: bool) -> l
         raise RankMismatch(
             f"ranks divide the parameters differently: rank {odd[0]} and rank 0 disagree on the "
             "owners. Parameters that overlap in memory must overlap on every rank",
-            group=getattr(comm.group, "label", ""),
+            group=comm.label,
             operation="ShardedOptimizer",
             ranks=odd,
         )
@@ -209,8 +207,8 @@ def make_exchanges(pairs: OwnedTensors, comm: Communicator, *, share: bool) -> l
             exchanges.append(SharedMemoryExchange(moved, comm))
         except InvalidState as error:  # on all ranks
             sent = pairs
-            warnings.warn(f"every rank keeps its own copy of the parameters, which is slower: "
-                          f"{error}", RuntimeWarning, stacklevel=4)  # fmt: skip
+            text = f"every rank keeps its own copy of the parameters, which is slower: {error}"
+            warn_user(text, RuntimeWarning)
     if sent:
         exchanges.append(BroadcastExchange(sent, comm))
     return exchanges
@@ -436,6 +434,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         raise InvalidState("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")
 
     # -- uneven inputs ---------------------------------------------------------------------
+
+    join_hook_arguments = ()
 
     def join_hook(self, **_: Any) -> JoinHook:
         """Return the hook with which a rank without data keeps stepping its share.

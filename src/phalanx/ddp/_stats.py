@@ -21,13 +21,13 @@ class StepStats:
     """
 
     forward: float
-    """In forward, since the last step ended."""
+    """Time in forward since the previous step ended."""
     backward: float
-    """From the first gradient to the last, including exposed communication."""
+    """From the start of the backward pass until `.grad` is reduced."""
     exposed: float
     """Communication that did not overlap with computation."""
     nbytes: int
-    """Bytes that this rank sent through the group."""
+    """Bytes of all buckets before any communication hook, including the pass header."""
     forwards: tuple[float, ...]
     """Every rank's time in forward."""
     backwards: tuple[float, ...]

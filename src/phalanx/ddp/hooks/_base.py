@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future, collect_all
 
 from ...errors import InvalidArgument, InvalidState, InvalidType
-from ...groups import ProcessGroup, _work
+from ...groups import _work
+from ...groups._factory import default_group
 from .._communicator import AnyWork, Communicator
 
 # Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
@@ -56,24 +57,24 @@ def check_group(group: Any) -> None:
 
 
 def hook_group(given: OptionalGroup, bucket: Any = None) -> dist.ProcessGroup:
-    """Return the given group, else the module's, else torch's default group."""
+    """Return the given group, else the module's, else the current or torch's default group."""
     check_group(given)
     # torch's own bucket has no group.
-    found = given or getattr(bucket, "group", None) or dist.group.WORLD
+    found: OptionalGroup = given or getattr(bucket, "group", None) or default_group()
     if found is None:
         raise InvalidState(
-            "the hook has no group: pass process_group, or call "
-            "torch.distributed.init_process_group first"
+            "the hook has no group: pass process_group, or enter one with "
+            "phalanx.groups.process_group(group)"
         )
-    return cast("dist.ProcessGroup", found)
+    return found
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
     """Start to replace a tensor by its mean over the ranks."""
     comm = Communicator(group, tensor.device)
-    # A sum of 16-bit numbers may overflow; not all groups and layouts support a mean.
-    if isinstance(group, ProcessGroup) and tensor.element_size() > 2 and not tensor.is_sparse:
+    if tensor.element_size() > 2 and not tensor.is_sparse:
         return comm.mean(tensor)
+    # A sum of 16-bit numbers may overflow, and engines only sum sparse tensors.
     return comm.sum(tensor.div_(comm.size))
 
 

@@ -14,7 +14,6 @@ it would skip.
 """
 
 import copy
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 
 from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup
+from ...groups._call_site import warn_user
 from . import _base as base
 
 
@@ -164,10 +164,9 @@ def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
 
 def _warn_period_of_one() -> None:
-    warnings.warn(
+    warn_user(
         "a period of 1 averages the model in every step, which costs as much as plain data "
-        "parallel training and does not overlap with backward",
-        stacklevel=3,
+        "parallel training and does not overlap with backward"
     )
 
 
@@ -257,10 +256,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         """Restore what `state_dict` returned here or on a plain optimizer."""
         self.optim.load_state_dict({k: state_dict[k] for k in state_dict if k != "step"})
         if "step" not in state_dict:
-            warnings.warn(
-                "state_dict has no 'step': the averager starts at step 0, with its warm-up",
-                stacklevel=2,
-            )
+            warn_user("state_dict has no 'step': the averager starts at step 0, with its warm-up")
         self.averager.step = state_dict.get("step", 0)
 
 

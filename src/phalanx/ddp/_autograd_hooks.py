@@ -113,7 +113,7 @@ def accumulate_grad_node(parameter: Parameter) -> Any:
     return torch.autograd.graph.get_gradient_edge(original_parameter(parameter)).node
 
 
-def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
+def find_outer_graph_task() -> tuple[Any, FrameType] | None:
     """Find the outermost of several nested graph tasks; None if the current one is not nested.
 
     A reentrant checkpoint runs autograd in its backward. A pass that is first seen there is part of
@@ -121,8 +121,7 @@ def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
     that it passes gradients to run next in the outer task. On threads that autograd starts for deep
     recursion the stack ends early, and only the inner task is known.
 
-    Return a node that runs next in the outer task, and a function that returns True while the task
-    runs, and None when it has ended, even by an error.
+    Return a node that runs next in the outer task, and a frame that is on the stack while it runs.
     """
     function: Any = None
     outermost: Any = None
@@ -134,7 +133,7 @@ def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
     if function is None or not Variable._execution_engine.is_checkpoint_valid():
         return None  # without a valid checkpoint, the task may not reach the next node
     node = next((node for node, _ in function.next_functions if node is not None), None)
-    return None if node is None else (node, lambda: True if outermost in _stack() else None)
+    return None if node is None else (node, outermost)
 
 
 def _stack() -> Iterator[FrameType]:
@@ -164,8 +163,28 @@ _NULL_CONTEXT = nullcontext()
 
 
 ArrivalCallback = Callable[[int], None]
-PassLifetime = list[Callable[[], object]]
-"""One replaceable function that returns None when no pass is in flight."""
+
+
+class PassLifetime:
+    """Whether autograd still runs a backward pass, even if it ends by an error."""
+
+    __slots__ = ("holder",)
+    holder: Callable[[], object]
+    """Returns what lives as long as the pass, or None when it is gone."""
+
+    def __init__(self) -> None:
+        self.end()
+
+    def follow_callback(self, callback: Callable[[], None]) -> None:
+        """Follow a callback that autograd drops when the graph task is over."""
+        self.holder = weakref.ref(callback)
+
+    def follow_frame(self, frame: FrameType) -> None:
+        """Follow a frame on the stack of this thread."""
+        self.holder = lambda: frame if frame in _stack() else None
+
+    def end(self) -> None:
+        self.holder = lambda: None
 
 
 class AutogradHooks:
@@ -310,7 +329,7 @@ def _make_begin_hook(
     begin: ArrivalCallback, lifetime: PassLifetime, restore: list[Any], i: int
 ) -> Callable[[Tensor], None]:
     def begin_hook(_: Tensor) -> None:
-        if lifetime[0]() is None:
+        if lifetime.holder() is None:
             begin(i)
         if restore:
             put_back = restore[0]()

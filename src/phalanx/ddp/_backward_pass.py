@@ -43,7 +43,6 @@ from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
 from ._scaling import Scale
 from ._stats import PassTiming
 
-
 MISMATCH_HINT = (
     "Hint: call no_sync() around the same passes on every rank, and set ddp.weight on all ranks or "
     "on none."
@@ -96,14 +95,39 @@ class LocalPass:
             is_new = before is None and parameter.grad is not None  # used, with weight 0
             parameter.grad = torch.zeros_like(parameter) if is_new else before
 
-    def finish(self) -> AnyWork | None:
+    def finish(self) -> None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""
         self.abandon()
         try:
-            return self._comm.announce_local_pass() if self._comm.compares_calls else None
+            if self._comm.compares_calls:
+                self._comm.announce_local_pass()
         except RankMismatch as error:
             error.add_note(MISMATCH_HINT)
             raise
+
+
+class PieceArrivals:
+    """The gradients of each piece that have arrived in a recording pass."""
+
+    def __init__(self, pieces: Sequence[BucketPiece]) -> None:
+        self._piece_of = {i: index for index, piece in enumerate(pieces) for i in piece.members}
+        self._missing = [set(piece.members) for piece in pieces]
+        self._complete: list[int] = []  # the pieces that are not gathered yet
+
+    def add(self, i: int) -> list[int]:
+        """Note the arrival of a gradient; return the pieces that can be gathered.
+
+        Users' hooks on the parameter may not have run yet, so its piece is gathered when a gradient
+        of another piece arrives.
+        """
+        index = self._piece_of[i]
+        ready = [each for each in self._complete if each != index]
+        self._complete = [each for each in self._complete if each == index]
+        if i in self._missing[index]:
+            self._missing[index].remove(i)
+            if not self._missing[index]:
+                self._complete.append(index)
+        return ready
 
 
 class ReducedPass:
@@ -128,7 +152,6 @@ class ReducedPass:
         self._buckets, self._pieces, self._comm = layout.buckets, layout.pieces, layout.comm
         self._scale = scale
         self._hook = hook
-        self._is_recording = is_recording
         self._number = (number - 1) % PASS_NUMBER_CYCLE + 1
         self._previous_are_local = previous_are_local
         """Whether previous gradients are this rank's own, not reduced yet."""
@@ -156,12 +179,7 @@ class ReducedPass:
             and scale.adds_new
         )
         self._late_factor = scale.factor if scale.adds_new else 0.0
-        recorded = self._pieces if is_recording else ()
-        self._piece_of = {i: n for n, piece in enumerate(recorded) for i in piece.members}
-        self._missing = [set(piece.members) for piece in recorded]
-        """The gradients of each piece that have not arrived in a recording pass."""
-        self._complete: list[int] = []
-        """Pieces of a recording pass that have arrived and are not gathered."""
+        self._arrivals = PieceArrivals(self._pieces) if is_recording else None
         self._works: list[AnyWork | HookWork] = []  # of the buckets that are launched
         self._unused: list[int] = []
         previous = [parameter.grad for parameter in layout.parameters]
@@ -190,20 +208,11 @@ class ReducedPass:
             self._previous_grads[i] = None
 
     def arrived(self, i: int) -> None:
-        """Note the arrival of a gradient in a recording pass: gather early, launch nothing.
-
-        Users' hooks on the parameter may not have run yet, so its piece is gathered when a gradient
-        of another piece arrives.
-        """
-        number = self._piece_of[i]
-        for complete in [each for each in self._complete if each != number]:
-            self._complete.remove(complete)
-            self._gather(complete, [p.grad for p in self._pieces[complete].parameters])
-            self._release(complete)
-        if i in self._missing[number]:
-            self._missing[number].remove(i)
-            if not self._missing[number]:
-                self._complete.append(number)
+        """Note the arrival of a gradient in a recording pass: gather early, launch nothing."""
+        assert self._arrivals is not None
+        for index in self._arrivals.add(i):
+            self._gather(index, [p.grad for p in self._pieces[index].parameters])
+            self._release(index)
 
     def ready(self, number: int) -> None:
         """Note that the last gradient of a piece has probably arrived."""
@@ -278,7 +287,7 @@ class ReducedPass:
         return self._start_hook(self._hook, bucket)
 
     def _start_hook(self, hook: CommHook, bucket: Bucket) -> HookWork:
-        shown = GradBucket(
+        grad_bucket = GradBucket(
             bucket.index,
             bucket.buffer,
             bucket.views,
@@ -287,7 +296,9 @@ class ReducedPass:
             group=self._comm.group,
             names=[self._layout.names[i] for i in bucket.members],
         )
-        return hook.start(shown, bucket.take, describe=partial(self._describe, bucket))
+        return hook.start(
+            grad_bucket, bucket.store_result, describe=partial(self._describe, bucket)
+        )
 
     def abandon(self) -> None:
         """End a pass that failed: wait until peers no longer read the buckets.
@@ -305,7 +316,7 @@ class ReducedPass:
         header, comm, timing = self._layout.header, self._comm, self.timing
         *others, last = self._buckets
         backward = time.perf_counter() - timing.began
-        late = self._gather_remaining()
+        own_late = self._gather_remaining()
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
         now = time.perf_counter() - timing.since
@@ -316,22 +327,22 @@ class ReducedPass:
             fingerprint(self._compared) if self._compared else 0,
             [timing.forward, backward, *timing.arrivals, now],
             unused=self._unused,
-            late=late,
+            late=own_late,
             graph_changed=self.graph_changed and has_data,
             keeps_reduced=self._keeps_reduced and has_data,
         )
         self._launch(last)
         began = time.perf_counter()
-        self._wait(steps=not (late or self._compared))
+        self._wait(steps=not (own_late or self._compared))
         if self._hook is not None and last.members:
             comm.sum(header.space).wait()  # the hook reduced only the gradients
         header.receive(self._number)
         assert_same_pass(header, comm, self._number, self._compared)
         self.any_graph_changed = header.any_graph_changed()
         self._scale.finish(self._buckets, header)
-        lates = header.late()
-        if lates:
-            self._add_late(lates, late)
+        late_on_any_rank = header.late()
+        if late_on_any_rank:
+            self._add_late(late_on_any_rank, own_late)
         timing.exposed = time.perf_counter() - began
         used = header.used()
         for number, is_shown in enumerate(self._is_shown):
@@ -348,7 +359,7 @@ class ReducedPass:
             new = [p.grad for p in piece.parameters]
             if not self._is_gathered[number]:  # none of it arrives, or the graph has changed
                 is_expected = count_missing(new) == self._layout.absent[number] == len(new)
-                self.graph_changed |= not (is_expected or self._is_recording)
+                self.graph_changed |= not is_expected and self._arrivals is None
                 self._gather(number, new)
             elif count_missing(new) < len(new):
                 self._take_late(piece, new, late)
@@ -400,7 +411,7 @@ class ReducedPass:
             f"with the gradients of {shown or 'no parameter'}"
         )
 
-    def _add_late(self, late: list[int], mine: dict[int, Tensor]) -> None:
+    def _add_late(self, late: list[int], own: dict[int, Tensor]) -> None:
         """Reduce the gradients that were late on any rank, and add them to the results."""
         if self._optimizers is not None:
             names = ", ".join(repr(self._layout.names[i]) for i in late)
@@ -414,8 +425,8 @@ class ReducedPass:
             for bucket in {homes[i][0]: None for i in late}:
                 more = bucket.zeroed_copy()
                 for place, i in enumerate(bucket.members):
-                    if i in mine:
-                        more.add(place, mine[i], self._late_factor)
+                    if i in own:
+                        more.add(place, own[i], self._late_factor)
                 self._start_hook(self._hook, more).wait()
                 for place, part in enumerate(more.views):
                     bucket.add(place, self._scale.finish_one(part))
@@ -423,7 +434,7 @@ class ReducedPass:
         works = []
         for i in late:
             bucket, place = homes[i]
-            part = scale_gradient(bucket.as_payload(place, mine.get(i)), self._late_factor)
+            part = scale_gradient(bucket.as_payload(place, own.get(i)), self._late_factor)
             works.append((bucket, place, part, self._scale.start(part)))
         for bucket, place, part, work in works:
             work.wait()

@@ -144,6 +144,10 @@ class BucketPiece:
     parameters: list[Parameter]
 
 
+class ResultMismatch(Exception):
+    """A hook has returned something that does not fit its bucket."""
+
+
 class Bucket:
     """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
@@ -169,9 +173,9 @@ class Bucket:
                 places = slice(start, stop)
                 self.pieces.append(BucketPiece(index, places, members[places], parameters[places]))
                 start, nbytes = stop, 0
-        self._hold(payload)
+        self._set_payload(payload)
 
-    def _hold(self, payload: Tensor) -> None:
+    def _set_payload(self, payload: Tensor) -> None:
         self.payload = payload
         self.buffer = payload[: sum(p.numel() for p in self.parameters)]
         self.views = _views(self.buffer, self.parameters)
@@ -198,14 +202,11 @@ class Bucket:
             return self.payload._values().nbytes + self.payload._indices().nbytes
         return self.payload.nbytes
 
-    def take(self, result: Any) -> str:
-        """Replace the gradients by a tensor like `buffer`; return what is wrong with it, or ""."""
-        wrong = _mismatch(result, self.buffer)
-        if not wrong and (
-            result.data_ptr() != self.buffer.data_ptr() or result.dtype != self.buffer.dtype
-        ):
+    def store_result(self, result: Any) -> None:
+        """Replace the gradients by a tensor like `buffer`, or raise `ResultMismatch`."""
+        _check_result(result, self.buffer)
+        if result.data_ptr() != self.buffer.data_ptr() or result.dtype != self.buffer.dtype:
             self.buffer.copy_(result.detach().reshape(-1))
-        return wrong
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
@@ -277,15 +278,13 @@ class SparseBucket(Bucket):
     def __init__(self, index: int, members: list[int], parameters: list[Parameter]) -> None:
         super().__init__(index, members, parameters, _empty_sparse(parameters[0]))
 
-    def _hold(self, payload: Tensor) -> None:
+    def _set_payload(self, payload: Tensor) -> None:
         self.payload = self.buffer = payload
         self.views = [payload]
 
-    def take(self, result: Any) -> str:
-        wrong = _mismatch(result, self.buffer)
-        if not wrong:
-            self._hold(result.detach().to(self.buffer.dtype).coalesce())
-        return wrong
+    def store_result(self, result: Any) -> None:
+        _check_result(result, self.buffer)
+        self._set_payload(result.detach().to(self.buffer.dtype).coalesce())
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
@@ -294,16 +293,16 @@ class SparseBucket(Bucket):
         for part in (*previous, *new):
             if part is not None:
                 total = total + self.as_payload(0, part)
-        self._hold(total.coalesce())
+        self._set_payload(total.coalesce())
         if factor != 1:
             self.scale(factor)
 
     def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
-            self._hold((self.payload + self.as_payload(place, gradient) * factor).coalesce())
+            self._set_payload((self.payload + self.as_payload(place, gradient) * factor).coalesce())
 
     def scale(self, factor: float) -> None:
-        self._hold(self.payload * factor if factor else _empty_sparse(*self.parameters))
+        self._set_payload(self.payload * factor if factor else _empty_sparse(*self.parameters))
 
     def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
         del place
@@ -331,15 +330,13 @@ def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
     return views
 
 
-def _mismatch(result: Any, wanted: Tensor) -> str:
-    """Return how a result differs from what is wanted; "" if it does not."""
+def _check_result(result: Any, wanted: Tensor) -> None:
     if not isinstance(result, Tensor):
-        return f"a {type(result).__name__}, not a tensor"
+        raise ResultMismatch(f"a {type(result).__name__}, not a tensor")
     if result.layout != wanted.layout:
-        return f"a tensor that is {result.layout}, not {wanted.layout}"
+        raise ResultMismatch(f"a tensor that is {result.layout}, not {wanted.layout}")
     if result.numel() != wanted.numel():
-        return f"{list(result.shape)}, not {list(wanted.shape)}"
-    return ""
+        raise ResultMismatch(f"{list(result.shape)}, not {list(wanted.shape)}")
 
 
 def _scale(tensors: list[Tensor], factor: float) -> None:

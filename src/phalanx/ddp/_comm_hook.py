@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from ..errors import GroupError, HookError, InvalidArgument, InvalidType
+from ._buckets import ResultMismatch
 from ._communicator import Communicator
 from ._dtensor import original_parameter
 
@@ -170,18 +171,18 @@ class CommHook:
     timing: HookTiming = DEFAULT_TIMING
 
     def start(
-        self, shown: GradBucket, take: Callable[[Any], str], *, describe: Callable[[], str]
+        self, bucket: GradBucket, store: Callable[[Any], None], *, describe: Callable[[], str]
     ) -> HookWork:
         """Start to reduce a bucket.
 
-        `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
-        called for an error message.
+        `store` stores the result, or raises `ResultMismatch`. `describe` is called for an error
+        message.
         """
         name = f"communication hook {hook_name(self.hook)}"
         work = HookWork(self.comm, name, describe, self.timing)
-        work.take = take
+        work.store = store
         with work:
-            work.future = self.hook(self.state, shown)
+            work.future = self.hook(self.state, bucket)
         return work
 
 
@@ -246,7 +247,7 @@ class HookCall:
 class HookWork(HookCall):
     """A bucket that a hook is reducing."""
 
-    take: Callable[[Any], str]
+    store: Callable[[Any], None]
     future: Any = None
     _has_ended = False
 
@@ -259,8 +260,9 @@ class HookWork(HookCall):
         if isinstance(result, (list, tuple)) and len(result) == 1:
             (result,) = result
         with self:
-            wrong = self.take(result)
-        if wrong:
-            raise self.error(f"returned a future of {wrong}")
+            try:
+                self.store(result)
+            except ResultMismatch as error:
+                raise self.error(f"returned a future of {error}") from None
         self._has_ended = True
         return True

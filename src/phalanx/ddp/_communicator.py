@@ -7,6 +7,7 @@ difference. The only other module of this package that asks which kind a group i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -143,16 +144,33 @@ class Communicator:
         work: AnyWork = (self._ours or self.group).barrier()
         work.wait()
 
-    def announce_local_pass(self) -> AnyWork:
+    def announce_local_pass(self) -> None:
         """Issue a barrier that is not waited for, so that a peer that reduces instead raises."""
-        return self.group.barrier(c10d.BarrierOptions())
+        self.group.barrier(c10d.BarrierOptions())
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20
 
 
+class FlatMessage:
+    """Tensors of one dtype and device, and a flat tensor to send them in."""
+
+    def __init__(self, tensors: list[Tensor], comm: Communicator) -> None:
+        self.tensors = tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        self.flat = comm.allocate(sum(sizes), tensors[0].dtype, tensors[0].device)
+        parts = zip(torch.split(self.flat, sizes), tensors, strict=True)
+        self.views = [part.view(tensor.shape) for part, tensor in parts]
+
+    def pack(self) -> None:
+        torch._foreach_copy_(self.views, self.tensors)
+
+    def unpack(self) -> None:
+        torch._foreach_copy_(self.tensors, self.views)
+
+
 def broadcast_coalesced(
-    tensors: Sequence[Tensor], comm: Communicator, *, root: int, chunk: int = BROADCAST_BUCKET_BYTES
+    tensors: Sequence[Tensor], comm: Communicator, *, root: int, limit: int = BROADCAST_BUCKET_BYTES
 ) -> None:
     """Give every rank the root's values, with tensors of one dtype in one message.
 
@@ -160,21 +178,18 @@ def broadcast_coalesced(
     backward and would detect the write.
     """
     with torch.no_grad():
-        for group in chunk_tensors([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
-            sizes = [t.numel() for t in group]
-            flat = comm.allocate(sum(sizes), group[0].dtype, group[0].device)
-            parts = torch.split(flat, sizes)
+        for chunk in chunk_tensors([local_tensor(t).detach() for t in tensors if t.numel()], limit):
+            message = FlatMessage(chunk, comm)
             if comm.rank == root:
-                torch._foreach_copy_(list(parts), [t.reshape(-1) for t in group])
-            comm.broadcast(flat, root).wait()
+                message.pack()
+            comm.broadcast(message.flat, root).wait()
             if comm.rank != root:
-                for tensor, part in zip(group, parts, strict=True):
-                    received = part.view(tensor.shape)
+                for tensor, received in zip(chunk, message.views, strict=True):
                     if not torch.equal(tensor, received):
                         tensor.copy_(received)
 
 
-def chunk_tensors(tensors: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
+def chunk_tensors(tensors: Sequence[Tensor], limit: float = math.inf) -> list[list[Tensor]]:
     """Divide tensors into lists of one dtype and device, of about `limit` bytes."""
     chunks: list[list[Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], float]] = {}

@@ -453,13 +453,13 @@ class DistributedDataParallel(Joinable, TorchDDP):
         authoritative_rank: int = 0,
     ) -> None:
         buffers = self._inventory.buffers() if bufs is None else bufs
-        chunk = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
-        broadcast_coalesced(buffers, self._comm, root=authoritative_rank, chunk=chunk)
+        limit = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
+        broadcast_coalesced(buffers, self._comm, root=authoritative_rank, limit=limit)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast_coalesced(tensors, self._comm, root=authoritative_rank, chunk=buffer_size)
+        broadcast_coalesced(tensors, self._comm, root=authoritative_rank, limit=buffer_size)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """Agree on the highest rank for which `rank_cond` is true."""

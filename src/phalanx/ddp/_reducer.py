@@ -15,7 +15,6 @@ They never reach `.grad`, so no hook on a parameter sees them.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import weakref
@@ -36,7 +35,7 @@ from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task,
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook, hook_name
-from ._communicator import AnyWork, Communicator, broadcast_coalesced, chunk_tensors
+from ._communicator import Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
 from ._interop import refuse_compiled_backward
 from ._mixed_precision import PrecisionPolicy
@@ -110,16 +109,13 @@ class Reducer:
         self.syncs_gradients = True
         """Whether backward passes are reduced; read when a pass begins."""
         self._passes = self.reduced_passes = 0
-        self._lifetime: PassLifetime = [lambda: None]
-        """Returns None once autograd has dropped the pass in flight: a weak reference to the queued
-        callback, or what `find_outer_graph_task` returned."""
+        self._lifetime = PassLifetime()
         self.has_local_grads = False
         """Whether ``.grad`` contains gradients of this rank that are not reduced."""
         self.may_lack_data = False
         """Whether ranks may be without data. Reduced gradients must not be reduced again then."""
         self._previous = PreviousGrads()
         self._in_flight: ReducedPass | LocalPass | None = None
-        self._announced: AnyWork | None = None
         self._order: list[int] | None = None
         """The order of gradients in the first pass, until the buckets are rearranged by it."""
         self.expects_backward = False
@@ -245,27 +241,36 @@ class Reducer:
         if outer is None:
             self._end_with_this_run()
         else:
-            next_node, self._lifetime[0] = outer
+            next_node, frame = outer
+            self._lifetime.follow_frame(frame)
             self._end_with_outer_run(next_node)
-        # Whether the ranks' shares of reduced gradients might not add up to one.
-        sets_reduced_aside = (
-            self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
-        )
-        if not self.syncs_gradients:
-            if not self.has_local_grads and sets_reduced_aside:
-                self._previous.keep_reduced(self.parameters)
-            self.has_local_grads = True
-            self._previous.add(-1)
-            self.weights.accumulate(self.parameters)
-            self._previous.add()
-            self._note_local()
-            unweighted = self.parameters if self.weights.current == 0 else ()
-            self._in_flight = LocalPass(self.comm, unweighted)
-            return
+        if self.syncs_gradients:
+            self._begin_reduced()
+        else:
+            self._begin_local()
+
+    @property
+    def _sets_reduced_aside(self) -> bool:
+        """Whether the ranks' shares of reduced gradients might not add up to one."""
+        return self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
+
+    def _begin_local(self) -> None:
+        if not self.has_local_grads and self._sets_reduced_aside:
+            self._previous.keep_reduced(self.parameters)
+        self.has_local_grads = True
+        # A change of weight rescales `.grad`, but the reduced part must keep its scale.
+        self._previous.add(-1)
+        self.weights.accumulate(self.parameters)
+        self._previous.add()
+        self._note_local()
+        unweighted = self.parameters if self.weights.current == 0 else ()
+        self._in_flight = LocalPass(self.comm, unweighted)
+
+    def _begin_reduced(self) -> None:
         self.reduced_passes += 1
         if self.has_local_grads:
             self._previous.add(-1)
-        elif sets_reduced_aside:
+        elif self._sets_reduced_aside:
             self._previous.set_aside(self.parameters)
         self._in_flight = self._make_pass(
             self.scaling.scale(self.parameters, may_overflow=self._may_overflow),
@@ -277,7 +282,7 @@ class Reducer:
     def _end_with_this_run(self) -> None:
         """End the pass with the current graph task. What a callback raises, backward() raises."""
         callback = partial(self._end_all)
-        self._lifetime[0] = weakref.ref(callback)
+        self._lifetime.follow_callback(callback)
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = torch._C._current_graph_task_id()
 
@@ -330,7 +335,7 @@ class Reducer:
         self._abandon_if_dead()
         self._passes += 1
         if not reduces:
-            self._announced = LocalPass(self.comm).finish()
+            LocalPass(self.comm).finish()
             return
         self.reduced_passes += 1
         with torch.no_grad():
@@ -373,7 +378,7 @@ class Reducer:
         self._autograd_hooks.rearm()
         with without_graph():
             if isinstance(current, LocalPass):
-                self._announced = current.finish()
+                current.finish()
                 self._note_local()
             elif current is not None:
                 current.finish()
@@ -387,7 +392,6 @@ class Reducer:
 
     def _complete(self, done: ReducedPass) -> None:
         self.has_local_grads = False
-        self._announced = None
         self.graph_ever_changed |= done.graph_changed
         self.weights.clear()
         self._previous.clear()
@@ -423,10 +427,10 @@ class Reducer:
 
     def _abandon_if_dead(self) -> None:
         """Drop a pass that autograd did not finish because something raised."""
-        if self._in_flight is not None and self._lifetime[0]() is None:
+        if self._in_flight is not None and self._lifetime.holder() is None:
             current, self._in_flight = self._in_flight, None
             self.graph_task = None
-            self._lifetime[0] = lambda: None
+            self._lifetime.end()
             current.abandon()
             if isinstance(current, LocalPass):
                 self.weights.undo_last_pass()
@@ -448,7 +452,6 @@ class Reducer:
         self._passes, self.reduced_passes, has_agreed_order, has_shared, *order = progress
         self._has_agreed_order, self._order = bool(has_agreed_order), None
         self.has_shared_backward = bool(has_shared)
-        self._announced = None
         self.weights.clear()
         self._previous.clear()
         if order != self._arranged_by:
@@ -510,7 +513,7 @@ class DistributedAutogradPass:
         found = torch._C._distributed_autograd.get_gradients(self._context)
         weight = reducer.weights.current
         with torch.no_grad():
-            for parameters in chunk_tensors(reducer.parameters, math.inf):
+            for parameters in chunk_tensors(reducer.parameters):
                 # A missing gradient counts as zero. The sum of weights comes last.
                 parts = [found.get(each, torch.zeros_like(each)) for each in parameters]
                 if any(part.is_sparse for part in parts):

@@ -24,7 +24,7 @@ from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
 from ..groups._call_site import warn_user
 from ..join import Join, Joinable, JoinHook
 from ..join._optimizer_state import OptimizerStates, gather_states
-from ._communicator import Communicator
+from ._communicator import Communicator, FlatMessage, chunk_tensors
 from ._config import check_materialized, resolve_group
 from ._parameter_consistency import NamedTensors, verify_parameters
 
@@ -132,16 +132,11 @@ class BroadcastExchange:
         self._comm = comm
         self.parameters = [p for p, _ in pairs]
         self._kinds = [(p.dtype, p.device) for p in self.parameters]
-        grouped: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        for p, owner in pairs:
-            grouped.setdefault((owner, p.dtype, p.device), []).append(p)
-        self._messages: list[tuple[int, list[Tensor], Tensor, list[Tensor]]] = []
-        """Owner, parameters, and their flat buffer with its views."""
-        for (owner, dtype, device), members in grouped.items():
-            sizes = [p.numel() for p in members]
-            flat = comm.allocate(sum(sizes), dtype, device)
-            parts = zip(torch.split(flat, sizes), members, strict=True)
-            self._messages.append((owner, members, flat, [part.view(p.shape) for part, p in parts]))
+        self._messages = [
+            (owner, FlatMessage(chunk, comm))
+            for owner in sorted({owner for _, owner in pairs})
+            for chunk in chunk_tensors([p for p, each in pairs if each == owner])
+        ]
         self.publish(root=0)
 
     def is_stale(self) -> bool:
@@ -154,17 +149,17 @@ class BroadcastExchange:
     def publish(self, root: int | None = None) -> None:
         """Give all ranks the values of the owners, or those of `root`."""
         works = []
-        for owner, members, flat, views in self._messages:
+        for owner, message in self._messages:
             sender = owner if root is None else root
             if sender == self._comm.rank:
-                torch._foreach_copy_(views, members)
+                message.pack()
             # As bytes, since not every backend has every dtype.
-            work = self._comm.broadcast(flat.view(torch.uint8), sender)
-            works.append((work, sender, members, views))
-        for work, sender, members, views in works:
+            work = self._comm.broadcast(message.flat.view(torch.uint8), sender)
+            works.append((work, sender, message))
+        for work, sender, message in works:
             work.wait()
             if sender != self._comm.rank:
-                torch._foreach_copy_(members, views)
+                message.unpack()
 
 
 Exchange = SharedMemoryExchange | BroadcastExchange

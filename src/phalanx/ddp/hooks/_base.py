@@ -31,10 +31,10 @@ from torch.futures import Future, collect_all
 from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import _work
 from ...groups._factory import default_group
+from .._comm_hook import Hook as Hook
 from .._communicator import AnyWork, Communicator
 
 # Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
-Hook = Callable[[Any, Any], Future[Tensor]]
 HookWrapper = Callable[[Hook], Hook]
 OptionalGroup = dist.ProcessGroup | None
 

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup
 from ...groups._call_site import warn_user
+from .._communicator import Communicator, FlatMessage, chunk_tensors
 from . import _base as base
 
 
@@ -40,21 +41,17 @@ class CoalescedAverage:
     def __init__(self, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
         self.tensors = [tensor.detach() for tensor in tensors]
         """They hold the means after `finish`."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in self.tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        self._parts = list(by_kind.values())
-        self._flats = [torch.cat([each.reshape(-1) for each in parts]) for parts in self._parts]
-        self._calls = [base.start_average(group, flat) for flat in self._flats]
+        chunks = chunk_tensors(self.tensors)
+        self._messages = [FlatMessage(each, Communicator(group, each[0].device)) for each in chunks]
+        for message in self._messages:
+            message.pack()
+        self._calls = [base.start_average(group, message.flat) for message in self._messages]
 
     def finish(self) -> list[Tensor]:
         """Wait for the means, copy them into the tensors, and return those; call it once."""
-        for parts, flat, call in zip(self._parts, self._flats, self._calls, strict=True):
+        for message, call in zip(self._messages, self._calls, strict=True):
             call.wait()
-            means = torch.split(flat, [each.numel() for each in parts])
-            # Into the existing memory, which may be shared or have views.
-            shaped = [mean.view(each.shape) for mean, each in zip(means, parts, strict=True)]
-            torch._foreach_copy_(parts, shaped)
+            message.unpack()  # into the existing memory, which may be shared or have views
         return self.tensors
 
 

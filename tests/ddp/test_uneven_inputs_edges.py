@@ -18,7 +18,7 @@ from phalanx.groups import process_group
 from phalanx.join import Join
 from phalanx.testing import over_groups
 
-from .whole import TINY, on_every_backend
+from .whole import TINY, on_every_backend, operations
 
 ROW = torch.ones(1, 2, dtype=torch.float64)
 
@@ -150,7 +150,7 @@ def test_settings_that_are_tensors_reach_ranks_that_were_away(group):
 class Listing(torch.optim.SGD):
     """Keeps a list of tensors for each parameter."""
 
-    def step(self, closure=None):
+    def step(self):
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["history"] = [parameter.detach().clone()]
 
@@ -181,6 +181,21 @@ def test_keyword_arguments_that_nobody_takes(group):
     for _ in phalanx.uneven(range(2), ddp, divide_by_initial_world_size=False):
         ddp(ROW).sum().backward()
         assert ddp.reducer.scaling.divide_by_initial_world_size is False
+
+
+@on_every_backend
+def test_the_source_of_the_final_model_is_chosen_once(group):
+    ddp = DDP(line(), process_group=group)
+    ddp(ROW).sum().backward()
+    join = ddp.join()
+    with join:
+        ddp(ROW).sum().backward()
+    told = operations(group, lambda: ddp._sync_final_model(True))
+    assert told.count("allgather") == 1  # outside of a join nobody knows who was last
+    join.__enter__()
+    ddp(ROW).sum().backward()
+    told = operations(group, lambda: join.__exit__(None, None, None))
+    assert told.count("allgather") == 1  # for the report
 
 
 class Foreign(ShardedOptimizer):

@@ -32,8 +32,7 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.device = device
-        """The device of small tensors that the group communicates."""
+        self.device = device  # the device of small tensors that the group communicates
         self._ours = group if isinstance(group, ProcessGroup) else None
 
     @property
@@ -43,7 +42,6 @@ class Communicator:
 
     @property
     def timeout(self) -> float | None:
-        """The timeout of the group in seconds, if it reports one."""
         if self._ours is not None:
             return self._ours.timeout.total_seconds()
         try:
@@ -53,7 +51,6 @@ class Communicator:
             return None
 
     def members(self) -> tuple[int, ...]:
-        """List the ranks that have not left."""
         return tuple(range(self.size)) if self._ours is None else self._ours.members
 
     def is_busy(self) -> bool:
@@ -61,7 +58,6 @@ class Communicator:
         return self._ours is not None and self._ours._detector.is_busy()
 
     def failure(self) -> GroupError | None:
-        """Return why the group has failed, if it has and reports it."""
         return self._ours.failure() if self._ours is not None else None
 
     def abort(self, why: str) -> None:
@@ -96,19 +92,16 @@ class Communicator:
         return self._ours._allocate_shared(nbytes, owner=owner)
 
     def mean(self, flat: Tensor) -> AnyWork:
-        """Replace a tensor by its mean over the ranks."""
         if self._ours is not None:
             return self._ours.allreduce(flat, op=ReduceOp.AVG)
         return self.sum(flat.div_(self.size))  # not every torch backend has AVG
 
     def sum(self, flat: Tensor) -> AnyWork:
-        """Replace a tensor by its sum over the ranks."""
         if self._ours is not None:
             return self._ours.allreduce(flat)
         return self.group.allreduce([flat], c10d.AllreduceOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> AnyWork:
-        """Copy a tensor from one rank to all."""
         options = c10d.BroadcastOptions()
         options.rootRank = root
         return self.group.broadcast([tensor], options)
@@ -140,7 +133,6 @@ class Communicator:
         return [texts.get(rank, "") for rank in range(self.size)]
 
     def barrier(self) -> None:
-        """Wait until every rank has called it."""
         work: AnyWork = (self._ours or self.group).barrier()
         work.wait()
 

@@ -27,12 +27,10 @@ BUCKET_BYTES = 25 * MIB
 SHARED_MEMORY_BUCKET_BYTES = 4 * MIB
 """With shared memory large buckets gain nothing, and gradients in small ones are still in the
 cache when they are reduced."""
-MAX_CAP_MIB = 1 << 40
-"""More than any module has, so that infinity means one bucket."""
+MAX_CAP_MIB = 1 << 40  # more than any module has, so that infinity means one bucket
 
 
 def require_default_group() -> dist.ProcessGroup:
-    """Return the current group or torch's default group."""
     group = default_group()
     if group is None:
         raise InvalidArgument(
@@ -80,12 +78,6 @@ def check_parameters(named: Sequence[NamedParameter]) -> None:
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
     check_materialized(named)
-
-
-def check_trainable(named: Sequence[NamedParameter]) -> None:
-    """Raise if nothing requires a gradient; called after ranks have compared their modules."""
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
 
 
 def check_sync_batch_norms(sync_norms: NamedNorms, device: torch.device) -> None:
@@ -169,13 +161,10 @@ def resolve_bucket_caps(
 ) -> BucketCaps:
     """Return the sizes of buckets; `shared`: ranks can read each other's memory."""
     if bucket_cap_mb_list:
-        each = tuple(map(_cap_in_bytes, bucket_cap_mb_list))
-        return BucketCaps(each[-1], each=each)
+        return tuple(map(_cap_in_bytes, bucket_cap_mb_list))
     if bucket_cap_mb is not None:
-        return BucketCaps(_cap_in_bytes(bucket_cap_mb))
-    if shared:
-        return BucketCaps(SHARED_MEMORY_BUCKET_BYTES)
-    return BucketCaps(BUCKET_BYTES, first=FIRST_BUCKET_BYTES)
+        return (_cap_in_bytes(bucket_cap_mb),)
+    return (SHARED_MEMORY_BUCKET_BYTES,) if shared else (FIRST_BUCKET_BYTES, BUCKET_BYTES)
 
 
 def _cap_in_bytes(mebibytes: float) -> int:

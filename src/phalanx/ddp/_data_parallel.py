@@ -4,10 +4,6 @@ The class derives from torch's, so that `isinstance` checks accept it, but torch
 never runs: every method of torch's class that needs what it builds is overridden here, works on
 the reducer, or raises.
 
-A gradient goes from here to `_autograd_hooks` (which notice it), `_reducer` and
-`_backward_pass` (which decide when to reduce it), `_buckets` (which hold it), `_communicator`
-and the process group.
-
 Everything that holds a reference to the group is built in `_connect` and left out of
 `__getstate__`. A new attribute of that kind must be added to `NOT_PICKLED`.
 """
@@ -37,12 +33,7 @@ from ._buckets import BucketOptions
 from ._buffer_sync import BufferHook, BufferSynchronizer, _BufferCommHook, _BufferCommHookLocation
 from ._comm_hook import CommHook, check_hook, hook_name
 from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
-from ._mixed_precision import (
-    MixedPrecision,
-    PrecisionPolicy,
-    cast_buffers,
-    resolve_mixed_precision,
-)
+from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers, resolve_mixed_precision
 from ._module_inspection import ModuleInventory, NamedParameter
 from ._parameter_consistency import assert_same_values, verify_parameters
 from ._reducer import Reducer, backward_callback
@@ -201,7 +192,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
         comm = Communicator(self.process_group, self.device)
         if init_sync:
             verify_parameters(named, comm)
-        _config.check_trainable(named)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
         precision = self.mixed_precision
         if precision is not None and precision.buffer_dtype is not None:
             cast_buffers(module, precision.buffer_dtype, ignored=self.parameters_to_ignore)
@@ -229,13 +221,14 @@ class DistributedDataParallel(Joinable, TorchDDP):
             parameters = [p for _, p in self._inventory.parameters]
             self._precision_policy = PrecisionPolicy(self.mixed_precision, self.module, parameters)
         caps = _config.resolve_bucket_caps(*self._bucket_sizes, shared=self._comm.shares_memory)
-        self.bucket_bytes_cap = _interop.compiler_bucket_cap(caps.rest)  # read by torch's compiler
+        # Read by torch's compiler, which splits no graph into smaller parts than this minimum.
+        self.bucket_bytes_cap = max(caps[-1], c10d._DEFAULT_FIRST_BUCKET_BYTES)
         self.reducer = Reducer(
             self._inventory.parameters,
             self._comm,
             BucketOptions(caps, self._inventory.sparse, self._delay, reduce_dtype),
             reduce=self._reduce,
-            keeps_views=self.gradient_as_bucket_view,
+            grad_is_view=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
             precision=self._precision_policy,
@@ -429,10 +422,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         hook: BufferHook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let a hook synchronize buffers: ``hook(state, buffers by name)``.
-
-        Backward waits for the futures that it returns, if any.
-        """
+        """Let a hook synchronize buffers; backward waits for the futures that it returns."""
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
         self._buffer_sync.hook = self.buffer_hook
 
@@ -644,7 +634,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self, optim: type[Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> Optimizer:
         """Make an optimizer that steps at the end of every reduced backward pass; return it."""
-        return self.reducer.optimizers.fuse(optim, optim_params, *args, **kwargs)
+        return self.reducer.optimizers.register(optim, optim_params, *args, **kwargs)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Do nothing: the reducer finds them."""
@@ -719,11 +709,9 @@ def _accept_unprefixed_names(
 
 
 def _unprefixed_names(wrapper: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names of a state that lack ``module.``; none if it is the wrapper's own state.
-
-    A part of the module may be called ``module`` too, and a state may have further entries, so
-    this compares how many names are known with and without the prefix.
-    """
+    """Return the names of a state that lack ``module.``; none if it is the wrapper's own state."""
+    # A submodule may be called ``module`` too, and a state may have further entries, so compare how
+    # many names are known with and without the prefix.
     names = set(names)
     plain = set(wrapper.get_submodule("module").state_dict())
     own = _names_outside_module(wrapper) | {PREFIX + name for name in plain}

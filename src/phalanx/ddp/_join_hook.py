@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 class NextBackward(enum.IntEnum):
     """The backward pass that follows a forward pass."""
 
-    UNKNOWN = 0
-    """On a rank without data."""
+    UNKNOWN = 0  # on a rank without data
     LOCAL = 1
     REDUCED = 2
 

@@ -51,15 +51,15 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     differing = [i for i in range(len(named)) if len({row[i] for row in values.values()}) > 1]
     if differing:
         index, *more = differing
-        odd = [rank for rank, row in values.items() if row[index] != values[first][index]]
+        others = [rank for rank, row in values.items() if row[index] != values[first][index]]
         also = f" (and {len(more)} more parameters differ)" if more else ""
         raise RankMismatch(
-            f"parameter {named[index][0]!r} differs: {format_ranks(odd)} and rank {first} have "
+            f"parameter {named[index][0]!r} differs: {format_ranks(others)} and rank {first} have "
             f"different values{also}. Something other than the optimizer step changed it on some "
             "ranks",
             group=comm.label,
             operation="assert_in_sync",
-            ranks=odd,
+            ranks=others,
         )
 
 

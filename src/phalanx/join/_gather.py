@@ -80,8 +80,7 @@ class Column(NamedTuple):
         return self.rows[rank] * math.prod(self.shape or ()) * self.dtype.itemsize
 
 
-TreeSpec = Any
-"""A `RowsSpec` or `Column`, a `ContainerSpec`, or None for no data."""
+TreeSpec = Any  # a `RowsSpec` or `Column`, a `ContainerSpec`, or None for no data
 
 
 def describe_tree(tree: Any, key: str = "") -> TreeSpec:
@@ -159,7 +158,6 @@ def _common(spec: RowsSpec | ContainerSpec) -> object:
 
 
 def iter_columns(node: TreeSpec, tree: Any) -> Iterator[tuple[Column, Tensor | None]]:
-    """Yield every column with this rank's rows, if it has some."""
     if isinstance(node, Column):
         yield node, None if tree is None else as_rows(tree)
     elif node is not None:

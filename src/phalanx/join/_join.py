@@ -1,26 +1,15 @@
 """`Join` and `uneven`: training loops whose number of steps differs between ranks.
 
-`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data waits in one of two ways
-until no rank has data:
-
-It leaves the process group, if all joinables support that. Every later collective runs among the
-remaining ranks, so nothing has to be shadowed. Where ranks see each other's membership
-(`ProcessGroup.can_leave_alone`) a step costs nothing extra; elsewhere each step begins with a
-membership update, one small message.
-
-Or it shadows the collectives of the others; this is torch's protocol. At the start of each step all
-ranks sum one number, 1 for a rank with data and 0 for one without, so a rank without data learns
-whether it must shadow another step. If uneven inputs are an error, a second sum informs the ranks
-with data, which do not wait for the first. Tensor dtypes and shapes must stay those of torch's
-implementation: if the first joinable is torch's own, torch's code makes the calls on the ranks with
-data.
+`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data leaves the process group,
+if all joinables support that: every later collective runs among the remaining ranks. Otherwise it
+shadows the collectives of the others, by torch's protocol: at the start of each step all ranks sum
+one number, 1 for a rank with data and 0 for one without. If uneven inputs are an error, a second
+sum informs the ranks with data, which do not wait for the first. Dtypes and shapes must stay those
+of torch: if the first joinable is torch's own, torch's code makes the calls on the ranks with data.
 
 At the end all ranks are members again, the post hooks run, and ranks compare the number of the
 block: nested joins that end on different blocks raise `RankMismatch`. An exception inside the block
 aborts the group, unless every rank is known to raise it, so that no rank waits for the deadline.
-
-`JoinHook` is torch's class, and `Joinable` and `_JoinConfig` derive from torch's, so either `Join`
-accepts either joinable.
 """
 
 from __future__ import annotations
@@ -30,6 +19,7 @@ import time
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
@@ -62,7 +52,6 @@ class _JoinConfig(upstream._JoinConfig):
 
     @staticmethod
     def construct_disabled_join_config() -> _JoinConfig:
-        """Return the configuration outside of any `Join`."""
         return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
@@ -173,10 +162,8 @@ class Join:
 
     report: JoinReport | None = None
     """Set at the end of the block."""
-    last_joiners: tuple[int, ...] = ()
-    """The ranks that had data to the end; set when the post hooks run."""
-    failure: Exception | None = None
-    """Why the loop around the block ended without a report, if it was left in a step."""
+    last_joiners: tuple[int, ...] = ()  # for post hooks
+    failure: Exception | None = None  # of a block that was left in the middle of a step
 
     def __init__(
         self,
@@ -233,7 +220,8 @@ class Join:
     def __enter__(self) -> Self:
         disabled = _JoinConfig.construct_disabled_join_config()
         self._outer = [
-            (getattr(each, "_join_config", disabled), _block_of(each)) for each in self._joinables
+            (getattr(each, "_join_config", disabled), getattr(each, "_join_block", None))
+            for each in self._joinables
         ]
         self._is_open, self._has_raised = True, False
         self.last_joiners, self.failure = (), None
@@ -265,12 +253,12 @@ class Join:
         finally:
             self._is_open = False
             for joinable in self._joinables:
-                if _block_of(joinable) is self:  # not one that was entered later
+                if joinable._join_block is self:  # not one that was entered later
                     config, block = self._enclosing_block(joinable)
                     joinable._join_config, joinable._join_block = config, block
 
     def _enclosing_block(self, joinable: upstream.Joinable) -> tuple[Any, Join | None]:
-        """Return the innermost open block around this one; blocks need not end in order."""
+        # Blocks need not end in order.
         config, block = self._outer[self._joinables.index(joinable)]
         if block is None or block._is_open:
             return config, block
@@ -323,7 +311,7 @@ class Join:
             )
         if not (config.enable and config.is_first_joinable):
             return None
-        block = _block_of(joinable)
+        block: Join | None = getattr(joinable, "_join_block", None)
         if block is None:  # the joinable is in a Join of torch's
             throws = config.throw_on_early_termination
             return _announce_data(_group_of(joinable), joinable.join_device, throws=throws)
@@ -342,7 +330,7 @@ class Join:
         self._configure(is_over=True)
         seconds = time.perf_counter() - self._began
         shadowed = self._wait_for_others()
-        report = self._gather_report(_RankResult(self._number, self._steps, shadowed, seconds))
+        report = self._gather_report(_BlockResult(self._number, self._steps, shadowed, seconds))
         self.last_joiners = report.last_joiners
         missing = max(report.steps) - report.steps[self._group.rank()]
         if self.leaves:  # a rank that shadows has warned already
@@ -388,12 +376,12 @@ class Join:
                 "ranks and waits for them: divide the data more evenly"
             )
 
-    def _gather_report(self, own: _RankResult) -> JoinReport:
+    def _gather_report(self, own: _BlockResult) -> JoinReport:
         """Gather the results of all ranks; raise if they are at the end of different blocks."""
         mine = torch.tensor(own, dtype=torch.float64, device=self._device)
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._group.allgather([gathered], [mine], c10d.AllgatherOptions()).wait()
-        results = [_RankResult(*row.tolist()) for row in gathered]
+        results = [_BlockResult(*row.tolist()) for row in gathered]
         numbers = [int(result.block_number) for result in results]
         if len(set(numbers)) > 1:
             raise RankMismatch(
@@ -428,11 +416,10 @@ class Join:
             group.abort(f"its join block raised {type(error).__name__}: {error}")
 
 
-class _RankResult(NamedTuple):
+class _BlockResult(NamedTuple):
     """What a rank tells the others at the end of a block; sent as floats."""
 
     block_number: float
-    """Blocks are counted by group."""
     steps: float
     shadowed_steps: float
     seconds: float
@@ -440,15 +427,10 @@ class _RankResult(NamedTuple):
 
 def _check_hook_arguments(joinables: Sequence[Any], given: Mapping[str, Any]) -> None:
     """Raise for keyword arguments that no joinable uses, unless one may use any."""
-    used: set[str] = set()
-    for joinable in joinables:
-        names = getattr(joinable, "join_hook_arguments", None)
-        if names is None:
-            return
-        used.update(names)
-    for name in given:
-        if name not in used:
-            raise InvalidArgument(f"no joinable takes the keyword argument {name!r}")
+    used: list[Any] = [getattr(each, "join_hook_arguments", None) for each in joinables]
+    unknown = [] if None in used else sorted(set(given).difference(*used))
+    if unknown:
+        raise InvalidArgument(f"no joinable takes the keyword argument {unknown[0]!r}")
 
 
 _block_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -482,11 +464,6 @@ def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
     return group
 
 
-def _block_of(joinable: upstream.Joinable) -> Join | None:
-    block: Join | None = getattr(joinable, "_join_block", None)
-    return block
-
-
 def _is_uneven_inputs_error(error: BaseException) -> bool:
     if isinstance(error, UnevenInputs):
         return True
@@ -516,12 +493,8 @@ class UnevenLoader(Generic[T]):
 
     Arguments:
         loader: what to iterate over; its length may differ between ranks.
-        joinables: as for `Join`.
-        optimizers: as for `Join`.
-        enable: False makes this a plain loop.
-        throw_on_early_termination: whether uneven inputs raise `UnevenInputs` on all ranks.
         divide_by_initial_world_size: whether ranks without data count in the mean gradient.
-        kwargs: passed to the `join_hook` of every joinable.
+        joinables, optimizers, enable, throw_on_early_termination, kwargs: as for `Join`.
     """
 
     def __init__(
@@ -539,16 +512,11 @@ class UnevenLoader(Generic[T]):
         if not joinables:
             raise InvalidArgument("uneven needs a joinable: uneven(loader, ddp)")
         self._loader = loader
-        self._joinables = joinables
         if not divide_by_initial_world_size:  # else not passed to hooks that may not know it
             kwargs["divide_by_initial_world_size"] = False
         _check_hook_arguments(joinables, kwargs)
-        self._options = {
-            "enable": enable,
-            "throw_on_early_termination": throw_on_early_termination,
-            "optimizers": tuple(optimizers),
-            **kwargs,
-        }
+        options = {"optimizers": tuple(optimizers), **kwargs}
+        self._make_join = partial(Join, joinables, enable, throw_on_early_termination, **options)
         self._report: JoinReport | None = None
         self._dropped_error: Exception | None = None
         """An error after ``break``, which Python drops; raised by the next access."""
@@ -561,7 +529,7 @@ class UnevenLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         self._raise_dropped_error()
-        join = Join(self._joinables, **self._options)
+        join = self._make_join()
         try:
             with join:
                 for batch in self._loader:

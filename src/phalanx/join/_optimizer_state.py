@@ -40,10 +40,7 @@ CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
 def gather_states(
     own: OptimizerStates, group: dist.ProcessGroup, device: torch.device, *, to: int | None
 ) -> OptimizerStates | None:
-    """Collect copies of all ranks' states on one rank, or on all if `to` is None.
-
-    The ranks that do not collect get None. All ranks call it.
-    """
+    """Collect copies of all ranks' states on one rank, which alone gets them, or on all."""
     collected: OptimizerStates = {}
     for owner, described in _exchange_descriptions(own, group).items():
         collected |= _transfer(described, own, owner, group, device, to)

@@ -70,7 +70,6 @@ def hook_group(given: OptionalGroup, bucket: Any = None) -> dist.ProcessGroup:
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
-    """Start to replace a tensor by its mean over the ranks."""
     comm = Communicator(group, tensor.device)
     if tensor.element_size() > 2 and not tensor.is_sparse:
         return comm.mean(tensor)
@@ -79,7 +78,6 @@ def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
 
 
 def average(group: dist.ProcessGroup, tensor: Tensor) -> Future[Tensor]:
-    """Replace a tensor by its mean over the ranks."""
     return when_done([start_average(group, tensor)], lambda: tensor, tensor.device)
 
 
@@ -116,10 +114,8 @@ def when_done(
 def then(
     future: Future[Any], finish: Callable[[Future[Any]], Tensor], device: torch.device
 ) -> Future[Tensor]:
-    """Return a future of what `finish` makes of a completed one.
-
-    Unlike torch's method of this name, it preserves the type of an error.
-    """
+    """Return a future of what `finish` makes of a completed one."""
+    # Unlike torch's method of this name, it preserves the type of an error.
     result = _future(device)
     future.add_done_callback(
         lambda ended: _resolve(result, lambda: finish(ended))  # type: ignore[arg-type]
@@ -145,8 +141,7 @@ def _resolve(future: Future[Tensor], make: Callable[[], Tensor]) -> Future[Tenso
     return future
 
 
-MemoryKey = int | str
-"""The name of a parameter, or the index of a bucket without names."""
+MemoryKey = int | str  # the name of a parameter, or the index of a bucket without names
 HookMemory = dict[MemoryKey, Tensor]
 
 
@@ -188,11 +183,8 @@ def add_residuals(held: HookMemory, gradients: Mapping[MemoryKey, Tensor]) -> No
 
 
 def keep_residuals(held: HookMemory, rest: Tensor, parts: Mapping[MemoryKey, Tensor]) -> None:
-    """Keep what is not sent of a bucket, by parameter.
-
-    A residual that is not finite is dropped, since it would stay forever. A GradScaler skips the
-    step that caused it.
-    """
+    """Keep what is not sent of a bucket, by parameter, unless it is not finite."""
+    # It would stay forever. A GradScaler skips the step that caused it.
     if is_finite(rest):
         held.update(parts)
 
@@ -204,7 +196,6 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def shared_generator(seed: int, step: int, key: int | str) -> torch.Generator:
-    """Return a generator that depends on seed, step and key only."""
     mixed = zlib.crc32(f"{seed} {step} {key}".encode())
     return torch.Generator().manual_seed(mixed)  # on the CPU, whatever the device
 

@@ -39,8 +39,7 @@ class CoalescedAverage:
     """An average of tensors over the ranks in flight, one call per dtype and device."""
 
     def __init__(self, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
-        """They hold the means after `finish`."""
+        self.tensors = [tensor.detach() for tensor in tensors]  # they hold the means after `finish`
         chunks = chunk_tensors(self.tensors)
         self._messages = [FlatMessage(each, Communicator(group, each[0].device)) for each in chunks]
         for message in self._messages:
@@ -310,8 +309,7 @@ class Fragment:
         self.anchors: list[Tensor] = [Parameter(each.detach().clone()) for each in parameters]
         """The values of the last synchronization, equal on all ranks; the outer optimizer's."""
         self.outer = make_outer(self.anchors)
-        self.due: int | None = None
-        """The step at which the average in flight takes effect."""
+        self.due: int | None = None  # the step at which the average in flight takes effect
         self._in_flight: CoalescedAverage | None = None
         self._deltas: list[Tensor] = []
 

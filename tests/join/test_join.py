@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from phalanx import errors
+from phalanx.groups import process_group
 from phalanx.join import Join, Joinable
 from phalanx.testing import over_groups
 
@@ -202,3 +203,18 @@ def test_the_disabled_config():
     config = _JoinConfig.construct_disabled_join_config()
     assert config == (False, False, False)
     assert config._fields == ("enable", "throw_on_early_termination", "is_first_joinable")
+
+
+class Groupless(Counter):
+    """Has no group of its own, as torch's joinables may."""
+
+    join_process_group = None
+
+
+@everywhere
+def test_the_current_group_is_the_default(group):
+    with process_group(group):
+        join = Join([Groupless(group)])
+    with join:
+        pass
+    assert join.report.steps == (0,) * group.size()

@@ -67,7 +67,7 @@ def train(
     share = len(images) // group.size()  # equal, so that every rank takes the same number of steps
     start = time.perf_counter()
     for _ in tqdm(range(epochs), unit="epoch", ncols=80, disable=group.rank() != 0):
-        order = torch.randperm(len(images))  # the same on every rank, for they have the same seed
+        order = torch.randperm(len(images))  # same seed on every rank
         for batch in order[group.rank() * share :][:share].split(BATCH):
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()

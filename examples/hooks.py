@@ -29,7 +29,7 @@ CHOICES: dict[str, Callable[[], tuple[Any, Any]]] = {
     ),
     "topk": lambda: (hooks.TopKState(k=0.05), hooks.topk_hook),
     "randomk": lambda: (hooks.RandomKState(k=0.1), hooks.randomk_hook),
-    "powersgd in halves": lambda: (
+    "powersgd-fp16": lambda: (
         hooks.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=10),
         hooks.chain(hooks.fp16_compress_wrapper, hooks.powerSGD_hook),
     ),
@@ -50,9 +50,9 @@ def main(names: list[str], epochs: int) -> None:
         model.register_comm_hook(*CHOICES[name]())
         digits.train(model, images[training], labels[training], group, epochs=epochs)
         sent = bytes_of_last_step(group, model)
-        right = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
+        accuracy = (model(images[test]).argmax(1) == labels[test]).float().mean().item()
         if group.rank() == 0:
-            print(f"{name:>20}: {right:.1%} right, {sent:,} bytes a step")
+            print(f"{name:>14}: accuracy {accuracy:.1%}, {sent:,} bytes a step")
     group.shutdown()
 
 

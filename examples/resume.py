@@ -38,20 +38,20 @@ def main(path: str, *, epochs: int, every: int) -> None:
 
     state = {"model": model, "optimizer": optimizer, "batches": batches, "rng": RNGState()}
     with (
-        CheckpointManager(path, keep_last=2, group=group) as folder,
-        PreemptionGuard(group) as stop,
+        CheckpointManager(path, keep_last=2, group=group) as manager,
+        PreemptionGuard(group) as guard,
     ):
-        if folder.latest() is not None:
-            folder.load(state=state)
+        if manager.latest() is not None:
+            manager.load(state=state)
         for batch in batches:
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-            stopping = stop.should_stop()
+            stopping = guard.should_stop()
             if stopping or batches.step % every == 0:
-                folder.save(batches.step, state)
+                manager.save(batches.step, state)
             if stopping:
-                stop.exit(batches.step)
+                guard.exit(batches.step)
 
     if group.rank() == 0:
         print(f"weights after step {batches.step}: {digest(model)}")
@@ -70,10 +70,10 @@ class Batches:
         share = self.count // self.ranks
         per_epoch = -(-share // BATCH)
         while self.step < self.epochs * per_epoch:
-            epoch, place = divmod(self.step, per_epoch)
+            epoch, index = divmod(self.step, per_epoch)
             order = torch.randperm(self.count, generator=torch.Generator().manual_seed(epoch))
             self.step += 1
-            yield order[self.rank * share :][:share].split(BATCH)[place]
+            yield order[self.rank * share :][:share].split(BATCH)[index]
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of batches taken."""

@@ -1,18 +1,17 @@
 """The private names that tests of this package use; everything else is public."""
 
 from phalanx.ddp import _DDPJoinHook, _MixedPrecision
-from phalanx.ddp._buckets import BucketCaps, ParameterSpec, plan_buckets
+from phalanx.ddp._buckets import ParameterSpec, plan_buckets
 from phalanx.ddp._comm_hook import GradBucket
-from phalanx.ddp._sharded_optimizer import BroadcastExchange, SharedMemoryExchange, balance_by_size
+from phalanx.ddp._sharded_optimizer import BroadcastParameters, SharedParameters, balance_by_size
 from phalanx.ddp.hooks._power_sgd import orthogonalize
 from phalanx.ddp.hooks._sparsification import sample_without_replacement, topk_indices
 
 __all__ = [
-    "BroadcastExchange",
-    "BucketCaps",
+    "BroadcastParameters",
     "GradBucket",
     "ParameterSpec",
-    "SharedMemoryExchange",
+    "SharedParameters",
     "_DDPJoinHook",
     "_MixedPrecision",
     "balance_by_size",

@@ -82,6 +82,13 @@ def test_the_first_bucket_is_small_and_the_rest_are_as_big_as_they_are_said_to_b
 
 
 @everywhere
+def test_the_compiler_is_told_how_big_most_buckets_are(group):
+    for options in ({"bucket_cap_mb": 3}, {"bucket_cap_mb_list": [1, 3]}):
+        ddp = DDP(mlp(), process_group=group, **options)
+        assert ddp.bucket_bytes_cap == 3 * MIB
+
+
+@everywhere
 def test_results_do_not_depend_on_buckets(group):
     results = []
     for options in ({}, {"bucket_cap_mb": TINY}, {"bucket_cap_mb_list": [TINY, 1]}):

@@ -185,7 +185,7 @@ WRONG = {
     raises: "raised OSError: no disk",
     returns_text: "a str, not a torch.futures.Future",
     future_raises: "ValueError: not today",
-    never_ends: "did not end its future within",
+    never_ends: "did not complete its future within",
 }
 
 

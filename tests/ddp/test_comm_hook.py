@@ -303,7 +303,7 @@ def test_a_hook_at_fault_on_one_rank_is_told_to_all(group, fault):
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(4,), timeout=30)
 def test_a_hook_that_never_ends_on_one_rank_is_told_to_all(group):
-    be_at_fault(group, never_ends, "did not end its future", deadline=2.0)
+    be_at_fault(group, never_ends, "did not complete its future", deadline=2.0)
 
 
 def be_at_fault(group, fault, told, *, deadline):

@@ -38,7 +38,7 @@ def test_it_has_upstreams_parameters_in_upstreams_order():
 
 REFUSED = {
     "two groups": ({"device_mesh": object()}, RuntimeError, "not both"),
-    "two devices": ({"device_ids": [0, 1]}, ValueError, "one device"),
+    "two devices": ({"device_ids": [0, 1]}, ValueError, "exactly one device"),
     "a device": ({"device_ids": [0]}, ValueError, "accelerator"),
     "an output device": ({"output_device": 1}, ValueError, "accelerator"),
     "a delay": ({"delay_all_reduce_named_params": [("a", 1)]}, ValueError, "together"),
@@ -46,6 +46,8 @@ REFUSED = {
     "a size": ({"bucket_cap_mb": 0}, ValueError, "MiB"),
     "a size that is no number": ({"bucket_cap_mb": float("nan")}, ValueError, "MiB"),
     "sizes": ({"bucket_cap_mb_list": [1, -1]}, ValueError, "MiB"),
+    "a count": ({"check_sync_every": -3}, ValueError, "check_sync_every must be an integer"),
+    "no count": ({"check_sync_every": "x"}, ValueError, "check_sync_every must be an integer"),
     "a reduction": ({"reduce": "max"}, ValueError, "mean.*sum"),
 }
 
@@ -64,7 +66,7 @@ def test_modules_that_are_refused(group):
     spread = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
     for module, error, told in [
         (still, RuntimeError, "requires a gradient"),
-        (nn.Tanh(), RuntimeError, "requires a gradient"),
+        (nn.Tanh(), RuntimeError, "no parameters"),
         (spread, ValueError, "different types"),
         (nn.LazyLinear(3), RuntimeError, "no shape yet"),
         (nn.Linear(2, 2, device="meta"), RuntimeError, "meta"),

@@ -109,7 +109,7 @@ def test_optimizers_that_are_refused(group):
     with pytest.raises(InvalidState, match="applied twice"):
         ddp._register_fused_optim(torch.optim.SGD, lr=0.1)
     ddp = DDP(seeded(mlp), process_group=group)
-    with pytest.raises(InvalidType, match="optimizer"):
+    with pytest.raises(InvalidType, match="a subclass of torch.optim.Optimizer"):
         ddp._register_fused_optim(mlp)
     with pytest.raises(InvalidArgument, match="wrapped module"):
         ddp._register_fused_optim(torch.optim.SGD, 0.1, optim_params=mlp().parameters())

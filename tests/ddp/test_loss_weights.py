@@ -213,8 +213,9 @@ def test_weights_are_set_in_some_steps_only(group):
 def test_a_weight_on_one_rank_only(group):
     ddp, _ = wrapped(mlp, group)
     ddp.weight = 3 if group.rank() == 1 else None
-    with pytest.raises(RankMismatch, match="rank"):
+    with pytest.raises(RankMismatch, match="rank") as caught:
         squares(ddp, torch.ones(2, 5)).backward()
+    assert "ddp.weight" in "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 @over_groups(backends=("local",), sizes=(1,))

@@ -214,8 +214,9 @@ def test_settings_that_are_refused(group):
     ):
         with pytest.raises(error, match=told):
             DDP(mlp(), process_group=group, mixed_precision=setting)
-    with pytest.raises(InvalidArgument, match="no full-precision parameters"):
+    with pytest.raises(InvalidArgument, match="no full-precision parameters.*only reduce_dtype"):
         DDP(mlp().to(LOW), process_group=group, mixed_precision=MixedPrecision(LOW))
+    DDP(mlp().to(LOW), process_group=group, mixed_precision=MixedPrecision(None, torch.float32))
     with pytest.raises(InvalidArgument, match="floating-point"):
         MixedPrecision(param_dtype=torch.int8)
     with pytest.raises(InvalidType, match="param_dtype"):

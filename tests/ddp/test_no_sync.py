@@ -149,8 +149,11 @@ def test_ranks_that_disagree_are_told_at_once(group, warm):
     rows = share(batch(0, group.size()), group)
     for _ in range(warm):
         squares(ddp, rows).backward()
-    with pytest.raises(RankMismatch, match=r"ranks disagree: rank 0 called .* rank \d called"):
+    with pytest.raises(
+        RankMismatch, match=r"ranks disagree: rank 0 called .* rank \d called"
+    ) as it:
         disagree(ddp, rows, group.rank())
+    assert it.value.__notes__[-1].startswith("Hint: call no_sync() around the same passes")
 
 
 @over_groups(backends=("gloo",), sizes=(2, 4), timeout=20)

@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.ddp import DDP, ShardedOptimizer
 from phalanx.testing import over_groups
 
-from .internals import BroadcastExchange, SharedMemoryExchange
+from .internals import BroadcastParameters, SharedParameters
 from .sharded import Pair, wide
 from .whole import batch, on_pairs, seeded
 
@@ -18,7 +18,7 @@ from .whole import batch, on_pairs, seeded
 @over_groups(backends=("shm",), sizes=(2, 4), reuse=True)
 def test_in_shared_memory_there_is_one_copy_and_nothing_is_sent(group):
     pair = Pair(group)
-    assert [type(each) for each in pair.sharded._exchanges] == [SharedMemoryExchange]
+    assert [type(each) for each in pair.sharded._exchanges] == [SharedParameters]
     before, _ = last_call(group)
     pair.backward()
     for optimizer in pair.both:
@@ -197,7 +197,7 @@ def test_where_there_is_no_shared_memory_left_parameters_are_sent(group):
             warnings.simplefilter("always")
             pair = Pair(group)
         assert "its own copy of the parameters" in str(caught[0].message)
-        assert [type(each) for each in pair.sharded._exchanges] == [BroadcastExchange]
+        assert [type(each) for each in pair.sharded._exchanges] == [BroadcastParameters]
         pair.step()
     finally:
         if group.rank() == 1:

@@ -141,7 +141,7 @@ def test_a_step_that_raises_on_one_rank_is_told_to_all(group):
     assert time.monotonic() - began < 10, "not at the deadline"
     if group.rank() != 1:
         assert "rank 1" in str(caught.value)
-        assert "the step of its share raised ValueError" in str(caught.value)
+        assert "the step of its shard raised ValueError" in str(caught.value)
 
 
 def lose_an_owner(ctx, backend):

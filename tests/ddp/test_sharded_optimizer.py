@@ -8,7 +8,7 @@ from phalanx.ddp import DDP, ShardedOptimizer
 from phalanx.join import Join, Joinable, JoinHook
 from phalanx.testing import over_groups
 
-from .internals import BroadcastExchange, balance_by_size
+from .internals import BroadcastParameters, balance_by_size
 from .sharded import KINDS, Pair, wide
 from .whole import batch, everywhere, on_pairs, seeded
 
@@ -28,7 +28,7 @@ def test_the_steps_of_the_plain_optimizer(group):
 def test_over_gloo_and_without_sharing(group):
     for kind in KINDS:
         pair = Pair(group, kind, ddp=True, share_parameters=False)
-        assert [type(each) for each in pair.sharded._exchanges] == [BroadcastExchange]
+        assert [type(each) for each in pair.sharded._exchanges] == [BroadcastParameters]
         for _ in range(3):
             pair.step()
 

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 import phalanx
-from phalanx.ddp import DDP, SyncBatchNorm
+from phalanx.ddp import DDP, ShardedOptimizer, SyncBatchNorm
 from phalanx.ddp.hooks import allreduce_hook
-from phalanx.errors import UnevenInputs
+from phalanx.errors import InvalidArgument, InvalidState, UnevenInputs
 from phalanx.groups import process_group
+from phalanx.join import Join
 from phalanx.testing import over_groups
 
-from .whole import TINY, on_every_backend
+from .whole import TINY, on_every_backend, operations
 
 ROW = torch.ones(1, 2, dtype=torch.float64)
 
@@ -132,6 +133,79 @@ def test_optimizers_of_any_shape(group):
     assert given.state[ddp.module.weight]["step"].item() == group.size()
 
 
+@on_every_backend
+def test_settings_that_are_tensors_reach_ranks_that_were_away(group):
+    ddp = DDP(line(), process_group=group)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=torch.tensor(0.1), foreach=False)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for _ in phalanx.uneven(range(1 + group.rank()), ddp, optimizers=[optimizer]):
+        ddp(ROW).sum().backward()
+        optimizer.step()
+        decay.step()
+    lr = optimizer.param_groups[0]["lr"]
+    assert isinstance(lr, torch.Tensor)
+    assert lr.item() == pytest.approx(0.1 * 0.5 ** group.size())
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list of tensors for each parameter."""
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.detach().clone()]
+
+
+@over_groups(backends=("local",), sizes=(2,), timeout=30)
+def test_state_that_cannot_be_sent_is_named(group):
+    ddp = DDP(line(), process_group=group)
+    optimizer = Listing(ddp.parameters(), lr=0.1)
+    with pytest.raises(InvalidState, match="'history' of parameter 0 is a list. State values must"):
+        for _ in phalanx.uneven(range(1 + group.rank()), ddp, optimizers=[optimizer]):
+            ddp(ROW).sum().backward()
+            optimizer.step()
+
+
+@on_every_backend
+def test_keyword_arguments_that_nobody_takes(group):
+    ddp = DDP(line(), process_group=group)
+    for refused in (
+        lambda: phalanx.uneven(range(3), ddp, optimisers=[]),
+        lambda: Join([ddp], tiemout=3),
+        lambda: Join([ddp], False, divide=True),
+    ):
+        with pytest.raises(InvalidArgument, match="no joinable takes the keyword argument '"):
+            refused()
+    foreign = Foreign(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    Join([ddp, foreign], log="all")
+    assert foreign.given == {"log": "all"}
+    for _ in phalanx.uneven(range(2), ddp, divide_by_initial_world_size=False):
+        ddp(ROW).sum().backward()
+        assert ddp.reducer.scaling.divide_by_initial_world_size is False
+
+
+@on_every_backend
+def test_the_source_of_the_final_model_is_chosen_once(group):
+    ddp = DDP(line(), process_group=group)
+    ddp(ROW).sum().backward()
+    join = ddp.join()
+    with join:
+        ddp(ROW).sum().backward()
+    told = operations(group, lambda: ddp._sync_final_model(True))
+    assert told.count("allgather") == 1  # outside of a join nobody knows who was last
+    join.__enter__()
+    ddp(ROW).sum().backward()
+    told = operations(group, lambda: join.__exit__(None, None, None))
+    assert told.count("allgather") == 1  # for the report
+
+
+class Foreign(ShardedOptimizer):
+    """A joinable whose hook takes whatever it is given."""
+
+    def join_hook(self, **kwargs):
+        self.given = kwargs
+        return super().join_hook()
+
+
 @over_groups(backends=("shm",), sizes=(2,), timeout=30, reuse=True)  # warnings are caught there
 def test_an_optimizer_that_falls_behind_is_warned_of(group):
     ddp = DDP(line(), process_group=group)
@@ -142,8 +216,9 @@ def test_an_optimizer_that_falls_behind_is_warned_of(group):
             ddp(ROW).sum().backward()
             optimizer.step()
 
-    with pytest.warns(UserWarning, match="state of Adam differs between ranks"):
+    with pytest.warns(UserWarning, match="state of Adam differs between ranks") as caught:
         train()
+    assert {each.filename for each in caught} == {__file__}
 
 
 @on_every_backend

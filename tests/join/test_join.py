@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from phalanx import errors
+from phalanx.groups import process_group
 from phalanx.join import Join, Joinable
 from phalanx.testing import over_groups
 
@@ -162,15 +163,15 @@ def test_leaving_the_block_early_is_running_out_of_data(group):
 
 @over_groups(backends=("gloo",), sizes=(2,), reuse=True)  # processes: warnings are caught there
 def test_great_skew_is_warned_of_once(group):
-    counter, usual = Counter(group), _join.MAX_SKEW
-    _join.MAX_SKEW = 3
+    counter, usual = Counter(group), _join.SKEW_WARNING_STEPS
+    _join.SKEW_WARNING_STEPS = 3
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with Join([counter]):
                 take([counter], 0 if group.rank() else 6)
     finally:
-        _join.MAX_SKEW = usual
+        _join.SKEW_WARNING_STEPS = usual
     told = [str(each.message) for each in caught]
     assert len(told) == group.rank()
     assert all("rank 1 has over 3 fewer inputs" in each for each in told)
@@ -202,3 +203,18 @@ def test_the_disabled_config():
     config = _JoinConfig.construct_disabled_join_config()
     assert config == (False, False, False)
     assert config._fields == ("enable", "throw_on_early_termination", "is_first_joinable")
+
+
+class Groupless(Counter):
+    """Has no group of its own, as torch's joinables may."""
+
+    join_process_group = None
+
+
+@everywhere
+def test_the_current_group_is_the_default(group):
+    with process_group(group):
+        join = Join([Groupless(group)])
+    with join:
+        pass
+    assert join.report.steps == (0,) * group.size()

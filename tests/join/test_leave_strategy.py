@@ -89,8 +89,10 @@ def test_one_rank_has_a_thousand_times_as_much(group):
     for _ in loop:
         leaver.step()
     assert loop.report.steps == (1, 1000)
-    assert loop.report.idle == pytest.approx(999 / 2000)
-    assert 0 < loop.report.idle_time < 1
+    assert loop.report.idle_step_fraction == pytest.approx(999 / 2000)
+    assert 0 < loop.report.idle_time_fraction < 1
+    waited, last = loop.report.idle_seconds
+    assert (waited, last) == (pytest.approx(loop.report.seconds[1] - loop.report.seconds[0]), 0)
 
 
 @everywhere
@@ -192,7 +194,7 @@ def test_who_raises_is_named_to_all_others(group):
             raise Broken("no more")
         take([leaver], 3 * group.rank())
     if group.rank() < 2:
-        assert re.search(r"rank 2 .*Broken was raised in its join: no more", str(caught.value))
+        assert re.search(r"rank 2 .*its join block raised Broken: no more", str(caught.value))
 
 
 @apart
@@ -208,14 +210,18 @@ def test_a_generator_that_raises_is_named_to_all_others(group):
 @apart
 def test_a_loop_that_is_left_in_the_middle_of_a_step(group):
     leaver = Leaver(group)
+    told = "rank 2.*, because it left the loop in the middle of a step"
     if group.rank() == 2:
-        for _ in phalanx.uneven(range(3), leaver):
+        loop = phalanx.uneven(range(3), leaver)
+        for _ in loop:
             leaver.is_in_step = True
             break
+        with pytest.raises(errors.GroupAborted, match=told):
+            _ = loop.report
         with pytest.raises(errors.GroupAborted):
             leaver.add_up(1.0)
         return
-    with pytest.raises(errors.GroupAborted, match="rank 2 .*in the middle of a step"):
+    with pytest.raises(errors.GroupAborted, match=told):
         for _ in phalanx.uneven(range(3 * group.rank()), leaver):
             leaver.step()
 
@@ -248,7 +254,7 @@ def test_who_sleeps_hears_of_errors_that_the_others_share(group):
             tree = torch.ones(1)
             phalanx.gather_uneven({"a": tree} if group.rank() == 1 else tree, group)
     if not group.rank():
-        assert "RankMismatch was raised in its join" in str(caught.value)
+        assert "its join block raised RankMismatch" in str(caught.value)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -3,19 +3,15 @@
 `on_backward` puts a hook on the module's outputs. `AutogradHooks` puts hooks on the parameters:
 
 - In a recording pass every parameter has a hook, and the order of arrival is written down.
-- In later passes only the parameter that arrived last in each bucket piece reports: a model of
-  400 tensors in 13 pieces costs 13 calls, not 400. If the graph changes, a report comes too early
-  or never. Both are harmless (see `_backward_pass`) and cause another recording pass.
-- Every parameter also has a hook that runs before its gradient is accumulated and checks whether
-  a pass is in progress. A loss need not depend on the outputs that were found, so a pass can
-  begin at any parameter, and what is in `.grad` must be set aside before anything is added to it.
+- In later passes only the parameter that arrived last in each bucket piece reports. If the graph
+  changes, a report comes too early or never; both are harmless (see `_backward_pass`).
+- Every parameter also has a hook that runs before its gradient is accumulated. A loss need not
+  depend on the outputs that were found, so a pass can begin at any parameter.
 
-Users' hooks may change `.grad`, and a report takes the gradients of a piece away, so it must
-come after all hooks of the reporting parameter. Autograd runs the post-accumulate hooks of the
-tensor and then the post-hooks of its AccumulateGrad node, each in the order of registration.
-Reports are therefore post-hooks of nodes, and every pass starts by moving them behind newer
-ones. In a recording pass the hook is a post-accumulate hook, and a piece is gathered when a
-gradient of another one comes.
+A report takes gradients away, so it must come after all of users' hooks, which may change `.grad`.
+Autograd runs the post-accumulate hooks of the tensor and then the post-hooks of its AccumulateGrad
+node, each in the order of registration. Reports are therefore post-hooks of nodes, and every pass
+starts by moving them behind newer ones.
 
 Hooks reference the reducer weakly: a parameter may outlive it and must not keep it alive.
 """
@@ -113,7 +109,7 @@ def accumulate_grad_node(parameter: Parameter) -> Any:
     return torch.autograd.graph.get_gradient_edge(original_parameter(parameter)).node
 
 
-def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
+def find_outer_graph_task() -> tuple[Any, Callable[[], object]] | None:
     """Find the outermost of several nested graph tasks; None if the current one is not nested.
 
     A reentrant checkpoint runs autograd in its backward. A pass that is first seen there is part of
@@ -121,8 +117,8 @@ def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
     that it passes gradients to run next in the outer task. On threads that autograd starts for deep
     recursion the stack ends early, and only the inner task is known.
 
-    Return a node that runs next in the outer task, and a function that returns True while the task
-    runs, and None when it has ended, even by an error.
+    Return a node that runs next in the outer task, and the `PassLifetime.holder` of that task: a
+    frame that is on the stack while it runs.
     """
     function: Any = None
     outermost: Any = None
@@ -134,7 +130,7 @@ def find_outer_graph_task() -> tuple[Any, Callable[[], bool | None]] | None:
     if function is None or not Variable._execution_engine.is_checkpoint_valid():
         return None  # without a valid checkpoint, the task may not reach the next node
     node = next((node for node, _ in function.next_functions if node is not None), None)
-    return None if node is None else (node, lambda: True if outermost in _stack() else None)
+    return None if node is None else (node, lambda: outermost if outermost in _stack() else None)
 
 
 def _stack() -> Iterator[FrameType]:
@@ -153,7 +149,8 @@ _RUN_BACKWARD = getattr(
 
 
 def without_graph() -> AbstractContextManager[object]:
-    """Disable gradients in the body, at no cost in a plain backward pass, where they are."""
+    """Disable gradients in this block."""
+    # Free in a plain backward pass, where they are already disabled.
     return torch.no_grad() if torch.is_grad_enabled() else _NULL_CONTEXT
 
 
@@ -161,8 +158,13 @@ _NULL_CONTEXT = nullcontext()
 
 
 ArrivalCallback = Callable[[int], None]
-PassLifetime = list[Callable[[], object]]
-"""One replaceable function that returns None when no pass is in flight."""
+
+
+class PassLifetime:
+    """Whether autograd still runs the pass in flight; it may end by an error."""
+
+    holder: Callable[[], object] = staticmethod(lambda: None)
+    """Returns what lives as long as the pass does, or None when it is gone."""
 
 
 class AutogradHooks:
@@ -175,8 +177,7 @@ class AutogradHooks:
         self._arrival_handles: list[Any] = []
         self._last_arrival_hooks: list[_LastArrivalHook] = []
         self._begin_handles: list[Any] = []
-        self.seen: list[int] = []
-        """The parameters that arrived in a recording pass."""
+        self.seen: list[int] = []  # the parameters that arrived in a recording pass
         self._restore: list[Any] = []
         """At most one callback, which puts a previous gradient back before autograd adds to it."""
         self.is_recording = False
@@ -221,18 +222,18 @@ class AutogradHooks:
         return [*dict.fromkeys(reversed(self.seen))][::-1]
 
     def report_pieces(self, pieces: Iterable[Sequence[int]], callback: ArrivalCallback) -> None:
-        """Call `callback` with the number of a piece when the last of its parameters arrived."""
+        """Call `callback` with the index of a piece when the last of its parameters arrived."""
         turn = {i: position for position, i in enumerate(self.order)}
         counts = Counter(self.seen)
         self.remove()
         ready = _weakly(callback)
-        for number, members in enumerate(pieces):
+        for index, members in enumerate(pieces):
             last = max((i for i in members if i in turn), key=turn.__getitem__, default=None)
             if last is None:
                 continue
             if self._parameters[last].requires_grad:  # a change of dtype replaces the node
                 self._nodes[last] = accumulate_grad_node(self._parameters[last])
-            hook = _LastArrivalHook(self._nodes[last], counts[last], partial(ready, number))
+            hook = _LastArrivalHook(self._nodes[last], counts[last], partial(ready, index))
             self._last_arrival_hooks.append(hook)
 
     def restore_previous(self, callback: ArrivalCallback) -> None:
@@ -240,7 +241,6 @@ class AutogradHooks:
         self._restore.append(weakref.WeakMethod(callback))
 
     def restart(self) -> None:
-        """Begin a new pass."""
         self.seen.clear()
         for hook in self._last_arrival_hooks:
             hook.run_last()
@@ -253,7 +253,6 @@ class AutogradHooks:
             hook.left = hook.times
 
     def close(self) -> None:
-        """Remove all hooks."""
         self.remove()
         for handle in self._begin_handles:
             handle.remove()
@@ -285,7 +284,6 @@ class _LastArrivalHook:
             self._ready()
 
     def run_last(self) -> None:
-        """Move behind hooks that were registered later."""
         hooks: OrderedDict[int, object] = self.handle.hooks_dict_ref()
         if next(reversed(hooks)) != self._id:
             hooks[self._id] = hooks.pop(self._id)
@@ -295,10 +293,10 @@ def _weakly(callback: ArrivalCallback) -> Callable[..., None]:
     """Return a function that calls a method, or does nothing if its object is gone."""
     weak = weakref.WeakMethod(callback)
 
-    def call(number: int, *_: object) -> None:
+    def call(index: int, *_: object) -> None:
         method = weak()
         if method is not None:
-            method(number)
+            method(index)
 
     return call
 
@@ -307,7 +305,7 @@ def _make_begin_hook(
     begin: ArrivalCallback, lifetime: PassLifetime, restore: list[Any], i: int
 ) -> Callable[[Tensor], None]:
     def begin_hook(_: Tensor) -> None:
-        if lifetime[0]() is None:
+        if lifetime.holder() is None:
             begin(i)
         if restore:
             put_back = restore[0]()

@@ -43,18 +43,23 @@ from ._pass_header import NO_DATA, PASS_NUMBER_CYCLE, PassHeader
 from ._scaling import Scale
 from ._stats import PassTiming
 
+MISMATCH_HINT = (
+    "Hint: call no_sync() around the same passes on every rank, and set ddp.weight on all ranks or "
+    "on none."
+)
+
 
 def assert_same_pass(
-    header: PassHeader, comm: Communicator, number: int, compared: NamedTensors
+    header: PassHeader, comm: Communicator, pass_number: int, compared: NamedTensors
 ) -> None:
-    """Raise, on every rank, unless all ranks are in pass `number` with the same weights and values.
+    """Raise, on every rank, unless all ranks are in the same pass.
 
-    `compared`: the parameters whose values to compare.
+    They must also agree on having weights, and on the values of the parameters in `compared`.
     """
-    about: dict[str, Any] = {"group": getattr(comm.group, "label", ""), "operation": "backward"}
-    if not header.same_number():
-        numbers = list(enumerate(header.numbers()))
-        others = {rank for rank, theirs in numbers if theirs != number}
+    about: dict[str, Any] = {"group": comm.label, "operation": "backward"}
+    if not header.same_pass_number():
+        numbers = list(enumerate(header.pass_numbers()))
+        others = {rank for rank, theirs in numbers if theirs != pass_number}
         if not others.isdisjoint(comm.members()):  # they have not all left
             text = ", ".join(f"rank {rank}: {theirs}" for rank, theirs in numbers)
             raise RankMismatch(
@@ -85,15 +90,43 @@ class LocalPass:
             parameter.grad = None
 
     def abandon(self) -> None:
-        """End a pass that failed."""
         for parameter, before in self._before:
             is_new = before is None and parameter.grad is not None  # used, with weight 0
             parameter.grad = torch.zeros_like(parameter) if is_new else before
 
-    def finish(self) -> AnyWork | None:
+    def finish(self) -> None:
         """Announce the pass where that is free, so that a peer that reduces it does not hang."""
         self.abandon()
-        return self._comm.announce_local_pass() if self._comm.detects_mismatch else None
+        try:
+            if self._comm.detects_mismatch:
+                self._comm.announce_local_pass()
+        except RankMismatch as error:
+            error.add_note(MISMATCH_HINT)
+            raise
+
+
+class PieceArrivals:
+    """The gradients of each piece that have arrived in a recording pass."""
+
+    def __init__(self, pieces: Sequence[BucketPiece]) -> None:
+        self._piece_of = {i: index for index, piece in enumerate(pieces) for i in piece.members}
+        self._missing = [set(piece.members) for piece in pieces]
+        self._complete: list[int] = []  # the pieces that are not gathered yet
+
+    def add(self, i: int) -> list[int]:
+        """Note the arrival of a gradient; return the pieces that can be gathered.
+
+        Users' hooks on the parameter may not have run yet, so its piece is gathered when a gradient
+        of another piece arrives.
+        """
+        index = self._piece_of[i]
+        ready = [each for each in self._complete if each != index]
+        self._complete = [each for each in self._complete if each == index]
+        if i in self._missing[index]:
+            self._missing[index].remove(i)
+            if not self._missing[index]:
+                self._complete.append(index)
+        return ready
 
 
 class ReducedPass:
@@ -106,9 +139,9 @@ class ReducedPass:
         hook: CommHook | None,
         *,
         is_recording: bool,
-        number: int,
+        pass_number: int,
         previous_are_local: bool,
-        keeps_reduced: bool,
+        adds_previous: bool,
         compared: NamedTensors,
         launches_early: bool,
         timing: PassTiming,
@@ -118,11 +151,10 @@ class ReducedPass:
         self._buckets, self._pieces, self._comm = layout.buckets, layout.pieces, layout.comm
         self._scale = scale
         self._hook = hook
-        self._is_recording = is_recording
-        self._number = (number - 1) % PASS_NUMBER_CYCLE + 1
+        self._pass_number = (pass_number - 1) % PASS_NUMBER_CYCLE + 1
         self._previous_are_local = previous_are_local
         """Whether previous gradients are this rank's own, not reduced yet."""
-        self._keeps_reduced = keeps_reduced
+        self._adds_previous = adds_previous
         """Whether reduced gradients were set aside and will be added after the pass."""
         self._compared = compared  # between ranks
         self._launches_early = launches_early
@@ -130,28 +162,22 @@ class ReducedPass:
         """Step a bucket's parameters when it is reduced; static_graph rules out late gradients."""
         self.stepped: set[int] = set()  # ids of parameters
         self.timing = timing
-        self.graph_changed = False
-        """This rank's graph differs from the recorded one."""
+        self.graph_changed = False  # this rank's graph differs from the recorded one
         self.any_graph_changed = False  # on some rank; known when the header is reduced
         self._waiting = [len(bucket.pieces) for bucket in self._buckets]
         """How many pieces of each bucket are not gathered."""
         self._is_gathered = [False] * len(self._pieces)
-        self._is_shown = [False] * len(self._pieces)
+        self._is_assigned = [False] * len(self._pieces)
         # With create_graph, autograd replaces `.grad` instead of adding to it. What it adds to a
         # bucket is not scaled.
-        self._shows_early = (
-            layout.keeps_views
+        self._assigns_early = (
+            layout.grad_is_view
             and not torch.is_grad_enabled()
             and scale.factor == 1
-            and scale.adds_new
+            and scale.uses_new_gradients
         )
-        self._late_factor = scale.factor if scale.adds_new else 0.0
-        recorded = self._pieces if is_recording else ()
-        self._piece_of = {i: n for n, piece in enumerate(recorded) for i in piece.members}
-        self._missing = [set(piece.members) for piece in recorded]
-        """The gradients of each piece that have not arrived in a recording pass."""
-        self._complete: list[int] = []
-        """Pieces of a recording pass that have arrived and are not gathered."""
+        self._late_factor = scale.factor if scale.uses_new_gradients else 0.0
+        self._arrivals = PieceArrivals(self._pieces) if is_recording else None
         self._works: list[AnyWork | HookWork] = []  # of the buckets that are launched
         self._unused: list[int] = []
         previous = [parameter.grad for parameter in layout.parameters]
@@ -159,7 +185,7 @@ class ReducedPass:
         if self._previous_grads:
             for parameter in layout.parameters:
                 parameter.grad = None
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._unused_previous: dict[int, tuple[Tensor, Tensor]] = {}
         """Previous gradients of parameters that this rank does not use, in case no rank does. Each
         with a copy, since it may be a view of the bucket."""
         self._own: dict[int, Tensor | None] = {}
@@ -169,8 +195,7 @@ class ReducedPass:
 
     @property
     def restores_previous(self) -> bool:
-        """Whether there are previous gradients that autograd may add to."""
-        return bool(self._previous_grads) and self._scale.adds_new
+        return bool(self._previous_grads) and self._scale.uses_new_gradients
 
     def restore_previous(self, i: int) -> None:
         """Put a previous gradient back so that autograd adds to it, and hooks see the sum."""
@@ -180,69 +205,58 @@ class ReducedPass:
             self._previous_grads[i] = None
 
     def arrived(self, i: int) -> None:
-        """Note the arrival of a gradient in a recording pass: gather early, launch nothing.
+        """Note the arrival of a gradient in a recording pass: gather early, launch nothing."""
+        assert self._arrivals is not None
+        for index in self._arrivals.add(i):
+            self._gather(index, [p.grad for p in self._pieces[index].parameters])
+            self._release(index)
 
-        Users' hooks on the parameter may not have run yet, so its piece is gathered when a gradient
-        of another piece arrives.
-        """
-        number = self._piece_of[i]
-        for complete in [each for each in self._complete if each != number]:
-            self._complete.remove(complete)
-            self._gather(complete, [p.grad for p in self._pieces[complete].parameters])
-            self._release(complete)
-        if i in self._missing[number]:
-            self._missing[number].remove(i)
-            if not self._missing[number]:
-                self._complete.append(number)
-
-    def ready(self, number: int) -> None:
+    def ready(self, index: int) -> None:
         """Note that the last gradient of a piece has probably arrived."""
-        new = [p.grad for p in self._pieces[number].parameters]
-        if self._is_gathered[number] or count_missing(new) != self._layout.absent[number]:
+        new = [p.grad for p in self._pieces[index].parameters]
+        if self._is_gathered[index] or count_missing(new) != self._layout.absent[index]:
             self.graph_changed = True
             return
-        self._gather(number, new)
-        self._release(number)
+        self._gather(index, new)
+        self._release(index)
         last = len(self._buckets) - 1 if self._launches_early else 0
         while (turn := len(self._works)) < last and not self._waiting[turn]:
             self._launch(self._buckets[turn])
 
-    def _gather(self, number: int, new: Gradients) -> None:
-        piece = self._pieces[number]
+    def _gather(self, index: int, new: Gradients) -> None:
+        piece = self._pieces[index]
         bucket = self._buckets[piece.bucket_index]
         previous: Gradients = (
             [self._previous_grads[i] for i in piece.members] if self._previous_grads else []
         )
         if count_missing(new):
-            for place, i in enumerate(piece.members):
-                old = previous[place] if previous else None
-                if new[place] is None and not (self._previous_are_local and old is not None):
+            for position, i in enumerate(piece.members):
+                old = previous[position] if previous else None
+                if new[position] is None and not (self._previous_are_local and old is not None):
                     self._unused.append(i)
                     if old is not None:
-                        self._kept[i] = old, old.clone()
-        if not self._layout.keeps_views:
+                        self._unused_previous[i] = old, old.clone()
+        if not self._layout.grad_is_view:
             pairs = zip(previous or [None] * len(new), new, strict=True)
             own = [gradient if old is None else old for old, gradient in pairs]
             self._own.update(zip(piece.members, own, strict=True))
-        if not self._scale.adds_new:
+        if not self._scale.uses_new_gradients:
             new = [None] * len(new)
         bucket.gather(piece, new, previous, self._scale.factor)
         if previous:
             for i in piece.members:  # a late gradient must not be added to them again
                 self._previous_grads[i] = None
-        self._is_gathered[number] = True
+        self._is_gathered[index] = True
         self._waiting[bucket.index] -= 1
 
-    def _release(self, number: int) -> None:
-        """Release gathered tensors, so that late gradients cannot write into a bucket.
-
-        The last bucket is not launched before backward is over. Until then autograd may add to it,
-        so its views can be in ``.grad`` already. For other buckets autograd must make new tensors.
-        """
-        piece = self._pieces[number]
+    def _release(self, index: int) -> None:
+        """Release gathered tensors, so that late gradients cannot write into a bucket."""
+        # The last bucket is not launched before backward is over. Until then autograd may add to
+        # it, so its views can be in ``.grad`` already.
+        piece = self._pieces[index]
         is_last = piece.bucket_index == len(self._buckets) - 1
-        if self._shows_early and is_last and not self._layout.absent[number]:
-            self._show(number, None)
+        if self._assigns_early and is_last and not self._layout.absent[index]:
+            self._assign_grads(index, None)
             return
         for parameter in piece.parameters:
             parameter.grad = None
@@ -251,20 +265,24 @@ class ReducedPass:
         assert not self._waiting[bucket.index]
         self.timing.arrivals.append(time.perf_counter() - self.timing.since)
         work: AnyWork | HookWork
-        if self._hook is None:
-            work = self._scale.start(bucket.payload)
-        elif not bucket.members:  # only a header, which is not for the hook
-            work = self._comm.sum(bucket.payload)
-        else:
-            if self._works:
-                # A hook may call the group until its future has ended. Calls of two buckets must
-                # not interleave, and their order must be the same on all ranks.
-                self._works[-1].wait()
-            work = self._start_hook(self._hook, bucket)
+        try:
+            if self._hook is None:
+                work = self._scale.start(bucket.payload)
+            elif not bucket.members:  # only a header, which is not for the hook
+                work = self._comm.sum(bucket.payload)
+            else:
+                if self._works:
+                    # A hook may call the group until its future has ended. Calls of two buckets
+                    # must not interleave, and their order must be the same on all ranks.
+                    self._works[-1].wait()
+                work = self._start_hook(self._hook, bucket)
+        except GroupError as error:
+            self._add_notes(error, bucket)
+            raise
         self._works.append(work)
 
     def _start_hook(self, hook: CommHook, bucket: Bucket) -> HookWork:
-        shown = GradBucket(
+        grad_bucket = GradBucket(
             bucket.index,
             bucket.buffer,
             bucket.views,
@@ -273,13 +291,13 @@ class ReducedPass:
             group=self._comm.group,
             names=[self._layout.names[i] for i in bucket.members],
         )
-        return hook.start(shown, bucket.take, describe=partial(self._describe, bucket))
+        return hook.start(
+            grad_bucket, bucket.store_result, describe=partial(self._describe, bucket)
+        )
 
     def abandon(self) -> None:
-        """End a pass that failed: wait until peers no longer read the buckets.
-
-        Previous gradients are lost, since they may be views of buckets that are partly reduced.
-        """
+        """End a pass that failed: wait until peers no longer read the buckets."""
+        # Previous gradients are lost, since they may be views of buckets that are partly reduced.
         for work in self._works:
             with suppress(GroupError, HookError):  # the next call on the group raises it again
                 work.wait()
@@ -291,51 +309,51 @@ class ReducedPass:
         header, comm, timing = self._layout.header, self._comm, self.timing
         *others, last = self._buckets
         backward = time.perf_counter() - timing.began
-        late = self._gather_remaining()
+        own_late = self._gather_remaining()
         for bucket in others[len(self._works) :]:
             self._launch(bucket)
         now = time.perf_counter() - timing.since
         has_data = self._scale.weight != NO_DATA
         header.write(
-            self._number,
+            self._pass_number,
             self._scale.weight,
             fingerprint(self._compared) if self._compared else 0,
             [timing.forward, backward, *timing.arrivals, now],
             unused=self._unused,
-            late=late,
+            late=own_late,
             graph_changed=self.graph_changed and has_data,
-            keeps_reduced=self._keeps_reduced and has_data,
+            adds_previous=self._adds_previous and has_data,
         )
         self._launch(last)
         began = time.perf_counter()
-        self._wait(steps=not (late or self._compared))
+        self._wait(steps=not (own_late or self._compared))
         if self._hook is not None and last.members:
             comm.sum(header.space).wait()  # the hook reduced only the gradients
-        header.receive(self._number)
-        assert_same_pass(header, comm, self._number, self._compared)
+        header.receive(self._pass_number)
+        assert_same_pass(header, comm, self._pass_number, self._compared)
         self.any_graph_changed = header.any_graph_changed()
         self._scale.finish(self._buckets, header)
-        lates = header.late()
-        if lates:
-            self._add_late(lates, late)
+        late_on_any_rank = header.late()
+        if late_on_any_rank:
+            self._add_late(late_on_any_rank, own_late)
         timing.exposed = time.perf_counter() - began
         used = header.used()
-        for number, is_shown in enumerate(self._is_shown):
-            if not is_shown:
-                self._show(number, used)
+        for index, is_assigned in enumerate(self._is_assigned):
+            if not is_assigned:
+                self._assign_grads(index, used)
         timing.ended = time.perf_counter()
 
     def _gather_remaining(self) -> dict[int, Tensor]:
         """Gather what has arrived since pieces were reported; return what came after launch."""
         late: dict[int, Tensor] = {}
-        for number, piece in enumerate(self._pieces):
-            if self._is_shown[number]:
+        for index, piece in enumerate(self._pieces):
+            if self._is_assigned[index]:
                 continue
             new = [p.grad for p in piece.parameters]
-            if not self._is_gathered[number]:  # none of it arrives, or the graph has changed
-                is_expected = count_missing(new) == self._layout.absent[number] == len(new)
-                self.graph_changed |= not (is_expected or self._is_recording)
-                self._gather(number, new)
+            if not self._is_gathered[index]:  # none of it arrives, or the graph has changed
+                is_expected = count_missing(new) == self._layout.absent[index] == len(new)
+                self.graph_changed |= not is_expected and self._arrivals is None
+                self._gather(index, new)
             elif count_missing(new) < len(new):
                 self._take_late(piece, new, late)
         return late
@@ -350,7 +368,7 @@ class ReducedPass:
                 self.graph_changed = True
                 continue
             bucket = self._buckets[piece.bucket_index]
-            bucket.add(piece.places.start + offset, gradient, self._late_factor)
+            bucket.add(piece.positions.start + offset, gradient, self._late_factor)
             if i in self._unused:
                 self._unused.remove(i)
                 self.graph_changed = True
@@ -361,69 +379,74 @@ class ReducedPass:
             try:
                 work.wait()
             except GroupError as error:
-                error.add_note(f"This is {self._describe(bucket)}.")
+                self._add_notes(error, bucket)
                 raise
             if self._optimizers is None or not steps or bucket is self._buckets[-1]:
                 continue
             if self._scale.waits_for_header(bucket) or set(bucket.members) & set(self._unused):
                 continue
-            for number, piece in enumerate(self._pieces):
+            for index, piece in enumerate(self._pieces):
                 if piece.bucket_index == bucket.index:
-                    self._show(number, None)
+                    self._assign_grads(index, None)
             self._optimizers.step_parameters(bucket.parameters)
             self.stepped.update(map(id, bucket.parameters))
 
+    def _add_notes(self, error: GroupError, bucket: Bucket) -> None:
+        error.add_note(f"This is {self._describe(bucket)}.")
+        if isinstance(error, RankMismatch):  # the group has found it before the header was reduced
+            error.add_note(MISMATCH_HINT)
+
     def _describe(self, bucket: Bucket) -> str:
         names = [self._layout.names[i] for i in bucket.members]
-        shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return (
-            f"bucket {bucket.index + 1} of {len(self._buckets)} of backward pass {self._number}, "
-            f"with the gradients of {shown or 'no parameter'}"
+            f"bucket {bucket.index + 1} of {len(self._buckets)} of backward pass "
+            f"{self._pass_number}, with the gradients of {listed or 'no parameter'}"
         )
 
-    def _add_late(self, late: list[int], mine: dict[int, Tensor]) -> None:
+    def _add_late(self, late: list[int], own: dict[int, Tensor]) -> None:
         """Reduce the gradients that were late on any rank, and add them to the results."""
         if self._optimizers is not None:
             names = ", ".join(repr(self._layout.names[i]) for i in late)
             raise InvalidState(
                 f"gradients of {names} arrived after their bucket was reduced and its optimizer in "
-                "backward had stepped, so the parameters are invalid: the graph has changed in "
-                "spite of static_graph=True. Return to a checkpoint and remove static_graph=True"
+                "backward had stepped, so the parameters are invalid: the graph has changed "
+                "despite static_graph=True. Return to a checkpoint and remove static_graph=True"
             )
-        homes = {i: (b, place) for b in self._buckets for place, i in enumerate(b.members)}
+        homes = {i: (b, position) for b in self._buckets for position, i in enumerate(b.members)}
         if self._hook is not None:
             for bucket in {homes[i][0]: None for i in late}:
                 more = bucket.zeroed_copy()
-                for place, i in enumerate(bucket.members):
-                    if i in mine:
-                        more.add(place, mine[i], self._late_factor)
+                for position, i in enumerate(bucket.members):
+                    if i in own:
+                        more.add(position, own[i], self._late_factor)
                 self._start_hook(self._hook, more).wait()
-                for place, part in enumerate(more.views):
-                    bucket.add(place, self._scale.finish_one(part))
+                for position, part in enumerate(more.views):
+                    bucket.add(position, self._scale.finish_one(part))
             return
         works = []
         for i in late:
-            bucket, place = homes[i]
-            part = scale_gradient(bucket.as_payload(place, mine.get(i)), self._late_factor)
-            works.append((bucket, place, part, self._scale.start(part)))
-        for bucket, place, part, work in works:
+            bucket, position = homes[i]
+            part = scale_gradient(bucket.as_payload(position, own.get(i)), self._late_factor)
+            works.append((bucket, position, part, self._scale.start(part)))
+        for bucket, position, part, work in works:
             work.wait()
-            bucket.add(place, self._scale.finish_one(part))
+            bucket.add(position, self._scale.finish_one(part))
 
-    def _show(self, number: int, used: list[bool] | None) -> None:
+    def _assign_grads(self, index: int, used: list[bool] | None) -> None:
         """Put the results of a piece in ``.grad``; `used`: by some rank, None if all are."""
-        piece, keeps_views = self._pieces[number], self._layout.keeps_views
-        self._is_shown[number] = True
-        results = self._buckets[piece.bucket_index].views[piece.places]
-        if used is None and keeps_views:
+        piece, grad_is_view = self._pieces[index], self._layout.grad_is_view
+        self._is_assigned[index] = True
+        results = self._buckets[piece.bucket_index].views[piece.positions]
+        if used is None and grad_is_view:
             for parameter, result in zip(piece.parameters, results, strict=True):
                 parameter.grad = result
             return
         for parameter, i, result in zip(piece.parameters, piece.members, results, strict=True):
             if used is None or used[i]:
-                parameter.grad = result if keeps_views else self._copied(i, result)
-            elif i in self._kept:
-                old, copy = self._kept[i]
+                parameter.grad = result if grad_is_view else self._copied(i, result)
+            elif i in self._unused_previous:
+                old, copy = self._unused_previous[i]
                 parameter.grad = old.copy_(copy)
             else:
                 parameter.grad = None

@@ -30,20 +30,8 @@ from ._pass_header import HEADER_DTYPES, PassHeader
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class BucketCaps:
-    """The sizes in bytes at which buckets are full."""
-
-    rest: int
-    first: int | None = None
-    """Of the first bucket, so that a reduction starts early."""
-    each: tuple[int, ...] = ()
-    """One by one; the last holds for all that follow. Overrides the other two."""
-
-    def of(self, number: int) -> int:
-        if self.each:
-            return self.each[min(number, len(self.each) - 1)]
-        return self.first if number == 0 and self.first is not None else self.rest
+BucketCaps = tuple[int, ...]
+"""The sizes in bytes at which buckets are full, one by one; the last holds for all that follow."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +39,14 @@ class DelayedReduction:
     """Parameters whose gradients are reduced in one call, whatever their size."""
 
     names: frozenset[str] = frozenset()
-    after: str = ""
-    """The parameter whose gradient triggers the call; if empty, it comes last."""
+    after: str = ""  # the parameter whose gradient triggers the call; if empty, it comes last
 
 
 class BucketOptions(NamedTuple):
     """The user's choices and the properties of a module that a layout depends on."""
 
     caps: BucketCaps
-    sparse: frozenset[str]
-    """The names of parameters whose gradients are sparse."""
+    sparse: frozenset[str]  # the names of parameters whose gradients are sparse
     delay: DelayedReduction
     dtype: torch.dtype | None
     """The dtype in which floating-point gradients are reduced; None for their own."""
@@ -72,10 +58,8 @@ class ParameterSpec(NamedTuple):
     numel: int
     dtype: torch.dtype
     device: torch.device
-    is_sparse: bool = False
-    """A sparse gradient is alone in its bucket."""
-    is_delayed: bool = False
-    """All delayed gradients are reduced together, except sparse ones."""
+    is_sparse: bool = False  # a sparse gradient is alone in its bucket
+    is_delayed: bool = False  # all delayed gradients are reduced together, except sparse ones
 
 
 @dataclass
@@ -88,8 +72,7 @@ class BucketPlan:
     is_delayed: bool = False
     members: list[int] = field(default_factory=list)
     nbytes: int = 0
-    ready: int = -1
-    """The position of its last member in the order of arrival."""
+    last_position: int = -1  # the position of its last member in the order of arrival
 
 
 def plan_buckets(
@@ -110,25 +93,26 @@ def plan_buckets(
         is_delayed = spec.is_delayed and not spec.is_sparse
         key = spec.dtype, spec.device, spec.is_sparse, is_delayed
         if key not in filling:
-            filling[key] = BucketPlan(*key), 0 if spec.is_sparse else caps.of(len(plans))
+            cap = 0 if spec.is_sparse else caps[min(len(plans), len(caps) - 1)]
+            filling[key] = BucketPlan(*key), cap
             plans.append(filling[key][0])
         plan, cap = filling[key]
         plan.members.append(i)
         plan.nbytes += spec.numel * spec.dtype.itemsize
-        plan.ready = position
+        plan.last_position = position
         if plan.nbytes >= cap and not plan.is_delayed:
             del filling[key]
     turn = order.index(after) if after is not None else len(order)
     for plan in plans:
-        plan.ready = max(plan.ready, turn) if plan.is_delayed else plan.ready
-    plans.sort(key=lambda plan: (plan.ready, plan.is_delayed))
-    carriers = [plan for plan in plans if not plan.is_sparse and plan.dtype in HEADER_DTYPES]
-    last = carriers[-1] if carriers else BucketPlan(torch.float32, specs[0].device)
+        if plan.is_delayed:
+            plan.last_position = max(plan.last_position, turn)
+    plans.sort(key=lambda plan: (plan.last_position, plan.is_delayed))
+    candidates = [plan for plan in plans if not plan.is_sparse and plan.dtype in HEADER_DTYPES]
+    last = candidates[-1] if candidates else BucketPlan(torch.float32, specs[0].device)
     return [*(plan for plan in plans if plan is not last), last]
 
 
-PIECE_BYTES = 256 << 10
-"""The least number of bytes that are gathered together."""
+PIECE_BYTES = 256 << 10  # the least number of bytes that are gathered together
 Gradients = Sequence[Tensor | None]
 
 
@@ -136,43 +120,42 @@ Gradients = Sequence[Tensor | None]
 class BucketPiece:
     """Adjacent gradients of a bucket that are gathered together."""
 
-    bucket_index: int
-    """Not the bucket: a reference cycle would keep its memory too long."""
-    places: slice
-    """Their positions in the bucket."""
-    members: list[int]
-    """The indices of their parameters."""
+    bucket_index: int  # not the bucket: a reference cycle would keep its memory too long
+    positions: slice  # their positions in the bucket
+    members: list[int]  # the indices of their parameters
     parameters: list[Parameter]
+
+
+class ResultMismatch(Exception):
+    """A hook has returned something that does not fit its bucket."""
 
 
 class Bucket:
     """Gradients that are reduced together, in a flat tensor that may end with the pass header."""
 
-    payload: Tensor
-    """The tensor that is reduced."""
-    buffer: Tensor
-    """The gradients in one tensor, without the header."""
-    views: list[Tensor]
-    """The gradients by position, with the shapes and strides of the parameters."""
+    payload: Tensor  # the tensor that is reduced
+    buffer: Tensor  # the gradients in one tensor, without the header
+    views: list[Tensor]  # the gradients by position, with the shapes and strides of the parameters
 
     def __init__(
         self, index: int, members: list[int], parameters: list[Parameter], payload: Tensor
     ) -> None:
         self.index = index
-        self.members = members
-        """The indices of the parameters."""
+        self.members = members  # the indices of the parameters
         self.parameters = parameters
         self.pieces: list[BucketPiece] = []
         start = nbytes = 0
         for stop, parameter in enumerate(parameters, 1):
             nbytes += parameter.nbytes
             if nbytes >= PIECE_BYTES or stop == len(parameters):
-                places = slice(start, stop)
-                self.pieces.append(BucketPiece(index, places, members[places], parameters[places]))
+                positions = slice(start, stop)
+                self.pieces.append(
+                    BucketPiece(index, positions, members[positions], parameters[positions])
+                )
                 start, nbytes = stop, 0
-        self._hold(payload)
+        self._set_payload(payload)
 
-    def _hold(self, payload: Tensor) -> None:
+    def _set_payload(self, payload: Tensor) -> None:
         self.payload = payload
         self.buffer = payload[: sum(p.numel() for p in self.parameters)]
         self.views = _views(self.buffer, self.parameters)
@@ -194,31 +177,27 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
-        """The size of the payload."""
         if self.payload.is_sparse:
             return self.payload._values().nbytes + self.payload._indices().nbytes
         return self.payload.nbytes
 
-    def take(self, result: Any) -> str:
-        """Replace the gradients by a tensor like `buffer`; return what is wrong with it, or ""."""
-        wrong = _mismatch(result, self.buffer)
-        if not wrong and (
-            result.data_ptr() != self.buffer.data_ptr() or result.dtype != self.buffer.dtype
-        ):
+    def store_result(self, result: Any) -> None:
+        """Replace the gradients by a tensor like `buffer`, or raise `ResultMismatch`."""
+        _check_result(result, self.buffer)
+        if result.data_ptr() != self.buffer.data_ptr() or result.dtype != self.buffer.dtype:
             self.buffer.copy_(result.detach().reshape(-1))
-        return wrong
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
     ) -> None:
         """Store the sum of new and previous gradients, times a factor."""
-        places = piece.places
+        positions = piece.positions
         if not previous and self._addresses is not None:
             # Contiguous gradients are copied natively, in a third of torch's time.
             assert native.engine is not None
-            into, sizes = self._addresses[places.start], self._sizes[places]
-            number = DTYPES[self.payload.dtype]
-            if native.engine.flatten(into, new, sizes, number, factor):
+            into, sizes = self._addresses[positions.start], self._sizes[positions]
+            dtype = DTYPES[self.payload.dtype]
+            if native.engine.flatten(into, new, sizes, dtype, factor):
                 return
         if factor != 1 and not self.holds_values:
             # Before rounding: gradients that are accumulated by weight may overflow unscaled.
@@ -227,7 +206,7 @@ class Bucket:
                 for gradients in (new, previous)
             )
             factor = 1.0
-        views = self.views[places]
+        views = self.views[positions]
         if previous or any(each is None or each.is_sparse for each in new):
             for view, old, gradient in zip(views, previous or [None] * len(new), new, strict=True):
                 first, second = (gradient, None) if old is None else (old, gradient)
@@ -242,24 +221,22 @@ class Bucket:
         if factor != 1:
             _scale(views, factor)
 
-    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
-        """Add to the gradient at a place."""
+    def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
-            self.views[place].add_(gradient, alpha=factor)  # works with a sparse gradient, too
+            self.views[position].add_(gradient, alpha=factor)  # works with a sparse gradient, too
 
     def scale(self, factor: float) -> None:
         """Multiply all gradients; by 0 they become zero even if they are not finite."""
         _scale([self.buffer], factor)
 
-    def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
+    def as_payload(self, position: int, gradient: Tensor | None) -> Tensor:
         """Return a gradient, or zeros, as a tensor that can be reduced by itself."""
         if gradient is None:
-            return self.payload.new_zeros(self.views[place].shape)
+            return self.payload.new_zeros(self.views[position].shape)
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         return dense.to(self.payload.dtype).contiguous()
 
     def zeroed_copy(self) -> Bucket:
-        """Return a bucket of the same parameters with zero gradients."""
         return Bucket(self.index, self.members, self.parameters, torch.zeros_like(self.buffer))
 
     def broadcast_parameters(self, comm: Communicator, root: int) -> None:
@@ -278,15 +255,13 @@ class SparseBucket(Bucket):
     def __init__(self, index: int, members: list[int], parameters: list[Parameter]) -> None:
         super().__init__(index, members, parameters, _empty_sparse(parameters[0]))
 
-    def _hold(self, payload: Tensor) -> None:
+    def _set_payload(self, payload: Tensor) -> None:
         self.payload = self.buffer = payload
         self.views = [payload]
 
-    def take(self, result: Any) -> str:
-        wrong = _mismatch(result, self.buffer)
-        if not wrong:
-            self._hold(result.detach().to(self.buffer.dtype).coalesce())
-        return wrong
+    def store_result(self, result: Any) -> None:
+        _check_result(result, self.buffer)
+        self._set_payload(result.detach().to(self.buffer.dtype).coalesce())
 
     def gather(
         self, piece: BucketPiece, new: Gradients, previous: Gradients, factor: float
@@ -295,19 +270,21 @@ class SparseBucket(Bucket):
         for part in (*previous, *new):
             if part is not None:
                 total = total + self.as_payload(0, part)
-        self._hold(total.coalesce())
+        self._set_payload(total.coalesce())
         if factor != 1:
             self.scale(factor)
 
-    def add(self, place: int, gradient: Tensor, factor: float = 1.0) -> None:
+    def add(self, position: int, gradient: Tensor, factor: float = 1.0) -> None:
         if factor:
-            self._hold((self.payload + self.as_payload(place, gradient) * factor).coalesce())
+            self._set_payload(
+                (self.payload + self.as_payload(position, gradient) * factor).coalesce()
+            )
 
     def scale(self, factor: float) -> None:
-        self._hold(self.payload * factor if factor else _empty_sparse(*self.parameters))
+        self._set_payload(self.payload * factor if factor else _empty_sparse(*self.parameters))
 
-    def as_payload(self, place: int, gradient: Tensor | None) -> Tensor:
-        del place
+    def as_payload(self, position: int, gradient: Tensor | None) -> Tensor:
+        del position
         if gradient is None:
             return _empty_sparse(*self.parameters)
         return gradient if gradient.is_sparse else gradient.to_sparse(self.payload.sparse_dim())
@@ -324,23 +301,21 @@ def _views(flat: Tensor, parameters: Sequence[Parameter]) -> list[Tensor]:
     if not parameters:
         return []
     views = list(torch._C._nn.unflatten_dense_tensors(flat, [local_tensor(p) for p in parameters]))
-    for place, parameter in enumerate(parameters):
-        shard, part = local_tensor(parameter), views[place]
+    for position, parameter in enumerate(parameters):
+        shard, part = local_tensor(parameter), views[position]
         # Without gaps in memory, in whichever order of dims.
         if not shard.is_contiguous() and torch.ops.aten.is_non_overlapping_and_dense(shard):
-            views[place] = part.as_strided(shard.shape, shard.stride(), part.storage_offset())
+            views[position] = part.as_strided(shard.shape, shard.stride(), part.storage_offset())
     return views
 
 
-def _mismatch(result: Any, wanted: Tensor) -> str:
-    """Return how a result differs from what is wanted; "" if it does not."""
+def _check_result(result: Any, wanted: Tensor) -> None:
     if not isinstance(result, Tensor):
-        return f"a {type(result).__name__}, not a tensor"
+        raise ResultMismatch(f"a {type(result).__name__}, not a tensor")
     if result.layout != wanted.layout:
-        return f"a tensor that is {result.layout}, not {wanted.layout}"
+        raise ResultMismatch(f"a tensor that is {result.layout}, not {wanted.layout}")
     if result.numel() != wanted.numel():
-        return f"{list(result.shape)}, not {list(wanted.shape)}"
-    return ""
+        raise ResultMismatch(f"{list(result.shape)}, not {list(wanted.shape)}")
 
 
 def _scale(tensors: list[Tensor], factor: float) -> None:
@@ -390,21 +365,21 @@ class BucketLayout:
         trigger = options.delay.after
         after = self.names.index(trigger) if trigger in self.names else None
         plans = plan_buckets(specs, order, options.caps, after=after)
-        room = PassHeader.room(comm.size, len(named), len(plans))
+        header_numel = PassHeader.numel(comm.size, len(named), len(plans))
         self.buckets: list[Bucket] = []
         for index, plan in enumerate(plans):
             parameters = [self.parameters[i] for i in plan.members]
             if plan.is_sparse:
                 self.buckets.append(SparseBucket(index, plan.members, parameters))
                 continue
-            extra = room if plan is plans[-1] else 0
+            extra = header_numel if plan is plans[-1] else 0
             numel = sum(p.numel() for p in parameters)
             flat = comm.allocate(numel + extra, plan.dtype, plan.device)
             self.buckets.append(Bucket(index, plan.members, parameters, flat))
         self.pieces = [piece for bucket in self.buckets for piece in bucket.pieces]
         self.absent = [0] * len(self.pieces)
         """How many gradients of each piece did not arrive in the recorded pass."""
-        self.keeps_views = False
+        self.grad_is_view = False
         """After a pass, ``.grad`` is a view of the bucket, not a tensor of its own."""
         last = self.buckets[-1]
         self.header = PassHeader(

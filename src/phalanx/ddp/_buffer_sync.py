@@ -55,19 +55,16 @@ class BufferSynchronizer:
 
     _inventory: ModuleInventory
     _comm: Communicator
-    hook: _BufferCommHook | None
-    """Called instead of the broadcast."""
+    hook: _BufferCommHook | None  # called instead of the broadcast
     _call: HookCall | None = None
     _futures: list[Any] = field(default_factory=list)
 
     @property
     def runs_after_forward(self) -> bool:
-        """Whether a hook synchronizes the buffers, after forward."""
         after = _BufferCommHookLocation.POST_FORWARD
         return self.hook is not None and self.hook.buffer_comm_hook_location is after
 
     def sync(self, root: int) -> None:
-        """Broadcast the root's buffers, or call the hook."""
         if self.hook is None:
             broadcast_coalesced(self._inventory.buffers(), self._comm, root=root)
             return
@@ -83,7 +80,6 @@ class BufferSynchronizer:
             self._futures = futures
 
     def wait(self) -> None:
-        """Wait for the futures that the hook returned."""
         futures, self._futures = self._futures, []
         for future in futures:
             assert self._call is not None

@@ -24,6 +24,7 @@ from torch.futures import Future
 from torch.nn import Parameter
 
 from ..errors import GroupError, HookError, InvalidArgument, InvalidType
+from ._buckets import ResultMismatch
 from ._communicator import Communicator
 from ._dtensor import original_parameter
 
@@ -144,20 +145,17 @@ def hook_name(hook: Any) -> str:
 
 
 @dataclass(frozen=True)
-class HookTiming:
+class HookTimeouts:
     """How long to wait for hooks, in seconds; an abort must reach peers before they time out."""
 
-    abort_margin: float = 0.1
-    """The fraction of a group's timeout that is reserved for aborting."""
-    abort_seconds: float = 1.0
-    """The least to reserve, but no more than half of a short timeout."""
+    abort_margin: float = 0.1  # the fraction of a group's timeout that is reserved for aborting
+    abort_seconds: float = 1.0  # the least to reserve, but no more than half of a short timeout
     diagnosis_timeout: float = 10.0
     """For a group whose deadline has passed to find out which ranks are missing."""
-    default_timeout: float = 1800.0
-    """Of groups that do not report a timeout."""
+    default_timeout: float = 1800.0  # of groups that do not report a timeout
 
 
-DEFAULT_TIMING = HookTiming()
+DEFAULT_TIMEOUTS = HookTimeouts()
 
 
 @dataclass(frozen=True)
@@ -167,21 +165,17 @@ class CommHook:
     state: Any
     hook: Hook
     comm: Communicator
-    timing: HookTiming = DEFAULT_TIMING
+    timeouts: HookTimeouts = DEFAULT_TIMEOUTS
 
     def start(
-        self, shown: GradBucket, take: Callable[[Any], str], *, describe: Callable[[], str]
+        self, bucket: GradBucket, store: Callable[[Any], None], *, describe: Callable[[], str]
     ) -> HookWork:
-        """Start to reduce a bucket.
-
-        `take` stores the result in the bucket, or returns what is wrong with it. `describe` is
-        called for an error message.
-        """
+        """Start to reduce a bucket; `store` stores the result, or raises `ResultMismatch`."""
         name = f"communication hook {hook_name(self.hook)}"
-        work = HookWork(self.comm, name, describe, self.timing)
-        work.take = take
+        work = HookWork(self.comm, name, describe, self.timeouts)
+        work.store = store
         with work:
-            work.future = self.hook(self.state, shown)
+            work.future = self.hook(self.state, bucket)
         return work
 
 
@@ -193,16 +187,16 @@ class HookCall:
         comm: Communicator,
         name: str,
         describe: Callable[[], str] | None = None,
-        timing: HookTiming = DEFAULT_TIMING,
+        timeouts: HookTimeouts = DEFAULT_TIMEOUTS,
     ) -> None:
         self._comm = comm
         self._name = name
         self._describe = describe
-        timeout = comm.timeout or timing.default_timeout
-        reserved = max(timing.abort_margin * timeout, min(timing.abort_seconds, timeout / 2))
+        timeout = comm.timeout or timeouts.default_timeout
+        reserved = max(timeouts.abort_margin * timeout, min(timeouts.abort_seconds, timeout / 2))
         self._timeout = timeout - reserved
         self._deadline = time.monotonic() + self._timeout
-        self._diagnosis_timeout = self._timeout + timing.diagnosis_timeout
+        self._diagnosis_timeout = self._timeout + timeouts.diagnosis_timeout
 
     def error(self, why: str) -> HookError | GroupError:
         """Abort the group; return the error to raise, which is an earlier one if there is one."""
@@ -224,13 +218,11 @@ class HookCall:
             raise self.error(f"raised {type(error).__name__}: {error}") from error
 
     def check_future(self, future: Any) -> None:
-        """Raise if something is not a future."""
         if not isinstance(future, torch._C.Future):
             kind = "None" if future is None else f"a {type(future).__name__}"
             raise self.error(f"returned {kind}, not a torch.futures.Future")
 
     def result(self, future: Any) -> Any:
-        """Wait for a future that the hook returned."""
         if not future.done():
             done = threading.Event()
             future.add_done_callback(lambda _: done.set())
@@ -238,7 +230,7 @@ class HookCall:
             if not done.wait(max(0.0, self._deadline - time.monotonic())) and not (
                 self._comm.is_busy() and done.wait(self._diagnosis_timeout)
             ):
-                raise self.error(f"did not end its future within {self._timeout:.3g} s")
+                raise self.error(f"did not complete its future within {self._timeout:.3g} s")
         with self:
             return future.wait()
 
@@ -246,12 +238,11 @@ class HookCall:
 class HookWork(HookCall):
     """A bucket that a hook is reducing."""
 
-    take: Callable[[Any], str]
+    store: Callable[[Any], None]
     future: Any = None
     _has_ended = False
 
     def wait(self) -> bool:
-        """Block until the bucket holds the result of the hook."""
         if self._has_ended:
             return True
         self.check_future(self.future)
@@ -259,8 +250,9 @@ class HookWork(HookCall):
         if isinstance(result, (list, tuple)) and len(result) == 1:
             (result,) = result
         with self:
-            wrong = self.take(result)
-        if wrong:
-            raise self.error(f"returned a future of {wrong}")
+            try:
+                self.store(result)
+            except ResultMismatch as error:
+                raise self.error(f"returned a future of {error}") from None
         self._has_ended = True
         return True

@@ -1,12 +1,13 @@
 """The process group as data parallelism uses it: flat tensors, sums, means, broadcasts.
 
 phalanx groups and torch groups differ in what they support. `Communicator` hides the
-difference; no other module of this package asks which kind a group is.
+difference. The only other module of this package that asks which kind a group is makes subgroups
+(`hooks/_model_averaging`).
 """
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._C import _distributed_c10d as c10d
 
 from ..errors import GroupError, InvalidState
 from ..groups import ProcessGroup, ReduceOp, Work
+from ..groups._call_site import warn_user
 from ..groups._text_exchange import exchange_texts
 from ._dtensor import local_tensor
 
@@ -30,13 +32,16 @@ class Communicator:
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self.device = device
-        """The device of small tensors that the group communicates."""
+        self.device = device  # the device of small tensors that the group communicates
         self._ours = group if isinstance(group, ProcessGroup) else None
 
     @property
+    def label(self) -> str:
+        """The name of the group in errors; torch groups have none."""
+        return self._ours.label if self._ours is not None else ""
+
+    @property
     def timeout(self) -> float | None:
-        """The timeout of the group in seconds, if it reports one."""
         if self._ours is not None:
             return self._ours.timeout.total_seconds()
         try:
@@ -46,7 +51,6 @@ class Communicator:
             return None
 
     def members(self) -> tuple[int, ...]:
-        """List the ranks that have not left."""
         return tuple(range(self.size)) if self._ours is None else self._ours.members
 
     def is_busy(self) -> bool:
@@ -54,7 +58,6 @@ class Communicator:
         return self._ours is not None and self._ours._detector.is_busy()
 
     def failure(self) -> GroupError | None:
-        """Return why the group has failed, if it has and reports it."""
         return self._ours.failure() if self._ours is not None else None
 
     def abort(self, why: str) -> None:
@@ -78,27 +81,27 @@ class Communicator:
             try:
                 return self._ours.allocate((count,), dtype)
             except InvalidState as error:
-                warnings.warn(
-                    f"gradients are in ordinary memory, which is slower: {error}",
-                    RuntimeWarning,
-                    stacklevel=2,
+                warn_user(
+                    f"gradients are in ordinary memory, which is slower: {error}", RuntimeWarning
                 )
         return torch.empty(count, dtype=dtype, device=device)
 
+    def allocate_shared(self, nbytes: int, owner: int) -> Tensor:
+        """Allocate bytes that all ranks map; only where `shares_memory`."""
+        assert self._ours is not None
+        return self._ours._allocate_shared(nbytes, owner=owner)
+
     def mean(self, flat: Tensor) -> AnyWork:
-        """Replace a tensor by its mean over the ranks."""
         if self._ours is not None:
             return self._ours.allreduce(flat, op=ReduceOp.AVG)
         return self.sum(flat.div_(self.size))  # not every torch backend has AVG
 
     def sum(self, flat: Tensor) -> AnyWork:
-        """Replace a tensor by its sum over the ranks."""
         if self._ours is not None:
             return self._ours.allreduce(flat)
         return self.group.allreduce([flat], c10d.AllreduceOptions())
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> AnyWork:
-        """Copy a tensor from one rank to all."""
         options = c10d.BroadcastOptions()
         options.rootRank = root
         return self.group.broadcast([tensor], options)
@@ -129,16 +132,37 @@ class Communicator:
         texts = exchange_texts(text, self.group, self.device)
         return [texts.get(rank, "") for rank in range(self.size)]
 
-    def announce_local_pass(self) -> AnyWork:
+    def barrier(self) -> None:
+        work: AnyWork = (self._ours or self.group).barrier()
+        work.wait()
+
+    def announce_local_pass(self) -> None:
         """Issue a barrier that is not waited for, so that a peer that reduces instead raises."""
-        return self.group.barrier(c10d.BarrierOptions())
+        self.group.barrier(c10d.BarrierOptions())
 
 
 BROADCAST_BUCKET_BYTES = 250 << 20
 
 
+class FlatMessage:
+    """Tensors of one dtype and device, and a flat tensor to send them in."""
+
+    def __init__(self, tensors: list[Tensor], comm: Communicator) -> None:
+        self.tensors = tensors
+        sizes = [tensor.numel() for tensor in tensors]
+        self.flat = comm.allocate(sum(sizes), tensors[0].dtype, tensors[0].device)
+        parts = zip(torch.split(self.flat, sizes), tensors, strict=True)
+        self.views = [part.view(tensor.shape) for part, tensor in parts]
+
+    def pack(self) -> None:
+        torch._foreach_copy_(self.views, self.tensors)
+
+    def unpack(self) -> None:
+        torch._foreach_copy_(self.tensors, self.views)
+
+
 def broadcast_coalesced(
-    tensors: Sequence[Tensor], comm: Communicator, *, root: int, chunk: int = BROADCAST_BUCKET_BYTES
+    tensors: Sequence[Tensor], comm: Communicator, *, root: int, limit: int = BROADCAST_BUCKET_BYTES
 ) -> None:
     """Give every rank the root's values, with tensors of one dtype in one message.
 
@@ -146,21 +170,18 @@ def broadcast_coalesced(
     backward and would detect the write.
     """
     with torch.no_grad():
-        for group in chunk_tensors([local_tensor(t).detach() for t in tensors if t.numel()], chunk):
-            sizes = [t.numel() for t in group]
-            flat = comm.allocate(sum(sizes), group[0].dtype, group[0].device)
-            parts = torch.split(flat, sizes)
+        for chunk in chunk_tensors([local_tensor(t).detach() for t in tensors if t.numel()], limit):
+            message = FlatMessage(chunk, comm)
             if comm.rank == root:
-                torch._foreach_copy_(list(parts), [t.reshape(-1) for t in group])
-            comm.broadcast(flat, root).wait()
+                message.pack()
+            comm.broadcast(message.flat, root).wait()
             if comm.rank != root:
-                for tensor, part in zip(group, parts, strict=True):
-                    received = part.view(tensor.shape)
+                for tensor, received in zip(chunk, message.views, strict=True):
                     if not torch.equal(tensor, received):
                         tensor.copy_(received)
 
 
-def chunk_tensors(tensors: Sequence[Tensor], limit: float) -> list[list[Tensor]]:
+def chunk_tensors(tensors: Sequence[Tensor], limit: float = math.inf) -> list[list[Tensor]]:
     """Divide tensors into lists of one dtype and device, of about `limit` bytes."""
     chunks: list[list[Tensor]] = []
     filling: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], float]] = {}

@@ -6,7 +6,6 @@ before anything is sent.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InvalidArgument, InvalidState, InvalidType
+from ..groups._call_site import warn_user
 from ..groups._current_group import default_group
 from ._buckets import MIB, BucketCaps, DelayedReduction
-from ._mixed_precision import resolve_mixed_precision as resolve_mixed_precision
 from ._module_inspection import NamedParameter
 from ._sync_batch_norm import GroupRef, SyncBatchNorm
 
@@ -28,12 +27,10 @@ BUCKET_BYTES = 25 * MIB
 SHARED_MEMORY_BUCKET_BYTES = 4 * MIB
 """With shared memory large buckets gain nothing, and gradients in small ones are still in the
 cache when they are reduced."""
-MAX_CAP_MIB = 1 << 40
-"""More than any module has, so that infinity means one bucket."""
+MAX_CAP_MIB = 1 << 40  # more than any module has, so that infinity means one bucket
 
 
 def require_default_group() -> dist.ProcessGroup:
-    """Return the current group or torch's default group."""
     group = default_group()
     if group is None:
         raise InvalidArgument(
@@ -67,37 +64,33 @@ def check_materialized(named: Sequence[tuple[str, Tensor]]) -> None:
     """Raise for parameters without a shape, and for those without values."""
     for name, parameter in named:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise InvalidState(f"parameter {name!r} has no shape yet. Run the module once before")
+            raise InvalidState(
+                f"parameter {name!r} has no shape yet. Run a forward pass before wrapping it"
+            )
         if parameter.device.type == "meta":
             raise InvalidState(f"parameter {name!r} has no values: it is on the meta device")
 
 
 def check_parameters(named: Sequence[NamedParameter]) -> None:
     if not named:
-        raise InvalidState("the module has no parameters, so no parameter requires a gradient")
+        raise InvalidState("the module has no parameters")
     types = sorted({parameter.device.type for _, parameter in named})
     if len(types) > 1:
         raise InvalidArgument(f"parameters are on devices of different types: {', '.join(types)}")
     check_materialized(named)
 
 
-def check_trainable(named: Sequence[NamedParameter]) -> None:
-    """Raise if nothing requires a gradient; called after ranks have compared their modules."""
-    if not any(parameter.requires_grad for _, parameter in named):
-        raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
-
-
 def check_sync_batch_norms(sync_norms: NamedNorms, device: torch.device) -> None:
-    torchs = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
-    if torchs and device.type == "cpu":
+    torch_layers = [name for name, layer in sync_norms if not isinstance(layer, SyncBatchNorm)]
+    if torch_layers and device.type == "cpu":
         raise InvalidArgument(
-            f"{torchs[0]!r} is torch's SyncBatchNorm, which does not work on CPUs. Use ours: "
+            f"{torch_layers[0]!r} is torch's SyncBatchNorm, which does not work on CPUs. Use ours: "
             "model = phalanx.ddp.SyncBatchNorm.convert_sync_batchnorm(model)"
         )
 
 
 def set_sync_batch_norm_group(sync_norms: NamedNorms, group: dist.ProcessGroup) -> None:
-    """Give the group to layers that have none."""
+    """Tell our layers the wrapper's group, which they use unless they were given one."""
     for _, layer in sync_norms:
         if isinstance(layer, SyncBatchNorm):
             layer.wrapper_group = GroupRef(group)
@@ -106,9 +99,9 @@ def set_sync_batch_norm_group(sync_norms: NamedNorms, group: dist.ProcessGroup) 
 def resolve_devices(
     named: Sequence[NamedParameter], device_ids: Any, output_device: Any
 ) -> tuple[list[int] | None, int | None]:
-    """Return the indices of the devices for inputs and outputs; None to leave them in place."""
+    """Return the device of inputs, in a list, and torch's `output_device`; None on CPUs."""
     if device_ids is not None and len(device_ids) > 1:
-        raise InvalidArgument(f"device_ids must have one device, got {len(device_ids)}")
+        raise InvalidArgument(f"device_ids must contain exactly one device, got {len(device_ids)}")
     devices = {parameter.device for _, parameter in named}
     if not device_ids or len(devices) > 1 or next(iter(devices)).type == "cpu":
         if device_ids or output_device:
@@ -128,12 +121,11 @@ def resolve_buffer_sync(
 ) -> tuple[bool, bool]:
     """Return whether buffers are sent before every forward pass, and whether at the start."""
     if broadcast_buffers is not None:
-        warnings.warn(
+        warn_user(
             "broadcast_buffers is deprecated. Use forward_sync_buffers, which still sends buffers "
             "once at the start"
             + ("" if forward_sync_buffers is None else "; broadcast_buffers is ignored"),
             FutureWarning,
-            stacklevel=4,
         )
     if forward_sync_buffers is None:
         return broadcast_buffers is not False, broadcast_buffers is not False
@@ -169,12 +161,10 @@ def resolve_bucket_caps(
 ) -> BucketCaps:
     """Return the sizes of buckets; `shared`: ranks can read each other's memory."""
     if bucket_cap_mb_list:
-        return BucketCaps(BUCKET_BYTES, each=tuple(map(_cap_in_bytes, bucket_cap_mb_list)))
+        return tuple(map(_cap_in_bytes, bucket_cap_mb_list))
     if bucket_cap_mb is not None:
-        return BucketCaps(_cap_in_bytes(bucket_cap_mb))
-    if shared:
-        return BucketCaps(SHARED_MEMORY_BUCKET_BYTES)
-    return BucketCaps(BUCKET_BYTES, first=FIRST_BUCKET_BYTES)
+        return (_cap_in_bytes(bucket_cap_mb),)
+    return (SHARED_MEMORY_BUCKET_BYTES,) if shared else (FIRST_BUCKET_BYTES, BUCKET_BYTES)
 
 
 def _cap_in_bytes(mebibytes: float) -> int:

@@ -4,18 +4,13 @@ The class derives from torch's, so that `isinstance` checks accept it, but torch
 never runs: every method of torch's class that needs what it builds is overridden here, works on
 the reducer, or raises.
 
-A gradient goes from here to `_autograd_hooks` (which notice it), `_reducer` and
-`_backward_pass` (which decide when to reduce it), `_buckets` (which hold it), `_communicator`
-and the process group.
-
 Everything that holds a reference to the group is built in `_connect` and left out of
-`__getstate__`. A new attribute of that kind must be added to `UNPICKLED`.
+`__getstate__`. A new attribute of that kind must be added to `NOT_PICKLED`.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.optim import Optimizer
 
 from ..errors import InvalidArgument, InvalidState, InvalidType, MisuseError
+from ..groups._call_site import warn_user
 from ..join import Join, Joinable, JoinHook, _JoinConfig
 from . import _config, _interop, _join_hook
 from ._autograd_hooks import on_backward
@@ -37,18 +33,19 @@ from ._buckets import BucketOptions
 from ._buffer_sync import BufferHook, BufferSynchronizer, _BufferCommHook, _BufferCommHookLocation
 from ._comm_hook import CommHook, check_hook, hook_name
 from ._communicator import BROADCAST_BUCKET_BYTES, Communicator, broadcast_coalesced
-from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers
+from ._mixed_precision import MixedPrecision, PrecisionPolicy, cast_buffers, resolve_mixed_precision
 from ._module_inspection import ModuleInventory, NamedParameter
 from ._parameter_consistency import assert_same_values, verify_parameters
 from ._reducer import Reducer, backward_callback
 from ._stats import StepStats
 from .hooks import allreduce_hook, fp16_compress_hook
+from .hooks._base import check_count
 
 PREFIX = "module."
 MIN_WEIGHT, MAX_WEIGHT = 1e-9, 1e15
 """Gradients are multiplied by weights and their quotients. Beyond these bounds the products would
 overflow or vanish."""
-UNPICKLED = (
+NOT_PICKLED = (
     "reducer", "process_group", "_comm", "_inventory", "_precision_policy", "_buffer_sync",
     "device_mesh", "_join_config", "_join_block",
 )  # fmt: skip
@@ -65,32 +62,37 @@ class DistributedDataParallel(Joinable, TorchDDP):
             every rank.
         device_ids: the one accelerator that inputs are moved to; leave it out for CPU modules and
             modules on several devices.
-        output_device: where outputs go; by default the device in `device_ids`.
+        output_device: accepted for compatibility; outputs stay where the module puts them.
         dim: the dim along which `scatter` and `gather` split and concatenate.
-        broadcast_buffers: deprecated, use `forward_sync_buffers`.
+        broadcast_buffers: deprecated. False means buffers are never synchronized, not even at
+            construction. Ignored if `forward_sync_buffers` is given.
         init_sync: whether to compare the module between ranks and broadcast rank 0's parameters
             and buffers at construction.
-        process_group: the group that reduces gradients; by default the current or default group.
-        bucket_cap_mb: the size of buckets in MiB; by default 4 where ranks share memory, else 25
-            after a first bucket of 1.
-        find_unused_parameters: accepted and not needed.
-        check_reduction: deprecated, does nothing.
+        process_group: the group to reduce in; by default this thread's current group, else torch's
+            default group.
+        bucket_cap_mb: MiB at which a bucket is full; the gradient that fills it may exceed this.
+            Default 4 on shared memory, else 25 after a first bucket of 1.
+        find_unused_parameters: accepted for compatibility; no effect.
+        check_reduction: deprecated; no effect.
         gradient_as_bucket_view: whether `.grad` is a view of the bucket after backward (default),
             or a tensor of its own, which costs a copy.
-        static_graph: promises that the graph never changes. Optimizers in backward then step
-            bucket by bucket. A change is detected and warned about.
+        static_graph: assert that the graph never changes, so that optimizers in backward may step
+            bucket by bucket. A gradient that is late for its step raises `InvalidState`; any other
+            change warns.
         delay_all_reduce_named_params: pairs of name and parameter, reduced together in one call.
         param_to_hook_all_reduce: the parameter whose gradient triggers that call.
         mixed_precision: a `MixedPrecision` (ours or torch's): dtypes to compute, reduce and keep
             buffers in.
         device_mesh: a mesh with one axis, instead of `process_group`.
-        skip_all_reduce_unused_params: accepted and not needed.
-        bucket_cap_mb_list: the size of each bucket in MiB; the last one holds for the rest.
-        batched_grad_copy: accepted and not needed; copies are always batched.
+        skip_all_reduce_unused_params: accepted for compatibility; no effect.
+        bucket_cap_mb_list: the same, bucket by bucket; the last value applies to the rest.
+            Overrides `bucket_cap_mb`.
+        batched_grad_copy: accepted for compatibility; no effect.
         forward_sync_buffers: whether every forward pass begins with rank 0's buffers; True by
             default.
-        reduce: "mean" or "sum" of the ranks' gradients.
-        check_sync_every: compare the parameters of all ranks every so many steps; 0 for never.
+        reduce: "mean" or "sum" of the ranks' gradients. With `weight` set, both give the mean over
+            all samples.
+        check_sync_every: compare all parameters on every N-th reduced backward pass; 0 never.
 
     Raises:
         RankMismatch: if the module differs between ranks; on every rank.
@@ -142,6 +144,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         reduce: str = "mean",
         check_sync_every: int = 0,
     ) -> None:
+        """See the class."""
         nn.Module.__init__(self)  # torch's constructor would build its own reducer
         self.register_load_state_dict_pre_hook(_accept_unprefixed_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(DistributedDataParallel._rebuild_if_replaced)  # type: ignore[no-untyped-call]
@@ -149,9 +152,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         if reduce not in ("mean", "sum"):
             raise InvalidArgument(f"reduce must be 'mean' or 'sum', got {reduce!r}")
         if check_reduction:
-            warnings.warn(
-                "check_reduction is deprecated and does nothing", FutureWarning, stacklevel=2
-            )
+            warn_user("check_reduction is deprecated and does nothing", FutureWarning)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.module = module
         self._extra_parameters: list[NamedParameter] = []
@@ -164,7 +165,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         named = self._inventory.parameters
         _config.check_parameters(named)
         _config.check_sync_batch_norms(self._inventory.sync_norms, named[0][1].device)
-        self.mixed_precision = _config.resolve_mixed_precision(mixed_precision, named)
+        self.mixed_precision = resolve_mixed_precision(mixed_precision, named)
         self.process_group = _config.resolve_group(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.device_ids, self.output_device = _config.resolve_devices(
@@ -184,14 +185,15 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self.static_graph = static_graph
         self.require_forward_param_sync = True
         self._reduce = reduce
-        self._check_sync_every = check_sync_every
+        self._check_sync_every = check_count("check_sync_every", check_sync_every)
         self._bucket_sizes = (bucket_cap_mb, bucket_cap_mb_list)
         self._hook: tuple[object, Callable[[Any, Any], Any]] | None = None
         self.buffer_hook = None
         comm = Communicator(self.process_group, self.device)
         if init_sync:
             verify_parameters(named, comm)
-        _config.check_trainable(named)
+        if not any(parameter.requires_grad for _, parameter in named):
+            raise InvalidState("no parameter of the module requires a gradient: nothing to reduce")
         precision = self.mixed_precision
         if precision is not None and precision.buffer_dtype is not None:
             cast_buffers(module, precision.buffer_dtype, ignored=self.parameters_to_ignore)
@@ -219,13 +221,14 @@ class DistributedDataParallel(Joinable, TorchDDP):
             parameters = [p for _, p in self._inventory.parameters]
             self._precision_policy = PrecisionPolicy(self.mixed_precision, self.module, parameters)
         caps = _config.resolve_bucket_caps(*self._bucket_sizes, shared=self._comm.shares_memory)
-        self.bucket_bytes_cap = _interop.compiler_bucket_cap(caps.rest)
+        # Read by torch's compiler, which splits no graph into smaller parts than this minimum.
+        self.bucket_bytes_cap = max(caps[-1], c10d._DEFAULT_FIRST_BUCKET_BYTES)
         self.reducer = Reducer(
             self._inventory.parameters,
             self._comm,
             BucketOptions(caps, self._inventory.sparse, self._delay, reduce_dtype),
             reduce=self._reduce,
-            keeps_views=self.gradient_as_bucket_view,
+            grad_is_view=self.gradient_as_bucket_view,
             is_static=self.static_graph,
             check_every=self._check_sync_every,
             precision=self._precision_policy,
@@ -261,29 +264,23 @@ class DistributedDataParallel(Joinable, TorchDDP):
     @_interop.not_compiled
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Begin a step; return the inputs, on the device of the module."""
-        is_join, tracks = self._join_config.enable, torch.is_grad_enabled()
-        is_join_step = is_join and tracks  # evaluation is not a step
+        is_join_step = self._join_config.enable and self._is_step()
         if is_join_step:
-            Join.notify_join_context(self)
-            self.reducer.scaling.divide_by_initial_world_size = self._divide_by_initial_world_size
-            self.reducer.may_lack_data = True
-        if tracks:
+            _join_hook.announce_step(self)
+        if torch.is_grad_enabled():
             self.reducer.prepare()
-        if (is_join_step or not is_join) and self._check_sync_bufs_pre_fwd():
+        if self._is_step() and self._check_sync_bufs_pre_fwd():
             self._sync_buffers()
-        if is_join_step and self._ranks_leave:
-            self.reducer.weights.unit = None  # the remaining ranks choose one with the pass
-        elif is_join_step:
-            # Tell ranks that shadow this one which backward pass follows.
-            is_reduced = self.require_backward_grad_sync
-            follows = (
-                _join_hook.NextBackward.REDUCED if is_reduced else _join_hook.NextBackward.LOCAL
-            )
-            _join_hook.agree_on_next_backward(self.reducer, follows)
+        if is_join_step:
+            _join_hook.announce_backward(self)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])  # type: ignore[no-untyped-call]
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         return inputs, kwargs
+
+    def _is_step(self) -> bool:
+        """Whether a forward pass is a step. In a join only with gradients: some ranks evaluate."""
+        return torch.is_grad_enabled() or not self._join_config.enable
 
     @_interop.not_compiled
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -300,13 +297,12 @@ class DistributedDataParallel(Joinable, TorchDDP):
             if self._check_sync_bufs_post_fwd():
                 self._sync_buffers()
             self._buffer_sync.wait_in_backward(output)
-        tracks = torch.is_grad_enabled()
-        syncs = tracks and self.require_backward_grad_sync
-        is_step = tracks or not self._join_config.enable  # ranks without data do not evaluate
+        grad_enabled = torch.is_grad_enabled()
+        syncs = grad_enabled and self.require_backward_grad_sync
         # Setting an attribute of a module is slow.
-        if is_step and self.require_forward_param_sync != syncs:
+        if self._is_step() and self.require_forward_param_sync != syncs:
             self.require_forward_param_sync = syncs
-        if tracks:
+        if grad_enabled:
             on_backward(output, backward_callback(self.reducer))
         return output
 
@@ -321,9 +317,10 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     @contextmanager
     def no_sync(self) -> Generator[None, None, None]:
-        """Keep backward passes in the body local; the first one after it reduces the sum.
+        """Skip the reduction for backward passes in this block.
 
-        It must enclose the call of backward, on every rank.
+        The first pass after it reduces the accumulated sum. Only where `backward()` is called
+        matters. Blocks nest. All ranks must agree on which passes are in a block.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -425,10 +422,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         hook: BufferHook,
         comm_hook_location: _BufferCommHookLocation = _BufferCommHookLocation.POST_FORWARD,
     ) -> None:
-        """Let a hook synchronize buffers: ``hook(state, buffers by name)``.
-
-        Backward waits for the futures that it returns, if any.
-        """
+        """Let a hook synchronize buffers; backward waits for the futures that it returns."""
         self.buffer_hook = _BufferCommHook(hook, state, comm_hook_location)
         self._buffer_sync.hook = self.buffer_hook
 
@@ -449,13 +443,13 @@ class DistributedDataParallel(Joinable, TorchDDP):
         authoritative_rank: int = 0,
     ) -> None:
         buffers = self._inventory.buffers() if bufs is None else bufs
-        chunk = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
-        broadcast_coalesced(buffers, self._comm, root=authoritative_rank, chunk=chunk)
+        limit = BROADCAST_BUCKET_BYTES if bucket_size is None else bucket_size
+        broadcast_coalesced(buffers, self._comm, root=authoritative_rank, limit=limit)
 
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
-        broadcast_coalesced(tensors, self._comm, root=authoritative_rank, chunk=buffer_size)
+        broadcast_coalesced(tensors, self._comm, root=authoritative_rank, limit=buffer_size)
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
         """Agree on the highest rank for which `rank_cond` is true."""
@@ -478,7 +472,14 @@ class DistributedDataParallel(Joinable, TorchDDP):
         *,
         optimizers: Iterable[Optimizer] = (),
     ) -> Join:
-        """Let ranks run out of data at different steps of a loop in the body."""
+        """Let ranks run out of data at different steps of a loop in the block.
+
+        Arguments:
+            divide_by_initial_world_size: whether ranks without data count in the mean gradient.
+            enable: False makes the block do nothing.
+            throw_on_early_termination: whether uneven inputs raise `UnevenInputs` on all ranks.
+            optimizers: optimizers to give the state of a rank that had data to the end.
+        """
         return Join(
             [self],
             enable,
@@ -486,6 +487,8 @@ class DistributedDataParallel(Joinable, TorchDDP):
             optimizers=optimizers,
             divide_by_initial_world_size=divide_by_initial_world_size,
         )
+
+    join_hook_arguments = ("divide_by_initial_world_size",)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Make the hook for a rank without data; takes `divide_by_initial_world_size`."""
@@ -523,17 +526,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Give every rank the training state of a rank that had data to the end."""
-        flags = [is_last for (is_last,) in self._comm.gather_numbers([is_last_joiner])]
-        root = max(rank for rank, is_last in enumerate(flags) if is_last)
-        if not all(flags):
-            if self._ranks_leave:
-                _join_hook.broadcast_progress(self.reducer, root)
-            _join_hook.broadcast_gradients(self.reducer, root)
-            self.reducer.must_record = True
-            self.require_forward_param_sync = True  # ranks may differ in their last pass
-        parameters = [parameter for _, parameter in self._inventory.parameters]
-        tensors = [*parameters, *self._inventory.buffers()]
-        broadcast_coalesced(tensors, self._comm, root=root)
+        _join_hook.sync_final_model(self, is_last_joiner)
 
     # -- saving, loading, copying ----------------------------------------------------------
 
@@ -558,7 +551,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
                 "cannot copy or pickle a wrapped module that has optimizers in backward. Copy "
                 "ddp.module, wrap it and register the optimizers again"
             )
-        state = {name: value for name, value in vars(self).items() if name not in UNPICKLED}
+        state = {name: value for name, value in vars(self).items() if name not in NOT_PICKLED}
         state["_syncs_gradients"] = self.reducer.syncs_gradients
         state["_weight"] = self.reducer.weights.current
         return state
@@ -641,7 +634,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
         self, optim: type[Optimizer], *args: Any, optim_params: Any = None, **kwargs: Any
     ) -> Optimizer:
         """Make an optimizer that steps at the end of every reduced backward pass; return it."""
-        return self.reducer.optimizers.fuse(optim, optim_params, *args, **kwargs)
+        return self.reducer.optimizers.register(optim, optim_params, *args, **kwargs)
 
     def _setup_in_backward_optimizers(self) -> None:
         """Do nothing: the reducer finds them."""
@@ -664,7 +657,7 @@ class DistributedDataParallel(Joinable, TorchDDP):
             "bucket_sizes": ", ".join(str(b.nbytes) for b in self.reducer.buckets),
             "static_graph": self.static_graph,
             "can_set_static_graph": not self.reducer.graph_ever_changed,
-            "iteration": len(steps),
+            "iteration": self.reducer.reduced_passes,
         }
         if steps:
             last = steps[-1]
@@ -716,11 +709,9 @@ def _accept_unprefixed_names(
 
 
 def _unprefixed_names(wrapper: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names of a state that lack ``module.``; none if it is the wrapper's own state.
-
-    A part of the module may be called ``module`` too, and a state may have further entries, so
-    this compares how many names are known with and without the prefix.
-    """
+    """Return the names of a state that lack ``module.``; none if it is the wrapper's own state."""
+    # A submodule may be called ``module`` too, and a state may have further entries, so compare how
+    # many names are known with and without the prefix.
     names = set(names)
     plain = set(wrapper.get_submodule("module").state_dict())
     own = _names_outside_module(wrapper) | {PREFIX + name for name in plain}

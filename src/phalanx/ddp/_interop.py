@@ -20,8 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _distributed_c10d as c10d
-from torch.nn.parallel import DistributedDataParallel as TorchsClass
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import InvalidState
@@ -77,7 +76,6 @@ def refuse_compiled_backward() -> None:
 
 
 def active_module() -> Any:
-    """Return the module whose forward pass this thread is in."""
     return getattr(_thread, "module", None)
 
 
@@ -94,18 +92,13 @@ class ActiveModule(AbstractContextManager[None]):
         is_main = threading.current_thread() is threading.main_thread()
         self._is_reported = bool(_excluded_packages) and is_main
         if self._is_reported:
-            self._others = TorchsClass._active_ddp_module
-            TorchsClass._active_ddp_module = self._module
+            self._others = TorchDDP._active_ddp_module
+            TorchDDP._active_ddp_module = self._module
 
     def __exit__(self, *_: object) -> None:
         _thread.module = self._before
         if self._is_reported:
-            TorchsClass._active_ddp_module = self._others
-
-
-def compiler_bucket_cap(cap: int) -> int:
-    """Return after how many bytes of parameters the compiler splits a graph; it has a minimum."""
-    return max(cap, c10d._DEFAULT_FIRST_BUCKET_BYTES)
+            TorchDDP._active_ddp_module = self._others
 
 
 ENV_VARS = (

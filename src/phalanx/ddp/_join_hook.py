@@ -12,12 +12,13 @@ parameters and buffers of one that had data to the end.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 
 from ..errors import InvalidType
-from ..join import Joinable, JoinHook
+from ..join import Join, Joinable, JoinHook
 from ._communicator import broadcast_coalesced
 from ._reducer import Reducer
 
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 class NextBackward(enum.IntEnum):
     """The backward pass that follows a forward pass."""
 
-    UNKNOWN = 0
-    """On a rank without data."""
+    UNKNOWN = 0  # on a rank without data
     LOCAL = 1
     REDUCED = 2
 
@@ -42,6 +42,22 @@ def agree_on_next_backward(reducer: Reducer, mine: NextBackward) -> NextBackward
     if total:
         reducer.weights.unit = total
     return NextBackward(max(int(theirs) for theirs, _ in rows))
+
+
+def announce_step(ddp: DistributedDataParallel) -> None:
+    """Tell the other ranks that this one has data for another step."""
+    Join.notify_join_context(ddp)
+    ddp.reducer.scaling.divide_by_initial_world_size = ddp._divide_by_initial_world_size
+    ddp.reducer.may_lack_data = True
+
+
+def announce_backward(ddp: DistributedDataParallel) -> None:
+    """Tell ranks that shadow this one which backward pass follows."""
+    if ddp._ranks_leave:  # so none shadows
+        ddp.reducer.weights.unit = None  # the remaining ranks choose one with the pass
+        return
+    is_reduced = ddp.require_backward_grad_sync
+    agree_on_next_backward(ddp.reducer, NextBackward.REDUCED if is_reduced else NextBackward.LOCAL)
 
 
 class _DDPJoinHook(JoinHook):
@@ -77,24 +93,37 @@ class _DDPJoinHook(JoinHook):
         self.ddp.reducer.may_lack_data = False
 
 
+def sync_final_model(ddp: DistributedDataParallel, is_last_joiner: bool) -> None:
+    """Give every rank the training state of a rank that had data to the end."""
+    comm, reducer, block = ddp._comm, ddp.reducer, ddp._join_block
+    last_joiners: Sequence[int] = () if block is None else block.last_joiners
+    if not last_joiners:  # torch's `Join` tells a rank only about itself
+        flags = comm.gather_numbers([is_last_joiner])
+        last_joiners = [rank for rank, (is_last,) in enumerate(flags) if is_last]
+    root = max(last_joiners)
+    if len(last_joiners) < comm.size:
+        if ddp._ranks_leave:
+            broadcast_progress(reducer, root)
+        broadcast_gradients(reducer, root)
+        reducer.must_record = True
+        ddp.require_forward_param_sync = True  # ranks may differ in their last pass
+    parameters = [parameter for _, parameter in ddp._inventory.parameters]
+    broadcast_coalesced([*parameters, *ddp._inventory.buffers()], comm, root=root)
+
+
 def broadcast_progress(reducer: Reducer, root: int) -> None:
     """Give every rank the root's trainable parameters, step counters and bucket order."""
-    mine = set(reducer.names)
-    trained = [name in mine for name, _ in reducer.named]
-    padding = [0.0] * (len(trained) - len(mine))  # all ranks send as if all were trained
-    numbers = [*trained, reducer.weights.unit or 0.0, *reducer.progress(), *padding]
-    numbers = reducer.comm.broadcast_numbers(numbers, root, torch.float64)
-    unit, *progress = numbers[len(trained) :]
-    changed = False
-    for (name, parameter), is_trained in zip(reducer.named, numbers, strict=False):
-        if is_trained != (name in mine):
-            parameter.requires_grad_(bool(is_trained))
-            changed = True
-    if changed:
+    comm, mine = reducer.comm, set(reducer.names)
+    is_trained = comm.broadcast_numbers([name in mine for name, _ in reducer.named], root)
+    names = {name for (name, _), trained in zip(reducer.named, is_trained, strict=True) if trained}
+    if names != mine:
+        for name, parameter in reducer.named:
+            if name in names ^ mine:
+                parameter.requires_grad_(name in names)
         reducer.track_trainable_parameters()
+    reducer.load_progress(comm.broadcast_numbers(reducer.progress(), root))
+    (unit,) = comm.broadcast_numbers([reducer.weights.unit or 0.0], root, torch.float64)
     reducer.weights.unit = unit or None
-    frozen = len(reducer.named) - len(reducer.names)
-    reducer.load_progress([int(number) for number in progress[: len(progress) - frozen]])
 
 
 def broadcast_gradients(reducer: Reducer, root: int) -> None:

@@ -69,7 +69,8 @@ def resolve_mixed_precision(
     if lowered and all(p.dtype == wanted for _, p in lowered):
         raise InvalidArgument(
             f"the module is already in {wanted} and has no full-precision parameters to keep. Wrap "
-            "it in full precision, or omit mixed_precision"
+            "it in full precision, or pass only reduce_dtype: "
+            "MixedPrecision(reduce_dtype=torch.float32)"
         )
     return config
 
@@ -81,18 +82,16 @@ class PrecisionPolicy:
         self, config: MixedPrecision, module: nn.Module, parameters: Sequence[Parameter]
     ) -> None:
         self._dtype = wanted = config.param_dtype
-        self.gradient_dtype = config.gradient_dtype
         lowered = {p for p in parameters if wanted and p.is_floating_point() and p.dtype != wanted}
         self._places: list[tuple[nn.Module, str, Parameter]] = [
-            (part, name, p)
-            for part in module.modules()
-            for name, p in part._parameters.items()
+            (submodule, name, p)
+            for submodule in module.modules()
+            for name, p in submodule._parameters.items()
             if p is not None and p in lowered
         ]
         self._copies: dict[Parameter, Tensor] = {}
         self._holders = 0
-        self._task: int | None = None
-        """The graph task that holds the copies."""
+        self._task: int | None = None  # the graph task that holds the copies
 
     def run(self, module: Callable[..., Any], inputs: Any, kwargs: Any) -> Any:
         copies = self._hold()
@@ -139,9 +138,9 @@ class PrecisionPolicy:
         self._holders += 1
         if self._holders > 1:
             return []
-        for part, _, parameter in self._places:
+        for submodule, _, parameter in self._places:
             if parameter not in self._copies:
-                cast = _SparseCast.apply if getattr(part, "sparse", False) else Tensor.to
+                cast = _SparseCast.apply if getattr(submodule, "sparse", False) else Tensor.to
                 self._copies[parameter] = cast(parameter, self._dtype)
         self._put(self._copies)
         return [(self._copies[parameter], name) for _, name, parameter in self._places]
@@ -162,11 +161,12 @@ class PrecisionPolicy:
             self._put(self._copies)
 
     def _put(self, copies: dict[Parameter, Tensor]) -> None:
-        for part, name, parameter in self._places:
-            part._parameters[name] = copies.get(parameter, parameter)  # type: ignore[assignment]
+        for submodule, name, parameter in self._places:
+            submodule._parameters[name] = copies.get(parameter, parameter)  # type: ignore[assignment]
         # Recurrent layers keep lists of their parameters.
-        for part in {part for part, _, _ in self._places if isinstance(part, nn.RNNBase)}:
-            part._flat_weights = [getattr(part, name, None) for name in part._flat_weights_names]
+        recurrent = {layer for layer, _, _ in self._places if isinstance(layer, nn.RNNBase)}
+        for layer in recurrent:
+            layer._flat_weights = [getattr(layer, name, None) for name in layer._flat_weights_names]
 
 
 class _SparseCast(torch.autograd.Function):

@@ -15,10 +15,7 @@ NamedParameter = tuple[str, Parameter]
 
 
 class ModuleInventory:
-    """The parameters of a module, and the places of its buffers.
-
-    Leaves out the `ignored` names, and adds the `extra` parameters.
-    """
+    """The parameters and buffers of a module without the `ignored`, with the `extra` ones."""
 
     def __init__(
         self, module: nn.Module, ignored: Collection[str], extra: Collection[NamedParameter] = ()
@@ -27,25 +24,24 @@ class ModuleInventory:
         sparse = set()
         self.sync_norms: list[tuple[str, nn.SyncBatchNorm]] = []
         self._ignored = ignored
-        self._parts: list[tuple[str, nn.Module]] = []
-        for path, part in module.named_modules():
+        self._submodules: list[tuple[str, nn.Module]] = []
+        for path, submodule in module.named_modules():
             prefix = path and f"{path}."
-            self._parts.append((prefix, part))
-            for name, parameter in part._parameters.items():
+            self._submodules.append((prefix, submodule))
+            for name, parameter in submodule._parameters.items():
                 if parameter is not None and prefix + name not in ignored:
                     found.setdefault(parameter, prefix + name)
-            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
                 sparse.add(f"{prefix}weight")
-            elif isinstance(part, nn.SyncBatchNorm):
-                self.sync_norms.append((path, part))
+            elif isinstance(submodule, nn.SyncBatchNorm):
+                self.sync_norms.append((path, submodule))
         for name, parameter in extra:
             found.setdefault(parameter, name)
         self.parameters = [(name, parameter) for parameter, name in found.items()]
         """Each once, in the order of ``named_parameters``."""
-        self.sparse = frozenset(sparse)
-        """The names of embeddings with sparse gradients."""
-        self._buffer_tables = [part._buffers for _, part in self._parts]
-        """The buffers of each part, by name; empty for most."""
+        self.sparse = frozenset(sparse)  # the names of embeddings with sparse gradients
+        self._buffer_tables = [submodule._buffers for _, submodule in self._submodules]
+        """The buffers of each submodule, by name; empty for most."""
 
     def buffers(self) -> list[Tensor]:
         """List the current buffers, each once. A module may replace buffers at any time.
@@ -56,9 +52,9 @@ class ModuleInventory:
         if not any(self._buffer_tables):  # a shortcut, as this is called before every forward
             return []
         found = {}
-        for _, part, buffer in self._walk_buffers():
-            is_training_norm = part.training and isinstance(part, nn.modules.batchnorm._NormBase)
-            found[id(buffer)] = buffer.data if is_training_norm else buffer
+        for _, submodule, buffer in self._walk_buffers():
+            is_norm = isinstance(submodule, nn.modules.batchnorm._NormBase)
+            found[id(buffer)] = buffer.data if is_norm and submodule.training else buffer
         return list(found.values())
 
     def named_buffers(self) -> dict[str, Tensor]:
@@ -69,7 +65,7 @@ class ModuleInventory:
         return dict(found.values())
 
     def _walk_buffers(self) -> Iterator[tuple[str, nn.Module, Tensor]]:
-        for (prefix, part), table in zip(self._parts, self._buffer_tables, strict=True):
+        for (prefix, submodule), table in zip(self._submodules, self._buffer_tables, strict=True):
             for name, buffer in table.items():
                 if buffer is not None and prefix + name not in self._ignored:
-                    yield prefix + name, part, buffer
+                    yield prefix + name, submodule, buffer

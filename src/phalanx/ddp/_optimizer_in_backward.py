@@ -34,22 +34,22 @@ class OptimizersInBackward:
         self._named = list(named)
         self._ends = self._named[:1] + self._named[-1:]
         self._fused: list[Optimizer] = []  # at most one
-        self._single = [(id(p), optimizer) for _, p in named for optimizer in _applied(p)]
+        self._per_parameter = [(id(p), optimizer) for _, p in named for optimizer in _applied(p)]
         """Optimizers of single parameters, with the id of the parameter."""
-        self._counts = Counter(parameter for parameter, _ in self._single)
-        if self._single:
+        self._counts = Counter(parameter for parameter, _ in self._per_parameter)
+        if self._per_parameter:
             # Remove torch's hooks, which would step with gradients that are not reduced yet.
             module = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
             for _, parameter in named:
                 for handle in module.param_to_optim_hook_handle_map.get(parameter, []):
                     handle.remove()
 
-    def fuse(
+    def register(
         self, kind: type[Optimizer], parameters: Iterable[Tensor] | None, *args: Any, **kwargs: Any
     ) -> Optimizer:
         """Make one optimizer for these parameters, or for all."""
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-            raise InvalidType(f"optim must be a class of torch optimizers, got {kind!r}")
+            raise InvalidType(f"optim must be a subclass of torch.optim.Optimizer, got {kind!r}")
         if self._fused:
             raise InvalidState(
                 f"{type(self._fused[0]).__name__} already steps this module in backward; an "
@@ -69,20 +69,17 @@ class OptimizersInBackward:
         return self._fused[0]
 
     def all(self) -> list[Optimizer]:
-        return [optimizer for _, optimizer in self._single] + self._fused
+        return [optimizer for _, optimizer in self._per_parameter] + self._fused
 
-    def step(self, *, besides: Collection[int] = ()) -> None:
-        """Step and clear all gradients.
-
-        `besides` are ids of parameters that were stepped already. They have no gradient, but their
-        optimizers would still call step hooks.
-        """
-        _step_and_clear([each for p, each in self._single if p not in besides] + self._fused)
+    def step(self, *, already_stepped: Collection[int] = ()) -> None:
+        """Step and clear all gradients, except for parameters with these ids."""
+        rest = [each for p, each in self._per_parameter if p not in already_stepped]
+        _step_and_clear(rest + self._fused)
 
     def step_parameters(self, parameters: Sequence[Tensor]) -> None:
         """Step and clear some parameters, where the optimizer steps each independently."""
         chosen = set(map(id, parameters))
-        _step_and_clear([each for p, each in self._single if p in chosen])
+        _step_and_clear([each for p, each in self._per_parameter if p in chosen])
         for optimizer in filter(_is_separable, self._fused):
             every = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
@@ -93,7 +90,7 @@ class OptimizersInBackward:
                 for group, members in zip(optimizer.param_groups, every, strict=True):
                     group["params"] = members
 
-    def check_first(self) -> None:
+    def spot_check(self) -> None:
         """Check the first and the last parameter only, which is cheap enough for every step."""
         self.check(self._ends)
 
@@ -107,7 +104,7 @@ class OptimizersInBackward:
                 )
 
     def __bool__(self) -> bool:
-        return bool(self._single or self._fused)
+        return bool(self._per_parameter or self._fused)
 
 
 def _step_and_clear(optimizers: Sequence[Optimizer]) -> None:
@@ -118,10 +115,8 @@ def _step_and_clear(optimizers: Sequence[Optimizer]) -> None:
 
 
 def _is_separable(optimizer: Optimizer) -> bool:
-    """Whether stepping parameters in parts equals one step of all.
-
-    Hooks, and optimizers that are not torch's, may read all gradients.
-    """
+    """Whether stepping parameters in parts equals one step of all."""
+    # Hooks, and optimizers that are not torch's, may read all gradients.
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     is_known = type(optimizer).__module__.startswith("torch.optim.")
     return is_known and not hooks and not isinstance(optimizer, LBFGS)

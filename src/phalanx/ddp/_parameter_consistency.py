@@ -31,12 +31,14 @@ def verify_parameters(
 ) -> None:
     """Raise unless all ranks have parameters of the same names, shapes, strides and dtypes."""
     short = [(name, t.dtype, *t.shape, *t.stride(), t.requires_grad) for name, t in named]
-    if len({digest for (digest,) in comm.gather_numbers([_digest(repr(short))])} - {0}) > 1:
-        texts = enumerate(comm.exchange("\n".join(_describe(*each) for each in named)))
-        theirs = {rank: text.split("\n") for rank, text in texts if text}  # "": it has left
+    rows = comm.gather_numbers([_digest(repr(short))])
+    digests = {digest for (digest,) in rows if digest}  # 0: the rank has left
+    if len(digests) > 1:
+        texts = comm.exchange("\n".join(_describe(name, tensor) for name, tensor in named))
+        theirs = {rank: text.split("\n") for rank, text in enumerate(texts) if text}
         raise RankMismatch(
             f"ranks have different {what}: {_first_difference(theirs)}. {advice}",
-            group=getattr(comm.group, "label", ""),
+            group=comm.label,
             operation=operation,
         )
 
@@ -48,16 +50,16 @@ def assert_same_values(named: NamedTensors, comm: Communicator) -> None:
     first = min(values)
     differing = [i for i in range(len(named)) if len({row[i] for row in values.values()}) > 1]
     if differing:
-        place, *more = differing
-        odd = [rank for rank, row in values.items() if row[place] != values[first][place]]
+        index, *more = differing
+        others = [rank for rank, row in values.items() if row[index] != values[first][index]]
         also = f" (and {len(more)} more parameters differ)" if more else ""
         raise RankMismatch(
-            f"parameter {named[place][0]!r} differs: {format_ranks(odd)} and rank {first} have "
+            f"parameter {named[index][0]!r} differs: {format_ranks(others)} and rank {first} have "
             f"different values{also}. Something other than the optimizer step changed it on some "
             "ranks",
-            group=getattr(comm.group, "label", ""),
+            group=comm.label,
             operation="assert_in_sync",
-            ranks=odd,
+            ranks=others,
         )
 
 
@@ -81,7 +83,8 @@ def _describe(name: str, tensor: Tensor) -> str:
 
 def _digest(text: str) -> int:
     """Return 63 bits that are the same in every process, and never 0."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1 | 1
+    first_bytes = hashlib.sha256(text.encode()).digest()[:8]
+    return (int.from_bytes(first_bytes, "little") >> 1) | 1
 
 
 def _first_difference(lists: dict[int, list[str]]) -> str:
@@ -89,9 +92,9 @@ def _first_difference(lists: dict[int, list[str]]) -> str:
     mine = lists[first]
     rank, theirs = next((rank, theirs) for rank, theirs in lists.items() if theirs != mine)
     pairs = enumerate(zip_longest(mine, theirs))
-    place, one, other = next((place, *pair) for place, pair in pairs if pair[0] != pair[1])
+    index, one, other = next((i, one, other) for i, (one, other) in pairs if one != other)
     if one is not None and other is not None:
-        return f"parameter {place} is {one!r} on rank {first} and {other!r} on rank {rank}"
+        return f"parameter {index} is {one!r} on rank {first} and {other!r} on rank {rank}"
     who, extra = (first, one) if other is None else (rank, other)
     return (
         f"rank {first} has {len(mine)} parameters and rank {rank} has {len(theirs)}; "

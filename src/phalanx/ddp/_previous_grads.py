@@ -28,37 +28,42 @@ class PreviousGrads:
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: the gradients have been reduced, or are gone."""
         self._reduced: dict[Parameter, Tensor] = {}
         self._local_state: dict[Parameter, tuple[Tensor | None, int]] = {}
         """What a local pass left in ``.grad`` of a parameter in `_reduced`, and its version."""
-        self._held: list[Parameter] = []
+        self._with_grad: list[Parameter] = []
         """The parameters that had a gradient after the last local pass."""
         self._had_values = False
-        self.is_known = True
+        self.last_local_pass_finished = True
         """Whether the last local pass finished. If it raised, changes cannot be detected."""
 
     def __bool__(self) -> bool:
         """Whether there are reduced gradients that must not be reduced again."""
         return bool(self._reduced)
 
-    def keep_reduced(self, parameters: Sequence[Parameter]) -> None:
-        """Keep a copy of the gradients, before local ones are added to them."""
+    def copy_reduced(self, parameters: Sequence[Parameter]) -> None:
+        """Copy the gradients, before local ones are added to them."""
         self.set_aside(parameters)
         for parameter, value in self._reduced.items():
             # Not the view of a bucket that it was: all views of a bucket share one version.
             parameter.grad = value.clone()
 
     def set_aside(self, parameters: Sequence[Parameter]) -> None:
-        """Keep the gradients, and set `.grad` to None."""
+        """Copy the gradients, and set `.grad` to None."""
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None and _has_values(gradient):
                 self._reduced[parameter] = gradient.detach().clone()
                 parameter.grad = None
 
-    def add(self, alpha: int = 1) -> None:
-        """Add the kept gradients to ``.grad``; with -1, leave there what is not reduced yet."""
+    def add(self) -> None:
+        self._add(1)
+
+    def subtract(self) -> None:
+        """Leave in ``.grad`` what is not reduced yet."""
+        self._add(-1)
+
+    def _add(self, alpha: int) -> None:
         with torch.no_grad():
             for parameter, value in self._reduced.items():
                 gradient = parameter.grad
@@ -69,12 +74,12 @@ class PreviousGrads:
                 else:
                     gradient.add_(value, alpha=alpha)
 
-    def note_local(self, parameters: Sequence[Parameter]) -> None:
+    def record_local_state(self, parameters: Sequence[Parameter]) -> None:
         """Note the gradients that a local pass begins with or has left, to detect changes."""
-        self._held = [p for p in parameters if original_parameter(p).grad is not None]
-        self._had_values = any(_has_values(p.grad) for p in self._held)
+        self._with_grad = [p for p in parameters if original_parameter(p).grad is not None]
+        self._had_values = any(_has_values(p.grad) for p in self._with_grad)
         self._local_state = {p: _state(p) for p in self._reduced}
-        self.is_known = True
+        self.last_local_pass_finished = True
 
     def drop_zeroed(self) -> bool:
         """Forget gradients that were zeroed after the last local pass; return whether all were.
@@ -84,7 +89,7 @@ class PreviousGrads:
         for parameter in [*self._reduced]:
             if not _has_values(parameter.grad):
                 del self._reduced[parameter]
-            elif self.is_known:
+            elif self.last_local_pass_finished:
                 now, version = _state(parameter)
                 before, version_before = self._local_state[parameter]
                 if now is not before or version != version_before:
@@ -94,8 +99,10 @@ class PreviousGrads:
                         "before accumulating, or modify gradients only after they are reduced"
                     )
         if self._had_values:
-            return not any(_has_values(p.grad) for p in self._held)
-        return bool(self._held) and all(original_parameter(p).grad is None for p in self._held)
+            return not any(_has_values(p.grad) for p in self._with_grad)
+        return bool(self._with_grad) and all(
+            original_parameter(p).grad is None for p in self._with_grad
+        )
 
 
 def _state(parameter: Parameter) -> tuple[Tensor | None, int]:

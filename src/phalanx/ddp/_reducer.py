@@ -15,10 +15,8 @@ They never reach `.grad`, so no hook on a parameter sees them.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -32,11 +30,12 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..errors import InvalidState
+from ..groups._call_site import warn_user
 from ._autograd_hooks import AutogradHooks, PassLifetime, find_outer_graph_task, without_graph
 from ._backward_pass import LocalPass, ReducedPass
 from ._buckets import BucketLayout, BucketOptions
 from ._comm_hook import CommHook, hook_name
-from ._communicator import AnyWork, Communicator, broadcast_coalesced, chunk_tensors
+from ._communicator import Communicator, broadcast_coalesced, chunk_tensors
 from ._dtensor import as_local_shard
 from ._interop import refuse_compiled_backward
 from ._mixed_precision import PrecisionPolicy
@@ -54,7 +53,7 @@ class ReducerRegistry:
         self.members: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
         """By id. All ranks add reducers in the same order."""
 
-    def is_only_reducer(self, reducer: Reducer) -> bool:
+    def may_launch_early(self, reducer: Reducer) -> bool:
         """Whether no other reducer can take part in the backward pass that begins."""
         if len(self.members) == 1:
             return True
@@ -87,7 +86,7 @@ class Reducer:
         options: BucketOptions,
         *,
         reduce: str = "mean",
-        keeps_views: bool = True,
+        grad_is_view: bool = True,
         is_static: bool = False,
         check_every: int = 0,
         precision: PrecisionPolicy | None = None,
@@ -100,34 +99,29 @@ class Reducer:
         self.scaling = ScaleSelector(comm, reduce)
         self.weights = self.scaling.weights
         self.hook: CommHook | None = None
-        self._keeps_views = keeps_views
+        self._grad_is_view = grad_is_view
         self.is_static = is_static
         self._check_every = check_every
         self._is_closed = False
         self.graph_ever_changed = False
         self.stats = StatsHistory()
         self.forward_seconds = 0.0
-        self.syncs_gradients = True
-        """Whether backward passes are reduced; read when a pass begins."""
-        self._passes = self._reduced = 0
-        self._lifetime: PassLifetime = [lambda: None]
-        """Returns None once autograd has dropped the pass in flight: a weak reference to the queued
-        callback, or what `find_outer_graph_task` returned."""
+        self.syncs_gradients = True  # whether backward passes are reduced; read when a pass begins
+        self._passes = self.reduced_passes = 0
+        self._lifetime = PassLifetime()
         self.has_local_grads = False
         """Whether ``.grad`` contains gradients of this rank that are not reduced."""
         self.may_lack_data = False
         """Whether ranks may be without data. Reduced gradients must not be reduced again then."""
         self._previous = PreviousGrads()
         self._in_flight: ReducedPass | LocalPass | None = None
-        self._announced: AnyWork | None = None
         self._order: list[int] | None = None
         """The order of gradients in the first pass, until the buckets are rearranged by it."""
         self.expects_backward = False
         """Whether there was a forward pass whose backward pass has not finished."""
         self.has_shared_backward = False
         """Whether another reducer ever took part in a backward pass of this one."""
-        self.graph_task: int | None = None
-        """The autograd graph task of the pass in flight."""
+        self.graph_task: int | None = None  # the autograd graph task of the pass in flight
         self._registry = _registries.setdefault(comm.group, ReducerRegistry())
         self._autograd_hooks = AutogradHooks([])
         self._since = time.perf_counter()
@@ -168,7 +162,7 @@ class Reducer:
         if self._in_flight is not None or self._is_closed:
             return  # activation checkpointing runs a part of forward again
         self.expects_backward = True
-        self.optimizers.check_first()
+        self.optimizers.spot_check()
         if self._frozen and any(p.requires_grad for p in self._frozen):
             verify_parameters(self.named, self.comm)
             self.track_trainable_parameters()
@@ -201,11 +195,10 @@ class Reducer:
     def _check_layout(self) -> None:
         """Follow what users may have done to parameters: new optimizers, another dtype."""
         self.optimizers.check()
-        self._layout.keeps_views = self._keeps_views and all(b.holds_values for b in self.buckets)
+        self._layout.grad_is_view = self._grad_is_view and all(b.holds_values for b in self.buckets)
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward pass is in flight."""
         return self._in_flight is not None
 
     def broadcast_parameters(self, root: int = 0) -> None:
@@ -222,7 +215,6 @@ class Reducer:
     # -- a pass ----------------------------------------------------------------------------
 
     def begin_from_output(self) -> None:
-        """Begin a backward pass, unless it accumulates no gradients."""
         self._begin(None)
 
     def _begin(self, i: int | None) -> None:
@@ -245,27 +237,35 @@ class Reducer:
         if outer is None:
             self._end_with_this_run()
         else:
-            next_node, self._lifetime[0] = outer
+            next_node, self._lifetime.holder = outer
             self._end_with_outer_run(next_node)
-        # Whether the ranks' shares of reduced gradients might not add up to one.
-        sets_reduced_aside = (
-            self.may_lack_data or self.scaling.adds_up or self.weights.current is not None
-        )
-        if not self.syncs_gradients:
-            if not self.has_local_grads and sets_reduced_aside:
-                self._previous.keep_reduced(self.parameters)
-            self.has_local_grads = True
-            self._previous.add(-1)
-            self.weights.accumulate(self.parameters)
-            self._previous.add()
-            self._note_local()
-            unweighted = self.parameters if self.weights.current == 0 else ()
-            self._in_flight = LocalPass(self.comm, unweighted)
-            return
-        self._reduced += 1
+        if self.syncs_gradients:
+            self._begin_reduced()
+        else:
+            self._begin_local()
+
+    @property
+    def _sets_reduced_aside(self) -> bool:
+        """Whether the ranks' shares of reduced gradients might not add up to one."""
+        return self.may_lack_data or self.scaling.is_sum or self.weights.current is not None
+
+    def _begin_local(self) -> None:
+        if not self.has_local_grads and self._sets_reduced_aside:
+            self._previous.copy_reduced(self.parameters)
+        self.has_local_grads = True
+        # A change of weight rescales `.grad`, but the reduced part must keep its scale.
+        self._previous.subtract()
+        self.weights.accumulate(self.parameters)
+        self._previous.add()
+        self._record_local_state()
+        unweighted = self.parameters if self.weights.current == 0 else ()
+        self._in_flight = LocalPass(self.comm, unweighted)
+
+    def _begin_reduced(self) -> None:
+        self.reduced_passes += 1
         if self.has_local_grads:
-            self._previous.add(-1)
-        elif sets_reduced_aside:
+            self._previous.subtract()
+        elif self._sets_reduced_aside:
             self._previous.set_aside(self.parameters)
         self._in_flight = self._make_pass(
             self.scaling.scale(self.parameters, may_overflow=self._may_overflow),
@@ -277,41 +277,41 @@ class Reducer:
     def _end_with_this_run(self) -> None:
         """End the pass with the current graph task. What a callback raises, backward() raises."""
         callback = partial(self._end_all)
-        self._lifetime[0] = weakref.ref(callback)
+        self._lifetime.holder = weakref.ref(callback)  # autograd drops it when the task is over
         Variable._execution_engine.queue_callback(callback)
         self.graph_task = torch._C._current_graph_task_id()
 
     def _end_with_outer_run(self, next_node: Any) -> None:
         """End the pass with the graph task that contains the current one."""
-        number = self._passes
+        pass_number = self._passes
 
         def end_with_it(_: object) -> None:
             handle.remove()
-            if self._in_flight is not None and self._passes == number:
+            if self._in_flight is not None and self._passes == pass_number:
                 self._end_with_this_run()
 
         handle = next_node.register_prehook(end_with_it)
 
     def _make_pass(self, scale: Scale, *, previous_are_local: bool = False) -> ReducedPass:
         steps_early = self.is_static and self.optimizers and not self._previous
-        is_check_due = self._check_every > 0 and self._reduced % self._check_every == 0
+        is_check_due = self._check_every > 0 and self.reduced_passes % self._check_every == 0
         return ReducedPass(
             self._layout,
             scale,
             self.hook,
             is_recording=self._autograd_hooks.is_recording,
-            number=self._passes,
+            pass_number=self._passes,
             previous_are_local=previous_are_local,
-            keeps_reduced=bool(self._previous),
+            adds_previous=bool(self._previous),
             compared=self.named if is_check_due else (),
-            launches_early=self._registry.is_only_reducer(self),
+            launches_early=self._registry.may_launch_early(self),
             timing=PassTiming(self._since, self.forward_seconds),
             optimizers=self.optimizers if steps_early else None,
         )
 
-    def _note_local(self) -> None:
+    def _record_local_state(self) -> None:
         if self.weights.last is not None or self._previous:
-            self._previous.note_local(self.parameters)
+            self._previous.record_local_state(self.parameters)
 
     def _drop_zeroed_grads(self) -> None:
         if self.has_local_grads and self._previous.drop_zeroed():
@@ -330,9 +330,9 @@ class Reducer:
         self._abandon_if_dead()
         self._passes += 1
         if not reduces:
-            self._announced = LocalPass(self.comm).finish()
+            LocalPass(self.comm).finish()
             return
-        self._reduced += 1
+        self.reduced_passes += 1
         with torch.no_grad():
             self._drop_zeroed_grads()
             if not self.has_local_grads:
@@ -343,7 +343,7 @@ class Reducer:
             shadow.finish()
             shadow.graph_changed = False
             # Ranks with data know whether the gradients are zeroed.
-            if self._layout.header.any_kept_reduced():
+            if self._layout.header.any_adds_previous():
                 self._previous.add()
             if not self._has_agreed_order:
                 self._agree_on_order()
@@ -355,10 +355,10 @@ class Reducer:
                 self._in_flight.arrived(i)
         self._autograd_hooks.seen.append(i)
 
-    def _on_ready(self, number: int) -> None:
+    def _on_ready(self, piece_index: int) -> None:
         if isinstance(self._in_flight, ReducedPass):
             with without_graph():
-                self._in_flight.ready(number)
+                self._in_flight.ready(piece_index)
 
     def _end_all(self) -> None:
         """End the passes of all reducers in this graph task, unless another has done so."""
@@ -367,14 +367,13 @@ class Reducer:
                 reducer.end()
 
     def end(self) -> None:
-        """End the pass in flight: its graph task is over."""
         current, self.graph_task = self._in_flight, None
         self.expects_backward = False
         self._autograd_hooks.rearm()
         with without_graph():
             if isinstance(current, LocalPass):
-                self._announced = current.finish()
-                self._note_local()
+                current.finish()
+                self._record_local_state()
             elif current is not None:
                 current.finish()
             # Not before: if `finish` raises, the next pass must abandon this one.
@@ -387,14 +386,13 @@ class Reducer:
 
     def _complete(self, done: ReducedPass) -> None:
         self.has_local_grads = False
-        self._announced = None
         self.graph_ever_changed |= done.graph_changed
         self.weights.clear()
         self._previous.clear()
-        self.stats.add(done.timing, self._layout.header.clocks(), self.buckets)
+        self.stats.add(done.timing, self._layout.header.times(), self.buckets)
         self._since, self.forward_seconds = done.timing.ended, 0.0
         if self.optimizers:
-            self.optimizers.step(besides=done.stepped)
+            self.optimizers.step(already_stepped=done.stepped)
 
     def _update_order(self, done: ReducedPass) -> None:
         if not self._has_agreed_order:
@@ -405,11 +403,10 @@ class Reducer:
             # On all ranks: a recording pass launches nothing early, and collectives that a layer
             # makes in backward must come in the same order everywhere.
             if done.graph_changed and self.is_static:
-                warnings.warn(
-                    "the graph of this backward pass differs from the one before, in spite of "
+                warn_user(
+                    "the graph of this backward pass differs from the one before, despite "
                     "static_graph=True; the gradients are correct",
                     RuntimeWarning,
-                    stacklevel=2,
                 )
             self._start_recording()
 
@@ -424,14 +421,14 @@ class Reducer:
 
     def _abandon_if_dead(self) -> None:
         """Drop a pass that autograd did not finish because something raised."""
-        if self._in_flight is not None and self._lifetime[0]() is None:
+        if self._in_flight is not None and self._lifetime.holder() is None:
             current, self._in_flight = self._in_flight, None
             self.graph_task = None
-            self._lifetime[0] = lambda: None
+            self._lifetime.holder = PassLifetime.holder
             current.abandon()
             if isinstance(current, LocalPass):
                 self.weights.undo_last_pass()
-                self._previous.is_known = False
+                self._previous.last_local_pass_finished = False
             else:
                 self.weights.clear()
                 self._previous.clear()
@@ -442,14 +439,13 @@ class Reducer:
         """Return the numbers that must be equal on all ranks before a pass."""
         order = self._arranged_by if self._order is None else self._order
         flags = int(self._has_agreed_order), int(self.has_shared_backward)
-        return [self._passes, self._reduced, *flags, *order]
+        return [self._passes, self.reduced_passes, *flags, *order]
 
     def load_progress(self, progress: Sequence[int]) -> None:
         """Continue with the progress of another rank, after passes that this one skipped."""
-        self._passes, self._reduced, has_agreed_order, has_shared, *order = progress
+        self._passes, self.reduced_passes, has_agreed_order, has_shared, *order = progress
         self._has_agreed_order, self._order = bool(has_agreed_order), None
         self.has_shared_backward = bool(has_shared)
-        self._announced = None
         self.weights.clear()
         self._previous.clear()
         if order != self._arranged_by:
@@ -511,7 +507,7 @@ class DistributedAutogradPass:
         found = torch._C._distributed_autograd.get_gradients(self._context)
         weight = reducer.weights.current
         with torch.no_grad():
-            for parameters in chunk_tensors(reducer.parameters, math.inf):
+            for parameters in chunk_tensors(reducer.parameters):
                 # A missing gradient counts as zero. The sum of weights comes last.
                 parts = [found.get(each, torch.zeros_like(each)) for each in parameters]
                 if any(part.is_sparse for part in parts):
@@ -521,7 +517,7 @@ class DistributedAutogradPass:
                 flat = torch._C._nn.flatten_dense_tensors([*parts, parts[0].new_ones(1)])
                 flat.mul_(1 if weight is None else weight)
                 reducer.comm.sum(flat).wait()
-                total = 1 if reducer.scaling.adds_up and weight is None else flat[-1]
+                total = 1 if reducer.scaling.is_sum and weight is None else flat[-1]
                 results = torch._C._nn.unflatten_dense_tensors(flat[:-1] / total, parts)
                 for each, result in zip(parameters, results, strict=True):
                     if each in found:

@@ -32,18 +32,15 @@ class Scale:
     """How gradients are scaled on the way into the reduction of one pass and out of it."""
 
     comm: Communicator
-    adds_up: bool
-    """Whether the result is a sum, unless ranks have weights."""
-    has_hook: bool
-    """Whether a hook reduces the payloads. Hooks take the mean."""
+    is_sum: bool  # whether the result is a sum, unless ranks have weights
+    has_hook: bool  # whether a hook reduces the payloads. Hooks take the mean.
     divide_by_initial_world_size: bool | None
     factor: float = 1.0
     """This rank's gradients are multiplied by it when they are copied into a bucket."""
     weight: float = NO_WEIGHT
     """This rank's weight in the header: the sum of its weights since the last reduction."""
-    unit: float = 1.0
-    """The unit of weights; see `LossWeights`."""
-    adds_new: bool = True
+    unit: float = 1.0  # the unit of weights; see `LossWeights`
+    uses_new_gradients: bool = True
     """Whether gradients of the pass count; if not, those from before it still do."""
     group_divides: bool = False
     """Whether the group takes the mean of dense payloads. Engines only sum sparse ones."""
@@ -51,7 +48,6 @@ class Scale:
     _sparse_factor: float = 1.0
 
     def start(self, payload: Tensor) -> AnyWork:
-        """Start the reduction of a payload without a hook."""
         if self.group_divides and not payload.is_sparse:
             return self.comm.mean(payload)
         return self.comm.sum(payload)
@@ -64,7 +60,7 @@ class Scale:
             total = sum(header.weights())
             share = self.unit / total if total else 0.0
             after = share * size if self.has_hook else share
-        elif self.adds_up:
+        elif self.is_sum:
             after = size if self.has_hook else 1.0
         elif self.group_divides or self.divide_by_initial_world_size:
             after = 1.0
@@ -86,7 +82,7 @@ class Scale:
         """Whether `finish` may change what a bucket holds."""
         if self.weight != NO_WEIGHT:
             return True
-        if self.adds_up:
+        if self.is_sum:
             return self.has_hook
         if bucket.payload.is_sparse or self.divide_by_initial_world_size is False:
             return True
@@ -125,7 +121,6 @@ class LossWeights:
         self.total = self._total_before
 
     def clear(self) -> None:
-        """Start again after a reduction."""
         self.last, self.total = None, 0.0
 
 
@@ -147,7 +142,7 @@ class ScaleSelector:
 
     def __init__(self, comm: Communicator, reduce: str) -> None:
         self._comm = comm
-        self.adds_up = reduce == "sum"
+        self.is_sum = reduce == "sum"
         self.weights = LossWeights()
         self.has_hook = False
         self.divide_by_initial_world_size: bool | None = None
@@ -159,7 +154,7 @@ class ScaleSelector:
         weights, is_join = self.weights, self.divide_by_initial_world_size is not None
         scale = self._make()
         if weights.current is None:
-            if not self.adds_up and not self.has_hook:
+            if not self.is_sum and not self.has_hook:
                 # In a join no group may divide: a rank without data does not know whether the
                 # others use weights, and must make the same call. Dividing while gradients are
                 # copied is free.
@@ -174,7 +169,7 @@ class ScaleSelector:
         weights.accumulate(parameters)
         scale.factor = (weights.last or 0.0) / scale.unit
         scale.weight = weights.total
-        scale.adds_new = weights.current > 0
+        scale.uses_new_gradients = weights.current > 0
         return scale
 
     def without_data(self) -> Scale:
@@ -184,4 +179,4 @@ class ScaleSelector:
     def _make(self) -> Scale:
         unit = self.weights.unit or 1.0
         divide = self.divide_by_initial_world_size
-        return Scale(self._comm, self.adds_up, self.has_hook, divide, unit=unit)
+        return Scale(self._comm, self.is_sum, self.has_hook, divide, unit=unit)

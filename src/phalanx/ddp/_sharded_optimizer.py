@@ -1,14 +1,13 @@
-"""ShardedOptimizer: each rank steps a share of the parameters and keeps the state for it only.
+"""ShardedOptimizer: each rank steps a shard of the parameters and keeps the state for it only.
 
 Three parts: which rank owns a parameter (`assign_owners`, the same result on every rank), how a
-stepped parameter reaches the other ranks (`SharedMemoryExchange` has one copy for all ranks;
-`BroadcastExchange` sends), and how the state of all shares is collected (`gather_states`; layout
+stepped parameter reaches the other ranks (`SharedParameters` has one copy for all ranks;
+`BroadcastParameters` sends), and how the state of all shards is collected (`gather_states`; layout
 as JSON, tensors as bytes, never pickle).
 """
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,38 +21,35 @@ from torch.optim import LBFGS, Optimizer
 
 from .._formatting import format_ranks
 from ..errors import InvalidArgument, InvalidState, InvalidType, RankMismatch
-from ..groups import ProcessGroup
+from ..groups._call_site import warn_user
 from ..join import Join, Joinable, JoinHook
 from ..join._optimizer_state import OptimizerStates, gather_states
-from ._communicator import Communicator
+from ._communicator import Communicator, FlatMessage, chunk_tensors
 from ._config import check_materialized, resolve_group
 from ._parameter_consistency import NamedTensors, verify_parameters
 
-OwnedTensors = list[tuple[Tensor, int]]
-"""Parameters, each with the rank that owns it."""
+OwnedTensors = list[tuple[Tensor, int]]  # parameters, each with the rank that owns it
 
 
 def assign_owners(parameters: Sequence[Tensor], loads: list[int]) -> list[int]:
-    """Return the owner of each parameter; parameters that overlap in memory share one.
-
-    Nothing else may depend on addresses, which differ between ranks.
-    """
-    units: list[list[int]] = [[place] for place, p in enumerate(parameters) if not p.numel()]
+    """Return the owner of each parameter; parameters that overlap in memory share one."""
+    # Nothing else may depend on addresses, which differ between ranks.
+    units: list[list[int]] = [[index] for index, p in enumerate(parameters) if not p.numel()]
     end = 0
-    for start, place in sorted((p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel()):
+    for start, index in sorted((p.data_ptr(), i) for i, p in enumerate(parameters) if p.numel()):
         if start >= end:
             units.append([])
-        units[-1].append(place)
-        p = parameters[place]
+        units[-1].append(index)
+        p = parameters[index]
         steps = zip(p.shape, p.stride(), strict=True)
         extent = 1 + sum((length - 1) * stride for length, stride in steps)
         end = max(end, start + extent * p.itemsize)
     units = sorted(map(sorted, units))
-    sizes = [sum(parameters[place].nbytes for place in unit) for unit in units]
+    sizes = [sum(parameters[index].nbytes for index in unit) for unit in units]
     owners = [0] * len(parameters)
     for unit, owner in zip(units, balance_by_size(sizes, loads), strict=True):
-        for place in unit:
-            owners[place] = owner
+        for index in unit:
+            owners[index] = owner
     return owners
 
 
@@ -64,24 +60,23 @@ def balance_by_size(sizes: Sequence[int], loads: list[int]) -> list[int]:
     1969). Ties go to the earlier parameter and the lower rank.
     """
     owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
     return owners
 
 
 ALIGNMENT_BYTES = 64  # of parameters, for vector instructions
 
 
-class SharedMemoryExchange:
+class SharedParameters:
     """Keeps one copy of each parameter for all ranks, in its owner's shared memory.
 
     When it is collected, each rank gets its own copy back.
     """
 
     def __init__(self, pairs: OwnedTensors, comm: Communicator) -> None:
-        assert isinstance(comm.group, ProcessGroup)
-        self._group = comm.group
+        self._comm = comm
         self.parameters = [p for p, _ in pairs]
         self._others = [p for p, owner in pairs if owner != comm.rank]
         # Each parameter has its own storage, so that saving one saves no other.
@@ -89,14 +84,14 @@ class SharedMemoryExchange:
         for owner in sorted({owner for _, owner in pairs}):
             owned = [p for p, each in pairs if each == owner]
             sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in owned]
-            memory = self._group._allocate_shared(sum(sizes), owner=owner).numpy()
+            memory = comm.allocate_shared(sum(sizes), owner).numpy()
             for p, start in zip(owned, accumulate(sizes, initial=0), strict=False):
                 flat = torch.frombuffer(memory, dtype=p.dtype, count=p.numel(), offset=start)
                 views[p] = flat.as_strided(p.shape, p.stride())
         if comm.rank == 0:
             for parameter, view in views.items():
                 view.copy_(parameter.detach())
-        self._group.barrier().wait()
+        comm.barrier()
         for parameter, view in views.items():
             parameter.data = view
         self._addresses = [p.data_ptr() for p in self.parameters]
@@ -108,42 +103,34 @@ class SharedMemoryExchange:
 
     def wait_writable(self) -> None:
         # Another rank may still be in backward, or reading the last weights.
-        self._group.barrier().wait()
+        self._comm.barrier()
 
     def publish(self) -> None:
-        self._group.barrier().wait()
+        self._comm.barrier()
         # Autograd did not see the change and must not run backward through old graphs.
         torch.autograd.graph.increment_version(self._others)
 
 
 def _restore_private_copies(shared: list[tuple[weakref.ref[Tensor], Tensor]]) -> None:
-    """Give this rank its own copies, of parameters that are still in shared memory.
-
-    The memory is alive until here, so an equal address means the same memory.
-    """
+    # The memory is alive until here, so an equal address means the same memory.
     for reference, memory in shared:
         parameter = reference()
         if parameter is not None and parameter.data_ptr() == memory.data_ptr():
             parameter.data = memory.clone()
 
 
-class BroadcastExchange:
+class BroadcastParameters:
     """Broadcasts parameters from their owners; every rank has its own copy."""
 
     def __init__(self, pairs: OwnedTensors, comm: Communicator) -> None:
         self._comm = comm
         self.parameters = [p for p, _ in pairs]
         self._kinds = [(p.dtype, p.device) for p in self.parameters]
-        grouped: dict[tuple[int, torch.dtype, torch.device], list[Tensor]] = {}
-        for p, owner in pairs:
-            grouped.setdefault((owner, p.dtype, p.device), []).append(p)
-        self._messages: list[tuple[int, list[Tensor], Tensor, list[Tensor]]] = []
-        """Owner, parameters, and their flat buffer with its views."""
-        for (owner, dtype, device), members in grouped.items():
-            sizes = [p.numel() for p in members]
-            flat = comm.allocate(sum(sizes), dtype, device)
-            parts = zip(torch.split(flat, sizes), members, strict=True)
-            self._messages.append((owner, members, flat, [part.view(p.shape) for part, p in parts]))
+        self._messages = [
+            (owner, FlatMessage(chunk, comm))
+            for owner in sorted({owner for _, owner in pairs})
+            for chunk in chunk_tensors([p for p, each in pairs if each == owner])
+        ]
         self.publish(root=0)
 
     def is_stale(self) -> bool:
@@ -156,20 +143,20 @@ class BroadcastExchange:
     def publish(self, root: int | None = None) -> None:
         """Give all ranks the values of the owners, or those of `root`."""
         works = []
-        for owner, members, flat, views in self._messages:
+        for owner, message in self._messages:
             sender = owner if root is None else root
             if sender == self._comm.rank:
-                torch._foreach_copy_(views, members)
+                message.pack()
             # As bytes, since not every backend has every dtype.
-            work = self._comm.broadcast(flat.view(torch.uint8), sender)
-            works.append((work, sender, members, views))
-        for work, sender, members, views in works:
+            work = self._comm.broadcast(message.flat.view(torch.uint8), sender)
+            works.append((work, sender, message))
+        for work, sender, message in works:
             work.wait()
             if sender != self._comm.rank:
-                torch._foreach_copy_(members, views)
+                message.unpack()
 
 
-Exchange = SharedMemoryExchange | BroadcastExchange
+Exchange = SharedParameters | BroadcastParameters
 
 
 def make_exchanges(pairs: OwnedTensors, comm: Communicator, *, share: bool) -> list[Exchange]:
@@ -189,30 +176,30 @@ def make_exchanges(pairs: OwnedTensors, comm: Communicator, *, share: bool) -> l
         for p, _ in pairs
     ]
     codes = [2 * owner + movable for (_, owner), movable in zip(pairs, can_move, strict=True)]
-    card = torch.tensor(codes, dtype=torch.int64, device=comm.device)
-    cards = torch.stack([part.cpu() for part in comm.gather(card)])
-    odd = ((cards // 2) != (cards[:1] // 2)).any(dim=1).nonzero().flatten().tolist()
-    if odd:
+    row = torch.tensor(codes, dtype=torch.int64, device=comm.device)
+    rows = torch.stack([part.cpu() for part in comm.gather(row)])
+    differing = ((rows // 2) != (rows[:1] // 2)).any(dim=1).nonzero().flatten().tolist()
+    if differing:
         raise RankMismatch(
-            f"ranks divide the parameters differently: rank {odd[0]} and rank 0 disagree on the "
-            "owners. Parameters that overlap in memory must overlap on every rank",
-            group=getattr(comm.group, "label", ""),
+            f"ranks divide the parameters differently: rank {differing[0]} and rank 0 disagree on "
+            "the owners. Parameters that overlap in memory must overlap on every rank",
+            group=comm.label,
             operation="ShardedOptimizer",
-            ranks=odd,
+            ranks=differing,
         )
-    can_move = (cards % 2).all(dim=0).tolist()
+    can_move = (rows % 2).all(dim=0).tolist()
     moved = [pair for pair, movable in zip(pairs, can_move, strict=True) if movable]
     sent = [pair for pair, movable in zip(pairs, can_move, strict=True) if not movable]
     exchanges: list[Exchange] = []
     if moved:
         try:
-            exchanges.append(SharedMemoryExchange(moved, comm))
+            exchanges.append(SharedParameters(moved, comm))
         except InvalidState as error:  # on all ranks
             sent = pairs
-            warnings.warn(f"every rank keeps its own copy of the parameters, which is slower: "
-                          f"{error}", RuntimeWarning, stacklevel=4)  # fmt: skip
+            text = f"every rank keeps its own copy of the parameters, which is slower: {error}"
+            warn_user(text, RuntimeWarning)
     if sent:
-        exchanges.append(BroadcastExchange(sent, comm))
+        exchanges.append(BroadcastParameters(sent, comm))
     return exchanges
 
 
@@ -238,8 +225,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     Every rank calls `step`, `add_param_group`, `consolidate_state_dict` and `state_dict`.
     """
 
-    _own: Optimizer
-    """Steps the share of this rank."""
+    _own: Optimizer  # steps the shard of this rank
 
     def __init__(
         self,
@@ -270,7 +256,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._owners: dict[Tensor, int] = {}
         self._exchanges: list[Exchange] = []
         named = self._divide()
-        self._own = optimizer_class([*map(self._own_part, self.param_groups)], **defaults)
+        self._own = optimizer_class([*map(self._own_shard, self.param_groups)], **defaults)
         self.defaults = self._own.defaults
         self._copy_options(self._own, self)
         self.state = self._own.state
@@ -283,17 +269,17 @@ class ShardedOptimizer(Optimizer, Joinable):
         params = param_group["params"]
         if not isinstance(params, (Tensor, set)):  # torch wraps a tensor and refuses a set
             params = list(params)
-            places: dict[int, int] = {}
-            for place, each in enumerate(params):
+            indices: dict[int, int] = {}
+            for index, each in enumerate(params):
                 parameter = each[1] if isinstance(each, tuple) else each
-                first = places.setdefault(id(parameter), place)
-                if first != place:
-                    twice = f"{first} and {place} of a group"
+                first = indices.setdefault(id(parameter), index)
+                if first != index:
+                    twice = f"{first} and {index} of a group"
                     raise InvalidArgument(f"parameters {twice} are the same tensor")
         super().add_param_group({**param_group, "params": params})
         if hasattr(self, "_own"):  # else called by the constructor
             named = self._divide(first=len(self.param_groups) - 1)
-            self._own.add_param_group(self._own_part(self.param_groups[-1]))
+            self._own.add_param_group(self._own_shard(self.param_groups[-1]))
             self._collected = None
             self._start(named)
 
@@ -313,8 +299,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._owners.update(zip(parameters, owners, strict=True))
         return named
 
-    def _own_part(self, group: ParamGroup) -> ParamGroup:
-        """Return this rank's part of a group, which may have no parameters."""
+    def _own_shard(self, group: ParamGroup) -> ParamGroup:
         mine = [p for p in group["params"] if self._owners[p] == self._comm.rank]
         return {**_options(group), "params": mine}
 
@@ -336,7 +321,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     # -- a step ----------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step this rank's share, and wait until all ranks have the parameters of all shares."""
+        """Step this rank's shard, and wait until all ranks have the parameters of all shards."""
         Join.notify_join_context(self)
         self._check_members()
         loss = None
@@ -353,8 +338,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         try:
             self._own.step()
         except Exception as error:
-            # The other ranks wait for this share.
-            self._comm.abort(f"the step of its share raised {type(error).__name__}: {error}")
+            # The other ranks wait for this shard.
+            self._comm.abort(f"the step of its shard raised {type(error).__name__}: {error}")
             raise
         for exchange in self._exchanges:
             exchange.publish()
@@ -378,13 +363,13 @@ class ShardedOptimizer(Optimizer, Joinable):
     # -- state -----------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Collect the state of all shares on one rank, for its `state_dict`; all ranks call it."""
+        """Collect the state of all shards on one rank, for its `state_dict`; all ranks call it."""
         if not 0 <= to < self._comm.size:
             raise InvalidArgument(f"to must be a rank from 0 to {self._comm.size - 1}, got {to}")
         self._collected = to, self._gather_states(to=to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the plain optimizer would, with the state of all shares, as copies.
+        """Return what the plain optimizer would, with the state of all shards, as copies.
 
         All ranks call it and all get it. After `consolidate_state_dict` and until the next step,
         only the rank that has collected the state may call it.
@@ -397,31 +382,31 @@ class ShardedOptimizer(Optimizer, Joinable):
             )
         parameters = self._parameters()
         mine = self.state
-        self.state = {parameters[place]: state for place, state in whole.items()}  # type: ignore[assignment]
+        self.state = {parameters[index]: state for index, state in whole.items()}  # type: ignore[assignment]
         try:
             return super().state_dict()
         finally:
             self.state = mine
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load this rank's share of a whole state: of any world size, or of a plain optimizer."""
+        """Load this rank's shard of a whole state: of any world size, or of a plain optimizer."""
         if not {"state", "param_groups"} <= set(state_dict):
             keys = sorted(state_dict)
             raise InvalidArgument(f"state_dict must have 'state' and 'param_groups', got {keys}")
-        places = [place for group in state_dict["param_groups"] for place in group["params"]]
-        pairs = zip(places, self._parameters(), strict=False)
-        owned = {place for place, p in pairs if self._owners[p] == self._comm.rank}
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
+        pairs = zip(indices, self._parameters(), strict=False)
+        owned = {index for index, p in pairs if self._owners[p] == self._comm.rank}
         # Copies: a step would change some of what was loaded and not the rest.
         states = {
-            place: {
+            index: {
                 name: value.detach().clone() if isinstance(value, Tensor) else value
                 for name, value in state.items()
             }
-            for place, state in state_dict["state"].items()
-            if place in owned
+            for index, state in state_dict["state"].items()
+            if index in owned
         }
         super().load_state_dict({**state_dict, "state": states})
-        groups = [*map(self._own_part, self.param_groups)]
+        groups = [*map(self._own_shard, self.param_groups)]
         self._own.__setstate__({"state": self.state, "param_groups": groups})
         self._copy_options(self._own, self)
         self.state = self._own.state
@@ -437,8 +422,10 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # -- uneven inputs ---------------------------------------------------------------------
 
+    join_hook_arguments = ()
+
     def join_hook(self, **_: Any) -> JoinHook:
-        """Return the hook with which a rank without data keeps stepping its share.
+        """Return the hook with which a rank without data keeps stepping its shard.
 
         It steps with the current gradients, which the hook of DDP has set.
         """

@@ -21,13 +21,13 @@ class StepStats:
     """
 
     forward: float
-    """In forward, since the last step ended."""
+    """Time in forward since the previous step ended."""
     backward: float
-    """From the first gradient to the last, including exposed communication."""
+    """From the start of the backward pass until `.grad` is reduced."""
     exposed: float
     """Communication that did not overlap with computation."""
     nbytes: int
-    """Bytes that this rank sent through the group."""
+    """Bytes of all buckets before any communication hook, including the pass header."""
     forwards: tuple[float, ...]
     """Every rank's time in forward."""
     backwards: tuple[float, ...]
@@ -46,13 +46,10 @@ class StepStats:
 class PassTiming:
     """The timings of one pass on this rank, in seconds of `time.perf_counter`."""
 
-    since: float
-    """The end of the last pass: a moment that is nearly the same for all ranks."""
-    forward: float
-    """The seconds spent in forward since then."""
+    since: float  # the end of the last pass: a moment that is nearly the same for all ranks
+    forward: float  # the seconds spent in forward since then
     began: float = field(default_factory=time.perf_counter)
-    arrivals: list[float] = field(default_factory=list)
-    """When each bucket was launched."""
+    arrivals: list[float] = field(default_factory=list)  # when each bucket was launched
     exposed: float = 0.0
     ended: float = 0.0
 
@@ -63,21 +60,20 @@ class StatsHistory:
     def __init__(self) -> None:
         self._steps: deque[tuple[PassTiming, int, list[list[float]]]] = deque(maxlen=HISTORY_STEPS)
 
-    def add(self, timing: PassTiming, clocks: list[list[float]], buckets: Sequence[Bucket]) -> None:
-        """Keep a step; `clocks` has a row per rank: forward, backward, arrivals of buckets."""
-        self._steps.append((timing, sum(bucket.nbytes for bucket in buckets), clocks))
+    def add(self, timing: PassTiming, times: list[list[float]], buckets: Sequence[Bucket]) -> None:
+        """Keep a step; `times` has a row per rank: forward, backward, arrivals of buckets."""
+        self._steps.append((timing, sum(bucket.nbytes for bucket in buckets), times))
 
     def steps(self) -> list[StepStats]:
-        """List the last steps, oldest first."""
         return [
             StepStats(
                 timing.forward,
                 timing.ended - timing.began,
                 timing.exposed,
                 nbytes,
-                forwards=tuple(row[0] for row in clocks),
-                backwards=tuple(row[1] for row in clocks),
-                arrivals=tuple(tuple(row[2:]) for row in clocks),
+                forwards=tuple(row[0] for row in times),
+                backwards=tuple(row[1] for row in times),
+                arrivals=tuple(tuple(row[2:]) for row in times),
             )
-            for timing, nbytes, clocks in self._steps
+            for timing, nbytes, times in self._steps
         ]

@@ -68,14 +68,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         They have the same parameters and buffers. Returns the new layer if the module is a batch
         norm itself, else the module.
         """
-        parts = list(module.modules())
+        submodules = list(module.modules())
         layers: dict[nn.Module, nn.Module] = {
-            part: cls.of(part, process_group) for part in parts if isinstance(part, _BatchNorm)
+            norm: cls.of(norm, process_group) for norm in submodules if isinstance(norm, _BatchNorm)
         }
-        for part in parts:
-            for name, child in part._modules.items():
+        for submodule in submodules:
+            for name, child in submodule._modules.items():
                 if child is not None:
-                    layers.get(part, part).add_module(name, layers.get(child, child))
+                    layers.get(submodule, submodule).add_module(name, layers.get(child, child))
         return layers.get(module, module)
 
     @classmethod
@@ -105,8 +105,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         group = self._group() if self.training else None
         if group is None or group.size() == 1:
             return _BatchNorm.forward(self, input)
-        torchs = (self.process_group or dist.group.WORLD) if dist.is_initialized() else None
-        if input.device.type != "cpu" and group is torchs:
+        torch_group = (self.process_group or dist.group.WORLD) if dist.is_initialized() else None
+        if input.device.type != "cpu" and group is torch_group:
             return super().forward(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
@@ -143,10 +143,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def _global_statistics(values: Tensor, group: dist.ProcessGroup) -> tuple[int, Tensor, Tensor]:
-    """Return count, mean and biased variance per channel over all ranks, in float64.
-
-    Combines the statistics of the ranks (Chan, Golub and LeVeque 1983).
-    """
+    """Return count, mean and biased variance per channel over all ranks, in float64."""
+    # By the formula of Chan, Golub and LeVeque (1983).
     channels = values.size(1)
     row = torch.zeros(1 + 2 * channels, dtype=torch.float64, device=values.device)
     if values.numel():
@@ -197,23 +195,23 @@ class _Normalize(torch.autograd.Function):
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         # The gradients with the statistics held constant.
         if values.numel():
-            of_values, dots, sums = torch.ops.aten.native_batch_norm_backward(
+            grad_input, sum_dy_xhat, sum_dy = torch.ops.aten.native_batch_norm_backward(
                 gradient, values, scale, mean, var, None, None, False, ctx.eps, [True, True, True]
             )
         else:  # torch would divide by zero
-            of_values, dots, sums = map(torch.zeros_like, (values, scale, scale))
-        of_weight = dots.to(weight.dtype) if ctx.needs_input_grad[1] else None
-        of_bias = sums.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
+            grad_input, sum_dy_xhat, sum_dy = map(torch.zeros_like, (values, scale, scale))
+        grad_weight = sum_dy_xhat.to(weight.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = sum_dy.to(ctx.bias_type) if ctx.needs_input_grad[2] else None
         if not ctx.needs_input_grad[0]:
-            return None, of_weight, of_bias, None, None, None, None, None
+            return None, grad_weight, grad_bias, None, None, None, None, None
         # Every value affects the statistics, and through them all values of all ranks.
-        both = torch.stack((sums, dots))
-        Communicator(ctx.group, both.device).sum(both).wait()
-        both /= ctx.count
+        means = torch.stack((sum_dy, sum_dy_xhat))
+        Communicator(ctx.group, means.device).sum(means).wait()
+        means /= ctx.count
         inverse = (var + ctx.eps).rsqrt()
-        by_mean, by_var = both * scale * inverse
+        by_mean, by_var = means * scale * inverse
         shape = -1, *(1,) * (values.dim() - 2)
-        of_values.sub_(by_mean.view(shape))
+        grad_input.sub_(by_mean.view(shape))
         centred = values - mean.view(shape)
-        of_values.addcmul_(centred, (by_var * inverse).view(shape), value=-1)
-        return of_values.to(given.dtype), of_weight, of_bias, None, None, None, None, None
+        grad_input.addcmul_(centred, (by_var * inverse).view(shape), value=-1)
+        return grad_input.to(given.dtype), grad_weight, grad_bias, None, None, None, None, None

@@ -1,8 +1,7 @@
 """Uneven inputs: ranks without data leave the group, or shadow the steps of the others.
 
-The API of ``torch.distributed.algorithms.join``. Each `Join` accepts the other's joinables: torch's
-DDP and ZeroRedundancyOptimizer work in ours, and ours in torch's. `gather_uneven` gathers tensors
-of which ranks have different numbers of rows.
+The API of ``torch.distributed.algorithms.join``: torch's `Join` accepts our joinables, and ours
+accepts torch's. `gather_uneven` gathers tensors whose number of rows differs between ranks.
 """
 
 from torch.distributed.algorithms.join import JoinHook

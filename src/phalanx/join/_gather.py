@@ -1,4 +1,4 @@
-"""`gather_uneven`: gather tensors of which ranks have different numbers of rows.
+"""`gather_uneven`: gather tensors whose number of rows differs between ranks.
 
 First ranks exchange a JSON description of their trees and arguments. From it every rank knows
 how many bytes come from where, or raises the same error as the others. Then each rank's bytes
@@ -44,8 +44,8 @@ class DescriptionMismatch(Exception):
     """The trees or arguments of two ranks differ."""
 
 
-class TensorSpec(NamedTuple):
-    """The description of a rank's tensor."""
+class RowsSpec(NamedTuple):
+    """The rows of a rank's tensor."""
 
     dtype: str
     shape: list[int] | None  # of a row; None for a number
@@ -80,8 +80,7 @@ class Column(NamedTuple):
         return self.rows[rank] * math.prod(self.shape or ()) * self.dtype.itemsize
 
 
-TreeSpec = Any
-"""A `TensorSpec` or `Column`, a `ContainerSpec`, or None for no data."""
+TreeSpec = Any  # a `RowsSpec` or `Column`, a `ContainerSpec`, or None for no data
 
 
 def describe_tree(tree: Any, key: str = "") -> TreeSpec:
@@ -103,13 +102,13 @@ def describe_tree(tree: Any, key: str = "") -> TreeSpec:
                 f"only dense tensors can be gathered: use tensor.to_dense(){_at(key)}"
             )
         shape, rows = (list(tree.shape[1:]), len(tree)) if tree.dim() else (None, 1)
-        return TensorSpec(dtype_name(tree.dtype), shape, rows)
+        return RowsSpec(dtype_name(tree.dtype), shape, rows)
     if not isinstance(tree, tuple(NUMBER_DTYPES)):
         kind = type(tree).__name__
         raise InvalidType(f"only tensors and numbers can be gathered, got {kind}{_at(key)}")
     if isinstance(tree, int) and not -(2**63) <= tree < 2**63:
         raise InvalidArgument(f"{tree} does not fit in an int64{_at(key)}")
-    return TensorSpec(dtype_name(as_rows(tree).dtype), None, 1)
+    return RowsSpec(dtype_name(as_rows(tree).dtype), None, 1)
 
 
 def as_rows(value: Any) -> Tensor:
@@ -127,7 +126,7 @@ def parse_description(data: Any) -> TreeSpec:
     first, second, third = data
     if isinstance(third, list):
         return ContainerSpec(first, second, [parse_description(part) for part in third])
-    return TensorSpec(first, second, third)
+    return RowsSpec(first, second, third)
 
 
 def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
@@ -143,7 +142,7 @@ def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
     for rank, other in filled.items():
         if _common(other) != _common(spec):
             raise DescriptionMismatch(f"rank {first} has {spec}, rank {rank} has {other}{_at(key)}")
-    if isinstance(spec, TensorSpec):
+    if isinstance(spec, RowsSpec):
         rows = {rank: filled[rank].rows if rank in filled else 0 for rank in nodes}
         return Column(key, getattr(torch, spec.dtype), spec.shape, rows)
     parts = []
@@ -153,13 +152,12 @@ def merge_trees(nodes: Mapping[int, TreeSpec], key: str = "") -> TreeSpec:
     return ContainerSpec(spec.kind, spec.keys, parts)
 
 
-def _common(spec: TensorSpec | ContainerSpec) -> object:
+def _common(spec: RowsSpec | ContainerSpec) -> object:
     """Return what must be equal on all ranks."""
-    return spec[:2] if isinstance(spec, TensorSpec) else (spec.kind, set(spec.keys))
+    return spec[:2] if isinstance(spec, RowsSpec) else (spec.kind, set(spec.keys))
 
 
 def iter_columns(node: TreeSpec, tree: Any) -> Iterator[tuple[Column, Tensor | None]]:
-    """Yield every column with this rank's rows, if it has some."""
     if isinstance(node, Column):
         yield node, None if tree is None else as_rows(tree)
     elif node is not None:
@@ -203,7 +201,7 @@ def gather_uneven(
     order: str = "ranks",
     total: int | None = None,
 ) -> Any:
-    """Gather tensors of which ranks have different numbers of rows.
+    """Gather tensors whose number of rows differs between ranks.
 
     `tree` is a tensor, or a dict, list or tuple of trees. Every rank gets the same tree with the
     rows of all, in rank order; with `dst` only that rank does, and the others get None. A number
@@ -343,6 +341,6 @@ def _assemble_rows(
         indices = positions.argsort()
         if total is not None:
             indices = indices[: int((positions < total).sum())]
-        count, rows = len(indices), data.view(count, math.prod(shape) * column.dtype.itemsize)
-        data = rows[indices.to(data.device)].reshape(-1)
+        rows = data.view(count, math.prod(shape) * column.dtype.itemsize)
+        count, data = len(indices), rows[indices.to(data.device)].reshape(-1)
     return data.view(column.dtype).view(count, *shape)

@@ -1,37 +1,26 @@
 """`Join` and `uneven`: training loops whose number of steps differs between ranks.
 
-`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data waits in one of two ways
-until no rank has data:
-
-It leaves the process group, if all joinables support that. Every later collective runs among the
-remaining ranks, so nothing has to be shadowed. Where ranks see each other's membership
-(`ProcessGroup.can_leave_alone`) a step costs nothing extra; elsewhere each step begins with a
-membership update, one small message.
-
-Or it shadows the collectives of the others; this is torch's protocol. At the start of each step all
-ranks sum one number, 1 for a rank with data and 0 for one without, so a rank without data learns
-whether it must shadow another step. If uneven inputs are an error, a second sum informs the ranks
-with data, which do not wait for the first. Tensor dtypes and shapes must stay those of torch's
-implementation: if the first joinable is torch's own, torch's code makes the calls on the ranks with
-data.
+`Join` wraps a loop, `uneven` wraps a loader. A rank that runs out of data leaves the process group,
+if all joinables support that: every later collective runs among the remaining ranks. Otherwise it
+shadows the collectives of the others, by torch's protocol: at the start of each step all ranks sum
+one number, 1 for a rank with data and 0 for one without. If uneven inputs are an error, a second
+sum informs the ranks with data, which do not wait for the first. Dtypes and shapes must stay those
+of torch: if the first joinable is torch's own, torch's code makes the calls on the ranks with data.
 
 At the end all ranks are members again, the post hooks run, and ranks compare the number of the
 block: nested joins that end on different blocks raise `RankMismatch`. An exception inside the block
 aborts the group, unless every rank is known to raise it, so that no rank waits for the deadline.
-
-`JoinHook` is torch's class, and `Joinable` and `_JoinConfig` derive from torch's, so either `Join`
-accepts either joinable.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Generic, Self, TypeVar
+from functools import partial
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +33,18 @@ from ..errors import (
     CollectiveTimeout,
     GroupError,
     InvalidArgument,
+    InvalidState,
     InvalidType,
     RankMismatch,
     UnevenInputs,
     Unprepared,
 )
 from ..groups import ProcessGroup
+from ..groups._call_site import warn_user
+from ..groups._current_group import default_group
 from ._optimizer_state import UntrackedOptimizers, broadcast_optimizer_state
 
-MAX_SKEW = 1000  # missing inputs after which a waiting rank warns
+SKEW_WARNING_STEPS = 1000  # a rank that has so many fewer steps than another warns
 
 
 class _JoinConfig(upstream._JoinConfig):
@@ -60,7 +52,6 @@ class _JoinConfig(upstream._JoinConfig):
 
     @staticmethod
     def construct_disabled_join_config() -> _JoinConfig:
-        """Return the configuration outside of any `Join`."""
         return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
@@ -69,6 +60,14 @@ class Joinable(upstream.Joinable):
 
     It must call `Join.notify_join_context` before the first collective of a step.
     """
+
+    join_hook_arguments: Collection[str] | None = None
+    """The keyword arguments that `join_hook` uses; None for any."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "join_hook" in vars(cls):  # another hook, which may use other arguments
+            cls.join_hook_arguments = vars(cls).get("join_hook_arguments")
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,12 +110,17 @@ class JoinReport:
         return tuple(rank for rank, steps in enumerate(self.steps) if steps == most)
 
     @property
-    def idle(self) -> float:
+    def idle_seconds(self) -> tuple[float, ...]:
+        """By rank: from the end of this rank's data to the end of all data."""
+        return tuple(max(self.seconds) - seconds for seconds in self.seconds)
+
+    @property
+    def idle_step_fraction(self) -> float:
         """The fraction of all ranks' steps in which they had no data."""
         return _idle_fraction(self.steps)
 
     @property
-    def idle_time(self) -> float:
+    def idle_time_fraction(self) -> float:
         """The fraction of all ranks' time in which they had no data."""
         return _idle_fraction(self.seconds)
 
@@ -126,7 +130,8 @@ class JoinReport:
             f"rank {rank}: {steps} steps, {ends.get(rank, 'out of data')} after {seconds:.2f} s"
             for rank, (steps, seconds) in enumerate(zip(self.steps, self.seconds, strict=True))
         ]
-        return "\n".join([*lines, f"idle: {self.idle:.1%} of steps, {self.idle_time:.1%} of time"])
+        steps, time = self.idle_step_fraction, self.idle_time_fraction
+        return "\n".join([*lines, f"idle: {steps:.1%} of steps, {time:.1%} of time"])
 
 
 def _idle_fraction(amounts: Sequence[float]) -> float:
@@ -140,20 +145,25 @@ class Join:
     A rank that reaches the end of the block leaves the group and waits until all others are there.
     Where a joinable or its group does not support leaving, the rank runs the joinables' main hooks
     instead, in order, for each step that others still make. At the end all ranks are members, and
-    the post hooks run. `kwargs` are passed to every `join_hook`.
-
-    Ranks that stop early make fewer optimizer steps. Pass `optimizers` to give them, like the
-    model, the state of a rank that had data to the end.
-
-    With `throw_on_early_termination` uneven inputs are an error on all ranks. With `enable=False`
-    the block does nothing.
+    the post hooks run.
 
     An exception in the block propagates, and no hook runs. A phalanx group is aborted, so that the
     other ranks raise `GroupAborted`, naming this rank, instead of waiting for the deadline.
+
+    Arguments:
+        joinables: what makes collectives in a step, such as a `DDP`; all in one group.
+        enable: False makes the block do nothing.
+        throw_on_early_termination: whether uneven inputs raise `UnevenInputs` on all ranks.
+        optimizers: optimizers to give the state of a rank that had data to the end, like the model;
+            ranks that stop early make fewer steps.
+        kwargs: passed to the `join_hook` of every joinable. `DDP` takes
+            `divide_by_initial_world_size`.
     """
 
     report: JoinReport | None = None
     """Set at the end of the block."""
+    last_joiners: tuple[int, ...] = ()  # for post hooks
+    failure: Exception | None = None  # of a block that was left in the middle of a step
 
     def __init__(
         self,
@@ -178,15 +188,16 @@ class Join:
             if not hasattr(joinable, "join_hook"):
                 raise InvalidType(f"{kind} is not a Joinable: it has no join_hook")
             self._optimizers += getattr(joinable, "join_optimizers", ())
+        _check_hook_arguments(self._joinables, kwargs)
         self._join_hooks = [joinable.join_hook(**kwargs) for joinable in self._joinables]
         self._enable = enable
         self._throw = throw_on_early_termination
         self._group = _group_of(self._joinables[0])
-        for place, joinable in enumerate(self._joinables):
+        for index, joinable in enumerate(self._joinables):
             if _group_of(joinable) != self._group:
                 raise InvalidArgument(
                     f"joinables of a Join must use one group: {type(joinable).__name__} (number "
-                    f"{place}) uses another than {type(self._joinables[0]).__name__}"
+                    f"{index}) uses another than {type(self._joinables[0]).__name__}"
                 )
         self._device = self._joinables[0].join_device
         supports_leaving = all(getattr(each, "supports_leaving", False) for each in self._joinables)
@@ -196,7 +207,8 @@ class Join:
         self._untracked_optimizers = UntrackedOptimizers(
             self._joinables, [*self._optimizers, *self._joinables]
         )
-        self._before: list[tuple[Any, Join | None]] = []
+        self._outer: list[tuple[Any, Join | None]] = []
+        """The configuration and block of each joinable before this one."""
         self._steps, self._loop_counts_steps = 0, False
         self._is_open = self._has_raised = False
 
@@ -207,10 +219,12 @@ class Join:
 
     def __enter__(self) -> Self:
         disabled = _JoinConfig.construct_disabled_join_config()
-        self._before = [
-            (getattr(each, "_join_config", disabled), _block_of(each)) for each in self._joinables
+        self._outer = [
+            (getattr(each, "_join_config", disabled), getattr(each, "_join_block", None))
+            for each in self._joinables
         ]
         self._is_open, self._has_raised = True, False
+        self.last_joiners, self.failure = (), None
         self._configure()
         self._steps, self._loop_counts_steps = 0, False
         if self._enable:
@@ -222,46 +236,50 @@ class Join:
     def __exit__(self, kind: object, value: BaseException | None, traceback: object) -> None:
         self._untracked_optimizers.stop()
         has_ended = value is None
-        if isinstance(
-            value, GeneratorExit
-        ):  # a ``break`` raises it in a generator around the block
-            is_in_step = any(getattr(each, "is_in_step", False) for each in self._joinables)
-            has_ended = not (is_in_step or self._is_lost())
+        is_in_step = any(getattr(each, "is_in_step", False) for each in self._joinables)
+        if isinstance(value, GeneratorExit):  # raised in a generator around the block by ``break``
+            has_ended = not (is_in_step or self._all_ranks_raise())
         try:
             if self._enable and has_ended:
                 self._finish()
             elif value is not None:
                 self._abort_group(value)
+                if self._enable and is_in_step:
+                    text = "this rank left the loop in the middle of a step"
+                    self.failure = self._group_failure() or InvalidState(text)
         except BaseException as error:  # from a hook, or while this rank waited
             self._abort_group(error)
             raise
         finally:
             self._is_open = False
             for joinable in self._joinables:
-                if _block_of(joinable) is self:  # not one that was entered later
+                if joinable._join_block is self:  # not one that was entered later
                     config, block = self._enclosing_block(joinable)
                     joinable._join_config, joinable._join_block = config, block
 
     def _enclosing_block(self, joinable: upstream.Joinable) -> tuple[Any, Join | None]:
-        """Return the innermost open block around this one; blocks need not end in order."""
-        config, block = self._before[self._joinables.index(joinable)]
+        # Blocks need not end in order.
+        config, block = self._outer[self._joinables.index(joinable)]
         if block is None or block._is_open:
             return config, block
         return block._enclosing_block(joinable)
 
-    def _is_lost(self) -> bool:
+    def _all_ranks_raise(self) -> bool:
         """Whether the other ranks cannot finish the block either."""
-        has_failed = isinstance(self._group, ProcessGroup) and self._group.failure() is not None
+        has_failed = self._group_failure() is not None
         return sys.is_finalizing() or self._has_raised or has_failed
+
+    def _group_failure(self) -> GroupError | None:
+        return self._group.failure() if isinstance(self._group, ProcessGroup) else None
 
     def _configure(self, *, is_over: bool = False) -> None:
         """Give the joinables their configuration; after the last step none announces data."""
-        for place, joinable in enumerate(self._joinables):
+        for index, joinable in enumerate(self._joinables):
             joinable._join_block = self
             joinable._join_config = _JoinConfig(
                 enable=self._enable,
                 throw_on_early_termination=self._throw,
-                is_first_joinable=place == 0 and not is_over,
+                is_first_joinable=index == 0 and not is_over,
             )
 
     # -- steps -----------------------------------------------------------------------------
@@ -293,7 +311,7 @@ class Join:
             )
         if not (config.enable and config.is_first_joinable):
             return None
-        block = _block_of(joinable)
+        block: Join | None = getattr(joinable, "_join_block", None)
         if block is None:  # the joinable is in a Join of torch's
             throws = config.throw_on_early_termination
             return _announce_data(_group_of(joinable), joinable.join_device, throws=throws)
@@ -312,16 +330,17 @@ class Join:
         self._configure(is_over=True)
         seconds = time.perf_counter() - self._began
         shadowed = self._wait_for_others()
-        report = self._compare([self._number, self._steps, shadowed, seconds])
+        report = self._gather_report(_BlockResult(self._number, self._steps, shadowed, seconds))
+        self.last_joiners = report.last_joiners
         missing = max(report.steps) - report.steps[self._group.rank()]
         if self.leaves:  # a rank that shadows has warned already
             self._warn_about_skew(missing)
         for hook in self._join_hooks:
             hook.post_hook(not missing)
         if len(set(report.steps)) > 1:
-            last = report.last_joiners[-1]
+            root = report.last_joiners[-1]
             for optimizer in self._optimizers:
-                broadcast_optimizer_state(optimizer, self._group, self._device, root=last)
+                broadcast_optimizer_state(optimizer, self._group, self._device, root=root)
             self._untracked_optimizers.warn()
         self.report = report
 
@@ -347,24 +366,23 @@ class Join:
             for hook in self._join_hooks:
                 hook.main_hook()
             steps += 1
-            if steps == MAX_SKEW + 1:
+            if steps == SKEW_WARNING_STEPS + 1:
                 self._warn_about_skew(steps)
 
     def _warn_about_skew(self, missing: int) -> None:
-        if missing > MAX_SKEW:
-            warnings.warn(
-                f"rank {self._group.rank()} has over {MAX_SKEW} fewer inputs than other ranks and "
-                "waits for them: divide the data more evenly",
-                stacklevel=5,
+        if missing > SKEW_WARNING_STEPS:
+            warn_user(
+                f"rank {self._group.rank()} has over {SKEW_WARNING_STEPS} fewer inputs than other "
+                "ranks and waits for them: divide the data more evenly"
             )
 
-    def _compare(self, own: Sequence[float]) -> JoinReport:
+    def _gather_report(self, own: _BlockResult) -> JoinReport:
         """Gather the results of all ranks; raise if they are at the end of different blocks."""
         mine = torch.tensor(own, dtype=torch.float64, device=self._device)
         gathered = [torch.empty_like(mine) for _ in range(self._group.size())]
         self._group.allgather([gathered], [mine], c10d.AllgatherOptions()).wait()
-        rows = [row.tolist() for row in gathered]
-        numbers = [int(number) for number, *_ in rows]
+        results = [_BlockResult(*row.tolist()) for row in gathered]
+        numbers = [int(result.block_number) for result in results]
         if len(set(numbers)) > 1:
             raise RankMismatch(
                 f"ranks reached the end of different joins of their group: by rank, numbers "
@@ -372,19 +390,20 @@ class Join:
                 "the outer join does not reach the inner one.",
                 group=getattr(self._group, "label", ""),
             )
-        total = max(steps + shadowed for _, steps, shadowed, _ in rows)
-        # A rank that shadowed knows how many steps it missed, even if the others are not counted.
-        has_shadowed = any(shadowed for _, _, shadowed, _ in rows)
-        counted = (total - shadowed if has_shadowed else steps for _, steps, shadowed, _ in rows)
-        return JoinReport(tuple(map(int, counted)), tuple(seconds for *_, seconds in rows))
+        steps = [int(result.steps) for result in results]
+        if any(result.shadowed_steps for result in results):
+            # A rank that shadowed knows how many steps it missed, even if the others did not count.
+            total = max(result.steps + result.shadowed_steps for result in results)
+            steps = [int(total - result.shadowed_steps) for result in results]
+        return JoinReport(tuple(steps), tuple(result.seconds for result in results))
 
     def _abort_group(self, error: BaseException) -> None:
         """Abort the group, so that no rank waits for this one, unless all ranks raise anyway."""
         group = self._group
-        if not (self._enable and isinstance(group, ProcessGroup)) or self._is_lost():
+        if not (self._enable and isinstance(group, ProcessGroup)) or self._all_ranks_raise():
             return
         if isinstance(error, GeneratorExit):
-            group.abort("left its loop in the middle of a step")
+            group.abort("it left the loop in the middle of a step")
             return
         # Such as a mismatch, which all participants found. Ranks that left did not.
         is_raised_by_all = (
@@ -394,7 +413,24 @@ class Join:
             and len(group.members) == group.size()
         )
         if not (is_raised_by_all or (self._throw and _is_uneven_inputs_error(error))):
-            group.abort(f"{type(error).__name__} was raised in its join: {error}")
+            group.abort(f"its join block raised {type(error).__name__}: {error}")
+
+
+class _BlockResult(NamedTuple):
+    """What a rank tells the others at the end of a block; sent as floats."""
+
+    block_number: float
+    steps: float
+    shadowed_steps: float
+    seconds: float
+
+
+def _check_hook_arguments(joinables: Sequence[Any], given: Mapping[str, Any]) -> None:
+    """Raise for keyword arguments that no joinable uses, unless one may use any."""
+    used: list[Any] = [getattr(each, "join_hook_arguments", None) for each in joinables]
+    unknown = [] if None in used else sorted(set(given).difference(*used))
+    if unknown:
+        raise InvalidArgument(f"no joinable takes the keyword argument {unknown[0]!r}")
 
 
 _block_counts: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -421,16 +457,11 @@ def _sum(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work:
 
 def _group_of(joinable: upstream.Joinable) -> dist.ProcessGroup:
     group = joinable.join_process_group
-    if group is None:  # torch's default group, as in torch
-        group = dist.group.WORLD
+    if group is None:
+        group = default_group()
     if not isinstance(group, dist.ProcessGroup):
         raise InvalidArgument(f"{type(joinable).__name__} has no group that contains this rank")
     return group
-
-
-def _block_of(joinable: upstream.Joinable) -> Join | None:
-    block: Join | None = getattr(joinable, "_join_block", None)
-    return block
 
 
 def _is_uneven_inputs_error(error: BaseException) -> bool:
@@ -455,9 +486,15 @@ class UnevenLoader(Generic[T]):
         for batch in phalanx.uneven(loader, ddp, optimizers=[optimizer]):
             ...
 
-    Each iteration is a step. Its collectives run among the ranks that have data. A rank without
-    data waits at the end of the loop for all others; so does a rank that leaves it with ``break``.
-    `kwargs` are those of `Join`.
+    Each iteration is a step, and its collectives run among the ranks that have data. (Where ranks
+    shadow instead of leaving, a step is a forward pass with gradients, as in `Join`.) A rank
+    without data waits at the end of the loop for all others; so does a rank that leaves it with
+    ``break``.
+
+    Arguments:
+        loader: what to iterate over; its length may differ between ranks.
+        divide_by_initial_world_size: whether ranks without data count in the mean gradient.
+        joinables, optimizers, enable, throw_on_early_termination, kwargs: as for `Join`.
     """
 
     def __init__(
@@ -465,6 +502,9 @@ class UnevenLoader(Generic[T]):
         loader: Iterable[T],
         *joinables: upstream.Joinable,
         optimizers: Iterable[Optimizer] = (),
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+        divide_by_initial_world_size: bool = True,
         **kwargs: Any,
     ) -> None:
         if isinstance(loader, upstream.Joinable):
@@ -472,8 +512,11 @@ class UnevenLoader(Generic[T]):
         if not joinables:
             raise InvalidArgument("uneven needs a joinable: uneven(loader, ddp)")
         self._loader = loader
-        self._joinables = joinables
-        self._options = {"optimizers": tuple(optimizers), **kwargs}
+        if not divide_by_initial_world_size:  # else not passed to hooks that may not know it
+            kwargs["divide_by_initial_world_size"] = False
+        _check_hook_arguments(joinables, kwargs)
+        options = {"optimizers": tuple(optimizers), **kwargs}
+        self._make_join = partial(Join, joinables, enable, throw_on_early_termination, **options)
         self._report: JoinReport | None = None
         self._dropped_error: Exception | None = None
         """An error after ``break``, which Python drops; raised by the next access."""
@@ -486,7 +529,7 @@ class UnevenLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         self._raise_dropped_error()
-        join = Join(self._joinables, **self._options)
+        join = self._make_join()
         try:
             with join:
                 for batch in self._loader:
@@ -496,6 +539,9 @@ class UnevenLoader(Generic[T]):
         except Exception as error:
             if isinstance(error.__context__, GeneratorExit):
                 self._dropped_error = error
+            raise
+        except GeneratorExit:
+            self._dropped_error = join.failure
             raise
         finally:
             self._report = join.report

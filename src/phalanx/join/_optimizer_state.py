@@ -1,7 +1,7 @@
 """Transfer of optimizer state between ranks.
 
 Used after uneven steps, where all ranks take over one rank's state, and by `ShardedOptimizer`,
-where each rank has the state of its share. Ranks exchange a JSON description of their states, so a
+where each rank has the state of its shard. Ranks exchange a JSON description of their states, so a
 state that cannot be sent raises on every rank. Then the tensors of each owner follow as bytes, in
 few calls. Nothing is pickled.
 """
@@ -12,9 +12,8 @@ import copy
 import json
 import math
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,15 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import InvalidState
 from ..groups._call_description import dtype_name
+from ..groups._call_site import warn_user
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts
 from ._gather import start_transfer
 
 OptimizerStates = dict[int, dict[str, Any]]
-"""The state of each parameter, by its index among all parameters of the optimizer."""
+"""The state of each parameter, by its index among all parameters of the optimizer.
+
+While it is sent, the settings of the n-th param group have the index -1 - n."""
 
 CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
 
@@ -38,13 +40,10 @@ CHUNK_BYTES = 64 << 20  # sent in one call, unless a single tensor is larger
 def gather_states(
     own: OptimizerStates, group: dist.ProcessGroup, device: torch.device, *, to: int | None
 ) -> OptimizerStates | None:
-    """Collect copies of all ranks' states on one rank, or on all if `to` is None.
-
-    The ranks that do not collect get None. All ranks call it.
-    """
+    """Collect copies of all ranks' states on one rank, which alone gets them, or on all."""
     collected: OptimizerStates = {}
-    for owner, description in _exchange_descriptions(own, group).items():
-        collected |= _transfer(description["states"], own, owner, group, device, to)
+    for owner, described in _exchange_descriptions(own, group).items():
+        collected |= _transfer(described, own, owner, group, device, to)
     if to not in (None, group.rank()):
         return None
     for index, state in own.items():
@@ -61,21 +60,18 @@ def broadcast_optimizer_state(
     """Replace every rank's state and settings of an optimizer by those of one rank."""
     parameters = _parameters(optimizer)
     own: OptimizerStates = {}
-    settings: list[dict[str, Any]] = []
     if group.rank() == root:
         own = {i: optimizer.state[p] for i, p in enumerate(parameters) if p in optimizer.state}
-        settings = [
-            {key: value for key, value in each.items() if key != "params" and _is_plain(value)}
-            for each in optimizer.param_groups
-        ]
-    description = _exchange_descriptions(own, group, settings=settings)[root]
-    states = _transfer(description["states"], own, root, group, device, None)
-    if group.rank() == root:
-        return
-    for each, values in zip(optimizer.param_groups, description["settings"], strict=True):
-        for key, value in values.items():
-            each[key] = tuple(value) if isinstance(each.get(key), tuple) else value
-    for index, state in states.items():
+        for number, each in enumerate(optimizer.param_groups):
+            sent = {
+                k: v for k, v in each.items() if k != "params" and (_is_tensor(v) or _is_plain(v))
+            }
+            own[-1 - number] = sent
+    described = _exchange_descriptions(own, group)[root]
+    for index, state in _transfer(described, own, root, group, device, None).items():
+        if index < 0:
+            optimizer.param_groups[-1 - index].update(state)
+            continue
         parameter = parameters[index]
         for name, value in state.items():
             same_type = isinstance(value, Tensor) and value.device.type == parameter.device.type
@@ -83,7 +79,7 @@ def broadcast_optimizer_state(
             optimizer.state[parameter][name] = value.to(parameter.device) if same_type else value
 
 
-class _TensorSpec(NamedTuple):
+class TensorSpec(NamedTuple):
     dtype: str
     shape: list[int]
     device_type: str
@@ -99,18 +95,18 @@ class _TensorSpec(NamedTuple):
         return tensor.to(self.device_type)
 
 
-def _exchange_descriptions(
-    own: OptimizerStates, group: dist.ProcessGroup, **more: Any
-) -> dict[int, dict[str, Any]]:
-    texts = exchange_texts(json.dumps({**_describe(own), **more}), group)
+def _exchange_descriptions(own: OptimizerStates, group: dist.ProcessGroup) -> dict[int, list[Any]]:
+    """Return what `_describe` says about each rank's states, or raise on every rank."""
+    texts = exchange_texts(json.dumps(_describe(own)), group)
     descriptions = {rank: json.loads(text) for rank, text in texts.items()}
     for rank, description in descriptions.items():
         if "unsupported" in description:
             raise InvalidState(
                 f"optimizer state of rank {rank} cannot be sent: {description['unsupported']}. "
-                "Only tensors, numbers, strings and containers of these can."
+                "State values must be tensors, or numbers, strings and None, also in lists, tuples "
+                "and dicts"
             )
-    return descriptions
+    return {rank: description["states"] for rank, description in descriptions.items()}
 
 
 def _describe(states: OptimizerStates) -> dict[str, Any]:
@@ -118,8 +114,8 @@ def _describe(states: OptimizerStates) -> dict[str, Any]:
     for index, state in states.items():
         fields: list[tuple[str, str, Any]] = []
         for name, value in state.items():
-            if isinstance(value, Tensor) and value.layout is torch.strided:
-                spec = _TensorSpec(dtype_name(value.dtype), [*value.shape], value.device.type)
+            if _is_tensor(value):
+                spec = TensorSpec(dtype_name(value.dtype), [*value.shape], value.device.type)
                 fields.append((name, "tensor", spec))
             elif _is_plain(value):
                 fields.append((name, "tuple" if isinstance(value, tuple) else "value", value))
@@ -128,6 +124,10 @@ def _describe(states: OptimizerStates) -> dict[str, Any]:
                 return {"unsupported": f"{name!r} of parameter {index} is a {kind}"}
         described.append((index, fields))
     return {"states": described}
+
+
+def _is_tensor(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.layout is torch.strided
 
 
 def _is_plain(value: object) -> bool:
@@ -150,12 +150,12 @@ def _transfer(
     is_owner = group.rank() == owner
     if owner == to or not (is_owner or to in (None, group.rank())):
         return {}
-    chunks: list[list[tuple[int, str, _TensorSpec]]] = [[]]
+    chunks: list[list[tuple[int, str, TensorSpec]]] = [[]]
     length = 0
     for index, fields in described:
         for name, kind, value in fields:
             if kind == "tensor":
-                spec = _TensorSpec(*value)
+                spec = TensorSpec(*value)
                 length += spec.nbytes
                 if chunks[-1] and length > CHUNK_BYTES:
                     chunks.append([])
@@ -214,11 +214,10 @@ class UntrackedOptimizers:
         for optimizer in self._seen.values():
             parameters = set(map(id, _parameters(optimizer)))
             if any(optimizer.state.values()) and parameters & self._joined:
-                warnings.warn(
+                warn_user(
                     f"the state of {type(optimizer).__name__} differs between ranks, since ranks "
                     "that ran out of data made fewer steps. Pass optimizers=[...] to the join if "
-                    "training continues",
-                    stacklevel=5,
+                    "training continues"
                 )
 
 

@@ -125,7 +125,7 @@ def run_example(ctx, names):
 def test_the_example_tells_how_much_less_is_sent(ranks):
     names = ["allreduce", "fp16", "topk"]
     printed, other = ranks.run(run_example, 2, args=(names,), timeout=60)
-    told = re.findall(r"(\w+): ([\d.]+)% right, ([\d,]+) bytes a step", printed)
+    told = re.findall(r"(\w+): accuracy ([\d.]+)%, ([\d,]+) bytes a step", printed)
     assert [name for name, _, _ in told] == names
     full, half, few = (int(sent.replace(",", "")) for _, _, sent in told)
     assert full > 1.8 * half > 1.8 * few

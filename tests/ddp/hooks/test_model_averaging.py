@@ -12,6 +12,7 @@ from phalanx.ddp.hooks import (
     post_localSGD_hook,
 )
 from phalanx.errors import InvalidArgument, InvalidState
+from phalanx.groups import process_group
 from phalanx.testing import over_groups
 
 from .buckets import assert_near, bucket_of, everywhere, flat_gradients, mean_of, on_threads, run
@@ -156,11 +157,19 @@ def test_levels_that_make_no_sense_are_refused(group):
         PostLocalSGDOptimizer(optimizer, 4)
 
 
+@everywhere
+def test_the_current_group_is_the_default(group):
+    with process_group(group):
+        averager = PeriodicModelAverager(period=2)
+    assert averager.process_group is group
+
+
 def test_a_period_of_one_is_warned_of(threads):
     def body(context):
         group = context.group()
-        with pytest.warns(UserWarning, match="a period of 1"):
+        with pytest.warns(UserWarning, match="a period of 1") as caught:
             PeriodicModelAverager(1, process_group=group)
+        assert caught[0].filename == __file__
         with pytest.warns(UserWarning, match="a period of 1"):
             HierarchicalModelAverager({1: 1}, process_group=group)
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,12 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future, collect_all
 
 from ...errors import InvalidArgument, InvalidState, InvalidType
-from ...groups import ProcessGroup, _work
+from ...groups import _work
+from ...groups._current_group import default_group
+from .._comm_hook import Hook as Hook
 from .._communicator import AnyWork, Communicator
 
 # Hooks are annotated with torch's `GradBucket`, as torch's DDP requires; ours has the same methods.
-Hook = Callable[[Any, Any], Future[Tensor]]
 HookWrapper = Callable[[Hook], Hook]
 OptionalGroup = dist.ProcessGroup | None
 
@@ -56,29 +57,27 @@ def check_group(group: Any) -> None:
 
 
 def hook_group(given: OptionalGroup, bucket: Any = None) -> dist.ProcessGroup:
-    """Return the given group, else the module's, else torch's default group."""
+    """Return the given group, else the module's, else the current or torch's default group."""
     check_group(given)
     # torch's own bucket has no group.
-    found = given or getattr(bucket, "group", None) or dist.group.WORLD
+    found: OptionalGroup = given or getattr(bucket, "group", None) or default_group()
     if found is None:
         raise InvalidState(
-            "the hook has no group: pass process_group, or call "
-            "torch.distributed.init_process_group first"
+            "the hook has no group: pass process_group, or enter one with "
+            "phalanx.groups.process_group(group)"
         )
-    return cast("dist.ProcessGroup", found)
+    return found
 
 
 def start_average(group: dist.ProcessGroup, tensor: Tensor) -> AnyWork:
-    """Start to replace a tensor by its mean over the ranks."""
     comm = Communicator(group, tensor.device)
-    # A sum of 16-bit numbers may overflow; not all groups and layouts support a mean.
-    if isinstance(group, ProcessGroup) and tensor.element_size() > 2 and not tensor.is_sparse:
+    if tensor.element_size() > 2 and not tensor.is_sparse:
         return comm.mean(tensor)
+    # A sum of 16-bit numbers may overflow, and engines only sum sparse tensors.
     return comm.sum(tensor.div_(comm.size))
 
 
 def average(group: dist.ProcessGroup, tensor: Tensor) -> Future[Tensor]:
-    """Replace a tensor by its mean over the ranks."""
     return when_done([start_average(group, tensor)], lambda: tensor, tensor.device)
 
 
@@ -115,10 +114,8 @@ def when_done(
 def then(
     future: Future[Any], finish: Callable[[Future[Any]], Tensor], device: torch.device
 ) -> Future[Tensor]:
-    """Return a future of what `finish` makes of a completed one.
-
-    Unlike torch's method of this name, it preserves the type of an error.
-    """
+    """Return a future of what `finish` makes of a completed one."""
+    # Unlike torch's method of this name, it preserves the type of an error.
     result = _future(device)
     future.add_done_callback(
         lambda ended: _resolve(result, lambda: finish(ended))  # type: ignore[arg-type]
@@ -144,8 +141,7 @@ def _resolve(future: Future[Tensor], make: Callable[[], Tensor]) -> Future[Tenso
     return future
 
 
-MemoryKey = int | str
-"""The name of a parameter, or the index of a bucket without names."""
+MemoryKey = int | str  # the name of a parameter, or the index of a bucket without names
 HookMemory = dict[MemoryKey, Tensor]
 
 
@@ -187,11 +183,8 @@ def add_residuals(held: HookMemory, gradients: Mapping[MemoryKey, Tensor]) -> No
 
 
 def keep_residuals(held: HookMemory, rest: Tensor, parts: Mapping[MemoryKey, Tensor]) -> None:
-    """Keep what is not sent of a bucket, by parameter.
-
-    A residual that is not finite is dropped, since it would stay forever. A GradScaler skips the
-    step that caused it.
-    """
+    """Keep what is not sent of a bucket, by parameter, unless it is not finite."""
+    # It would stay forever. A GradScaler skips the step that caused it.
     if is_finite(rest):
         held.update(parts)
 
@@ -203,7 +196,6 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def shared_generator(seed: int, step: int, key: int | str) -> torch.Generator:
-    """Return a generator that depends on seed, step and key only."""
     mixed = zlib.crc32(f"{seed} {step} {key}".encode())
     return torch.Generator().manual_seed(mixed)  # on the CPU, whatever the device
 

@@ -90,14 +90,15 @@ def chain(*parts: base.HookWrapper | base.Hook) -> base.Hook:
     return cast("base.Hook", hook)
 
 
-def _register(hook: base.Hook, rank: int | None, model: Any, state: Any) -> None:
-    """Register a hook whose state is a group, or PowerSGD of a rank in that group."""
-    power_sgd = None if rank is None else PowerSGDState(state, matrix_approximation_rank=rank)
-    model.register_comm_hook(power_sgd or state, hook)
+def _register(hook: base.Hook, matrix_rank: int | None, model: Any, state: Any) -> None:
+    """Register a hook whose state is a group; with a matrix rank, PowerSGD in that group."""
+    if matrix_rank is not None:
+        state = PowerSGDState(state, matrix_approximation_rank=matrix_rank)
+    model.register_comm_hook(state, hook)
 
 
-def _member(hook: base.Hook, rank: int | None = None) -> Any:
-    return enum.member(partial(_register, hook, rank))
+def _member(hook: base.Hook, matrix_rank: int | None = None) -> Any:
+    return enum.member(partial(_register, hook, matrix_rank))
 
 
 class DDPCommHookType(enum.Enum):
@@ -108,10 +109,10 @@ class DDPCommHookType(enum.Enum):
     BF16_COMPRESS = _member(bf16_compress_hook)
     QUANTIZE_PER_TENSOR = _member(quantization_pertensor_hook)
     QUANTIZE_PER_CHANNEL = _member(quantization_perchannel_hook)
-    POWER_SGD = _member(powerSGD_hook, rank=1)
-    POWER_SGD_RANK2 = _member(powerSGD_hook, rank=2)
-    BATCHED_POWER_SGD = _member(batched_powerSGD_hook, rank=1)
-    BATCHED_POWER_SGD_RANK2 = _member(batched_powerSGD_hook, rank=2)
+    POWER_SGD = _member(powerSGD_hook, matrix_rank=1)
+    POWER_SGD_RANK2 = _member(powerSGD_hook, matrix_rank=2)
+    BATCHED_POWER_SGD = _member(batched_powerSGD_hook, matrix_rank=1)
+    BATCHED_POWER_SGD_RANK2 = _member(batched_powerSGD_hook, matrix_rank=2)
     NOOP = _member(noop_hook)
 
 

@@ -14,7 +14,6 @@ it would skip.
 """
 
 import copy
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,8 @@ from torch.optim import Optimizer
 
 from ...errors import InvalidArgument, InvalidState, InvalidType
 from ...groups import ProcessGroup
+from ...groups._call_site import warn_user
+from .._communicator import Communicator, FlatMessage, chunk_tensors
 from . import _base as base
 
 
@@ -38,23 +39,18 @@ class CoalescedAverage:
     """An average of tensors over the ranks in flight, one call per dtype and device."""
 
     def __init__(self, tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-        self.tensors = [tensor.detach() for tensor in tensors]
-        """They hold the means after `finish`."""
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in self.tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        self._parts = list(by_kind.values())
-        self._flats = [torch.cat([each.reshape(-1) for each in parts]) for parts in self._parts]
-        self._calls = [base.start_average(group, flat) for flat in self._flats]
+        self.tensors = [tensor.detach() for tensor in tensors]  # they hold the means after `finish`
+        chunks = chunk_tensors(self.tensors)
+        self._messages = [FlatMessage(each, Communicator(group, each[0].device)) for each in chunks]
+        for message in self._messages:
+            message.pack()
+        self._calls = [base.start_average(group, message.flat) for message in self._messages]
 
     def finish(self) -> list[Tensor]:
         """Wait for the means, copy them into the tensors, and return those; call it once."""
-        for parts, flat, call in zip(self._parts, self._flats, self._calls, strict=True):
+        for message, call in zip(self._messages, self._calls, strict=True):
             call.wait()
-            means = torch.split(flat, [each.numel() for each in parts])
-            # Into the existing memory, which may be shared or have views.
-            shaped = [mean.view(each.shape) for mean, each in zip(means, parts, strict=True)]
-            torch._foreach_copy_(parts, shaped)
+            message.unpack()  # into the existing memory, which may be shared or have views
         return self.tensors
 
 
@@ -164,10 +160,9 @@ def _neighbour_group(group: dist.ProcessGroup, size: int) -> dist.ProcessGroup:
 
 
 def _warn_period_of_one() -> None:
-    warnings.warn(
+    warn_user(
         "a period of 1 averages the model in every step, which costs as much as plain data "
-        "parallel training and does not overlap with backward",
-        stacklevel=3,
+        "parallel training and does not overlap with backward"
     )
 
 
@@ -257,10 +252,7 @@ class PostLocalSGDOptimizer(WrappingOptimizer):
         """Restore what `state_dict` returned here or on a plain optimizer."""
         self.optim.load_state_dict({k: state_dict[k] for k in state_dict if k != "step"})
         if "step" not in state_dict:
-            warnings.warn(
-                "state_dict has no 'step': the averager starts at step 0, with its warm-up",
-                stacklevel=2,
-            )
+            warn_user("state_dict has no 'step': the averager starts at step 0, with its warm-up")
         self.averager.step = state_dict.get("step", 0)
 
 
@@ -317,8 +309,7 @@ class Fragment:
         self.anchors: list[Tensor] = [Parameter(each.detach().clone()) for each in parameters]
         """The values of the last synchronization, equal on all ranks; the outer optimizer's."""
         self.outer = make_outer(self.anchors)
-        self.due: int | None = None
-        """The step at which the average in flight takes effect."""
+        self.due: int | None = None  # the step at which the average in flight takes effect
         self._in_flight: CoalescedAverage | None = None
         self._deltas: list[Tensor] = []
 

@@ -183,9 +183,9 @@ def _approximate(
         base.add_residuals(state.error_dict, held)
     p_shapes, q_shapes = [], []
     for rows, columns in (part.shape for part in matrices.parts):
-        rank = min(rows, columns, state.matrix_approximation_rank)
-        p_shapes.append((rows, rank))
-        q_shapes.append((columns, rank))
+        matrix_rank = min(rows, columns, state.matrix_approximation_rank)
+        p_shapes.append((rows, matrix_rank))
+        q_shapes.append((columns, matrix_rank))
     new_empty = matrices.flat.new_empty
     p = split_matrices(new_empty(sum(map(math.prod, p_shapes))), p_shapes)
     q = split_matrices(new_empty(sum(map(math.prod, q_shapes))), q_shapes)

@@ -62,10 +62,8 @@ _SAMPLE_STRIDE = 251  # a prime, since row lengths of matrices are often multipl
 
 
 def topk_indices(values: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` elements of largest magnitude; NaN is the largest.
-
-    A sample estimates their minimum. Only elements above it are sorted, unless they are too few.
-    """
+    """Return the indices of the `count` elements of largest magnitude; NaN is the largest."""
+    # A sample estimates their minimum. Only elements above it are sorted, unless they are too few.
     magnitudes = values.abs()
     if values.device.type == "cpu" and len(values) >= max(4 * count, _SAMPLE_MIN_SIZE):
         expected = count / _SAMPLE_STRIDE

@@ -147,7 +147,8 @@ class _TorchParent(_Parent):
         default = "fake" if self._is_fake else self._backends().get(device_type, "auto")
         backend, label = options.backend or default, f"{self.label}/{name}"
         rank, ranks = list(ranks).index(self.rank), tuple(ranks)
-        members = [self.global_ranks[each] for each in ranks]
+        everyone = self.global_ranks
+        members = [everyone[each] for each in ranks]
         store = None if self._store is None else clone_connection(self._store)
         if options.native is None and backend in _backends:
             config = options.applied_to(self._config(backend, device_type))

@@ -75,7 +75,7 @@ def run_check(check: Check, *, timeout: float = CHECK_TIMEOUT) -> Finding:
     def attempt() -> None:
         try:
             findings.append(check())
-        except Exception as error:  # noqa: BLE001 - shown to the user
+        except BaseException as error:  # noqa: BLE001 - shown to the user; may be SystemExit
             detail = f"{type(error).__name__}: {error}"
             findings.append(Finding(False, label, detail, "the check itself failed"))
 

@@ -86,8 +86,12 @@ class RankContext:
 
     def abort(self) -> None:
         """Abort the groups, which unblocks threads that wait in them."""
-        while self._groups:
-            self._groups.pop().abort()
+        try:
+            while self._groups:
+                self._groups.pop().abort()
+        finally:
+            if self._groups:  # one raised; an ExitStack would hide the error before it
+                self.abort()
 
     def leave_open(self) -> None:
         """Do not close the groups formed so far."""
@@ -101,15 +105,17 @@ def run_body(
     ended_at = 0.0
     with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
         try:
-            value = call(context)
-            ended_at = time.monotonic()
-            while context._groups:  # the newest first: they may be splits of older ones
-                context._groups.pop().shutdown()
-            outcome: RankOutcome = Returned(value)
+            try:
+                value = call(context)
+                ended_at = time.monotonic()
+                while context._groups:  # the newest first: they may be splits of older ones
+                    context._groups.pop().shutdown()
+                outcome: RankOutcome = Returned(value)
+            finally:
+                ended_at = ended_at or time.monotonic()
+                context.abort()  # without waiting for peers
         # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
-            ended_at = ended_at or time.monotonic()
             outcome = error_outcome(error)
-            context.abort()  # without waiting for peers
     missed = [str(each.fault) for each in armed if not (each.fired or each.fault.optional)]
     return RankResult(outcome, ", ".join(missed), when=ended_at)

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import dropwhile
 from typing import Any
 
@@ -104,7 +105,8 @@ def _run_on_threads(
         stack = _stack_of(threads[context.rank])
         reports[context.rank] = RankResult(hang_outcome(deadline.elapsed, stack))
     for context in stuck:
-        context.abort()  # unblocks ranks that wait for a peer
+        with suppress(Exception):  # the run has failed already, for a reason that is reported
+            context.abort()  # unblocks ranks that wait for a peer
     return reports
 
 

@@ -236,8 +236,6 @@ _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 @dataclass(frozen=True)
 class Report:
-    """All findings and measurements."""
-
     findings: Sequence[Finding]
     measurements: Sequence[Mapping[str, Any]]
     """What `_doctor_selftest` prints for each backend."""

@@ -813,7 +813,6 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _with_groups_of(mesh: TorchMesh, state: RootState, names: _Names) -> DeviceMesh:
-    """Return a mesh with the layout and groups of torch's."""
     layout = MeshLayout([FlatLayout(axis.shape, axis.stride) for axis in mesh._layout])
     made = DeviceMesh._make(state, layout, names)
     if state.position is not None and hasattr(mesh, "_dim_group_names"):

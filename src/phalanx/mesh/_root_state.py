@@ -79,13 +79,11 @@ class RootState:
         )
 
     def base_ranks(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Convert ranks to those of the base group."""
         if self.base_global_ranks is None:
             return ranks
         return as_range([self.base_global_ranks.index(rank) for rank in ranks])
 
     def global_ranks(self) -> Sequence[int]:
-        """Return the global ranks of all positions."""
         if self.base is None or self.base_global_ranks is not None:
             return self.ranks
         global_ranks = self.base.global_ranks
@@ -120,7 +118,6 @@ class RootState:
         return ranks.to(torch.int32).reshape(layout.top_level_sizes)
 
     def axis_ranks(self, axis: FlatLayout, name: str) -> Sequence[int]:
-        """Return the ranks of this rank's group along an axis."""
         position = self.require_position(f"it has no group along axis {name!r}")
         return self.ranks_at(axis.group_of(position))
 

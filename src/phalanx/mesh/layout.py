@@ -100,10 +100,6 @@ def _coalesce_loops(loops: Iterable[_Loop]) -> _Loops:
     return tuple(reversed(merged))
 
 
-def _largest_rank(loops: Iterable[_Loop]) -> int:
-    return sum((count - 1) * step for count, step in loops)
-
-
 def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
     """Return all ranks in order, in time that grows with their number."""
     ranks = [0]
@@ -241,7 +237,7 @@ class _LoopNest:
 
     def cosize(self) -> int:
         """Return the smallest world size that contains all ranks: the largest rank plus 1."""
-        return _largest_rank(self._loops) + 1
+        return sum((count - 1) * step for count, step in self._loops) + 1
 
     def check_orthogonal(self) -> bool:
         """Whether shifted copies of this layout can cover a world with each rank in one of them.

@@ -37,7 +37,6 @@ class RankRunner:
         """The default backend of `RankContext.group`."""
 
     def _world_size(self, ranks: int | None) -> int:
-        """Return the number of ranks of a run; all by default."""
         if ranks is not None and not 1 <= ranks <= self.size:
             raise InvalidArgument(f"the number of ranks must be 1 to {self.size}, got {ranks}")
         return self.size if ranks is None else ranks
@@ -101,7 +100,6 @@ class RankContext:
 def run_body(
     call: Callable[[RankContext], Any], context: RankContext, *, faults: Sequence[Fault]
 ) -> RankResult:
-    """Run a body as the rank of `context`."""
     ended_at = 0.0
     with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
         try:

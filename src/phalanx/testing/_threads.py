@@ -111,7 +111,6 @@ def _run_on_threads(
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """Return the stack of the body that a thread runs."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
     # The outermost frames are of threading, then come our own, then the body.

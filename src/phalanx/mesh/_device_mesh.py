@@ -722,7 +722,7 @@ class DeviceMesh(TorchMesh):
 
     @property
     def _dim_group_names(self) -> Sequence[GroupName]:  # type: ignore[override]
-        names = _GroupNames(self)
+        names = _AxisGroupNames(self)
         is_complete = all(axis in self._groups for axis in range(len(names)))
         # The compiler traces a list only, and compiles again if it finds anything else later.
         return list(names) if is_complete or torch.compiler.is_compiling() else names
@@ -757,7 +757,7 @@ class DeviceMesh(TorchMesh):
     __setstate__ = _unsupported("__setstate__")
 
 
-class _GroupNames(Sequence[GroupName]):
+class _AxisGroupNames(Sequence[GroupName]):
     """The names of the groups along the axes of a mesh. Reading one forms that group only."""
 
     def __init__(self, mesh: DeviceMesh) -> None:

@@ -1,10 +1,12 @@
 """How torch gets to know our backend, whenever it is imported."""
 
 import importlib
+import importlib.util
 import os
 import subprocess
 import sys
 import textwrap
+from importlib.machinery import PathFinder
 
 import pytest
 
@@ -86,3 +88,33 @@ def test_somebody_elses_backend_of_that_name_stays(write_registry):
     name = write_registry(known="['shm']")
     phalanx._register_with_torch()
     assert importlib.import_module(name).Backend.registered == []
+
+
+class SharedLoader:
+    """A finder and loader of many modules that takes no attributes, as one written in C."""
+
+    __slots__ = ("found",)
+
+    def find_spec(self, name, path=None, target=None):
+        self.found = PathFinder.find_spec(name, path, target)
+        return self.found and importlib.util.spec_from_loader(name, self, origin=self.found.origin)
+
+    def create_module(self, _spec):
+        return None
+
+    def exec_module(self, module):
+        self.found.loader.exec_module(module)
+
+
+@pytest.mark.parametrize("loader", [SharedLoader, type("Mutable", (SharedLoader,), {})])
+def test_a_module_may_be_found_before_and_by_any_loader(write_registry, loader):
+    shared = loader()
+    sys.meta_path.insert(0, shared)
+    before = list(sys.meta_path)
+    name = write_registry()
+    phalanx._register_with_torch()
+    assert sys.meta_path[0].find_spec(name, None, None).name == name  # as an analysis tool does
+    module = importlib.import_module(name)
+    assert module.Backend.registered == [("shm", ["cpu"])]
+    assert module.__loader__ is module.__spec__.loader is shared
+    assert sys.meta_path == before

@@ -61,8 +61,7 @@ def __dir__() -> list[str]:
 class _RegistryFinder:
     """Registers the backend when torch's backend registry has been imported, then removes itself.
 
-    It is first on ``sys.meta_path``, finds that one module through the other finders, and extends
-    the ``exec_module`` of its loader for one call.
+    It is first on ``sys.meta_path``, and finds that one module through the other finders.
     """
 
     def find_spec(self, fullname: str, *path_and_target: Any) -> ModuleSpec | None:
@@ -71,21 +70,27 @@ class _RegistryFinder:
         others = [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]
         found = (finder.find_spec(fullname, *path_and_target) for finder in others)
         spec = next((each for each in found if each is not None), None)
-        loader: Any = spec and spec.loader
-        if loader is not None:
-            exec_module = loader.exec_module
-
-            def exec_and_register(module: ModuleType) -> None:
-                is_registry = module.__name__ == fullname  # some loaders serve many modules
-                if is_registry:
-                    del loader.exec_module
-                exec_module(module)
-                if is_registry:
-                    _register_backend(module)
-                    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self]
-
-            loader.exec_module = exec_and_register
+        if spec is not None and hasattr(spec.loader, "exec_module"):
+            spec.loader = _RegistryLoader(spec.loader)  # type: ignore[assignment]
         return spec
+
+
+class _RegistryLoader:
+    """Loads a module by its own loader, which may be shared or immutable, then registers."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register_backend(module)
+        sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _RegistryFinder)]
 
 
 def _register_with_torch() -> None:

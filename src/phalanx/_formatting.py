@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-PACKAGE_ROOT = f"{Path(__file__).resolve().parent}/"
-"""A traceback frame whose file starts with this is phalanx's own."""
+PACKAGE_ROOT = __file__.removesuffix("_formatting.py")
+"""A traceback frame whose file starts with this is phalanx's own. Not resolved: frames are not."""
 
 _MAX_RANKS_LISTED = 8
+_MAX_RANGES_LISTED = 16
 
 
 def first_line(error: Exception) -> str:
@@ -20,9 +20,12 @@ def first_line(error: Exception) -> str:
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format sorted ranks for a sentence: ``rank 2``, ``ranks 1, 2``, ``ranks 0-15``."""
     noun = "ranks" if len(ranks) > 1 else "rank"
-    if len(ranks) > _MAX_RANKS_LISTED:
-        return f"{noun} {format_rank_ranges(ranks)}"
-    return f"{noun} {', '.join(map(str, ranks))}"
+    if len(ranks) <= _MAX_RANKS_LISTED:
+        return f"{noun} {', '.join(map(str, ranks))}"
+    ranges = format_rank_ranges(ranks).split(",")
+    if len(ranges) > _MAX_RANGES_LISTED:
+        ranges[_MAX_RANGES_LISTED:] = [f"... ({len(ranks):,} ranks)"]
+    return f"{noun} {','.join(ranges)}"
 
 
 def format_rank_ranges(ranks: Sequence[int]) -> str:

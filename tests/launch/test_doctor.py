@@ -94,6 +94,15 @@ def test_a_check_that_breaks_is_a_finding():
     assert "OSError: no such host" in finding.detail
 
 
+def test_a_check_that_exits_is_a_finding():
+    def check_exit():
+        raise SystemExit(3)
+
+    finding = run_check(check_exit)
+    assert not finding.ok
+    assert finding.detail == "SystemExit: 3"
+
+
 def test_a_check_that_never_ends_is_a_finding():
     finding = run_check(lambda: time.sleep(1000), timeout=0.01)
     assert not finding.ok

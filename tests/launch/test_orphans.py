@@ -95,7 +95,11 @@ def test_ranks_that_were_asked_to_stop_and_have_saved_have_not_failed(script, la
 def test_a_failure_is_not_followed_by_a_restart_once_the_launcher_is_told_to_stop(
     script, launcher, pids
 ):
-    setup = "os.environ['RANK'] == '0' and os._exit(3)"
+    setup = """
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        os._exit(0)
+    os.environ["RANK"] == "0" and os._exit(3)
+    """
     process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 60, script(waiting(setup)))
     pids("pid1")
     assert "rank 0 failed: exit code 3" in process.stderr.readline()

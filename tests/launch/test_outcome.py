@@ -65,6 +65,14 @@ def test_a_crowd_is_counted():
     assert said[-1] == "92 more ranks failed"
 
 
+def test_a_long_list_of_ranks_is_cut():
+    odd = [RankExit(rank=rank, code=-15, at=2.0, was_terminated=True) for rank in range(1, 4000, 2)]
+    assert followers(*odd) == [
+        "ranks 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31,... (2,000 ranks) stopped"
+    ]
+    assert followers(*odd[:16]) == ["ranks 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31 stopped"]
+
+
 def test_no_words_no_quote():
     assert followers(RankExit(rank=0, code=3, at=1.25)) == [
         "rank 0 failed 0.25 s later: exit code 3"

@@ -263,3 +263,17 @@ def test_a_device_that_nobody_chose_is_warned_about_at_the_line_of_the_user(monk
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     (seen,) = ThreadRanks(1).run(choose_abacus)
     assert seen == [("rank 0 has chosen no device and LOCAL_RANK is not set", __file__)] * 3
+
+
+def test_forming_a_group_asks_for_the_ranks_of_its_parent_once(pair, monkeypatch):
+    calls = []
+    ask = dist.get_process_group_ranks
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda pg: calls.append(pg) or ask(pg))
+    counts = []
+    for axis in ("short", "long"):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("short", "long"))
+        calls.clear()
+        mesh.get_group(axis)
+        counts.append(len(calls))
+    mesh.shutdown()
+    assert counts[0] == counts[1]

@@ -351,6 +351,14 @@ def test_layouts_survive_pickling_and_print_as_what_makes_them(mesh):
     assert eval(repr(mesh), {**vars(module)}) == mesh  # noqa: S307 - our own text
 
 
+def test_layouts_can_be_matched_by_position():
+    match MeshLayout([FlatLayout((2, 2), (4, 1))]):
+        case MeshLayout([FlatLayout(shape, stride)]):
+            assert (shape, stride) == ((2, 2), (4, 1))
+        case _:
+            raise AssertionError("no match")
+
+
 # --- torch says the same, where it says anything ---
 
 
@@ -367,6 +375,11 @@ def said(flat):
 def test_torch_has_the_same_canonical_form(both):
     ours, other = FlatLayout(*both), theirs._FlatLayout(*both)
     assert said(ours) == said(other)
+    assert ours == other
+    assert other == ours
+    assert hash(ours) == hash(other)
+    assert ours.to_pycute() == other.to_pycute()
+    assert ours != theirs._FlatLayout(7, 11)
     assert ours.numel() == other.numel()
     assert ours.check_sorted() == other.check_sorted()
     assert ours.all_ranks_from_zero() == other.all_ranks_from_zero()
@@ -383,6 +396,12 @@ def test_torch_says_the_same_of_orthogonality(flat):
 @given(tiles())
 def test_torch_says_the_same_of_the_meshes_of_a_world(tile):
     mesh, world_size = tile
+    assert mesh != as_theirs([*mesh, FlatLayout(7)])
+    for their_mesh in (as_theirs(mesh), theirs._MeshLayout(mesh.axes)):
+        assert mesh == their_mesh
+        assert their_mesh == mesh
+        assert hash(mesh) == hash(their_mesh)
+        assert mesh.to_pycute() == their_mesh.to_pycute()
     flat, other = mesh.collapse(), as_theirs(mesh).collapse()
     assert said(flat) == said(other)
     assert said(flat.complement(world_size)) == said(other.complement(world_size))

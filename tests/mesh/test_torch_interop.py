@@ -1,19 +1,25 @@
 """Our mesh in torch's own code: DTensor, tensor parallelism, FSDP2, and back."""
 
+import io
+import pickle
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh as torch_init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from phalanx.groups import ProcessGroup
 from phalanx.mesh import DeviceMesh, init_device_mesh
@@ -75,7 +81,51 @@ def is_accepted_by_dtensor(ctx, mesh):
     assert torch.equal((spread @ whole).full_tensor(), matrix @ matrix)
 
 
-def trains_in_parallel(ctx, mesh):
+def is_the_current_mesh_of_torch(ctx, mesh):
+    matrix = torch.arange(16.0).reshape(4, 4)
+    with mesh, mesh.to_torch(), mesh:
+        spread = distribute_tensor(matrix, placements=[Shard(0), Shard(1)])
+    assert spread.device_mesh is mesh
+    with pytest.raises(RuntimeError, match="No device mesh"):
+        distribute_tensor(matrix, placements=[Shard(0), Shard(1)])
+
+
+def has_flattened_meshes_that_dtensor_finds(ctx, mesh):
+    mesh.flatten("all")
+    summands = DTensor.from_local(torch.ones(2), mesh, [Partial(), Partial()])
+    with CommDebugMode() as communication:
+        total = summands.redistribute(mesh, [Replicate(), Replicate()]).to_local()
+    assert total.tolist() == [4.0, 4.0]
+    assert communication.get_total_counts() == 1
+
+
+def is_loaded_with_weights_only(ctx, mesh):
+    data, _ = mesh.mesh_dim_names
+    for each in (mesh, mesh[data], mesh.flatten("every rank")):
+        spread = distribute_tensor(torch.arange(16.0), each, [Replicate()] * each.ndim)
+        file = io.BytesIO()
+        torch.save({"weight": spread}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["weight"]
+        assert loaded.device_mesh == each
+        assert torch.equal(loaded.to_local(), spread.to_local())
+
+
+def communicates_along_one_axis_only(ctx, mesh):
+    """Ranks 1 and 3 never call: the groups of the other axis must not be formed."""
+    if ctx.rank in (0, 2):
+        data, _ = mesh.mesh_dim_names
+        assert funcol.all_reduce(torch.ones(1), "sum", (mesh, 0)).item() == 2
+        assert funcol.all_reduce(torch.ones(1), "sum", mesh[data]).item() == 2
+        assert mesh._dim_group_names[0] == mesh._dim_group_names[-2] == mesh.get_group(0).group_name
+        assert list(mesh._pg_registry) == [mesh.get_group(0).group_name]
+
+
+def trains_in_parallel_directly(ctx, mesh):
+    trains_in_parallel(ctx, mesh, convert=lambda each: each)
+
+
+def trains_in_parallel(ctx, mesh, convert=DeviceMesh.to_torch):
     data, model = mesh.mesh_dim_names
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Tanh())
@@ -84,10 +134,8 @@ def trains_in_parallel(ctx, mesh):
     expected.square().mean().backward()
     gradient = net[0].weight.grad.clone()
     net.zero_grad()
-    parallelize_module(
-        net, mesh[model].to_torch(), {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    )
-    fully_shard(net, mesh=mesh[data].to_torch())
+    parallelize_module(net, convert(mesh[model]), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(net, mesh=convert(mesh[data]))
     output = net(batch)
     assert torch.allclose(output, expected, atol=1e-6)
     output.square().mean().backward()
@@ -128,9 +176,39 @@ def takes_torchs_own(ctx, mesh):
     assert unnamed.get_group(0) is dist.group.WORLD
 
 
+def takes_torchs_groups_of_the_same_ranks(ctx, mesh):
+    theirs = torch_init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    flat = theirs["a", "b"]._flatten("ab")
+    assert flat.get_group() is not theirs.get_group("a")
+    assert DeviceMesh.from_torch(flat).get_group() is flat.get_group()
+    ours = DeviceMesh.from_torch(theirs)
+    for each in (ours, pickle.loads(pickle.dumps(ours))):
+        assert each["a"].get_group() is theirs.get_group("a")
+        assert each["ab"].get_group() is flat.get_group()
+    renamed = ours["a"].unflatten(0, (2, 1), ("x", "y"))
+    assert renamed.get_group("x") is theirs.get_group("a")
+
+
+BODIES = [
+    distributes,
+    is_accepted_by_dtensor,
+    is_the_current_mesh_of_torch,
+    has_flattened_meshes_that_dtensor_finds,
+    trains_in_parallel,
+    trains_in_parallel_directly,
+    comes_back,
+]
+
+
 @pytest.mark.parametrize(
     "body",
-    [distributes, is_accepted_by_dtensor, trains_in_parallel, comes_back, takes_torchs_own],
+    [
+        *BODIES,
+        is_loaded_with_weights_only,
+        communicates_along_one_axis_only,
+        takes_torchs_own,
+        takes_torchs_groups_of_the_same_ranks,
+    ],
     ids=lambda b: b.__name__,
 )
 def test_on_torchs_default_group(ranks, body):
@@ -140,11 +218,29 @@ def test_on_torchs_default_group(ranks, body):
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 @pytest.mark.parametrize(
     "body",
-    [distributes, is_accepted_by_dtensor, trains_in_parallel, comes_back],
+    [*BODIES, is_loaded_with_weights_only],
     ids=lambda b: b.__name__,
 )
 def test_on_a_group_of_ours(ranks, body, backend):
     ranks.run(on_our_group, 4, args=(body, backend))
+
+
+def test_a_functional_collective_is_compiled_once():
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        counter = CompileCounter()
+
+        @torch.compile(backend=counter, fullgraph=True)
+        def twice(tensor):
+            return funcol.all_reduce(tensor, "sum", (mesh, 0)) * 2
+
+        for _ in range(3):
+            twice(torch.ones(1))
+        assert counter.frame_count == 1
+        mesh.shutdown()
+    finally:
+        dist.destroy_process_group()
 
 
 def without_a_default(ctx):

@@ -90,6 +90,17 @@ def test_properties_are_properties():
         assert isinstance(getattr(DeviceMesh, name), property)
 
 
+@pytest.mark.parametrize("name", ["_FlatLayout", "_MeshLayout"])
+def test_layouts_have_every_name_of_torchs(name):
+    ours, theirs = PAIRS[name]
+    of_any_class = {"__annotations__", "__dict__", "__weakref__"}
+    names = [each for each in vars(theirs) if "dataclass" not in each]
+    missing = {*names} - {*dir(ours)} - of_any_class
+    # torch's raise, so that nobody counts or indexes the parts of an axis.
+    assert missing == ({"__getitem__", "__len__"} if name == "_FlatLayout" else set())
+    assert ours.__match_args__ == theirs.__match_args__
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if re.fullmatch("_[a-z].*", name)])
 def test_an_underscore_name_is_an_alias(name):
     assert getattr(DeviceMesh, name) is getattr(DeviceMesh, name[1:])

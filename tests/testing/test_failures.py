@@ -55,6 +55,34 @@ def test_every_failed_rank_is_shown_and_the_others_are_told(ranks):
     assert text.index("rank 2 failed") < text.index("rank 0 finished")
 
 
+class BrokenGroup:
+    """A group that cannot be aborted."""
+
+    def abort(self):
+        raise RuntimeError("cannot abort")
+
+
+class RecordingGroup:
+    def abort(self):
+        print("aborted the other group")
+
+
+def raise_with_a_broken_group(ctx):
+    ctx.closing(RecordingGroup())
+    ctx.closing(BrokenGroup())
+    raise ValueError("the cause")
+
+
+@pytest.mark.parametrize("kind", ["ranks", "threads"])
+def test_a_group_that_cannot_be_aborted_does_not_hide_the_cause(request, kind, capfd):
+    error = failing(request.getfixturevalue(kind), raise_with_a_broken_group, 2, timeout=10)
+    for rank in range(2):
+        text = error.failures[rank]
+        assert text.index("ValueError: the cause") < text.index("RuntimeError: cannot abort")
+    printed = "".join(error.outputs.values()) + capfd.readouterr().out
+    assert printed.count("aborted the other group") == 2
+
+
 def fail_late(ctx):
     """Fail first, but report last: on the way out, this rank waits for the other one."""
     if ctx.rank == 0:

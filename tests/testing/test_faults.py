@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -33,6 +34,30 @@ def test_kill_ends_one_rank_at_its_point(ranks):
 def test_kill_with_another_signal(ranks):
     fault = Fault("step", kill(signal.SIGABRT), rank=0)
     assert ranks.run(walk, 1, faults=[fault]) == [Died(-signal.SIGABRT)]
+
+
+def handle_in_the_main_thread(ctx):
+    """Reach the point in a thread that blocks the signal."""
+    handled = threading.Event()
+    signal.signal(signal.SIGUSR1, lambda *_: handled.set())
+
+    def reach():
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        faults.reach("step")
+        handled.wait(10)
+
+    thread = threading.Thread(target=reach)
+    thread.start()
+    deadline = time.monotonic() + 5
+    while not handled.is_set() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    return handled.is_set()
+
+
+def test_a_signal_is_sent_to_the_process_and_not_to_one_thread(ranks):
+    fault = Fault("step", kill(signal.SIGUSR1))
+    assert ranks.run(handle_in_the_main_thread, 1, faults=[fault]) == [True]
 
 
 def walk_or_watch(ctx):

@@ -1,12 +1,16 @@
 """Thread ranks: the same bodies, in this process."""
 
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import phalanx
 from phalanx.errors import InvalidArgument
 from phalanx.testing import RankFailures
 
@@ -102,3 +106,44 @@ def test_a_hung_thread_is_dumped_and_left_behind(threads, body, options):
 def test_the_size_is_bounded(threads):
     with pytest.raises(InvalidArgument, match="must be 1 to 4, got 5"):
         threads.run(compare, 5)
+
+
+def hang_with_a_broken_group(ctx, release):
+    ctx.closing(SimpleNamespace(abort=lambda: 1 / 0))
+    release.wait(20)
+
+
+def test_a_group_that_cannot_be_aborted_does_not_hide_a_hang(threads):
+    release = threading.Event()
+    text = failing(threads, hang_with_a_broken_group, args=(release,), timeout=0.2)
+    release.set()
+    assert "ranks 0, 1 did not finish" in text
+    assert "ZeroDivisionError" not in text
+
+
+THROUGH_A_LINK = """
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if "editable" not in type(each).__module__]
+sys.path.insert(0, sys.argv[1])
+import phalanx, threading
+from phalanx.testing import RankFailures, ThreadRanks
+assert phalanx.__file__.startswith(sys.argv[1])
+
+def body(ctx):
+    threading.Event().wait(20)
+
+try:
+    ThreadRanks(1).run(body, timeout=0.2)
+except RankFailures as error:
+    print(error)
+"""
+
+
+def test_a_stack_is_shown_if_the_package_is_imported_through_a_link(tmp_path):
+    link, script = tmp_path / "link", tmp_path / "script.py"
+    link.symlink_to(Path(phalanx.__file__).resolve().parents[1])
+    script.write_text(THROUGH_A_LINK)
+    command = [sys.executable, str(script), str(link)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "in body\n    threading.Event().wait(20)" in done.stdout
+    assert "phalanx/testing" not in done.stdout

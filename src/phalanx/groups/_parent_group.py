@@ -152,7 +152,8 @@ class TorchParent(_Parent):
         label = f"{self.label}/{subgroup['name']}"
         ranks = tuple(ranks)
         rank = ranks.index(self.rank)
-        members = [self.global_ranks[each] for each in ranks]
+        everyone = self.global_ranks  # a property that lists all ranks
+        members = [everyone[each] for each in ranks]
         store = None if self._store is None else clone_connection(self._store)
         if options.torch_options is None and is_registered(backend):
             config = options.applied_to(self._config(backend, device_type))

@@ -75,7 +75,7 @@ def run_check(check: Check, *, timeout: float = CHECK_TIMEOUT) -> Finding:
     def attempt() -> None:
         try:
             findings.append(check())
-        except Exception as error:  # noqa: BLE001 - shown to the user
+        except BaseException as error:  # noqa: BLE001 - shown to the user; may be SystemExit
             detail = f"{type(error).__name__}: {error}"
             findings.append(Finding(False, label, detail, "the check itself failed"))
 
@@ -236,8 +236,6 @@ _HEADINGS = ("backend", "ranks", "latency", "bandwidth at 4 MiB")
 
 @dataclass(frozen=True)
 class Report:
-    """All findings and measurements."""
-
     findings: Sequence[Finding]
     measurements: Sequence[Mapping[str, Any]]
     """What `_doctor_selftest` prints for each backend."""

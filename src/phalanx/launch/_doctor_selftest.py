@@ -25,7 +25,6 @@ _WARM_UP, _LATENCY_ROUNDS, _BANDWIDTH_ROUNDS = 10, 200, 10  # calls
 
 
 def main() -> None:
-    """Test and measure the backends that work on one machine."""
     # If it hangs, print where and exit.
     faulthandler.dump_traceback_later(float(sys.argv[1]), exit=True)
     from torch._C._distributed_c10d import HashStore

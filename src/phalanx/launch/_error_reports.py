@@ -262,7 +262,6 @@ class ErrorReportFilter:
         return shown
 
     def _continues(self, line: bytes, *, is_labelled: bool) -> bool:
-        """Whether a line belongs to the held report."""
         if line.strip() and is_labelled != self._has_label:
             return False
         text = line.decode(errors="surrogateescape")

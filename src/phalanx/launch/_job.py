@@ -93,7 +93,6 @@ def python_command(
     module: bool,
     environ: Mapping[str, str] = os.environ,
 ) -> tuple[str, ...]:
-    """Return the command that runs a script or a module."""
     target = os.fspath(script)
     if module:
         top = target.partition(".")[0]
@@ -145,7 +144,6 @@ def torchrun_command(
     max_restarts: int = 0,
     grace: float | None = None,
 ) -> list[str]:
-    """Return the equivalent command line of torchrun."""
     python, *target = python_command(script, args, module=module)
     options = [*torchrun_args, f"--nproc-per-node={count_ranks(ranks)}"]
     options.append(f"--max-restarts={max_restarts}")
@@ -156,7 +154,6 @@ def torchrun_command(
 
 
 def exec_torchrun(command: list[str], *, ranks: RankCount) -> NoReturn:
-    """Replace this process by torchrun."""
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(command[0], command, {**thread_env(count_ranks(ranks)), **os.environ})

@@ -228,7 +228,6 @@ class OutputPump:
         self._thread.start()
 
     def write_message(self, text: str) -> None:
-        """Show a message of the launcher."""
         os.write(self._message_pipe, text.encode() + b"\n")
 
     def finish(self, *, timeout: float) -> None:

@@ -110,7 +110,6 @@ def supervise(job: Job, *, screen: Screen, timing: SupervisorTiming | None = Non
 
 @contextmanager
 def _signals_into(events: _Events) -> Iterator[None]:
-    """Turn stop signals into events."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python allows signal handlers in the main thread only
         return

@@ -146,7 +146,6 @@ class AxisRendezvousCheck:
 
     @property
     def text(self) -> str:
-        """Identify the axis."""
         return f"{self.use.root.digest} {self.use.name} {self.use.axis}"
 
     def store_entries(self) -> dict[str, str]:

@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -318,6 +319,7 @@ class DeviceMesh(TorchMesh):
                 desc=f"mesh_{names[number]}" if names else f"mesh_dim_{number}",
             )
         groups.cache_in(self, mesh_dim, group, generation=generation)
+        self._pg_registry[group.group_name] = group
         return group
 
     def _flattened(self, mesh_dim: int | str | None) -> DeviceMesh | None:
@@ -337,7 +339,7 @@ class DeviceMesh(TorchMesh):
                 f"axis {name!r} of rank {state.rank} has ranks {list(ranks)}, but the group "
                 f"given for it has {list(members)}"
             )
-        state.provided_groups.setdefault(ranks, group)
+        state.provided_groups[ranks, name] = group
 
     def shutdown(self) -> None:
         """Shut down this rank's part in all groups formed for meshes on the same base group.
@@ -369,8 +371,9 @@ class DeviceMesh(TorchMesh):
             state = RootState(
                 device_type, members, base=parent_group(group), base_global_ranks=members
             )
-            state.provided_groups[members] = group
-            return DeviceMesh._make(state, MeshLayout.from_sizes_strides((len(members),)), names)
+            made = DeviceMesh._make(state, MeshLayout.from_sizes_strides((len(members),)), names)
+            made._set_axis_group(0, group)
+            return made
         groups = list(as_tuple(group, "group", "a group or a list of groups", dist.ProcessGroup))
         for value, name in ((groups, "group"), (mesh, "mesh"), (mesh_dim_names, "mesh_dim_names")):
             if value is None or value == []:
@@ -592,12 +595,16 @@ class DeviceMesh(TorchMesh):
             self._hash = hash(self._hash_key())
         return self._hash
 
+    # torch's stack too, from which distribute_tensor and others take the mesh. Both are per thread.
+
     def __enter__(self) -> DeviceMesh:
+        super().__enter__()
         _mesh_resources.mesh_stack.append(self)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         _mesh_resources.mesh_stack.pop()
+        super().__exit__(*exception)
 
     def __reduce__(self) -> tuple[Any, ...]:
         state, base = self._root_state, self._root_state.base
@@ -608,7 +615,7 @@ class DeviceMesh(TorchMesh):
             (state.device_type, state.ranks, state.rank, state.base_global_ranks),
             # Groups are pickled as the names under which torch knows them.
             ("", 0) if base is None else (base.group.group_name, base.size),
-            [(ranks, group.group_name) for ranks, group in state.provided_groups.items()],
+            [(axis, group.group_name) for axis, group in state.provided_groups.items()],
             (self._layout, self._mesh_dim_names, options),
             [
                 (name, flat._layout, _picklable_options(flat._options))
@@ -663,7 +670,7 @@ class DeviceMesh(TorchMesh):
             state.torch_root = our_root._without_groups(root=None)
         root = state.torch_root
         made = root if self is our_root else self._without_groups(root=root)
-        made._dim_group_names = self._dim_group_names
+        made._dim_group_names = list(self._dim_group_names)
         for each in (made, root):
             each._pg_registry.update(self._pg_registry)
         name = (self._mesh_dim_names or ("",))[0]
@@ -714,16 +721,15 @@ class DeviceMesh(TorchMesh):
         return tuple(self._root_state.global_ranks())
 
     @property
-    def _dim_group_names(self) -> list[GroupName]:  # type: ignore[override]
-        if self._root_state.position is None:
-            return []
-        return [GroupName(group.group_name) for group in self.get_all_groups()]
+    def _dim_group_names(self) -> Sequence[GroupName]:  # type: ignore[override]
+        names = _AxisGroupNames(self)
+        is_complete = all(axis in self._groups for axis in range(len(names)))
+        # The compiler traces a list only, and compiles again if it finds anything else later.
+        return list(names) if is_complete or torch.compiler.is_compiling() else names
 
     @property
-    def _pg_registry(self) -> dict[str, dist.ProcessGroup]:  # type: ignore[override]
-        if self._root_state.position is None:
-            return {}
-        return {group.group_name: group for group in self.get_all_groups()}
+    def _pg_registry(self) -> MutableMapping[str, dist.ProcessGroup]:  # type: ignore[override]
+        return self._root_state.groups_by_name
 
     @property
     def _coordinate_on_dim(self) -> tuple[int, ...] | None:  # type: ignore[override]
@@ -749,6 +755,20 @@ class DeviceMesh(TorchMesh):
     _create_unflatten_mesh = _unsupported("_create_unflatten_mesh")
     __getstate__ = _unsupported("__getstate__")
     __setstate__ = _unsupported("__setstate__")
+
+
+class _AxisGroupNames(Sequence[GroupName]):
+    """The names of the groups along the axes of a mesh. Reading one forms that group only."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def __len__(self) -> int:
+        return 0 if self._mesh._root_state.position is None else self._mesh.ndim
+
+    def __getitem__(self, axis: Any) -> Any:
+        number = range(len(self))[axis]  # raises IndexError
+        return GroupName(self._mesh.get_group(number).group_name)
 
 
 def init_device_mesh(
@@ -793,7 +813,6 @@ def _format_names(names: Iterable[str]) -> str:
 
 
 def _with_groups_of(mesh: TorchMesh, state: RootState, names: _Names) -> DeviceMesh:
-    """Return a mesh with the layout and groups of torch's."""
     layout = MeshLayout([FlatLayout(axis.shape, axis.stride) for axis in mesh._layout])
     made = DeviceMesh._make(state, layout, names)
     if state.position is not None and hasattr(mesh, "_dim_group_names"):
@@ -810,7 +829,7 @@ def _picklable_options(options: _Options) -> _Options:
 def _unpickle_root(
     identity: tuple[str, Sequence[int], int, Sequence[int] | None],
     base_group: tuple[str, int],
-    provided_groups: list[tuple[Sequence[int], str]],
+    provided_groups: list[tuple[tuple[Sequence[int], str], str]],
     mesh_arguments: tuple[MeshLayout, _Names, _Options],
     flattened: list[tuple[str, MeshLayout, _Options]],
 ) -> DeviceMesh:
@@ -826,10 +845,10 @@ def _unpickle_root(
         own_rank=rank if base is None else None,
         base_global_ranks=base_global_ranks,
     )
-    for members, name in provided_groups:
+    for axis, name in provided_groups:
         group = resolve_group(name)
-        if group is not None and as_range(dist.get_process_group_ranks(group)) == members:
-            state.provided_groups[members] = group
+        if group is not None and as_range(dist.get_process_group_ranks(group)) == axis[0]:
+            state.provided_groups[axis] = group
     mesh = DeviceMesh._make(state, *mesh_arguments)
     for name, layout, options in flattened:
         state.flattened[name] = DeviceMesh._make(state, layout, (name,), options)
@@ -842,3 +861,9 @@ def _unpickle_submesh(
     mesh = DeviceMesh._make(root._root_state, layout, names, options)
     flattened = root._root_state.flattened.get(names[0]) if len(names) == 1 else None
     return flattened if flattened == mesh and flattened is not None else mesh
+
+
+# A state dict with DTensors contains their mesh, and torch.load accepts only what is listed.
+torch.serialization.add_safe_globals(
+    [_unpickle_root, _unpickle_submesh, FlatLayout, MeshLayout, GroupOptions, range, timedelta]
+)

@@ -219,7 +219,6 @@ class _SvgBlock:
         self.height = self.y[-1] + _CELL + _PAD
 
     def box(self, rows: Sequence[int], columns: Sequence[int], *, pad: int = 0) -> _Box:
-        """Return the bounding box of these cells."""
         left, top = self.x[columns[0]], self.y[rows[0]]
         return _Box(
             left - pad,

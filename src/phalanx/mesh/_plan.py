@@ -103,7 +103,6 @@ class MeshPlan:
         return self.layout[axis + 1 :].numel()
 
     def draw(self, *, svg: bool = False) -> str:
-        """Draw the mesh as text or as SVG."""
         names, rank, per_host = self.names, self.rank, self.ranks_per_host
         view = MeshView(self.layout, names=names, rank=rank, ranks_per_host=per_host, svg=svg)
         return view.draw()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,10 @@ from .layout import FlatLayout, MeshLayout
 
 if TYPE_CHECKING:
     from ._device_mesh import DeviceMesh
+
+
+_AxisKey = tuple[Sequence[int], str]
+"""Ranks and name of an axis."""
 
 
 class RootState:
@@ -40,7 +45,7 @@ class RootState:
         own_rank: int | None = None,
         base_global_ranks: Sequence[int] | None = None,
         is_registered: bool = True,
-        provided_groups: dict[Sequence[int], dist.ProcessGroup] | None = None,
+        provided_groups: dict[_AxisKey, dist.ProcessGroup] | None = None,
     ) -> None:
         if own_rank is None and base is not None:
             own_rank = base.rank if base_global_ranks is None else base_global_ranks[base.rank]
@@ -57,6 +62,8 @@ class RootState:
         # Not shared with other roots: a member that was not given the group would form one and
         # wait for the others.
         self.provided_groups = {} if provided_groups is None else provided_groups
+        # Groups that were read, for torch's compiler. Weak, since a shutdown drops groups.
+        self.groups_by_name: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
         self.flattened: dict[str, DeviceMesh] = {}
         self.unflattened: dict[str, set[FlatLayout]] = {}
         """Axes made by unflatten, by name. A flattened axis must have another name."""
@@ -72,13 +79,11 @@ class RootState:
         )
 
     def base_ranks(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Convert ranks to those of the base group."""
         if self.base_global_ranks is None:
             return ranks
         return as_range([self.base_global_ranks.index(rank) for rank in ranks])
 
     def global_ranks(self) -> Sequence[int]:
-        """Return the global ranks of all positions."""
         if self.base is None or self.base_global_ranks is not None:
             return self.ranks
         global_ranks = self.base.global_ranks
@@ -113,7 +118,6 @@ class RootState:
         return ranks.to(torch.int32).reshape(layout.top_level_sizes)
 
     def axis_ranks(self, axis: FlatLayout, name: str) -> Sequence[int]:
-        """Return the ranks of this rank's group along an axis."""
         position = self.require_position(f"it has no group along axis {name!r}")
         return self.ranks_at(axis.group_of(position))
 
@@ -122,8 +126,14 @@ class RootState:
     ) -> dist.ProcessGroup:
         """Return this rank's group along an axis; form it if there is none."""
         ranks = self.axis_ranks(axis, name)
-        if ranks in self.provided_groups and options == DEFAULT_OPTIONS:
-            return self.provided_groups[ranks]
+        # One given for an axis of another name will do: unflattening may only rename an axis.
+        provided = {
+            each: group
+            for (members, each), group in self.provided_groups.items()
+            if members == ranks
+        }
+        if provided and options == DEFAULT_OPTIONS:
+            return provided.get(name, next(iter(provided.values())))
         if self.base is None:
             raise InvalidState(
                 f"no group for ranks {list(ranks)} along axis {name!r}: {self.root} was made "

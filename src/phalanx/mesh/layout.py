@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, overload
@@ -97,10 +98,6 @@ def _coalesce_loops(loops: Iterable[_Loop]) -> _Loops:
         else:
             merged.append((count, step))
     return tuple(reversed(merged))
-
-
-def _largest_rank(loops: Iterable[_Loop]) -> int:
-    return sum((count - 1) * step for count, step in loops)
 
 
 def _enumerate_ranks(loops: Iterable[_Loop]) -> list[int]:
@@ -194,24 +191,45 @@ def _ascending(loops: Iterable[_Loop]) -> list[tuple[int, int]]:
     return sorted((step, count) for count, step in loops if count > 1)
 
 
+def _fields(layout: Any) -> tuple[Any, ...]:
+    """Return what a layout, ours or torch's, is constructed from."""
+    return tuple([getattr(layout, name) for name in layout.__match_args__])
+
+
 class _LoopNest:
     """What one axis and a mesh of several have in common. Layouts are immutable and hashable."""
 
     __slots__ = ("_hash", "_is_orthogonal", "_key", "_loops")
+    __match_args__: tuple[str, ...]  # as in torch's class, which has an underscore before the name
 
     def _set_loops(self, loops: _Loops, key: object) -> None:
         self._loops = loops
         self._is_orthogonal = _loops_are_orthogonal(loops)
         self._key = key  # of plain tuples, which compare faster
-        self._hash = hash(key)
+        self._hash: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), _fields(self)
 
     def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(_fields(self))  # as torch's layouts, which may be equal
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, type(self)):
-            return NotImplemented
-        return self is other or self._key == other._key
+        if isinstance(other, type(self)):
+            return self is other or self._key == other._key
+        torch_layouts = sys.modules.get("torch.distributed._mesh_layout")
+        if isinstance(other, getattr(torch_layouts, f"_{type(self).__name__}", ())):
+            return _fields(self) == _fields(other)
+        return NotImplemented
+
+    def to_pycute(self) -> Any:
+        """Return the layout in the form that torch's layout algebra computes with."""
+        from torch.distributed import _mesh_layout
+
+        torch_class = getattr(_mesh_layout, f"_{type(self).__name__}")
+        return torch_class(*_fields(self)).to_pycute()
 
     def numel(self) -> int:
         """Return the number of ranks, or of coordinates where ranks repeat."""
@@ -219,7 +237,7 @@ class _LoopNest:
 
     def cosize(self) -> int:
         """Return the smallest world size that contains all ranks: the largest rank plus 1."""
-        return _largest_rank(self._loops) + 1
+        return sum((count - 1) * step for count, step in self._loops) + 1
 
     def check_orthogonal(self) -> bool:
         """Whether shifted copies of this layout can cover a world with each rank in one of them.
@@ -261,6 +279,7 @@ class FlatLayout(_LoopNest):
     """
 
     __slots__ = ()
+    __match_args__ = ("shape", "stride")
 
     def __init__(self, shape: IntTuple, stride: IntTuple | None = None) -> None:
         sizes = _flat_integers(shape, name="shape", least=1)
@@ -291,9 +310,6 @@ class FlatLayout(_LoopNest):
     def stride(self) -> tuple[int, ...]:
         """The strides, outermost first."""
         return tuple([step for _, step in self._loops])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FlatLayout, (self.shape, self.stride)
 
     def __repr__(self) -> str:
         return f"FlatLayout({self.shape}, {self.stride})"
@@ -376,6 +392,7 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
     """The axes of a mesh, outermost first, each of them a `FlatLayout`."""
 
     __slots__ = ("_axes",)
+    __match_args__ = ("axes",)
 
     def __init__(self, axes: Sequence[FlatLayout]) -> None:
         self._axes = tuple(axes)
@@ -403,9 +420,6 @@ class MeshLayout(_LoopNest, Sequence[FlatLayout]):
         if len(sizes) != len(strides):
             raise InvalidArgument(f"sizes {sizes} and strides {strides} must have the same length")
         return cls([FlatLayout._of((loop,)) for loop in zip(sizes, strides, strict=True)])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MeshLayout, (self.axes,)
 
     def __repr__(self) -> str:
         return f"MeshLayout({list(self.axes)})"

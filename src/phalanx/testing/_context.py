@@ -37,7 +37,6 @@ class RankRunner:
         """The default backend of `RankContext.group`."""
 
     def _world_size(self, ranks: int | None) -> int:
-        """Return the number of ranks of a run; all by default."""
         if ranks is not None and not 1 <= ranks <= self.size:
             raise InvalidArgument(f"the number of ranks must be 1 to {self.size}, got {ranks}")
         return self.size if ranks is None else ranks
@@ -86,8 +85,12 @@ class RankContext:
 
     def abort(self) -> None:
         """Abort the groups, which unblocks threads that wait in them."""
-        while self._groups:
-            self._groups.pop().abort()
+        try:
+            while self._groups:
+                self._groups.pop().abort()
+        finally:
+            if self._groups:  # one raised; an ExitStack would hide the error before it
+                self.abort()
 
     def leave_open(self) -> None:
         """Do not close the groups formed so far."""
@@ -97,19 +100,20 @@ class RankContext:
 def run_body(
     call: Callable[[RankContext], Any], context: RankContext, *, faults: Sequence[Fault]
 ) -> RankResult:
-    """Run a body as the rank of `context`."""
     ended_at = 0.0
     with arm_faults([fault for fault in faults if fault.applies_to(context.rank)]) as armed:
         try:
-            value = call(context)
-            ended_at = time.monotonic()
-            while context._groups:  # the newest first: they may be splits of older ones
-                context._groups.pop().shutdown()
-            outcome: RankOutcome = Returned(value)
+            try:
+                value = call(context)
+                ended_at = time.monotonic()
+                while context._groups:  # the newest first: they may be splits of older ones
+                    context._groups.pop().shutdown()
+                outcome: RankOutcome = Returned(value)
+            finally:
+                ended_at = ended_at or time.monotonic()
+                context.abort()  # without waiting for peers
         # Even sys.exit in a body ends only its run, not the process of the pool.
         except BaseException as error:  # noqa: BLE001
-            ended_at = ended_at or time.monotonic()
             outcome = error_outcome(error)
-            context.abort()  # without waiting for peers
     missed = [str(each.fault) for each in armed if not (each.fired or each.fault.optional)]
     return RankResult(outcome, ", ".join(missed), when=ended_at)

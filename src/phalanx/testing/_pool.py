@@ -78,7 +78,6 @@ def _scratch_file() -> IO[bytes]:
 
 
 def _tail(file: IO[bytes], limit: int) -> str:
-    """Return the last `limit` bytes of a file as text."""
     skipped = max(0, os.fstat(file.fileno()).st_size - limit)
     text = os.pread(file.fileno(), limit, skipped).decode(errors="replace")
     return f"({skipped} bytes omitted) ...{text}" if skipped else text
@@ -104,7 +103,6 @@ class RankProcess:
             self.connection.send_bytes(pickle.dumps(task))
 
     def result(self, *, may_be_stopped: bool) -> RankResult | None:
-        """Return the result of the task, if it has ended."""
         # A result that was sent before the process died counts.
         if self.is_connected and self.connection.poll():
             try:

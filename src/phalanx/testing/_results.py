@@ -25,8 +25,6 @@ PRIVATE_MODULES = f"{PACKAGE_ROOT}testing/_"
 
 @dataclass(frozen=True)
 class Returned:
-    """The body returned."""
-
     value: Any
 
     def __str__(self) -> str:
@@ -88,15 +86,12 @@ def hang_outcome(seconds: float, stacks: str) -> Failed:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The outcome of a rank's run."""
-
     outcome: RankOutcome
     missed: str = ""  # the faults that did not fire
     when: float = field(default_factory=time.monotonic)
     """Monotonic time of the end; the processes of a machine share this clock."""
 
     def is_failure(self, *, may_die: bool = False) -> bool:
-        """Return whether the outcome fails the run."""
         if isinstance(self.outcome, Died | Stopped):
             return not may_die
         return isinstance(self.outcome, Failed)
@@ -126,7 +121,6 @@ class RankFailures(RanksFailed):
 
 
 def _group_by_text(texts: Mapping[int, str]) -> Iterable[tuple[str, str]]:
-    """Yield each text with the ranks that have it."""
     groups: dict[str, list[int]] = {}
     for rank, text in texts.items():
         key = re.sub(r"0x[0-9a-f]+", "0x...", text)  # addresses differ between ranks
@@ -195,6 +189,5 @@ def check_fault_ranks(
 
 
 def ranks_that_may_die(faults: Collection[Fault], *, size: int) -> set[int]:
-    """Return the ranks that a fault may kill."""
     fatal = [fault for fault in faults if fault.action.is_fatal]
     return {rank for rank in range(size) if any(fault.applies_to(rank) for fault in fatal)}

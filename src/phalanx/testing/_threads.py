@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import dropwhile
 from typing import Any
 
@@ -104,12 +105,12 @@ def _run_on_threads(
         stack = _stack_of(threads[context.rank])
         reports[context.rank] = RankResult(hang_outcome(deadline.elapsed, stack))
     for context in stuck:
-        context.abort()  # unblocks ranks that wait for a peer
+        with suppress(Exception):  # the run has failed already, for a reason that is reported
+            context.abort()  # unblocks ranks that wait for a peer
     return reports
 
 
 def _stack_of(thread: threading.Thread) -> str:
-    """Return the stack of the body that a thread runs."""
     frame = sys._current_frames().get(thread.ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else traceback.StackSummary()
     # The outermost frames are of threading, then come our own, then the body.

@@ -69,7 +69,6 @@ _NO_NAME_SERVER = {"RES_OPTIONS": "attempts:0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
 
 
 def rank_environment() -> dict[str, str]:
-    """Return the environment of a rank, based on that of this process."""
     return {**_NO_NAME_SERVER, **os.environ, **_ONE_THREAD}
 
 
@@ -290,8 +289,6 @@ def template_main(control: int, preload: list[str]) -> None:
 
 
 class TemplateServer:
-    """The parent of the ranks."""
-
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._ranks: dict[int, int] = {}  # pid to pidfd

@@ -79,6 +79,10 @@ def mark_thread_as_rank() -> None:
     _current_rank.thread = threading.get_ident()
 
 
+def _kill_self(signum: int) -> None:
+    os.kill(os.getpid(), signum)  # any thread may handle it, unlike with raise_signal
+
+
 # A stopped process cannot resume itself. The script waits until the process has stopped, because
 # a SIGCONT before that would be lost.
 _RESUME_SCRIPT = """
@@ -113,7 +117,7 @@ class Action:
 
 def kill(signum: int = signal.SIGKILL) -> Action:
     """Kill the rank's process with a signal, as a crash or the kernel would."""
-    return Action("kill", signal.raise_signal, signum, is_fatal=True)
+    return Action("kill", _kill_self, signum, is_fatal=True)
 
 
 def stop(*, resume_after: float | None = None) -> Action:

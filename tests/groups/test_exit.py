@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from phalanx import native
 from phalanx.groups.backends import shm
@@ -77,7 +78,7 @@ def wait_longer_than_the_engine_does(ctx, how):
             ctx.store.wait(["waits"])
         call = {
             "future": lambda: group.allreduce(tensor).get_future(),
-            "call": lambda: group._engine.sum(tensor),
+            "call": lambda: group._engine.allreduce([tensor], dist.AllreduceOptions()),
             "transfer": lambda: (
                 group._engine.send([tensor], 0, 0)
                 if ctx.rank

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from ..native._engine import FastPath
 
 DESCRIPTION_BYTES = 256  # of a call, where ranks exchange them; longer ones are cut
-_SUM_OPTIONS = AllreduceOptions()  # made once: that takes as long as the rest of a call
+SUM_OPTIONS = AllreduceOptions()  # made once: that takes as long as the rest of a call
 
 
 @dataclass(slots=True, eq=False, repr=False, kw_only=True)
@@ -73,7 +73,6 @@ class Issuer:
     checks_before_call: bool = field(init=False)
     """Whether a consistency check precedes every call; see `Traits.detects_mismatch`."""
     fast_path: FastPath | None = field(init=False)
-    _start_sum: Callable[[Tensor], RawWork] = field(init=False)
     _started_works: list[RawWork | None] = field(init=False, default_factory=list)
     """Handles of the parts of a call that the engine has started, until the `Work` has them."""
 
@@ -89,11 +88,6 @@ class Issuer:
         self.participants = size if members is None else len(members)
         checks = hasattr(engine, "compare_call") if self.checks is None else self.checks
         self.checks_before_call = checks and size > 1
-        self._start_sum = (
-            engine.sum
-            if hasattr(engine, "sum")
-            else lambda tensor: engine.allreduce([tensor], _SUM_OPTIONS)
-        )
         if not self.can_leave_alone:
             self.detector.set_members(members)
 
@@ -107,7 +101,6 @@ class Issuer:
     def detach_engine(self) -> None:
         """Drop the engine; the issuer is closed and refuses before reaching it."""
         self.engine = ClosedEngine()
-        self._start_sum = self.engine.sum
 
     def set_timeout(self, timeout: timedelta) -> None:
         if self.closed:
@@ -235,29 +228,6 @@ class Issuer:
             work.raw = self.wrap_transfer(work.raw, seconds)
         if faultpoints.armed:
             faultpoints.reach(f"{operation}:issued")
-        return work
-
-    def issue_sum(self, tensor: Tensor) -> Work:
-        """Do what `issue` does for a plain sum of one tensor, without what that never needs."""
-        if self.checks_before_call or faultpoints.armed:
-            return self.issue("allreduce", [tensor], self._start_sum, (tensor,), _SUM_OPTIONS)
-        with self.issue_lock:
-            if self.closed or self.detector.failure is not None or self.recorder.starting:
-                self.check_usable("allreduce")
-                self._reconcile(None)
-            work = None
-            try:
-                tensors = [tensor]
-                call = self.recorder.begin("allreduce", tensors)
-                work = Work(self.detector, call, self.timeout, None, tensors)
-                work.raw = self._start_sum(tensor)
-            except BaseException as error:
-                self._reconcile(work, error, is_whole=True)
-                raise
-            self.detector.in_flight[call] = work
-            self.recorder.starting = None
-            del self._started_works[:]
-        self.detector.prune_in_flight()
         return work
 
     def await_part(self, raw: RawWork, timeout: float | None = None) -> None:

@@ -30,7 +30,7 @@ from ._call_site import user_site
 from ._engine import REAL_DTYPES, Engine, RawWork, flat_pairs, start_each
 from ._failure_detector import FailureDetector, drop_engines_when_idle, keep_engine_alive
 from ._flight_recorder import FlightRecorder, Record
-from ._issuer import Issuer
+from ._issuer import SUM_OPTIONS, Issuer
 from ._membership import LEAVES, STAYS, Membership
 from ._reductions import AVG, SparseSum, adapt_reduction, flatten_lists, is_sum
 from ._status_store import Failure, StatusStore
@@ -435,7 +435,8 @@ class ProcessGroup(dist.ProcessGroup):
                 and tensors.dtype in self._fast_dtypes
                 and is_plain(tensors)
             ):
-                return self._issuer.issue_sum(tensors)
+                args = ([tensors], SUM_OPTIONS)
+                return self._issue("allreduce", args[0], self._engine.allreduce, args, SUM_OPTIONS)
         inputs = _validation.as_single("allreduce", tensors if tensor is None else tensor)
         kind = c10d_ext.AllreduceOptions
         opts, op = self._arguments.reduce_options(kind, "allreduce", opts, op, timeout)

@@ -298,22 +298,6 @@ class ShmEngine:
         work.ticket = ticket
         return work
 
-    def sum(self, tensor: Tensor) -> RawWork:
-        """Allreduce with SUM, with fewer arguments."""
-        work = ShmWork(self, tensor)
-        self._native.issue_in_place(
-            ALLREDUCE,
-            DTYPES[tensor.dtype],
-            SUM,
-            0,
-            tensor.data_ptr(),
-            tensor.nbytes,
-            tensor.shape,
-            self.started_works,
-            work,
-        )
-        return work
-
     def allreduce(self, tensors: Tensors, opts: Any) -> RawWork:
         return self._in_place(ALLREDUCE, tensors[0], _op_number(opts))
 

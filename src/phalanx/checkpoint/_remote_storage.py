@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
-from ..errors import InvalidArgument
+from ..errors import DamagedCheckpoint, InvalidArgument
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
 from ._storage import (
     DATA_FILE_NAME,
@@ -120,7 +120,7 @@ class RemoteStorage(Storage, Snapshot):
     def manifest(self) -> bytes:
         name = f"{self._directory}/{MANIFEST}"
         if self._fs.info(name)["size"] > MAX_MANIFEST_BYTES:
-            raise OSError(f"{name} is too large for a manifest")
+            raise DamagedCheckpoint(f"{name} is too large for a manifest")
         data: bytes = self._fs.cat_file(name)
         return data
 

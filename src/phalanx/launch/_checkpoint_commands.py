@@ -93,9 +93,13 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
     directory = checkpoint_directory_at(path)
     for _ in range(_ATTEMPTS):
         steps, found = directory.steps(), []
-        for step in steps:
-            with suppress(CheckpointNotFound):  # it was removed meanwhile
-                found.append(_read_checkpoint(directory.path_of(step)))
+        for each in map(directory.path_of, steps):
+            try:
+                found.append(_read_checkpoint(each))
+            except CheckpointNotFound:
+                pass  # it was removed meanwhile
+            except (OSError, EOFError) as error:
+                found.append(CheckpointInfo(each, None, f"{each}: {error}"))
         if found:
             return found
         if not steps:
@@ -108,12 +112,8 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
 def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
         return CheckpointInfo(path, read_checked_manifest(path, Manifest))
-    except CheckpointNotFound:
-        raise
     except DamagedCheckpoint as error:
         return CheckpointInfo(path, None, str(error))
-    except (OSError, EOFError) as error:
-        return CheckpointInfo(path, None, f"{path}: {error}")
 
 
 def list_checkpoints(path: str) -> Output:

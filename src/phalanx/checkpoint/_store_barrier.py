@@ -177,7 +177,7 @@ class StoreBarrierMember:
         self._next: int  # the next round to be decided, as far as this rank knows
         self._base: int  # the counter before the first arrival at that round
         self._lock = threading.Lock()  # held for a whole round
-        self._number: int  # of the last round
+        self._number = 0  # of the last round
         self._has_text = False  # whether it exchanges texts
         self._increment = arrival_increment(None)  # what this rank adds for it
         self._round_key = ""  # set when it is over

@@ -118,7 +118,6 @@ class WriterProcess:
     def call(
         self, message: bytes, fd: int | None, *, timeout: float | None = None, prefix: str = ""
     ) -> Reply:
-        """Send a message, perhaps with a descriptor, and wait for the reply."""
         received = b""
         try:
             self._control.send_bytes(message)
@@ -161,7 +160,6 @@ class WriterProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill it, and release its resources."""
         self.popen.kill()
         self.popen.wait()
         self._control.close()
@@ -234,7 +232,6 @@ class WriterThread:
         self._jobs.put(job)
 
     def progress(self) -> SaveProgress | None:
-        """Return the progress of the current save, if there is one."""
         try:
             job = self._unfinished[0]
         except IndexError:

@@ -130,7 +130,6 @@ class Coordinator:
     def _check_positions(
         self, positions: list[_Position], phase: str, base: type[CheckpointError]
     ) -> None:
-        """Raise if ranks are in different saves or phases, or disagree on the world size."""
         if len({*positions}) <= 1:
             return
         sizes = [each.world_size for each in positions]
@@ -181,7 +180,6 @@ class StorageExchange:
         self._all_present = False  # whether all ranks completed the last exchange
 
     def exchange(self, text: str) -> list[str]:
-        """Store a message, and read those of all ranks."""
         self._all_present = False
         try:
             if not self._session:

@@ -95,8 +95,6 @@ class ShardEntry(Struct, forbid_unknown_fields=True):
 class TensorEntry(
     Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shards": "pieces"}
 ):
-    """A tensor as a sequence of shards."""
-
     dtype: str
     shape: list[Natural]
     shards: list[ShardEntry]
@@ -163,8 +161,6 @@ class ManifestOutline(Struct):
 class Manifest(
     Struct, forbid_unknown_fields=True, dict=True, rename={"save_id": "save", "world_size": "ranks"}
 ):
-    """The content of a manifest."""
-
     format: Literal["phalanx checkpoint"]
     version: int
     save_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]

@@ -40,13 +40,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
-from ..errors import (
-    BarrierError,
-    BarrierTimeout,
-    InvalidArgument,
-    InvalidState,
-    RendezvousError,
-)
+from ..errors import BarrierError, BarrierTimeout, InvalidArgument, InvalidState, RendezvousError
 from ..groups._formatting import first_line, format_ranks
 from ._store_connection import Address, StoreConnection, wait_for_key
 from ._types import check_not_forked
@@ -76,7 +70,6 @@ class BarrierTimings:
 
 
 def arrival_increment(text: str | None) -> int:
-    """Return what a rank adds to the counter when it arrives."""
     return 1 if text is None else _WITH_TEXT + 1
 
 
@@ -142,8 +135,6 @@ def _decode(text: bytes) -> EpochRecord:
 
 
 class StoreBarrierMember:
-    """One rank's side of a barrier."""
-
     def __init__(
         self,
         connect: Callable[[], Store],
@@ -453,7 +444,6 @@ class StoreBarrierMember:
         return failure.error(self.prefix, self._number, self.rank)
 
     def _progress(self) -> list[int]:
-        """Return the last round that each rank arrived at."""
         if self._store.check(self._progress_keys):
             values = self._store.multi_get(self._progress_keys)
         else:

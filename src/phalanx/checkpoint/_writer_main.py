@@ -67,7 +67,6 @@ def escape_surrogates(text: str) -> str:
 
 
 def main(control_fd: int) -> None:
-    """Serve the rank at the other end of a socket."""
     torch.set_num_threads(1)  # leave the cores to training
     control = Connection(control_fd)
     try:

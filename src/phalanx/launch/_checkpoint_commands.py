@@ -43,12 +43,10 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int | None:
-        """The step in the directory's name."""
         return parse_step_name(os.path.basename(self.path.rstrip("/")))
 
     @property
     def bytes(self) -> int:
-        """The total size of its files."""
         files = {} if self.manifest is None else self.manifest.files
         return sum(entry.bytes for entry in files.values())
 
@@ -117,7 +115,6 @@ def _read_checkpoint(path: str) -> CheckpointInfo:
 
 
 def list_checkpoints(path: str) -> Output:
-    """Return a table of checkpoints and their total size."""
     rows, found = [], find_checkpoints(path)
     for each in found:
         step = "-" if each.step is None else str(each.step)
@@ -135,7 +132,6 @@ def list_checkpoints(path: str) -> Output:
 
 
 def show_checkpoint(path: str) -> Output:
-    """Return a summary, a table of tensors and a table of other values."""
     found = find_checkpoints(path)[-1]
     state: list[dict[str, Any]] = []
     tensors, values = [], []

@@ -40,7 +40,6 @@ from phalanx.checkpoint._staging import StagingBuffer, state_from_tree
 from phalanx.checkpoint._state_encoding import decode, decode_state, encode
 from phalanx.checkpoint._state_tree import (
     Branch,
-    ReplicatedShard,
     TensorLeaf,
     leaves,
     map_leaves,
@@ -89,7 +88,6 @@ __all__ = [
     "ManifestOutline",
     "OpenCheckpoint",
     "ProgressMeter",
-    "ReplicatedShard",
     "RetentionPolicy",
     "ShardBounds",
     "StagingBuffer",

@@ -1,14 +1,19 @@
 """Asynchronous saves that fail, and processes that die, do not start or do not end."""
 
+import errno
 import os
+import resource
 import signal
+import socket
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from phalanx.checkpoint.components import CheckpointWriter, CheckpointWriterConfig, WriteFuture
 from phalanx.errors import (
     InvalidArgument,
     InvalidState,
@@ -42,6 +47,31 @@ def test_a_mistake_found_by_the_writer_process_keeps_its_class(writers, tmp_path
         _, writing = made.save(str(tmp_path / "c"), {"step": 1}, size=0)
         with pytest.raises(InvalidArgument, match=r"^rank must be in \[0, 0\)"):
             writing.result(60)
+
+
+def test_an_error_class_that_the_rank_does_not_know_becomes_its_base(writers, tmp_path):
+    with checkpointer(writers[0]) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"step": 1}, size=-1)
+        with pytest.raises(InvalidArgument, match=r"^no world has -1 ranks$"):
+            writing.result(60)
+
+
+class FailsOnceSeen(WriteFuture):
+    """A write that fails just after somebody saw that it was pending."""
+
+    def done(self):
+        done = super().done()
+        if not done:
+            self.set_exception(SaveFailed("disk full"))
+        return done
+
+
+def test_a_write_that_fails_while_failures_are_collected_is_not_lost(writers):
+    with checkpointer(writers[0]) as made:
+        made._writes.append(FailsOnceSeen("c"))
+        assert made._failures() == []
+        (error,) = made._failures()
+        assert str(error) == "disk full"
 
 
 def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(writers, tmp_path):
@@ -118,6 +148,72 @@ def test_the_process_is_killed(writers, tmp_path):
         writing.result(60)
         assert process.process.pid != pid
         assert load(tmp_path / "c")[0] == {"step": 2}
+
+
+def without_descriptors(rank_info):
+    """Leave the writer process one descriptor: to receive one, it needs two."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    with suppress(OSError):
+        while True:
+            last = os.dup(0)
+    os.close(last)
+    return any_size(rank_info)
+
+
+def test_a_process_that_cannot_receive_a_buffer_exits(tmp_path):
+    process = make_process(writer=without_descriptors)
+    with checkpointer(process) as made:
+        _, writing = made.save(str(tmp_path / "c"), {"a": torch.ones(2)})
+        with pytest.raises(WriterLost, match="exited with code 1"):
+            writing.result(30)
+    process.close()
+
+
+def test_a_buffer_that_cannot_be_sent_fails_one_save_at_once(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    process = make_process(subprocess_kill_grace_secs=60)
+    process.process_creation_future.result(60)
+    with checkpointer(process) as made:
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "send_fds", fail)
+            _, writing = made.save(str(tmp_path / "c"), {"a": torch.ones(2)})
+            with pytest.raises(SaveFailed, match="Too many open files") as raised:
+                writing.result(30)
+            assert isinstance(raised.value.__cause__, OSError)
+            assert not isinstance(raised.value, WriterLost)
+        monkeypatch.setattr(socket, "fromfd", fail)  # sending one must not need another
+        made.save(str(tmp_path / "c"), {"a": torch.ones(2)})[1].result(60)
+    process.close()
+
+
+class OwnSignature(CheckpointWriter):
+    """Takes and passes on what it likes."""
+
+    def write(self, path, state_dict, *, suffix=""):
+        return super().write(path + suffix, state_dict)
+
+
+def own_signature(rank_info):
+    return OwnSignature(CheckpointWriterConfig(10), rank_info)
+
+
+def test_a_restarted_writer_of_any_signature_is_at_the_same_save(tmp_path):
+    processes = [make_process(rank, 2, own_signature) for rank in range(2)]
+
+    def save(rank):
+        for step in range(3):
+            if rank == 1 and step == 2:
+                processes[1].process.kill()
+                processes[1].process.wait()
+            path = str(tmp_path / f"{step}")
+            processes[rank].write({"step": step}, path, suffix="-c").result(60)
+
+    assert together(2, save) == [None, None]
+    assert load(tmp_path / "2-c")[0] == {"step": 2}
+    for each in processes:
+        each.close()
 
 
 @pytest.mark.usefixtures("foreground")

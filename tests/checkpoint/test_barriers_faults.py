@@ -5,8 +5,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import DistNetworkError
 
-from phalanx.errors import BarrierTimeout, InvalidState
+from phalanx.errors import BarrierError, BarrierTimeout, InvalidState
 
 from .barrier_tools import (
     FAST,
@@ -125,3 +127,13 @@ def test_a_last_rank_that_dies_before_releasing_others_blocks_none(server, toget
         pool.submit(places[1].wait, "b", LONG)
         assert said.result() == ["a", "b", "c"]
         resumed.set()
+
+
+class LosesConnection(HashStore):
+    def add(self, key, value):  # noqa: ARG002 - whatever comes
+        raise DistNetworkError("connection reset by peer")
+
+
+def test_a_store_that_is_lost_while_a_barrier_is_created_is_reported():
+    with pytest.raises(BarrierError, match="the store is gone: connection reset by peer"):
+        StoreBarrierMember(LosesConnection, "p", rank=1, size=2)

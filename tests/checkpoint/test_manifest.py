@@ -164,6 +164,9 @@ def sealed(rest):
         (sealed(b'"state": ["\\uD800"]}'), "truncated"),
         (sealed(b'"state": ["\\uD800 and so on"]}'), "JSON"),
         (sealed(b'"state": ["\xff"]}'), "utf-8"),
+        (sealed(b'"ranks": 2, "state": 1}'), "same key twice: 'ranks'"),
+        (sealed(b'"state": [{"a": 1, "b": 2, "\\u0062": 3}]}'), "same key twice: 'b'"),
+        (seal(b'"version": 2, "files": 1}'), "has version 2, this phalanx reads version 1"),
     ],
 )
 def test_what_is_no_manifest_is_refused(data, message):

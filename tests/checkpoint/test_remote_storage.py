@@ -13,7 +13,7 @@ from phalanx.checkpoint.components import (
     RankInfo,
     WriterHook,
 )
-from phalanx.errors import CheckpointNotFound, SaveFailed, UnsupportedState
+from phalanx.errors import CheckpointNotFound, DamagedCheckpoint, SaveFailed, UnsupportedState
 from phalanx.testing import Fault, kill
 
 from .internals import LocalStorage, OpenCheckpoint, storage_at
@@ -132,6 +132,23 @@ def test_an_upload_that_arrives_although_it_seems_to_fail(tmp_path, monkeypatch)
     (error,) = save(url, [{"w": torch.zeros(3)}])
     assert isinstance(error, SaveFailed)
     assert same(load(url)[0], {"w": torch.zeros(3)}), "its files were not taken for leftovers"
+
+
+def test_a_manifest_that_cannot_be_read_is_not_replaced(tmp_path, monkeypatch):
+    """Its files would stay for ever: no manifest names them, and nothing else removes them."""
+    url = f"shelf://{tmp_path}/c"
+    saved(url, [{"w": torch.ones(3)}])
+    with monkeypatch.context() as patch:
+        patch.setattr(Shelf, "broken", {"cat_file"})
+        (error,) = save(url, [{"w": torch.zeros(3)}])
+    assert isinstance(error, SaveFailed)
+    assert "while committing: OSError: the network is down" in str(error)
+    assert same(load(url)[0], {"w": torch.ones(3)})
+    saved(url, [{"w": torch.zeros(3)}])
+    monkeypatch.setattr("phalanx.checkpoint._remote_storage.MAX_MANIFEST_BYTES", 1)
+    with pytest.raises(DamagedCheckpoint, match="too large for a manifest"):
+        load(url)
+    saved(url, [{"w": torch.ones(3)}])  # which replaces that one
 
 
 def test_files_of_a_failed_save_do_not_stay(tmp_path):

@@ -14,8 +14,8 @@ from phalanx.checkpoint.components import RankInfo
 from phalanx.errors import StateMismatch
 
 from .internals import (
-    ReplicatedShard,
     ShardBounds,
+    TensorLeaf,
     divide_among_ranks,
     find_differences,
     map_leaves,
@@ -173,8 +173,10 @@ def staged(state, rank, size):
     kept = own_shards(state, RankInfo(rank, size))
 
     def copy(value):
-        if isinstance(value, ReplicatedShard):
-            return replace(value, data=None if value.data is None else value.data.clone())
+        if isinstance(value, TensorLeaf):
+            shard = value.data
+            mine = None if shard.data is None else shard.data.clone()
+            return replace(value, data=replace(shard, data=mine))
         if isinstance(value, dict):
             return {key: copy(each) for key, each in value.items()}
         if isinstance(value, Replicated):
@@ -191,7 +193,7 @@ def test_ranks_may_stage_only_what_they_write(tmp_path, size):
     states = [{"m": Replicated(model), "own": PerRank(torch.tensor(r))} for r in range(size)]
     stages = [staged(states[rank], rank, size) for rank in range(size)]
     held = [
-        sum(p.data.nbytes for p in stage["m"].value.values() if p.data is not None)
+        sum(p.data.data.nbytes for p in stage["m"].value.values() if p.data.data is not None)
         for stage in stages
     ]
     if size > 1:

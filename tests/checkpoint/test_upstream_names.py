@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import inspect
 import pkgutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -56,6 +58,20 @@ def test_every_name_is_here():
     promised = {*THEIRS, *upstream.__all__, "BARRIER_REGISTRY", "STATE_DICT"}
     assert promised <= {*OURS}
     assert components.STATE_DICT == upstream.STATE_DICT
+
+
+def test_one_import_line_is_enough():
+    for name in upstream.__all__:
+        assert getattr(checkpoint, name) is OURS[name]
+
+
+def test_modules_are_imported_on_first_use():
+    code = (
+        "import sys, phalanx.checkpoint as checkpoint\n"
+        "assert 'torch' not in sys.modules and 'barriers' not in dir(checkpoint)\n"
+        "checkpoint.barriers.Barrier, checkpoint.components.RankInfo\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def calls():
@@ -122,9 +138,8 @@ def test_fields_and_what_they_are_by_default(name):
 @pytest.mark.parametrize("name", [name for name, each in THEIRS.items() if inspect.isclass(each)])
 def test_what_is_abstract_there_is_so_here(name):
     theirs, ours = THEIRS[name], OURS[name]
-    assert getattr(ours, "__abstractmethods__", set()) <= getattr(
-        theirs, "__abstractmethods__", set()
-    )
+    abstract = getattr(theirs, "__abstractmethods__", set())
+    assert getattr(ours, "__abstractmethods__", set()) == abstract
     for base in theirs.__mro__[1:]:
         if base.__name__ in THEIRS:
             assert issubclass(ours, OURS[base.__name__])

@@ -25,6 +25,7 @@ from phalanx.errors import (
     CheckpointDirectoryInUse,
     InvalidArgument,
     SaveFailed,
+    SaveTimeout,
     UnsupportedState,
 )
 
@@ -86,12 +87,10 @@ class Recorder(WriterHook):
 def test_hooks_are_called_on_every_rank_before_and_after(tmp_path):
     hooks = {}
     path = str(tmp_path / "c")
-    saved(path, [{}, {}], hook=lambda rank: hooks.setdefault(rank, Recorder(rank)), tag="x")
+    given = {"tag": "x", "save_number": 7, "progress_meter": None}  # none of these is ours
+    saved(path, [{}, {}], hook=lambda rank: hooks.setdefault(rank, Recorder(rank)), **given)
     for hook in hooks.values():
-        assert hook.calls == [
-            ("pre", path, {"tag": "x"}, False),
-            ("post", path, {"tag": "x"}, True),
-        ]
+        assert hook.calls == [("pre", path, given, False), ("post", path, given, True)]
 
 
 @pytest.mark.parametrize("meet", MEETINGS)
@@ -241,10 +240,33 @@ def test_an_interrupt_stays_one_and_the_others_hear_of_it(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+class QuotaTimeout(SaveTimeout):
+    """An error class of a user, which other ranks do not know."""
+
+
+def test_a_subclass_of_an_error_class_counts_as_that_class_on_every_rank(tmp_path):
+    class Quota(Recorder):
+        def pre_commit(self, path, **kwargs):  # noqa: ARG002 - whatever comes
+            raise QuotaTimeout("no answer")
+
+    for error in save(tmp_path / "c", [{}, {}], hook=Quota):
+        assert isinstance(error, SaveTimeout)
+        assert "on rank 0 while writing: QuotaTimeout: no answer" in str(error)
+
+
+class ClosesOnce(CheckpointWriter):
+    closed = 0
+
+    def close(self):
+        super().close()
+        self.closed += 1
+
+
 def test_a_writer_saves_again_and_again(tmp_path):
-    writer = CheckpointWriter(CheckpointWriterConfig(), RankInfo(0, 1))
+    writer = ClosesOnce(CheckpointWriterConfig(), RankInfo(0, 1))
     for step in range(5):
         writer.write(tmp_path / "c", {"step": step, "w": torch.full((3,), step)})
         assert load(tmp_path / "c")[0]["step"] == step
+    assert writer.closed == 0, "which a subclass may do only once"
     writer.close()
     assert len(os.listdir(tmp_path / "c")) == 2

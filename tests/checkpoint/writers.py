@@ -19,16 +19,24 @@ from phalanx.checkpoint.components import (
     DefaultStager,
     RankInfo,
 )
+from phalanx.errors import InvalidArgument
 
 
 class AnySize(CheckpointWriter):
     """A writer that is told with every write of how many ranks it is one."""
 
-    def write(self, path, state_dict, *, size=1, timeout=30, save_number=None, **kwargs):
-        del save_number  # other ranks have not been through the same tests
+    def write(self, path, state_dict, *, size=1, timeout=30, **kwargs):
+        if size < 0:
+            raise NegativeSize(f"no world has {size} ranks")
         config = CheckpointWriterConfig(timeout)
-        info = RankInfo(self._rank_info.global_rank, size)
-        return CheckpointWriter(config, info).write(path, state_dict, **kwargs)
+        writer = CheckpointWriter(config, RankInfo(self._rank_info.global_rank, size))
+        # Other ranks have not been through the same tests, and are at another save.
+        writer._context = self._context._replace(number=1)
+        return writer.write(path, state_dict, **kwargs)
+
+
+class NegativeSize(InvalidArgument):
+    """An error class of a user, which other processes do not know."""
 
 
 def any_size(rank_info):

@@ -261,6 +261,8 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
         (["ls", "."], ["contains no checkpoint"]),
         (["show", "file.txt"], ["contains no checkpoint"]),
         (["verify", "empty"], ["contains no checkpoint"]),
+        (["ls", "loop"], ["Too many levels of symbolic links: 'loop'"]),
+        (["prune", "loop"], ["Too many levels of symbolic links: 'loop'"]),
         (["ls", ""], ["path must not be empty"]),
         (["prune", "empty"], ["contains no checkpoint"]),
         (["prune", "nowhere"], ["nowhere does not exist"]),
@@ -274,6 +276,7 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
 def test_a_mistake_is_explained_without_a_traceback(run, args, words):
     (run.parent / "empty").mkdir()
     (run.parent / "file.txt").touch()
+    (run.parent / "loop").symlink_to("loop")
     done = CliRunner().invoke(main, ["checkpoint", *args])
     assert done.exit_code in {1, 2}
     assert isinstance(done.exception, SystemExit)

@@ -41,11 +41,20 @@ _MODULES = {
     "_preemption": ["PreemptionGuard"],
     "_rng": ["RNGState"],
     "_state_tree": ["PerRank", "Replicated", "register_codec"],
+    # Upstream has these in its package, so that scripts need to change one import line.
+    "barriers": ["Barrier", "BarrierConfig", "TCPStoreBarrier", "create_barrier_from_config"],
+    "components": [
+        *["AsyncCheckpointer", "Checkpointer", "SyncCheckpointer", "wrap_future"],
+        *["CheckpointStager", "CheckpointStagerConfig", "DefaultStager", "CheckpointReader"],
+        *["CheckpointWriter", "CheckpointWriterConfig", "WriterHook", "RankInfo", "STATE_DICT"],
+    ],
 }
 
 
 def __getattr__(name: str) -> Any:
     # On first use: the command line lists and verifies checkpoints without torch.
+    if name in ("barriers", "components"):
+        return import_module(f"{__name__}.{name}")
     for module, names in _MODULES.items():
         if name in names:
             return getattr(import_module(f"{__name__}.{module}"), name)

@@ -160,8 +160,6 @@ class RemoteCheckpointDirectory(CheckpointDirectory):
 
 
 class LocalCheckpointDirectory(CheckpointDirectory):
-    """A directory on a local or shared file system."""
-
     def __init__(self, path: str) -> None:
         self.path = path
         self._directory = Path(path)

@@ -19,6 +19,7 @@ import multiprocessing.spawn
 import os
 import pickle
 import queue
+import socket
 import subprocess
 import sys
 import threading
@@ -29,7 +30,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler, send_handle
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import msgspec
@@ -116,25 +118,28 @@ class WriterProcess:
     def call(
         self, message: bytes, fd: int | None, *, timeout: float | None = None, prefix: str = ""
     ) -> Reply:
-        """Send a message, perhaps with a descriptor, and wait for the reply."""
         received = b""
         try:
             self._control.send_bytes(message)
             if fd is not None:
-                send_handle(self._control, fd, self.popen.pid)
+                _send_descriptor(self._control, fd)
             ready = multiprocessing.connection.wait([self._control, self._pidfd], timeout)
             if self._control in ready:
                 received = self._control.recv_bytes()
-        except (EOFError, OSError):
+        except (EOFError, ConnectionError):
             raise self._reap_and_describe() from None
+        except OSError as error:
+            self.popen.kill()  # it may wait for the rest of a message
+            self.popen.wait()
+            raise SaveFailed(f"{prefix}cannot reach the writer process: {error}") from error
         if not ready:
             raise SaveTimeout(f"the writer process was not ready within {timeout} s")
         if not received:
             raise self._reap_and_describe()
         reply = msgspec.json.decode(received, type=Reply)
         if reply.error:
-            error = error_class(reply.error, PhalanxError)(f"{prefix}{reply.message}")
-            raise error from RemoteTraceback(f'\n"""\n{reply.traceback}"""')
+            cause = RemoteTraceback(f'\n"""\n{reply.traceback}"""')
+            raise error_class(reply.error, PhalanxError)(f"{prefix}{reply.message}") from cause
         return reply
 
     def _reap_and_describe(self) -> WriterLost:
@@ -149,19 +154,28 @@ class WriterProcess:
 
     def end(self) -> None:
         """Ask it to exit, and kill it if that takes too long."""
-        with suppress(ConnectionError, subprocess.TimeoutExpired):
+        with suppress(OSError, subprocess.TimeoutExpired):
             self._control.send_bytes(pickle.dumps(None))
             self.popen.wait(self._config.subprocess_shutdown_timeout_secs)
         self.kill()
 
     def kill(self) -> None:
-        """Kill it, and release its resources."""
         self.popen.kill()
         self.popen.wait()
         self._control.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
+
+
+def _send_descriptor(control: Connection, fd: int) -> None:
+    # Like multiprocessing's send_handle, which needs a free descriptor itself.
+    sock = socket.socket(fileno=control.fileno())
+    try:
+        sock.settimeout(None)  # creating it has set the default timeout
+        socket.send_fds(sock, [b"\1"], [fd])
+    finally:
+        sock.detach()
 
 
 @dataclass
@@ -218,7 +232,6 @@ class WriterThread:
         self._jobs.put(job)
 
     def progress(self) -> SaveProgress | None:
-        """Return the progress of the current save, if there is one."""
         try:
             job = self._unfinished[0]
         except IndexError:

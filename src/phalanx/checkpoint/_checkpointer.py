@@ -50,14 +50,13 @@ class CheckpointerConfig:
 class Checkpointer(ABC):
     """Save states to storage, and load them again."""
 
-    _reader: CheckpointReader
-
     @abstractmethod
     def save(
         self, path: str, state_dict: STATE_DICT, **kwargs: Any
     ) -> tuple[Future[None], Future[None]] | None:
         """Save a state; an asynchronous checkpointer returns futures of the copy and the write."""
 
+    @abstractmethod
     def load(
         self,
         path: str,
@@ -68,22 +67,37 @@ class Checkpointer(ABC):
         **kwargs: Any,
     ) -> STATE_DICT:
         """Load a new state, or the keys of a given one; with `strict`, all of them must exist."""
-        loaded, _ = self._reader.read(
-            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
-        )
-        return loaded
 
     @abstractmethod
     def close(self) -> None:
         """Release the resources of the checkpointer."""
 
 
-class SyncCheckpointer(Checkpointer):
+class _ReaderCheckpointer(Checkpointer):
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._reader = reader
+
+    def load(
+        self,
+        path: str,
+        state_dict: STATE_DICT | None = None,
+        *,
+        default_map_location: Any = None,
+        strict: bool = False,
+        **kwargs: Any,
+    ) -> STATE_DICT:
+        loaded, _ = self._reader.read(
+            path, state_dict, map_location=default_map_location, strict=strict, **kwargs
+        )
+        return loaded
+
+
+class SyncCheckpointer(_ReaderCheckpointer):
     """Save and load while the caller waits."""
 
     def __init__(self, writer: CheckpointWriter, reader: CheckpointReader) -> None:
+        super().__init__(reader)
         self._writer = writer
-        self._reader = reader
 
     def save(self, path: str, state_dict: STATE_DICT, **kwargs: Any) -> None:
         """Save a state, and return when it is durable. Other arguments go to the writer."""
@@ -94,7 +108,7 @@ class SyncCheckpointer(Checkpointer):
         self._writer.close()
 
 
-class AsyncCheckpointer(Checkpointer):
+class AsyncCheckpointer(_ReaderCheckpointer):
     """Copy a state, and let another process write the copy while training continues."""
 
     def __init__(
@@ -105,7 +119,7 @@ class AsyncCheckpointer(Checkpointer):
         *,
         warn_after_secs: float = 1.0,
     ) -> None:
-        self._reader = reader
+        super().__init__(reader)
         self._checkpoint_stager = checkpoint_stager
         self._checkpoint_process = checkpoint_process
         self._warn_after = warn_after_secs  # of waiting for an older save
@@ -184,7 +198,7 @@ class AsyncCheckpointer(Checkpointer):
     def _failures(self) -> list[BaseException]:
         """Return the errors that the user has not observed. The next call does not repeat them."""
         finished = [write for write in self._writes if write.done()]
-        self._writes = self.pending
+        self._writes = [write for write in self._writes if write not in finished]
         errors = [write.unobserved_error for write in finished]
         return [error for error in errors if error is not None]
 

@@ -164,7 +164,6 @@ class _Save:
         return FileEntry(written.length, header), entries
 
     def commit(self, reports: list[Any]) -> list[str]:
-        """Commit on rank 0; return the files that were replaced."""
         if not self._is_rank_zero:
             return []
         manifest = self._manifest([msgspec.convert(each, WriteReport) for each in reports])

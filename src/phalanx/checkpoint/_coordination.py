@@ -25,7 +25,7 @@ from .._formatting import format_ranks
 from ..errors import CheckpointError, MisuseError, SaveFailed, SaveTimeout, UnsupportedState
 from ._progress import Phase, ProgressMeter
 from ._storage import MESSAGE_PREFIX, MessageStore, job_name
-from ._types import BarrierLike, RankInfo, error_class
+from ._types import BarrierLike, RankInfo, error_class, error_name
 
 # In seconds.
 _FIRST_POLL, _MAX_POLL = 0.001, 0.05
@@ -93,7 +93,7 @@ class Coordinator:
             text = json.dumps({"at": position, "result": action()})
         except BaseException as raised:  # noqa: BLE001 - the other ranks must learn of any error
             error = raised
-            failure = {"failed": str(raised), "kind": type(raised).__name__}
+            failure = {"failed": f"{type(raised).__name__}: {raised}", "kind": error_name(raised)}
             text = json.dumps({"at": position, **failure})
         self._meter.enter(Phase.WAITING)
         try:
@@ -119,11 +119,10 @@ class Coordinator:
         if failures:
             # The one error that all ranks raise: that of the lowest rank, since clocks may differ.
             first, *others = sorted(failures)
-            name, message = failures[first]["kind"], failures[first]["failed"]
             where = f"the save failed on rank {first}" if wrap_errors else f"rank {first} failed"
             also = f" ({format_ranks(others)} failed too)" if others else ""
-            cause = f"{where} while {phase}: {name}: {message}{also}"
-            raise error_class(name, base)(cause) from error
+            cause = f"{where} while {phase}: {failures[first]['failed']}{also}"
+            raise error_class(failures[first]["kind"], base)(cause) from error
         if len(replies) != self.size:
             raise base(f"the barrier has {len(replies)} ranks, expected {self.size}")
         return [each["result"] for each in replies]
@@ -131,7 +130,6 @@ class Coordinator:
     def _check_positions(
         self, positions: list[_Position], phase: str, base: type[CheckpointError]
     ) -> None:
-        """Raise if ranks are in different saves or phases, or disagree on the world size."""
         if len({*positions}) <= 1:
             return
         sizes = [each.world_size for each in positions]
@@ -144,10 +142,8 @@ class Coordinator:
             raise base(f"ranks are in different calls or phases: {phases}")
         if self.rank in ahead:
             raise PeersBehind(f"only {format_ranks(ahead)} arrived at save number {newest}")
-        raise SaveFailed(
-            f"save number {self._save_number} was abandoned while {phase}: {format_ranks(ahead)} "
-            f"restarted and began save number {newest}"
-        )
+        at = f"{format_ranks(ahead)} {'is' if len(ahead) == 1 else 'are'} at save number {newest}"
+        raise SaveFailed(f"save number {self._save_number} was abandoned while {phase}: {at}")
 
 
 def format_by_rank(values: Iterable[Any]) -> str:
@@ -184,7 +180,6 @@ class StorageExchange:
         self._all_present = False  # whether all ranks completed the last exchange
 
     def exchange(self, text: str) -> list[str]:
-        """Store a message, and read those of all ranks."""
         self._all_present = False
         try:
             if not self._session:

@@ -210,7 +210,6 @@ class LocalStorage(Storage):
         self._is_committed = False
 
     def begin(self, owner: str) -> str:
-        """Lock the path, remove what dead jobs left, and create a temporary directory."""
         make_durable_directories(self._target.parent)
         self._lock = DirectoryLock.take(self.workspace, owner, target=self.path)
         save_id = secrets.token_hex(8)
@@ -306,7 +305,6 @@ class LocalStorage(Storage):
         return self._strays(set(files))
 
     def end(self, save_id: str) -> None:
-        """Remove the temporary directory, and unlock the path."""
         try:
             shutil.rmtree(self.workspace / save_id, ignore_errors=True)
             if self._lock is not None and not self._is_committed:
@@ -400,7 +398,6 @@ def make_durable_directories(directory: Path) -> None:
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

@@ -212,7 +212,7 @@ class CheckpointManager:
         Nothing is removed if one of them is a link or has foreign files.
         """
         step = _check_step(step)
-        self._wait()
+        wait([pruned for _, pruned in self._writes])
 
         def remove_later() -> None:
             if self._coordinator.rank != 0:
@@ -307,7 +307,7 @@ class CheckpointManager:
         """
         unreported = [written for written, _ in self._writes if _is_unreported(written)]
         try:
-            self._wait()
+            wait([pruned for _, pruned in self._writes])
             if self._checkpointer is not None and not self._is_external:
                 self._checkpointer.close()
         finally:
@@ -315,9 +315,6 @@ class CheckpointManager:
         self._writes = []
         for written in unreported:
             written.result()
-
-    def _wait(self) -> None:
-        wait([pruned for _, pruned in self._writes])
 
     def __enter__(self) -> Self:
         return self

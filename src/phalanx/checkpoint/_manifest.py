@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import cached_property
@@ -95,8 +95,6 @@ class ShardEntry(Struct, forbid_unknown_fields=True):
 class TensorEntry(
     Struct, forbid_unknown_fields=True, omit_defaults=True, rename={"shards": "pieces"}
 ):
-    """A tensor as a sequence of shards."""
-
     dtype: str
     shape: list[Natural]
     shards: list[ShardEntry]
@@ -133,10 +131,13 @@ class ManifestEntry(NamedTuple):
     """The JSON value, if it is not a tensor."""
 
 
+class _Version(Struct):
+    version: int
+
+
 class ManifestOutline(Struct):
     """A manifest without its state, which is read about twenty times faster."""
 
-    version: int
     files: dict[str, FileEntry]
 
     @classmethod
@@ -148,19 +149,18 @@ class ManifestOutline(Struct):
                 raise MalformedManifest("it does not begin like a manifest")
             if checksum(data[line.end() :]) != line[1].decode():
                 raise MalformedManifest("its checksum is wrong: it was damaged or edited")
-            outline = msgspec.json.decode(data, type=cls)
-            if outline.version != VERSION:
+            # First: the fields of another version may have other types.
+            version = msgspec.json.decode(data, type=_Version).version
+            if version != VERSION:
                 raise MalformedManifest(
-                    f"it has version {outline.version}, this phalanx reads version {VERSION}"
+                    f"it has version {version}, this phalanx reads version {VERSION}"
                 )
-        return outline
+            return msgspec.json.decode(data, type=cls)
 
 
 class Manifest(
     Struct, forbid_unknown_fields=True, dict=True, rename={"save_id": "save", "world_size": "ranks"}
 ):
-    """The content of a manifest."""
-
     format: Literal["phalanx checkpoint"]
     version: int
     save_id: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
@@ -191,6 +191,7 @@ class Manifest(
         with reporting_damage(file):
             fields = b"{" + _CHECKSUM_LINE.sub(b"", data, count=1)
             manifest = msgspec.json.decode(fields, type=cls)
+            json.loads(fields, object_pairs_hook=_check_keys, parse_int=len)  # of any length
             _check_shards(manifest.files, manifest.entries)
         return manifest
 
@@ -215,6 +216,13 @@ def reporting_damage(file: str) -> Iterator[None]:
         raise DamagedCheckpoint(f"{file} cannot be used: it is nested too deeply") from None
 
 
+def _check_keys(pairs: list[tuple[str, Any]]) -> None:
+    """Reject an object that has a key twice; parsers differ in which value they return."""
+    if len(dict(pairs)) < len(pairs):
+        key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise MalformedManifest(f"it has the same key twice: {key!r:.60}")
+
+
 def no_checkpoint(path: str) -> CheckpointNotFound:
     return CheckpointNotFound(f"there is no checkpoint at {path}: no {MANIFEST} found")
 
@@ -226,7 +234,7 @@ def named_files(storage: Storage) -> set[str] | None:
             return {*ManifestOutline.load(snapshot.manifest(), storage.path).files}
     except FileNotFoundError:
         return set()
-    except (OSError, DamagedCheckpoint):
+    except DamagedCheckpoint:
         return None
 
 
@@ -285,10 +293,8 @@ _TAGS: dict[str, Any] = {
 
 def split_tag(value: Any) -> tuple[str | None, Any]:
     """Return the tag of a JSON value and its content; None and the value if it has no tag."""
-    if isinstance(value, dict) and any(key.startswith("$") for key in value):
-        tag, body = next(iter(value.items()))
-        return tag, body
-    return None, value
+    tags = [key for key in value if key.startswith("$")] if isinstance(value, dict) else []
+    return (tags[0], value[tags[0]]) if tags else (None, value)
 
 
 def branch_items(tag: str | None, body: Any) -> list[tuple[StateKey, Any]]:

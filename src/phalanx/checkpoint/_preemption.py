@@ -95,14 +95,11 @@ class PreemptionGuard:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     self._previous[number] = signal.signal(number, self._on_signal)
             except (OSError, ValueError) as error:
-                self._restore()
+                self.__exit__()
                 raise InvalidArgument(f"{signal_name(number)} cannot be handled: {error}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()  # last: `_on_signal` may run until all handlers are restored

@@ -120,14 +120,12 @@ class ProgressMeter:
         return self._words[_WRITTEN]
 
     def progress(self, path: str, began: float) -> SaveProgress:
-        """Return the progress of a save that began at that time."""
         writing = self._words[_WRITING_NANOSECONDS] / 1e9
         speed = self.written / writing if writing else 0.0
         phase, seconds = _PHASES[self._words[_PHASE]], time.perf_counter() - began
         return SaveProgress(path, phase, self.written, self._words[_TOTAL], seconds, speed)
 
     def seconds(self) -> dict[str, float]:
-        """Return the duration of each phase so far."""
         self.enter(_PHASES[self._words[_PHASE]])
         return {_PHASES[i]: each for i, each in sorted(self._seconds.items()) if each > 0}
 

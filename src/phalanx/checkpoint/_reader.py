@@ -119,7 +119,6 @@ class OpenCheckpoint:
         return tensor
 
     def verify(self, leaf: TensorLeaf) -> None:
-        """Read a tensor and compare its checksums."""
         for shard in leaf.data.shards:
             self._read_shard(shard, into=None)
 

@@ -14,24 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Self
 
-from ..errors import InvalidArgument
+from ..errors import DamagedCheckpoint, InvalidArgument
 from ._manifest import MANIFEST, MAX_MANIFEST_BYTES, named_files
-from ._storage import (
-    DATA_FILE_NAME,
-    MessageStore,
-    Sink,
-    Snapshot,
-    Source,
-    Storage,
-    fault_point,
-)
+from ._storage import DATA_FILE_NAME, MessageStore, Sink, Snapshot, Source, Storage, fault_point
 
 _MESSAGE_END = b"\0"
 """Ends a message: some file systems show part of a file before the rest is written."""
 
 
 def open_filesystem(path: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the directory in it."""
     try:
         import fsspec
     except ImportError as error:
@@ -85,7 +76,6 @@ class RemoteStorage(Storage, Snapshot):
         file.close()
 
     def commit(self, save_id: str, manifest: bytes) -> list[str]:
-        """Upload the manifest, and return the files of the one that it replaced."""
         old = named_files(self)
         fault_point("publish")
         self._fs.pipe_file(f"{self._directory}/{MANIFEST}", manifest)
@@ -95,7 +85,6 @@ class RemoteStorage(Storage, Snapshot):
         return [name for name in names if save_id not in name]
 
     def end(self, save_id: str) -> None:
-        """Remove the files of a save that was not committed."""
         if self._is_committed:
             return
         with suppress(Exception):  # stores raise errors of any class
@@ -120,7 +109,7 @@ class RemoteStorage(Storage, Snapshot):
     def manifest(self) -> bytes:
         name = f"{self._directory}/{MANIFEST}"
         if self._fs.info(name)["size"] > MAX_MANIFEST_BYTES:
-            raise OSError(f"{name} is too large for a manifest")
+            raise DamagedCheckpoint(f"{name} is too large for a manifest")
         data: bytes = self._fs.cat_file(name)
         return data
 

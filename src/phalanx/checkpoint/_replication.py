@@ -237,8 +237,7 @@ def shards_of_rank(
     for leaf in replicated:
         sizes = marked if leaf.mark == "replicated" else compared
         sizes[leaf.name] = nbytes(leaf.dtype, leaf.shape)
-    shards = [divide_among_ranks(sizes, world_size)[rank] for sizes in (marked, compared)]
-    return [*shards[0], *shards[1]]
+    return [s for each in (marked, compared) for s in divide_among_ranks(each, world_size)[rank]]
 
 
 def shard_elements(tensor: Tensor, bounds: ShardBounds) -> Tensor:
@@ -266,14 +265,7 @@ def replicated_shards(tree: Node, rank_info: RankInfo) -> dict[str, ReplicatedSh
             shards[name] = leaf.data
         elif name not in in_codecs:
             bounds = mine.get(name, ShardBounds(name, 0, 0))
-            shards[name] = ReplicatedShard(
-                name,
-                leaf.dtype,
-                leaf.shape,
-                leaf.device,
-                bounds.start,
-                bounds.stop,
-                fingerprint=sampled_digest(leaf.data),
-                data=shard_elements(leaf.data, bounds) if name in mine else None,
-            )
+            data = shard_elements(leaf.data, bounds) if name in mine else None
+            digest = sampled_digest(leaf.data)
+            shards[name] = ReplicatedShard(bounds.start, bounds.stop, digest, data)
     return shards

@@ -193,7 +193,6 @@ class StagingBufferPool:
 
 
 def out_of_memory(size: int, error: OSError) -> SaveFailed:
-    """Return the error for a copy that does not fit into memory."""
     return SaveFailed(f"cannot allocate {size} bytes to stage the state: {error}")
 
 
@@ -207,8 +206,6 @@ def start_daemon_thread(call: Callable[[], object], name: str) -> threading.Thre
 
 
 class Place(NamedTuple):
-    """Where a tensor is in a buffer."""
-
     offset: int
     size: int
     dtype: torch.dtype
@@ -235,8 +232,8 @@ def with_tensors(tree: Node, tensors: Mapping[str, Tensor]) -> Node:
 def state_from_tree(node: Node, within: Mark = "") -> Any:
     """Convert a tree to a state with marks.
 
-    Values encoded by a codec stay nodes, since this process may not have the codec; so do tensors
-    from another device, whose name a plain tensor would lose.
+    Values encoded by a codec stay nodes, since this process may not have the codec; so do shards,
+    and tensors from another device, whose name a plain tensor would lose.
     """
     if node.mark != within:
         marked = Replicated if node.mark == "replicated" else PerRank
@@ -244,7 +241,7 @@ def state_from_tree(node: Node, within: Mark = "") -> Any:
     if isinstance(node, Scalar):
         return node.value
     if isinstance(node, TensorLeaf):
-        is_plain = node.device == "cpu" or isinstance(node.data, ReplicatedShard)
+        is_plain = node.device == "cpu" and not isinstance(node.data, ReplicatedShard)
         return node.data if is_plain else node
     assert isinstance(node, Branch)
     if node.kind == "codec":
@@ -273,7 +270,6 @@ class _StagedTensor:
         )
 
     def sample(self) -> Tensor:
-        """Copy some bytes at regular distances."""
         data = self.source.view(-1).view(torch.uint8)
         shape = (len(data) // _SAMPLE_DISTANCE, _SAMPLE_BYTES)
         return data.as_strided(shape, (_SAMPLE_DISTANCE, 1)).clone()

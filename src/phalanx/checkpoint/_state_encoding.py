@@ -155,7 +155,6 @@ def _decode_scalar(tag: str, body: Json, path: StatePath) -> Scalar:
 
 
 def decode_state(manifest: Manifest, rank: int | None, file: str) -> Node:
-    """Return the tree of a manifest's state, with the values of `rank` where ranks differ."""
     with reporting_damage(file):
         size = manifest.world_size
         return decode(manifest.state, tensor=_decode_tensor, rank=rank, world_size=size)

@@ -45,15 +45,11 @@ class PerRank:
 
 @dataclass(frozen=True)
 class ReplicatedShard:
-    """A replicated tensor, reduced to the bytes from `start` to `stop`, which this rank writes.
+    """The bytes from `start` to `stop` of a replicated tensor, which this rank writes.
 
     An asynchronous save stages these, so that it need not copy what other ranks write.
     """
 
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
     start: int
     stop: int
     fingerprint: str
@@ -125,8 +121,6 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Scalar:
-    """A value that is stored in the manifest."""
-
     value: Any
     mark: Mark = ""
 
@@ -200,8 +194,6 @@ def _parse(value: Any, path: StatePath, mark: Mark) -> Node:
         return TensorLeaf(tensor_name(path), value.dtype, shape, device, value, mark)
     if isinstance(value, Branch | TensorLeaf):
         return value  # already parsed, before staging
-    if isinstance(value, ReplicatedShard):
-        return TensorLeaf(value.name, value.dtype, value.shape, value.device, value, mark)
     if type(value) in _SCALARS:
         _check_scalar(value, path)
         return Scalar(value, mark)

@@ -37,7 +37,6 @@ MESSAGE_PREFIX = "note."
 
 
 def checksum(data: bytes | memoryview) -> str:
-    """Return the checksum that manifests store."""
     return xxhash.xxh3_128_hexdigest(data)
 
 

@@ -41,13 +41,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistError
 
 from .._formatting import first_line, format_ranks
-from ..errors import (
-    BarrierError,
-    BarrierTimeout,
-    InvalidArgument,
-    InvalidState,
-    RendezvousError,
-)
+from ..errors import BarrierError, BarrierTimeout, InvalidArgument, InvalidState, RendezvousError
 from ._store_connection import Address, StoreConnection, wait_for_key
 from ._types import check_not_forked
 
@@ -76,7 +70,6 @@ class BarrierTimings:
 
 
 def arrival_increment(text: str | None) -> int:
-    """Return what a rank adds to the counter when it arrives."""
     return 1 if text is None else _WITH_TEXT + 1
 
 
@@ -142,8 +135,6 @@ def _decode(text: bytes) -> EpochRecord:
 
 
 class StoreBarrierMember:
-    """One rank's side of a barrier."""
-
     def __init__(
         self,
         connect: Callable[[], Store],
@@ -177,7 +168,7 @@ class StoreBarrierMember:
         self._next: int  # the next round to be decided, as far as this rank knows
         self._base: int  # the counter before the first arrival at that round
         self._lock = threading.Lock()  # held for a whole round
-        self._number: int  # of the last round
+        self._number = 0  # of the last round
         self._has_text = False  # whether it exchanges texts
         self._increment = arrival_increment(None)  # what this rank adds for it
         self._round_key = ""  # set when it is over
@@ -453,7 +444,6 @@ class StoreBarrierMember:
         return failure.error(self.prefix, self._number, self.rank)
 
     def _progress(self) -> list[int]:
-        """Return the last round that each rank arrived at."""
         if self._store.check(self._progress_keys):
             values = self._store.multi_get(self._progress_keys)
         else:

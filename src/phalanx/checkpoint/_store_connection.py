@@ -102,8 +102,6 @@ class StoreConnection:
 
 
 class _DeadlineThread:
-    """The thread that cuts off the overdue connections of this process."""
-
     def __init__(self, interval: float = 0.25, idle_intervals: int = 40) -> None:
         self._interval = interval
         self._idle_intervals = idle_intervals
@@ -182,7 +180,6 @@ def wait_for_key(store: Store, key: str, seconds: float, *, heed_signals: bool) 
 
 
 def store_address(store: Store) -> Address | None:
-    """Return the host and port of the server of a store, if there is one."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, TCPStore) else None

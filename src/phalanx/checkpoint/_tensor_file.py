@@ -82,8 +82,6 @@ class TensorShard:
 
 
 class WrittenShard(NamedTuple):
-    """Where the bytes of a shard are in their file."""
-
     begin: int
     end: int
     checksum: str

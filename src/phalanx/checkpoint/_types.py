@@ -52,6 +52,12 @@ def check_integer(name: str, value: object, *, hint: str = "") -> int:
         raise InvalidType(f"{name} must be an integer, got {kind}{hint}") from None
 
 
+def error_name(error: BaseException) -> str:
+    """Return the name by which `error_class` finds the class of an error, or its nearest base."""
+    classes = type(error).__mro__
+    return next((c.__name__ for c in classes if getattr(errors, c.__name__, None) is c), "")
+
+
 def error_class(name: str, base: type[E]) -> type[E]:
     """Return the error class of that name if it derives from `base`, else `base`."""
     found = getattr(errors, name, None)

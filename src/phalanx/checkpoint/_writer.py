@@ -10,9 +10,10 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from ._commit import commit_checkpoint
 from ._coordination import Coordinator, PeersBehind, StorageExchange, TextExchange
@@ -42,6 +43,13 @@ class CheckpointWriterConfig:
     timeouts of their own."""
 
 
+class SaveContext(NamedTuple):
+    """Which save of its rank the next one is, and where to report its progress."""
+
+    number: int
+    meter: ProgressMeter
+
+
 class CheckpointWriter:
     """Write states to storage with all other ranks, all or nothing."""
 
@@ -57,37 +65,29 @@ class CheckpointWriter:
         self._barrier = barrier
         self._commit_hook = commit_hook
         self._writes = 0
+        self._context: SaveContext | None = None  # set by a process that may have restarted
         self._removal: threading.Thread | None = None
 
     def write(
-        self,
-        path: str | os.PathLike[str],
-        state_dict: STATE_DICT,
-        *,
-        save_number: int | None = None,
-        progress_meter: ProgressMeter | None = None,
-        **kwargs: Any,
+        self, path: str | os.PathLike[str], state_dict: STATE_DICT, **kwargs: Any
     ) -> Future[None] | None:
         """Write a state to `path`, replacing what is there, and return when it is durable.
 
         Every rank calls this with its state. If it fails on one, all ranks raise `SaveFailed`,
-        and what was at `path` is unchanged. `save_number` overrides the number of this call, for
-        a writer that did not make all earlier saves of its rank. Other arguments go to the hook.
+        and what was at `path` is unchanged. Other arguments go to the hook.
         """
         path = os.fsdecode(path)
         hook = self._commit_hook
         before_commit = (lambda: None) if hook is None else partial(hook.pre_commit, path, **kwargs)
         self._join_removal()  # this save needs the space of what the last one replaced
         self._writes += 1
-        meter, number = progress_meter or ProgressMeter(), save_number or self._writes
+        number, meter = self._context or SaveContext(self._writes, ProgressMeter())
         while True:
             exchange = self._text_exchange(path)
             coordinator = Coordinator(self._rank_info, exchange, save_number=number, meter=meter)
-            try:
+            with suppress(PeersBehind):  # then once more
                 remove = commit_checkpoint(path, state_dict, coordinator, meter, before_commit)
-            except PeersBehind:
-                continue
-            break
+                break
         if remove is not None:
             thread = threading.Thread(target=remove, name="phalanx checkpoint removal")
             try:

@@ -27,13 +27,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from .. import errors
 from ..errors import CheckpointError, MisuseError, SaveFailed
 from ._progress import ProgressMeter
 from ._staging import Place, state_from_tree, with_tensors
 from ._state_tree import Node
 from ._storage import adopt_job_name
-from ._writer import CheckpointWriter
+from ._types import error_name
+from ._writer import CheckpointWriter, SaveContext
 
 
 @dataclass
@@ -67,7 +67,6 @@ def escape_surrogates(text: str) -> str:
 
 
 def main(control_fd: int) -> None:
-    """Serve the rank at the other end of a socket."""
     torch.set_num_threads(1)  # leave the cores to training
     control = Connection(control_fd)
     try:
@@ -99,11 +98,10 @@ def _set_up(control: Connection) -> _Server:
 
 
 def _failure(error: BaseException) -> Reply:
-    name = type(error).__name__
     is_ours = isinstance(error, CheckpointError | MisuseError)
-    message = str(error) if is_ours else f"{name}: {error}"
+    message = str(error) if is_ours else f"{type(error).__name__}: {error}"
     text = "".join(traceback.format_exception(error))
-    kind = name if is_ours and hasattr(errors, name) else "SaveFailed"
+    kind = error_name(error) if is_ours else "SaveFailed"
     return Reply(error=kind, message=escape_surrogates(message), traceback=escape_surrogates(text))
 
 
@@ -131,16 +129,20 @@ class _Server:
                 if request is not None and request.brings_buffer:
                     self._fds[request.buffer] = recv_handle(self._control)
                 self._requests.put(request)
-        except (EOFError, OSError):
-            os._exit(1)
+        except (EOFError, ConnectionError):
+            pass  # the rank is gone
+        except BaseException:  # noqa: BLE001 - the rank must not wait for a thread that ended
+            traceback.print_exc()
+            sys.stderr.flush()
+        os._exit(1)
 
     def _handle(self, request: WriteRequest) -> Reply:
         is_ours = isinstance(self._writer, CheckpointWriter)
         try:
             self._meter.restart()
-            kwargs = state_from_tree(request.kwargs)
             if is_ours:
-                kwargs |= {"save_number": request.save_number, "progress_meter": self._meter}
+                self._writer._context = SaveContext(request.save_number, self._meter)
+            kwargs = state_from_tree(request.kwargs)
             if request.state is not None:
                 memory = self._buffers.get(request.buffer)
                 if memory is None or len(memory) != request.size:

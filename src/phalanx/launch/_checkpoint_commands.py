@@ -43,12 +43,10 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int | None:
-        """The step in the directory's name."""
         return parse_step_name(os.path.basename(self.path.rstrip("/")))
 
     @property
     def bytes(self) -> int:
-        """The total size of its files."""
         files = {} if self.manifest is None else self.manifest.files
         return sum(entry.bytes for entry in files.values())
 
@@ -93,9 +91,13 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
     directory = checkpoint_directory_at(path)
     for _ in range(_ATTEMPTS):
         steps, found = directory.steps(), []
-        for step in steps:
-            with suppress(CheckpointNotFound):  # it was removed meanwhile
-                found.append(_read_checkpoint(directory.path_of(step)))
+        for each in map(directory.path_of, steps):
+            try:
+                found.append(_read_checkpoint(each))
+            except CheckpointNotFound:
+                pass  # it was removed meanwhile
+            except (OSError, EOFError) as error:
+                found.append(CheckpointInfo(each, None, f"{each}: {error}"))
         if found:
             return found
         if not steps:
@@ -108,16 +110,11 @@ def find_checkpoints(path: str) -> list[CheckpointInfo]:
 def _read_checkpoint(path: str) -> CheckpointInfo:
     try:
         return CheckpointInfo(path, read_checked_manifest(path, Manifest))
-    except CheckpointNotFound:
-        raise
     except DamagedCheckpoint as error:
         return CheckpointInfo(path, None, str(error))
-    except (OSError, EOFError) as error:
-        return CheckpointInfo(path, None, f"{path}: {error}")
 
 
 def list_checkpoints(path: str) -> Output:
-    """Return a table of checkpoints and their total size."""
     rows, found = [], find_checkpoints(path)
     for each in found:
         step = "-" if each.step is None else str(each.step)
@@ -135,7 +132,6 @@ def list_checkpoints(path: str) -> Output:
 
 
 def show_checkpoint(path: str) -> Output:
-    """Return a summary, a table of tensors and a table of other values."""
     found = find_checkpoints(path)[-1]
     state: list[dict[str, Any]] = []
     tensors, values = [], []

@@ -1,4 +1,4 @@
-"""Ranks, tables and quantities in messages and command output. Imports no torch."""
+"""Ranks, tensors, tables and quantities in messages and command output. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ def format_rank_ranges(ranks: Sequence[int]) -> str:
         else:
             parts.append([rank])
     return ",".join("-".join(map(str, part)) for part in parts)
+
+
+def format_tensor(dtype: object, shape: Sequence[int]) -> str:
+    """Format a tensor: ``float32[10, 3]``."""
+    return f"{dtype_name(dtype)}{list(shape)}"
+
+
+def dtype_name(dtype: object) -> str:
+    """Format a dtype of torch: ``float32``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def mask_rank(text: str, rank: int | None) -> str:

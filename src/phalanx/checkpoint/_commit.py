@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from .._formatting import dtype_name
 from ..errors import SaveFailed, StateMismatch
 from ._coordination import Coordinator
 from ._manifest import FileEntry, HeaderEntry, Manifest, ShardEntry, StatePath, TensorEntry
@@ -39,7 +40,7 @@ from ._replication import (
 from ._state_encoding import encode
 from ._state_tree import Node, ReplicatedShard, TensorLeaf, find_node, leaves, parse_state, walk
 from ._storage import Storage, data_file_name, fault_point, files_to_remove, storage_at
-from ._tensor_file import TensorShard, dtype_name, nbytes, write_tensor_file
+from ._tensor_file import TensorShard, nbytes, write_tensor_file
 from ._types import STATE_DICT
 
 

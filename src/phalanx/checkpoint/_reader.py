@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._formatting import format_ranks
+from .._formatting import format_ranks, format_tensor
 from ..errors import DamagedCheckpoint, InvalidArgument, MissingKeys, StateMismatch
 from ._manifest import (
     MANIFEST,
@@ -46,7 +46,7 @@ from ._state_tree import (
     walk,
 )
 from ._storage import Snapshot, Source, storage_at
-from ._tensor_file import dtype_name, is_plain, tensor_memory
+from ._tensor_file import is_plain, tensor_memory
 from ._types import STATE_DICT, RankInfo
 from ._verify import WRONG_HEADER
 
@@ -256,7 +256,7 @@ class LoadPlan:
             raise StateMismatch(f"{format_path(path)} cannot be loaded in place: it is {reason}")
         shape = tuple(target.shape)
         if not isinstance(node, TensorLeaf) or (node.shape, node.dtype) != (shape, target.dtype):
-            raise _mismatch(path, f"{dtype_name(target.dtype)}{[*shape]}", node)
+            raise _mismatch(path, format_tensor(target.dtype, shape), node)
         self._in_place.append((node, target))
         return lambda: target
 
@@ -308,7 +308,7 @@ def _missing_keys(path: StatePath, absent: Absent) -> MissingKeys:
 
 def _mismatch(path: StatePath, wanted: str, node: Node) -> StateMismatch:
     if isinstance(node, TensorLeaf):
-        found = f"{dtype_name(node.dtype)}{[*node.shape]}"
+        found = format_tensor(node.dtype, node.shape)
     elif isinstance(node, Branch):
         found = f"a {node.codec or node.kind}"
     else:

@@ -21,13 +21,13 @@ import torch
 import xxhash
 from torch import Tensor
 
-from .._formatting import format_ranks
+from .._formatting import format_ranks, format_tensor
 from ..errors import StateMismatch
 from ._manifest import StateKey, StatePath, format_path, tensor_name
 from ._state_encoding import encode_scalar
 from ._state_tree import Branch, Node, ReplicatedShard, Scalar, TensorLeaf, find_node, leaves, walk
 from ._storage import checksum
-from ._tensor_file import chunks, dtype_name, nbytes, resolve, tensor_memory
+from ._tensor_file import chunks, nbytes, resolve, tensor_memory
 from ._types import RankInfo
 
 Exchange = Callable[[Callable[[], Any]], list[Any]]
@@ -69,7 +69,7 @@ def sampled_digest(tensor: Tensor) -> str:
 
 
 def _start_digest(tensor: Tensor) -> xxhash.xxh3_128:
-    return xxhash.xxh3_128(f"{dtype_name(tensor.dtype)}{[*tensor.shape]}".encode())
+    return xxhash.xxh3_128(format_tensor(tensor.dtype, tensor.shape).encode())
 
 
 def find_differences(tree: Node, exchange: Exchange) -> dict[StatePath, tuple[int, ...]]:

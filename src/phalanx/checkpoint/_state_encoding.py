@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 import msgspec
 import torch
 
+from .._formatting import dtype_name
 from ._manifest import (
     MalformedManifest,
     Manifest,
@@ -33,7 +34,7 @@ from ._manifest import (
     tensor_name,
 )
 from ._state_tree import Absent, Branch, BranchKind, Node, Scalar, TensorLeaf, codecs_by_name
-from ._tensor_file import DTYPES, dtype_name, nbytes
+from ._tensor_file import DTYPES, nbytes
 
 Json: TypeAlias = Any
 

@@ -18,6 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from .._formatting import dtype_name
 from ._progress import ProgressMeter
 from ._storage import CHUNK_BYTES, Sink, checksum, fault_point
 
@@ -38,10 +39,6 @@ _SAFETENSORS_TYPES = {
     "float8_e5m2": "F8_E5M2",
 }
 _COMPLEX_TYPES = {"complex32": "F16", "complex64": "F32", "complex128": "F64"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def safetensors_type(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, list[int]]:

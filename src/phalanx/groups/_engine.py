@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import starmap
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,17 @@ class EngineMismatch(RuntimeError):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"ranks {first} and {second} call different operations")
         self.ranks = (first, second)
+
+
+class RankCall(NamedTuple):
+    """The call of one rank, for messages about mismatches."""
+
+    rank: int
+    what: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} called {self.what} at {self.site}"
 
 
 class ReceiveBufferExhausted(MemoryError):

@@ -31,9 +31,8 @@ from typing import TYPE_CHECKING
 from .. import errors, native
 from .._formatting import first_line, format_rank_ranges, format_ranks
 from ..errors import GroupError, RankReport
-from ._call_description import RankCall
 from ._call_site import describe_frame
-from ._engine import Engine, EngineMismatch, PeerDead, Traits, is_peer_failure
+from ._engine import Engine, EngineMismatch, PeerDead, RankCall, Traits, is_peer_failure
 from ._flight_recorder import Call, FlightRecorder
 from ._peers import Roster
 from ._status_store import Failure, FailureKind, StatusStore

@@ -15,7 +15,7 @@ from types import CodeType
 
 import torch
 
-from ._call_description import describe, dtype_name
+from .._formatting import dtype_name, format_tensor
 from ._call_site import format_site, known_files, user_frame
 
 
@@ -66,7 +66,7 @@ class Call:
         if self.dtype is None:
             return self.operation
         more = f" and {self.tensors - 1} more" if self.tensors > 1 else ""
-        return f"{self.operation} {describe(self.dtype, self.shape)}{more}"
+        return f"{self.operation} {format_tensor(self.dtype, self.shape)}{more}"
 
     @property
     def site(self) -> str:

@@ -31,9 +31,8 @@ from .. import _faultpoints as faultpoints
 from .._formatting import first_line
 from ..errors import GroupAborted, GroupError, InvalidArgument, PhalanxError
 from . import _validation
-from ._call_description import RankCall
 from ._call_site import user_site
-from ._engine import ClosedEngine, Engine, RawWork, TrackedEngine, is_peer_failure
+from ._engine import ClosedEngine, Engine, RankCall, RawWork, TrackedEngine, is_peer_failure
 from ._failure_detector import FailureDetector, mismatch_failure
 from ._fast_path import make_fast_path
 from ._flight_recorder import Call, FlightRecorder

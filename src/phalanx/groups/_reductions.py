@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed import ReduceOp
 
+from .._formatting import dtype_name
 from ..errors import InvalidArgument
-from ._call_description import dtype_name, op_name
 from ._engine import Engine, JointWork, RawWork, Traits, copy_options
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def adapt_reduction(
     if traits.dtypes is not None and dtype not in traits.dtypes:
         if not (dtype.is_complex and kind in _LINEAR):
             raise InvalidArgument(
-                f"{operation}: this backend does not support {op_name(kind)} of "
+                f"{operation}: this backend does not support {str(kind).rpartition('.')[2]} of "
                 f"{dtype_name(dtype)}; convert the tensor to a supported dtype, such as float32 or "
                 "int64"
             )

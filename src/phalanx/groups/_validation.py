@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from .._formatting import dtype_name, format_tensor
 from ..errors import InvalidArgument, InvalidType
-from ._call_description import describe, dtype_name, op_name
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _ORDERED = frozenset({ReduceOp.MIN, ReduceOp.MAX})
@@ -62,12 +62,12 @@ def check_tensor(operation: str, tensor: Tensor, devices: frozenset[str], backen
         raise InvalidArgument(f"{operation} takes dense tensors; pass tensor.to_dense()")
     if not tensor.is_contiguous():
         raise InvalidArgument(
-            f"{operation} got {describe(tensor.dtype, tensor.shape)} that is not contiguous "
+            f"{operation} got {format_tensor(tensor.dtype, tensor.shape)} that is not contiguous "
             f"(strides {list(tensor.stride())}); pass tensor.contiguous() and copy the result back"
         )
     if tensor.is_neg() or tensor.is_conj():
         raise InvalidArgument(
-            f"{operation} got {describe(tensor.dtype, tensor.shape)} with a lazy negation or "
+            f"{operation} got {format_tensor(tensor.dtype, tensor.shape)} with a lazy negation or "
             "conjugation, which engines cannot see; pass tensor.resolve_neg().resolve_conj()"
         )
 
@@ -81,7 +81,7 @@ def check_reduction(operation: str, op: object, dtype: torch.dtype) -> None:
     elif op == ReduceOp.AVG and dtype is torch.bool:
         problem = "needs a tensor of numbers, got bool"
     if problem:
-        raise InvalidArgument(f"{operation}: ReduceOp.{op_name(op)} {problem}")
+        raise InvalidArgument(f"{operation}: ReduceOp.{str(op).rpartition('.')[2]} {problem}")
 
 
 def check_factor(operation: str, tensor: Tensor, value: float | Tensor) -> None:

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from .._formatting import dtype_name
 from ..errors import InvalidArgument, InvalidType, MisuseError, PeerLeft, RankMismatch
-from ..groups._call_description import dtype_name
 from ..groups._current_group import default_group
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import device_of, exchange_texts

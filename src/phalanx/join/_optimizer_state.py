@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from .._formatting import dtype_name
 from ..errors import InvalidState
-from ..groups._call_description import dtype_name
 from ..groups._call_site import warn_user
 from ..groups._reductions import as_bytes
 from ..groups._text_exchange import exchange_texts

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from .._call_description import RankCall
 from .._engine import (
     REAL_DTYPES,
     REDUCTIONS,
@@ -31,6 +30,7 @@ from .._engine import (
     Engine,
     EngineStopped,
     PythonWork,
+    RankCall,
     Traits,
     peer_left,
 )

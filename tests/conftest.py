@@ -1,4 +1,4 @@
-"""Ranks for every test."""
+"""Fixtures and collection order shared by all tests."""
 
 import gc
 import os
@@ -15,8 +15,8 @@ __all__ = ["ranks", "threads", "uneven_batches"]
 
 HERE = Path(__file__).parent
 
-# For every connection to a TCPStore, torch asks a name server about the loopback address. Tests
-# need none, and must not wait for a slow one.
+# For every connection to a TCPStore, torch looks up the name of the loopback address. Tests
+# do not need it, and must not wait for a slow name server.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 torch.set_num_threads(1)  # as in rank processes: where ranks are threads, they share the machine
@@ -58,7 +58,7 @@ def foreground():
 
 @pytest.fixture(scope="module", autouse=True)
 def young_heap():
-    """Have the garbage collector walk through what tests make, not through all that was imported.
+    """Let the garbage collector scan only objects made by tests, not everything imported.
 
     Some tests collect garbage on four ranks, and what optimizers import is most of the objects.
     """
@@ -84,11 +84,11 @@ LONGEST = (
     "benchmarks/test_bench_runner.py",
     "groups/test_rendezvous.py",
 )
-"""The files that take longest, few tests though some have: if one came last, it would run alone."""
+"""The slowest files. If one came last, it would run alone."""
 
 
 def pytest_collection_modifyitems(items):
-    """Begin with what takes longest."""
+    """Run the slowest files first."""
     turns = {HERE / name: turn for turn, name in enumerate(LONGEST)}
     assert all(path.exists() for path in turns)
     items.sort(key=lambda item: turns.get(item.path, len(LONGEST)))

@@ -1,4 +1,4 @@
-"""How torch gets to know our backend, whenever it is imported."""
+"""Registration of our backend with torch, before or after torch is imported."""
 
 import importlib
 import importlib.util
@@ -13,7 +13,7 @@ import pytest
 import phalanx
 
 
-def test_importing_phalanx_imports_no_torch():
+def test_importing_phalanx_does_not_import_torch():
     code = "import sys, phalanx; print([name for name in sys.modules if 'torch' in name])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
@@ -35,7 +35,7 @@ REGISTRY = """
 
 @pytest.fixture
 def write_registry(tmp_path, monkeypatch):
-    """Write a module that stands for torch's, under a name that nobody has imported."""
+    """Write a module that stands in for torch's, under an unused name."""
     name = f"registry_{os.getpid()}"
     monkeypatch.setattr(phalanx, "_REGISTRY_MODULE", name)
     monkeypatch.syspath_prepend(tmp_path)
@@ -51,7 +51,7 @@ def write_registry(tmp_path, monkeypatch):
     sys.modules.pop(name, None)
 
 
-def test_it_waits_for_torch_and_then_steps_aside(write_registry):
+def test_the_import_hook_registers_once_and_removes_itself(write_registry):
     before = list(sys.meta_path)
     name = write_registry()
     phalanx._register_with_torch()
@@ -66,7 +66,7 @@ def test_it_waits_for_torch_and_then_steps_aside(write_registry):
     assert module.Backend.registered == [("shm", ["cpu"])]
 
 
-def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
+def test_the_import_hook_survives_a_failed_import(write_registry, monkeypatch):
     before = list(sys.meta_path)
     name = write_registry()
     phalanx._register_with_torch()
@@ -78,13 +78,13 @@ def test_an_import_that_fails_is_waited_for_again(write_registry, monkeypatch):
     assert sys.meta_path == before
 
 
-def test_a_torch_that_cannot_be_found_is_missed_as_usual(write_registry):
+def test_a_missing_torch_raises_module_not_found_error(write_registry):
     phalanx._register_with_torch()
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(phalanx._REGISTRY_MODULE)
 
 
-def test_somebody_elses_backend_of_that_name_stays(write_registry):
+def test_an_existing_backend_of_that_name_is_kept(write_registry):
     name = write_registry(known="['shm']")
     phalanx._register_with_torch()
     assert importlib.import_module(name).Backend.registered == []

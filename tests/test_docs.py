@@ -1,4 +1,4 @@
-"""What the documents show is run: a reader will copy it."""
+"""The code in the documentation runs, and its links and module names are valid."""
 
 import io
 import re
@@ -29,7 +29,7 @@ def use_the_documented_backend(ctx, source):
 
 
 @pytest.mark.slow
-def test_the_documented_backend_of_ones_own_works(ranks):
+def test_the_documented_custom_backend_works(ranks):
     source = code("docs/groups.md", containing="register_backend(")
     function = re.search(r"def .*?\n\n", source, flags=re.DOTALL).group()
     assert len(function.strip().splitlines()) <= 5
@@ -48,7 +48,7 @@ def the_readmes_training_loop():
 
 
 def the_documented_torch_script():
-    """Make the script for torch's own class one that compares the gradients, too."""
+    """Return the documented script for torch's DDP, with a check of the gradients added."""
     source = code("docs/groups.md", containing="dist.init_process_group(")
     body, last = source.rsplit("\n", 2)[:2]
     check = "means = [p.grad.clone() for p in model.parameters()]\n"
@@ -65,11 +65,11 @@ loaded = checkpointer.load("run/step-30")
 assert loaded["model"]["weight"].equal(model.module.weight), "that was the last step"
 """
 }
-"""What shall hold at the end of a page's program."""
+"""Checks that run at the end of a page's program."""
 
 
 def programs():
-    """Find the programs in the pages on extension points: what makes a group is a whole one."""
+    """Yield the complete programs of the pages: the code blocks that create a group."""
     others = (ROOT / f"docs/{name}.md" for name in ("checkpoint_async", "checkpoints", "uneven"))
     for page in sorted([*ROOT.glob("docs/ddp_*.md"), *others]):
         blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
@@ -77,8 +77,8 @@ def programs():
 
 
 @pytest.mark.slow
-def test_programs_run(tmp_path):
-    """All in one launch, for that takes longer than any of them."""
+def test_documented_programs_run(tmp_path):
+    """All in one launch, since launching takes longer than any of them."""
     found = list(programs())
     assert {page for page, _ in found} == WITH_PROGRAMS
     for page, source in found:
@@ -101,12 +101,12 @@ def test_programs_run(tmp_path):
 
 
 @pytest.mark.parametrize("document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=str)
-def test_links_lead_somewhere(document):
+def test_relative_links_exist(document):
     for target in re.findall(r"\]\(([^)]+)\)", document.read_text()):
         assert target.startswith("http") or (document.parent / target).exists(), target
 
 
-def test_the_design_names_modules_that_exist():
+def test_modules_named_in_the_design_exist():
     text = (ROOT / "docs/design.md").read_text()
     named = set(re.findall(r"(?:`|^  )(_[a-z]\w+)(?=[`. ])", text, flags=re.MULTILINE))
     assert {"_call_arguments", "_status_store", "_failure_detector"} <= named

@@ -11,19 +11,19 @@ import pytest
 from phalanx import errors
 
 
-def test_the_docstring_draws_the_whole_tree():
+def test_the_docstring_lists_every_exception():
     drawn = set(re.findall(r"[├└]── (\w+)", errors.__doc__)) | {"PhalanxError"}
     real = {name for name in errors.__all__ if name != "RankReport"}
     assert drawn == real
 
 
-def test_the_docstring_draws_every_built_in_parent():
+def test_the_docstring_lists_builtin_parents_correctly():
     for name, listed in re.findall(r"── (\w+) \(([\w, ]+)\)", errors.__doc__):
         for parent in listed.split(", "):
             assert issubclass(getattr(errors, name), getattr(builtins, parent)), name
 
 
-def test_a_timeout_carries_its_facts():
+def test_a_timeout_carries_ranks_sequence_and_reports():
     report = errors.RankReport(
         2, "idle", "broadcast float32[4]", 11, "train.py:9", "load.py:3 in get"
     )
@@ -58,7 +58,7 @@ def test_a_key_error_prints_its_message_not_the_repr(kind):
 
 
 @pytest.mark.parametrize("name", [name for name in errors.__all__ if name != "RankReport"])
-def test_errors_survive_pickling(name):
+def test_errors_are_picklable(name):
     error = getattr(errors, name)("what happened")
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is type(error)
@@ -71,11 +71,11 @@ OLD_WORDS = re.compile(
     r"did not come|has come|have come|came|as can be)\b",
     re.IGNORECASE,
 )
-"""Words of earlier versions that are not usual in the field."""
+"""Words of earlier versions that are not standard in the field."""
 
 
 def message_template(node):
-    """Return a string expression with ``{}`` for its values; None if it is no string."""
+    """Return a string expression with ``{}`` for its values; None if it is not a string."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -99,7 +99,7 @@ def raised_messages():
                 yield f"{path.relative_to(root)}:{node.lineno}", template
 
 
-def test_messages_are_plain_english():
+def test_messages_use_no_obsolete_vocabulary():
     found = dict(raised_messages())
     assert len(found) > 300, "the collection does not work"
     odd = {place: template for place, template in found.items() if OLD_WORDS.search(template)}

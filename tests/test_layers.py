@@ -1,4 +1,4 @@
-"""The structure of the package: layers, imports of torch, and names that repeat."""
+"""The structure of the package: layers, imports of torch, and repeated names."""
 
 import ast
 import re
@@ -95,7 +95,7 @@ def torch_imports(path):
         yield from (name for name in names if name.split(".")[0] == "torch")
 
 
-def test_imports_point_down_and_the_launcher_is_free_of_torch():
+def test_imports_point_down_and_the_launcher_does_not_import_torch():
     unknown = {part_of(path) for path in modules()} - LEVEL.keys()
     assert not unknown, "add these parts to LAYERS"
     offending = {
@@ -106,7 +106,7 @@ def test_imports_point_down_and_the_launcher_is_free_of_torch():
     assert offending == {}
 
 
-def test_the_docstring_and_the_picture_show_these_layers():
+def test_the_docstring_and_the_picture_match_the_layers():
     public = [{name for name in names if name[0] != "_"} for names in LAYERS]
     expected = [names for names in reversed(public) if names]
     merged = [*expected[:-2], expected[-2] | expected[-1]]  # errors and env share a line

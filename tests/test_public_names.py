@@ -1,4 +1,4 @@
-"""The public names: what is exported is what is promised, and it is documented."""
+"""Public names: the exports match the promised list and are documented."""
 
 import importlib
 import inspect
@@ -163,7 +163,7 @@ def is_package(name):
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_what_is_exported_is_what_is_promised(name):
+def test_exports_match_the_promised_names(name):
     module = importlib.import_module(name)
     assert set(module.__all__) == PROMISED[name]
     for each in module.__all__:
@@ -171,7 +171,7 @@ def test_what_is_exported_is_what_is_promised(name):
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_nothing_public_hides_from_the_list(name):
+def test_every_public_object_is_listed(name):
     module = importlib.import_module(name)
     visible = {
         each
@@ -188,15 +188,15 @@ def listed(name):
 
 
 @pytest.mark.parametrize("name", [each for each in PROMISED if is_package(each)])
-def test_a_package_lists_what_is_public_and_its_modules(name):
-    """As `dir` and a completing shell show it: nothing missing, nothing that is only imported."""
+def test_dir_of_a_package_shows_public_names_and_modules_only(name):
+    """What `dir` and shell completion show: nothing missing, and no mere imports."""
     module = importlib.import_module(name)
     public = {each for each in module.__all__ if each[:1] != "_"}
     modules = {each.name for each in pkgutil.iter_modules(module.__path__)}
     assert public <= listed(name) <= public | modules
 
 
-def test_what_a_fresh_process_lists_does_not_depend_on_what_it_has_used():
+def test_dir_of_a_fresh_import_shows_all_public_names():
     code = "import phalanx; print(*(each for each in dir(phalanx) if each[:1] != '_'))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     public = PROMISED["phalanx"] - {"__version__"}
@@ -204,7 +204,7 @@ def test_what_a_fresh_process_lists_does_not_depend_on_what_it_has_used():
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_everything_public_is_documented(name):
+def test_every_public_name_has_a_docstring(name):
     module = importlib.import_module(name)
     assert module.__doc__
     for each in module.__all__:

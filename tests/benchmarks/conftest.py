@@ -1,4 +1,4 @@
-"""Makes the package `benchmarks` importable, from wherever pytest was started."""
+"""Make the `benchmarks` package importable from any working directory."""
 
 import sys
 from pathlib import Path

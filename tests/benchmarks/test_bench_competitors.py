@@ -1,4 +1,4 @@
-"""Those from outside: MPI's ranks, processes that keep cores busy, plain copies."""
+"""External competitors: MPI ranks, processes that keep cores busy, plain copies."""
 
 import os
 import resource
@@ -22,7 +22,7 @@ def children():
 
 @pytest.fixture
 def before():
-    """Tell which processes were there; pools of other tests may be among them."""
+    """The child processes before the test, possibly pools of other tests; none may be added."""
     there = children()
     yield there
     assert children() == there
@@ -42,11 +42,11 @@ def take_part(ctx):
 
 
 @pytest.mark.usefixtures("broken_mpiexec", "before")
-def test_all_ranks_hear_why_mpi_is_absent():
+def test_every_rank_reports_why_mpi_is_absent():
     assert ThreadRanks(2).run(take_part) == [Absent("it did not start: no such world")] * 2
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+def test_a_missing_mpi4py_is_named(monkeypatch):
     monkeypatch.setattr(mpi_module, "find_spec", lambda _: None)
     with pytest.raises(Unavailable, match="mpi4py is not installed"):
         MpiRanks(2)
@@ -54,7 +54,7 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 @pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("operation", ["allreduce", "broadcast", "allgather", "reduce_scatter"])
-def test_mpi_ranks_do_as_they_are_told(operation):
+def test_mpi_ranks_run_and_time_each_operation(operation):
     pytest.importorskip("mpi4py")
     ranks = MpiRanks(2)
     try:
@@ -65,7 +65,7 @@ def test_mpi_ranks_do_as_they_are_told(operation):
         ranks.close()
 
 
-def test_every_core_is_kept_busy(before):
+def test_busy_cores_runs_one_process_per_core(before):
     spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     with busy_cores():
         spinning = children() - before
@@ -86,12 +86,12 @@ def limits(ctx):
     return len(made), turn.run(5) > 0, len(made), lone.size()
 
 
-def test_limits():
+def test_upper_bound_competitors_run_on_one_rank():
     assert ThreadRanks(2).run(limits) == [(0, True, 5, 1), (0, False, 0, 1)]
 
 
 @pytest.mark.slow
-def test_an_allreduce_from_end_to_end():
+def test_the_allreduce_entry_end_to_end():
     (entry,) = run([find("allreduce")], quick=True, repeats=2, tell=lambda _: None).entries
     (case,) = entry.cases
     measured = {"shared", "ordinary", "gloo", "memcpy", "memcpy by all", "in place by all", "call"}

@@ -1,4 +1,4 @@
-"""Figures on their way into the documentation."""
+"""Writing benchmark figures into the documentation."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def results(name="allreduce"):
     return Results(machine, [EntryResult(name, "All \\1", "gloo", Compare.SPEED, (), cases)])
 
 
-def test_figures_are_replaced_and_prose_is_not():
+def test_figures_are_replaced_and_prose_is_kept():
     page = refresh(PAGE, results())
     assert page.startswith(PAGE[: PAGE.index("old")])
     assert page.endswith("\n\n<!-- end of figures -->\n\nAfter.\n")
@@ -54,14 +54,14 @@ def test_figures_are_replaced_and_prose_is_not():
     assert refresh(page, results()) == page
 
 
-def test_an_entry_without_a_place_gets_one():
+def test_an_entry_without_a_marker_is_appended():
     page = refresh(PAGE, results("new"))
     assert page.startswith(PAGE)
     assert "## All \\1\n\n<!-- figures: new -->\nA processor" in page
     assert refresh(page, results("new")) == page
 
 
-def test_the_same_figures_give_the_same_picture(tmp_path):
+def test_equal_figures_give_identical_pictures(tmp_path):
     pytest.importorskip("matplotlib")
     (tmp_path / "again").mkdir()
     first, second = draw(results(), tmp_path), draw(results(), tmp_path / "again")
@@ -79,7 +79,7 @@ def test_labels_do_not_overlap(wanted):
         assert placed == wanted
 
 
-def test_kept_results_can_be_published(tmp_path):
+def test_saved_results_can_be_published(tmp_path):
     pytest.importorskip("matplotlib")
     kept = tmp_path / "out.json"
     kept.write_text(results().to_json())
@@ -90,7 +90,7 @@ def test_kept_results_can_be_published(tmp_path):
     assert (tmp_path / "allreduce.svg").exists()
 
 
-def test_a_quick_run_does_not_get_into_the_docs(tmp_path):
+def test_a_quick_run_is_not_written_to_the_docs(tmp_path):
     done = CliRunner().invoke(main, ["recorder", "--quick", "--docs", str(tmp_path)])
     assert done.exit_code == 2
     assert "mean nothing" in done.output

@@ -1,4 +1,4 @@
-"""The entry of communication hooks: bytes that are counted, and their picture."""
+"""The communication hooks entry: counted bytes, and the picture."""
 
 import math
 import socket
@@ -20,7 +20,7 @@ from phalanx.ddp import DDP, hooks
 MLP = "MLP, 8 tensors"
 ELEMENTS = 4 * (256 * 256 + 256)
 SLACK = 4096
-"""Bytes for the header of a step, and for what Gloo says to its peer about each message."""
+"""Bytes for the header of a step, and for Gloo's overhead per message."""
 
 
 @pytest.fixture
@@ -36,11 +36,11 @@ needs_counts = pytest.mark.skipif(counts() is None, reason="the system keeps no 
 
 
 @needs_counts
-def test_what_is_written_to_a_connection_is_counted(connection):
+def test_bytes_written_to_a_connection_are_counted(connection):
     there, here = connection
     before = counts()
     there.setblocking(False)
-    # More than the other end takes while nobody reads: what waits to be sent counts too.
+    # More than the other end buffers: bytes that wait to be sent count too.
     written = there.send(bytes(64 << 20))
     assert sent_since(before) == written
     here.recv(1000)
@@ -48,7 +48,7 @@ def test_what_is_written_to_a_connection_is_counted(connection):
 
 
 @needs_counts
-def test_what_is_gone_is_not_subtracted(connection):
+def test_closed_connections_are_not_subtracted(connection):
     there, here = connection
     there.send(b"a word")
     before = counts()
@@ -57,7 +57,7 @@ def test_what_is_gone_is_not_subtracted(connection):
     assert sent_since(before) == len(b"an answer")
 
 
-def test_counting_closes_nobodys_socket():
+def test_counting_does_not_close_sockets():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         counts()
@@ -70,7 +70,7 @@ def measured(ctx):
 
 
 def by_convention(ctx, hook):
-    """Count a step's bytes, and tell what its calls should make a rank send."""
+    """Count a step's bytes, and compute how many its calls should send."""
     torch.manual_seed(0)
     group = ctx.group("gloo")
     model = DDP(torch.nn.Linear(300, 300), process_group=group)
@@ -91,14 +91,14 @@ def by_convention(ctx, hook):
 @needs_counts
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("hook", ["allreduce_hook", "quantization_pertensor_hook", "noop_hook"])
-def test_the_count_is_what_the_calls_should_send(ranks, hook, size):
+def test_counted_bytes_match_the_expected_traffic(ranks, hook, size):
     for sent, expected in ranks.run(by_convention, size, args=(hook,)):
         assert abs(sent - expected) < SLACK
 
 
 @needs_counts
-def test_every_hook_takes_part_and_sends_what_it_should(ranks):
-    # An element of top-k is a value and a place.
+def test_every_hook_is_measured_and_sends_the_expected_bytes(ranks):
+    # An element of top-k is a value and an index.
     per_element = {PLAIN: 4, "allreduce": 4, "fp16": 2, "bf16": 2, "8 bits, tensor": 1}
     per_element |= {"top-k 1%": 0.08, "random-k 1%": 0.04, "post-local": 0, "noop": 0}
     for rank in ranks.run(measured, 2):
@@ -111,7 +111,7 @@ def test_every_hook_takes_part_and_sends_what_it_should(ranks):
 
 
 @pytest.mark.slow
-def test_the_picture_has_every_competitor_and_is_always_the_same(tmp_path):
+def test_the_picture_has_every_competitor_and_is_deterministic(tmp_path):
     pytest.importorskip("matplotlib")
     names = [PLAIN, *HOOKS]
     assert list(SCATTERS["ddp_hooks"].styles) == names
@@ -133,7 +133,7 @@ def test_the_picture_has_every_competitor_and_is_always_the_same(tmp_path):
         assert one.read_bytes() == other.read_bytes()
 
 
-def test_there_is_no_picture_where_nothing_was_counted(tmp_path):
+def test_no_picture_is_drawn_without_counted_bytes(tmp_path):
     case = CaseResult(Case(2, {"model": MLP}), {PLAIN: [1.0]}, {PLAIN: 1}, 1, None)
     entry = EntryResult("ddp_hooks", "Hooks", PLAIN, Compare.COST, (), [case])
     pytest.importorskip("matplotlib")

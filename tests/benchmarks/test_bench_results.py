@@ -1,4 +1,4 @@
-"""Results: verdicts, the table, and the way to JSON and back."""
+"""Benchmark results: verdicts, the table, and JSON round trips."""
 
 import json
 import re
@@ -46,37 +46,37 @@ def verdict(**given):
     return found
 
 
-def test_an_aim_is_met():
+def test_a_met_aim():
     found = verdict(own=[1.0] * 6, peer=[12.0] * 6, aims=[Aim("ours", at_least=10)])
     assert (found.met, found.sure, found.slack) == (True, True, 2.0)
 
 
-def test_an_aim_is_missed():
+def test_a_missed_aim():
     aims = [Aim("ours", at_most=0.5)]
     found = verdict(own=[4.0] * 6, peer=[3.0] * 6, aims=aims, compare=Compare.ADDED)
     assert (found.met, found.sure, found.slack) == (False, True, -0.5)
 
 
 @pytest.mark.parametrize("own", [[1.0] * 5, [1.0, 1.0, 1.0, 1.0, 1.0, 4.0]])
-def test_few_or_scattered_samples_prove_nothing(own):
+def test_few_or_scattered_samples_are_not_conclusive(own):
     found = verdict(own=own, peer=[2.0] * len(own), aims=[Aim("ours", at_least=1.5)])
     assert found.met
     assert not found.sure
 
 
-def test_an_aim_may_be_for_some_cases_only():
+def test_an_aim_can_be_limited_to_some_cases():
     elsewhere = [Aim("ours", at_least=10, where={"ranks": 3}), Aim("ours", at_most=9)]
     assert verdict(own=[1.0], peer=[2.0], aims=elsewhere).aim is elsewhere[1]
 
 
-def test_an_aim_may_have_a_peer_of_its_own():
+def test_an_aim_can_have_its_own_peer():
     aims = [Aim("ours", at_most=0.6, against="limit", compare=Compare.COST)]
     found = verdict(own=[1.0] * 6, peer=[9.0] * 6, more={"limit": [2.0] * 6}, aims=aims)
     assert (found.peer, found.compare, found.found.median) == ("limit", Compare.COST, 0.5)
     assert found.met
 
 
-def test_an_aim_about_somebody_absent_is_not_judged():
+def test_an_aim_against_an_absent_competitor_is_not_judged():
     aims = (Aim("ours", at_least=1, against="mpi"), Aim("mpi", at_least=1), Aim("ours", at_least=2))
     without = results(own=[1.0], peer=[2.0], aims=aims, absent={"mpi": "no mpiexec"})
     (entry,) = without.entries
@@ -88,7 +88,7 @@ def test_an_aim_about_somebody_absent_is_not_judged():
     assert Results.from_json(without.to_json()) == without
 
 
-def test_an_aim_without_a_peer_is_about_the_time():
+def test_an_aim_without_a_peer_bounds_the_time():
     case = CaseResult(Case(1, {}), {"ours": [3.0, 4.0, 5.0]}, {"ours": 1}, 1, None)
     entry = EntryResult("alone", "Alone", None, Compare.SPEED, [Aim("ours", at_most=4.5)], [case])
     (found,) = entry.verdicts(case)
@@ -98,7 +98,7 @@ def test_an_aim_without_a_peer_is_about_the_time():
     assert "ours ≤ 4.50 s  4.00 s (3.50 to 4.50 s)  met, not sure" in text
 
 
-def test_json_there_and_back():
+def test_results_round_trip_through_json():
     aims = (
         Aim("ours", at_least=10, where={"bytes": 16384}, compare=Compare.COST, against="torch"),
     )
@@ -119,12 +119,12 @@ def test_older_files_can_be_read():
     assert Results.from_json(json.dumps(told)) == before
 
 
-def test_other_json_is_refused():
+def test_json_of_another_format_is_rejected():
     with pytest.raises(InvalidArgument, match="format 1"):
         Results.from_json("{}")
 
 
-def test_the_table_tells_it_all():
+def test_the_table_shows_times_ratios_and_verdicts():
     aims = (Aim("ours", at_least=10), Aim("ours", at_most=9.5))
     text = render(results(own=[1e-6] * 6, peer=[12e-6] * 6, aims=aims))
     assert "load average before: 0.10\n" in text
@@ -136,7 +136,7 @@ def test_the_table_tells_it_all():
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_bytes_have_a_column_where_they_were_counted():
+def test_counted_bytes_have_a_column():
     counted = results(own=[1.0], peer=[2.0], sent={"ours": 1536})
     assert Results.from_json(counted.to_json()) == counted
     header, _, ours, theirs = render(counted, markdown=True).splitlines()[5:9]
@@ -147,13 +147,13 @@ def test_bytes_have_a_column_where_they_were_counted():
     assert "sent" not in render(results(own=[1.0], peer=[2.0]))
 
 
-def test_markdown_is_a_table():
+def test_markdown_output_is_a_table():
     text = render(results(own=[1.0], peer=[2.0], compare=Compare.ADDED), markdown=True)
     assert "| ranks | bytes | competitor | per call (middle half) | added to torch (95%) |" in text
     assert "| 2 | 16 KiB | ours | 1.00 s (1.00 to 1.00 s) | -1.00 s (-1.00 to -1.00 s) |" in text
 
 
-def test_a_busy_machine_is_told():
+def test_a_busy_machine_is_reported():
     text = render(results(own=[1.0], peer=[1.0], load=3.0, others=0.7, threads=2))
     assert "load average before: 3.00 (busy)" in text
     assert "cores that others used: 0.7 to 0.7: a busy machine" in text
@@ -170,7 +170,7 @@ def test_a_busy_machine_is_told():
         (75, "75.0 s"),
     ],
 )
-def test_times_have_three_digits(value, text):
+def test_times_have_three_significant_digits(value, text):
     assert seconds(value) == text
 
 
@@ -178,7 +178,7 @@ def test_times_have_three_digits(value, text):
     ("count", "text"),
     [(0, "0 B"), (4, "4 B"), (1536, "1536 B"), (16384, "16 KiB"), (25 << 20, "25 MiB")],
 )
-def test_sizes_are_said_as_people_do(count, text):
+def test_sizes_use_the_largest_exact_unit(count, text):
     assert size(count) == text
 
 
@@ -186,7 +186,7 @@ def test_sizes_are_said_as_people_do(count, text):
     ("count", "text"),
     [(0, "0 B"), (720, "720 B"), (1052672, "1.00 MiB"), (100712448, "96.0 MiB")],
 )
-def test_bytes_have_three_digits(count, text):
+def test_byte_volumes_have_three_significant_digits(count, text):
     assert volume(count) == text
 
 
@@ -197,6 +197,6 @@ def test_the_machine_is_described():
     assert machine.torch.startswith("2.")
 
 
-def test_busy_time_only_grows():
+def test_busy_time_is_monotonic():
     before = busy_seconds()
     assert before is None or busy_seconds() >= before

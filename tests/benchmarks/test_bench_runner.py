@@ -1,4 +1,4 @@
-"""The runner: on an entry of known numbers, and on a real one, quickly."""
+"""The benchmark runner, on an entry with known times and on a quick real one."""
 
 import json
 import time
@@ -20,7 +20,7 @@ def nothing(_):
 
 
 @pytest.mark.slow
-def test_known_numbers_come_out():
+def test_the_runner_reports_the_known_times():
     told = []
     (entry,) = run([load("tiny_entry")], tell=told.append).entries
     assert len(told) == 2 * 4  # every case, by both sets of processes
@@ -40,7 +40,7 @@ def test_known_numbers_come_out():
     assert met == [[False], [False], [True, False], [True, False]]
 
 
-def test_a_quick_run_is_a_short_one():
+def test_a_quick_run_uses_fewer_cases_and_repeats():
     (entry,) = run([load("tiny_entry")], quick=True, repeats=2, tell=nothing).entries
     assert [result.case.labels for result in entry.cases] == [
         {"ranks": 1, "size": 3},
@@ -53,7 +53,7 @@ def in_a_thread(ctx: RankContext, plan: Plan):
     return measure(ctx, "tiny_entry", Case(ctx.size, {"size": 3}), plan)
 
 
-def test_competitors_take_turns_and_the_set_up_is_resumed_at_the_end():
+def test_competitors_alternate_and_the_setup_is_finished():
     tiny_entry.happened.clear()
     (found,) = ThreadRanks(1).run(in_a_thread, args=(Plan(9, 0.0),))
     *turns, end = tiny_entry.happened[-19:]
@@ -64,7 +64,7 @@ def test_competitors_take_turns_and_the_set_up_is_resumed_at_the_end():
     assert found.seconds == {"once": [3] * 9, "twice": [6] * 9}
 
 
-def test_who_was_absent_once_is_left_out():
+def test_a_competitor_absent_from_one_part_is_dropped():
     with_it = RankSamples({"a": [1.0], "b": [2.0]}, {"a": 1, "b": 1}, 1, 0.0, {})
     without = RankSamples({"a": [3.0]}, {"a": 1}, 1, 0.0, {"b": "it did not start"})
     found = join(Case(1, {}), [Part([with_it], None), Part([without], None)])
@@ -72,12 +72,12 @@ def test_who_was_absent_once_is_left_out():
     assert found.absent == {"b": "it did not start"}
 
 
-def test_of_bytes_the_rank_counts_that_sends_most():
+def test_bytes_are_those_of_the_rank_that_sends_most():
     ranks = [RankSamples({"a": [1.0]}, {"a": 1}, 1, 0.0, {}, {"a": sent}) for sent in (5, 7)]
     assert join(Case(2, {}), [Part(ranks, None)]).sent == {"a": 7}
 
 
-def test_names():
+def test_entries_are_found_by_name():
     assert {"allreduce", "group_overhead", "recorder"} <= set(names())
     assert find("recorder").name == "recorder"
 
@@ -85,7 +85,7 @@ def test_names():
 @pytest.mark.parametrize(
     ("name", "hint"), [("recoder", "did you mean 'recorder'"), ("x", "there are allreduce")]
 )
-def test_an_unknown_name_is_refused(name, hint):
+def test_an_unknown_name_is_rejected_with_a_hint(name, hint):
     with pytest.raises(InvalidArgument, match=f"there is no benchmark '{name}': {hint}"):
         find(name)
     done = CliRunner().invoke(main, [name, "--quick"])
@@ -98,14 +98,14 @@ def test_an_aim_has_one_bound():
         Aim("ours")
 
 
-def test_the_list():
+def test_list_option_prints_every_entry():
     done = CliRunner().invoke(main, ["--list"])
     assert done.exit_code == 0
     assert [line.partition(":")[0] for line in done.output.splitlines()] == names()
 
 
 @pytest.mark.slow
-def test_a_real_entry_from_end_to_end(tmp_path):
+def test_real_entries_end_to_end(tmp_path):
     kept = tmp_path / "results" / "out.json"
     began = time.monotonic()
     done = CliRunner().invoke(

@@ -1,4 +1,4 @@
-"""An entry whose competitors say themselves how long they took, so that all figures are known."""
+"""An entry whose competitors report their own times, so that all figures are known."""
 
 from benchmarks.entry import Aim, SelfTimed, entry
 from benchmarks.stats import Compare

@@ -1,7 +1,7 @@
-"""Ranks where shared memory is scarce or not to be had: a program that `test_shm_memory` runs.
+"""Run ranks where shared memory is scarce or unavailable. `test_shm_memory` runs this program.
 
-It leaves the machine's memory file systems for tiny ones in a mount namespace of its own, has the
-kernel refuse memfds, and then forks ranks. What they found goes to standard output, as JSON.
+It mounts tiny file systems over /dev/shm in its own mount namespace, makes the kernel refuse
+memfd_create, and then forks ranks. Their results are printed to stdout as JSON.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def refuse_memfd():
-    """Have the kernel refuse to make a memfd from now on, as a sandbox may."""
+    """Make memfd_create fail with EPERM from now on, as a sandbox may."""
     code = [(0x20, 0, 0, 0), (0x15, 0, 1, MEMFD_CREATE), (0x06, 0, 0, REFUSE), (0x06, 0, 0, ALLOW)]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *each) for each in code))
     program = struct.pack("HxxxxxxP", len(code), ctypes.addressof(filters))
@@ -42,10 +42,10 @@ def refuse_memfd():
     assert libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0
 
 
-def leave_for_tiny_places(folder):
-    """Mount 1 MiB over /dev/shm and 24 MiB over a folder, where nobody else sees it.
+def mount_tiny_file_systems(folder):
+    """Mount 1 MiB over /dev/shm and 24 MiB over a folder, in a private mount namespace.
 
-    Tells whether this process may.
+    Returns whether this process was allowed to.
     """
     if libc.unshare(CLONE_NEWNS) != 0:
         return False
@@ -57,11 +57,11 @@ def leave_for_tiny_places(folder):
     return all(subprocess.run(["mount", *each], check=False).returncode == 0 for each in mounts)
 
 
-# -- what ranks find -----------------------------------------------------------------------
+# -- rank bodies ---------------------------------------------------------------------------
 
 
 def on_ranks(size, body, *args):
-    """Fork ranks that call a function, and collect what they return."""
+    """Fork ranks that call a function, and collect their return values."""
     pipes = []
     for rank in range(size):
         reading, writing = os.pipe()
@@ -84,7 +84,7 @@ def on_ranks(size, body, *args):
 
 
 def form(rank, size, meeting, backend):
-    """Form a group as a user would, and add up."""
+    """Form a group as a user would, and run an allreduce."""
     store = FileStore(meeting, size)
     place = {"store": store, "rank": rank, "world_size": size}
     try:
@@ -98,7 +98,7 @@ def form(rank, size, meeting, backend):
 
 
 def form_in_containers(rank, size, meeting, backend):
-    """Form a group with a rank that has pids of its own, as containers do that share /dev/shm."""
+    """Form a group with a rank in its own pid namespace, like containers that share /dev/shm."""
     if rank == 0:
         return form(rank, size, meeting, backend)
     assert libc.unshare(CLONE_NEWNS | CLONE_NEWPID) == 0
@@ -111,14 +111,14 @@ def enter_container():
         subprocess.run(["mount", *each], check=True)
 
 
-def form_within_a_limit(rank, size, meeting, backend):
-    """Form a group where no file may be larger than 1 MiB, which takes no privilege."""
+def form_with_file_size_limit(rank, size, meeting, backend):
+    """Form a group with RLIMIT_FSIZE set to 1 MiB, which needs no privilege."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
     return form(rank, size, meeting, backend)
 
 
 def exhaust(rank, size, meeting, folder):
-    """Take all memory that there is, in a slab that has room for more."""
+    """Allocate until the file system is full, in a slab larger than the file system."""
     sizes = native.engine.Sizes()
     sizes.small, sizes.window, sizes.channel, sizes.slab = 1024, 4096, 4096, 256 * MIB
     engine = share_region(FileStore(meeting, size), rank, size, sizes=sizes, places=[folder])
@@ -136,10 +136,10 @@ def exhaust(rank, size, meeting, folder):
 
 
 def main():
-    """Print what ranks found; less where this process may not mount anything."""
+    """Print the results of the ranks; fewer cases if this process may not mount."""
     folder, rich = Path(sys.argv[1]), Path(sys.argv[2])
-    results = {"within a limit": on_ranks(2, form_within_a_limit, str(rich / "limit"), "shm")}
-    if leave_for_tiny_places(str(folder)):
+    results = {"within a limit": on_ranks(2, form_with_file_size_limit, str(rich / "limit"), "shm")}
+    if mount_tiny_file_systems(str(folder)):
         results["containers"] = on_ranks(2, form_in_containers, str(rich / "containers"), "auto")
         results["exhausted"] = on_ranks(1, exhaust, str(rich / "0"), str(folder))
         refuse_memfd()

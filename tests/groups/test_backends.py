@@ -1,4 +1,4 @@
-"""Backends: those that a user brings, the fake one, and the names that upstream has."""
+"""User-defined backends, the fake backend, and compatibility with upstream's names."""
 
 import inspect
 import os
@@ -23,13 +23,13 @@ MANY = 100_000
 
 
 @pytest.mark.parametrize("name", upstream.__all__)
-def test_every_name_of_upstream_is_here(name):
+def test_every_upstream_name_is_exported(name):
     assert name in groups.__all__
     assert hasattr(groups, name)
 
 
 @pytest.mark.parametrize("name", ["new_group", "register_backend", "process_group"])
-def test_upstreams_parameters_come_first_and_in_order(name):
+def test_upstream_parameters_come_first_in_the_same_order(name):
     theirs = inspect.signature(getattr(upstream, name)).parameters.values()
     ours = list(inspect.signature(getattr(groups, name)).parameters.values())
     for place, parameter in enumerate(theirs):
@@ -57,11 +57,11 @@ def form_like_upstream(ctx):
     return group.rank(), group.size(), tensor.item()
 
 
-def test_new_group_as_upstream_calls_it(ranks):
+def test_new_group_accepts_the_upstream_call(ranks):
     assert ranks.run(form_like_upstream, 2) == [(0, 2, 2.0), (1, 2, 2.0)]
 
 
-# -- backends of a user's own --------------------------------------------------------------
+# -- user-defined backends -----------------------------------------------------------------
 
 
 def bare_gloo(store, rank, world_size, timeout, device, **options):
@@ -69,7 +69,7 @@ def bare_gloo(store, rank, world_size, timeout, device, **options):
 
 
 def whole_group(store, rank, world_size, timeout, device, **options):
-    """Make what upstream's factories make."""
+    """Return a whole ProcessGroup, as upstream's factories do."""
     group = dist.ProcessGroup(store, rank, world_size)
     gloo = dist.ProcessGroupGloo(store, rank, world_size, timeout)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -82,14 +82,14 @@ def counted(store, rank, world_size, timeout, device, *, start=0):
     return bare_gloo(store, rank, world_size, timeout, device)
 
 
-# Ranks import this module too, so they know these.
+# Ranks import this module too, so these are registered there as well.
 register_backend("my bare gloo", bare_gloo)
 register_backend("my whole group", whole_group)
 register_backend("my counted gloo", counted)
 
 
 @over_groups(backends=("my bare gloo", "my whole group"), sizes=(1, 2), split=True)
-def test_a_backend_of_five_lines(group):
+def test_a_user_defined_backend_runs_collectives_and_point_to_point(group):
     size, rank = group.size(), group.rank()
     assert "my" in group.backend
     tensor = torch.full((3,), float(rank + 1))
@@ -113,14 +113,14 @@ def test_a_backend_of_five_lines(group):
 
 
 @over_groups(backends=("my counted gloo",), sizes=(2,), start=3)
-def test_options_reach_the_factory(group):
+def test_options_are_passed_to_the_backend_factory(group):
     group.barrier().wait()
     assert group._config.options == {"start": 3}
     with pytest.raises(InvalidArgument, match="meta.*serves cpu"):
         group.allreduce(torch.ones(1, device="meta"))
 
 
-def test_traits_are_what_the_user_says():
+def test_traits_passed_to_register_backend_are_used():
     def fake(store, rank, world_size, timeout, device, **options):
         return groups.backends.fake.FakeEngine(rank, world_size)
 
@@ -137,19 +137,19 @@ def test_traits_are_what_the_user_says():
 
 @pytest.fixture(params=[0, 1, 54_321, MANY - 1], ids="rank {}".format)
 def fake(request):
-    """One rank of many that do not exist, and no store."""
+    """One rank of a large fake group, without a store."""
     group = new_group("fake", MINUTE, "cpu", rank=request.param, world_size=MANY)
     yield group
     group.shutdown()
 
 
 @pytest.mark.parametrize("given", [{}, {"rank": 0}, {"world_size": 2}])
-def test_fake_asks_for_rank_and_world_size(given):
+def test_fake_requires_rank_and_world_size(given):
     with pytest.raises(InvalidArgument, match=r"backend 'fake' needs rank= and world_size="):
         new_group("fake", MINUTE, **given)
 
 
-def test_fake_calls_end_at_once(fake):
+def test_fake_calls_complete_immediately(fake):
     tensor = torch.arange(3.0)
     works = [
         fake.allreduce(tensor),
@@ -168,7 +168,7 @@ def test_fake_calls_end_at_once(fake):
     assert works[0].get_future().wait()[0] is tensor
 
 
-def test_fake_results_have_their_shapes_and_this_ranks_values(fake):
+def test_fake_outputs_are_filled_with_this_ranks_values(fake):
     rank = fake.rank()
     whole, part = torch.zeros(MANY, 2), torch.tensor([1.0, float(rank)])
     fake.all_gather_single(whole, part).wait()
@@ -178,7 +178,7 @@ def test_fake_results_have_their_shapes_and_this_ranks_values(fake):
     assert part.tolist() == [2.0 * rank, 2.0 * rank + 1]
 
 
-def test_fake_lists_and_roots():
+def test_fake_list_and_rooted_collectives():
     group = new_group("fake", MINUTE, rank=1, world_size=3)
     mine, outputs = torch.ones(2), [torch.zeros(2) for _ in range(3)]
     group.allgather(outputs, mine).wait()
@@ -222,14 +222,14 @@ def test_fake_groups_split_in_any_order(fake):
         group.shutdown()
 
 
-def test_fake_still_refuses_mistakes(fake):
+def test_fake_validates_arguments(fake):
     with pytest.raises(InvalidArgument, match="not a rank of this group"):
         fake.broadcast(torch.ones(1), MANY)
     with pytest.raises(InvalidArgument, match="needs"):
         fake.all_gather_single(torch.ones(5), torch.ones(1))
 
 
-def test_fake_plans_on_the_meta_device():
+def test_fake_runs_on_the_meta_device():
     group = new_group("fake", MINUTE, "meta", rank=0, world_size=MANY)
     whole = torch.empty(MANY * 1000, device="meta")  # 400 MB, if it were there
     group.all_gather_single(whole, torch.empty(1000, device="meta")).wait()
@@ -237,7 +237,7 @@ def test_fake_plans_on_the_meta_device():
     group.shutdown()
 
 
-def test_a_group_of_one_needs_nobody():
+def test_a_group_of_one_rank_works_on_every_backend():
     for backend in ("local", "gloo", "fake"):
         group = new_group(backend, MINUTE, store=HashStore(), rank=0, world_size=1)
         tensor = torch.ones(2)

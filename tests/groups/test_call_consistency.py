@@ -1,4 +1,4 @@
-"""Ranks that disagree on what to call: both sides are named, on every rank."""
+"""Mismatched calls: the error names both calls, on every rank."""
 
 from datetime import timedelta
 
@@ -60,12 +60,12 @@ def disagree(ctx, which, checks):
 
 
 @pytest.mark.parametrize("which", DISAGREEMENTS)
-def test_threads_are_checked_for_free(threads, which):
+def test_mismatch_is_always_detected_between_thread_ranks(threads, which):
     threads.run(disagree, 3, args=(which, None))
 
 
 @pytest.mark.parametrize("which", DISAGREEMENTS)
-def test_processes_are_checked_on_demand(ranks, which):
+def test_mismatch_is_detected_between_processes_with_checks_enabled(ranks, which):
     ranks.run(disagree, 3, args=(which, True))
 
 
@@ -86,7 +86,7 @@ def agree(ctx, checks):
 
 
 @pytest.mark.parametrize("checks", [None, True, False])
-def test_what_may_differ_between_ranks_is_not_checked(threads, ranks, checks):
+def test_arguments_that_may_differ_between_ranks_are_not_checked(threads, ranks, checks):
     threads.run(agree, 3, args=(checks,))
     ranks.run(agree, 3, args=(checks,))
 
@@ -102,7 +102,7 @@ def disagree_unchecked(ctx):
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_a_hang_for_disagreement_is_explained_even_without_checks(ranks):
+def test_a_hang_from_mismatched_calls_is_diagnosed_without_checks(ranks):
     for kind, text in ranks.run(disagree_unchecked, 2):
         assert kind == "RankMismatch", text
         assert "rank 0 called allreduce float32[3] at groups/test_call_consistency.py" in text
@@ -110,7 +110,7 @@ def test_a_hang_for_disagreement_is_explained_even_without_checks(ranks):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2,), timeout=20, reuse=True)
-def test_calls_that_look_alike_differ_in_the_reduction(group):
+def test_mismatched_reduce_op_is_named_in_the_error(group):
     op = ReduceOp.AVG if group.rank() else ReduceOp.SUM
     with pytest.raises(RankMismatch, match=r"allreduce float32\[3\].*reduce op"):
         group.allreduce(torch.ones(3), op=op).wait()

@@ -1,4 +1,4 @@
-"""Both of torch's call forms for every collective, and the handles that calls return."""
+"""Both of torch's call forms for every collective, and the Work handles that calls return."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ MAX, AVG = ReduceOp.MAX, ReduceOp.AVG
 
 
 def options(kind, **fields):
-    """Make options of torch's, with some fields set."""
+    """Create one of torch's options objects, with some fields set."""
     made = kind()
     for name, value in fields.items():
         setattr(made, name, value)
@@ -25,12 +25,12 @@ def options(kind, **fields):
 
 
 def pair(group, scale=1.0):
-    """Return what a rank brings: ``[1, 2]`` on rank 0 and ``[3, 4]`` on rank 1."""
+    """Return this rank's input: ``[1, 2]`` on rank 0 and ``[3, 4]`` on rank 1."""
     return scale * torch.tensor([[1.0, 2.0], [3.0, 4.0]])[group.rank()]
 
 
 def check(group, forms, bring, expected):
-    """Make one call in many forms; each is given what ranks bring and returns (work, output)."""
+    """Make one call in every form; each form takes the input and returns (work, output)."""
     for number, form in enumerate(forms):
         work, output = form(group, bring())
         assert isinstance(work, Work)
@@ -77,7 +77,7 @@ def test_allreduce(group):
 
 
 @over_two
-def test_reduce(group):
+def test_reduce_to_root(group):
     expected = [[1.0, 2.0], [3.0, 4.0]][group.rank()]  # rank 1 has the greatest already
     check(group, REDUCE_FORMS, lambda: pair(group), expected)
     expected = [[-1.0, -2.0], [-1.0, -2.0]][group.rank()]
@@ -108,7 +108,7 @@ def test_reduce_scatter(group):
 
 
 @over_two
-def test_names_of_torchs_own_parameters(group):
+def test_torch_parameter_names_are_accepted(group):
     whole, output = pair(group), torch.zeros(1)
     group.reduce_scatter(output=output, input=list(whole.view(2, 1).unbind())).wait()
     assert output.tolist() == [[4.0, 6.0][group.rank()]]
@@ -118,7 +118,7 @@ def test_names_of_torchs_own_parameters(group):
 
 
 def into_blank(call, count=1):
-    """Make a form for `check` out of a call with an output of its own."""
+    """Make a form for `check` out of a call that has a separate output."""
 
     def form(group, tensor):
         output = torch.zeros(count)
@@ -235,7 +235,7 @@ def test_all_to_all(group):
 
 
 @over_two
-def test_barrier_and_transfers(group):
+def test_barrier_and_point_to_point(group):
     for work in (
         group.barrier(),
         group.barrier(c10d.BarrierOptions()),
@@ -256,7 +256,7 @@ def test_barrier_and_transfers(group):
 
 
 @over_two
-def test_a_timeout_counts_in_every_place_that_takes_one(group):
+def test_timeout_is_honoured_wherever_it_can_be_passed(group):
     t, pieces, out = torch.zeros(2), [torch.zeros(1), torch.zeros(1)], torch.zeros(1)
     everywhere = [torch.zeros(2), torch.zeros(2)]
     root = group.rank() == 0
@@ -289,11 +289,11 @@ def test_a_timeout_counts_in_every_place_that_takes_one(group):
     assert work.timeout == group.timeout.total_seconds() != SOON.total_seconds()
 
 
-# -- the handle of a call ------------------------------------------------------------------
+# -- Work handles --------------------------------------------------------------------------
 
 
 @over_two
-def test_a_work_tells_how_its_call_ended(group):
+def test_work_reports_completion_and_result(group):
     tensor = pair(group)
     work = group.allreduce(tensor)
     assert work.wait() is True
@@ -306,7 +306,7 @@ def test_a_work_tells_how_its_call_ended(group):
 
 
 @over_two
-def test_a_work_is_not_complete_before_the_last_rank_comes(group):
+def test_work_is_not_complete_before_the_last_rank_calls(group):
     store = group.get_group_store()
     if group.rank() == 0:
         tensor = pair(group)
@@ -325,7 +325,7 @@ def test_a_work_is_not_complete_before_the_last_rank_comes(group):
 
 
 @over_two
-def test_outputs_are_the_result_where_a_call_has_them(group):
+def test_work_result_is_the_output_tensors(group):
     outputs = [torch.zeros(2), torch.zeros(2)]
     work = group.allgather(outputs, pair(group))
     work.wait()
@@ -351,15 +351,15 @@ def test_futures(group):
 
 
 @over_two
-def test_a_future_can_be_had_after_the_end(group):
+def test_get_future_works_after_completion(group):
     work = group.all_gather_single(torch.zeros(4), pair(group))
     work.wait()
     assert work.get_future().wait()[0].tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
 @over_two
-def test_a_future_of_gathered_tensors_has_them_in_one(group):
-    """As it is with NCCL, which torch's quantising hooks go by."""
+def test_future_of_allgather_holds_one_stacked_tensor(group):
+    """As NCCL does; torch's quantization hooks rely on it."""
     outputs = [torch.zeros(2), torch.zeros(2)]
     (rows,) = group.allgather([outputs], [pair(group)]).get_future().wait()
     assert rows.tolist() == [[1.0, 2.0], [3.0, 4.0]]
@@ -367,8 +367,8 @@ def test_a_future_of_gathered_tensors_has_them_in_one(group):
 
 
 @over_two
-def test_a_mean_is_taken_once_however_many_threads_wait(group):
-    """The mean of integers is a sum that the group divides, on both backends."""
+def test_average_is_divided_once_when_many_threads_wait(group):
+    """An integer average is a sum that the group divides, on both backends."""
     waiting = 4
     for _ in range(30):
         tensor = torch.tensor([10, 20]) * (group.rank() + 1)

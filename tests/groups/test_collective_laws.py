@@ -1,4 +1,4 @@
-"""What holds between collectives, whatever is in the tensors and whoever comes first."""
+"""Identities between collectives that hold for any input and any order of arrival."""
 
 import random
 import threading
@@ -19,7 +19,7 @@ FLOATS = st.floats(-(2.0**100), 2.0**100, width=32)
 
 @st.composite
 def rows(draw, numbers=WHOLE, dtype=torch.int64, multiple=False):
-    """Draw a tensor for each of one to four ranks; `multiple` lets it divide among them."""
+    """Draw a tensor for each of one to four ranks; `multiple` makes its length divisible."""
     size = draw(st.integers(1, 4))
     length = draw(st.integers(0, 3)) * (size if multiple else 1)
     drawn = st.lists(numbers, min_size=length, max_size=length)
@@ -91,7 +91,7 @@ def test_reduce_and_broadcast_make_allreduce(inputs, root):
 
 @many
 @given(rows(), st.integers(0, 3))
-def test_scatter_takes_back_what_gather_did(inputs, root):
+def test_scatter_inverts_gather(inputs, root):
     def law(group, tensor):
         root_rank = root % group.size()
         everybodys = [torch.zeros_like(tensor) for _ in inputs]
@@ -122,7 +122,7 @@ def test_a_second_broadcast_changes_nothing(inputs, root):
 
 @many
 @given(rows(multiple=True))
-def test_an_even_exchange_undoes_itself(inputs):
+def test_an_even_all_to_all_is_its_own_inverse(inputs):
     def law(group, tensor):
         there, back = torch.zeros_like(tensor), torch.zeros_like(tensor)
         group.all_to_all_single(there, tensor).wait()
@@ -144,7 +144,7 @@ def test_an_even_exchange_undoes_itself(inputs):
         )
     )
 )
-def test_an_uneven_exchange_is_undone_with_the_splits_turned_around(splits):
+def test_an_uneven_all_to_all_is_inverted_by_swapping_the_splits(splits):
     """``splits[i][j]`` is how many rows rank i sends to rank j."""
     sent = splits
     received = [list(column) for column in zip(*splits, strict=True)]
@@ -167,7 +167,7 @@ def test_an_uneven_exchange_is_undone_with_the_splits_turned_around(splits):
 
 @many
 @given(st.permutations(range(4)), st.lists(FLOATS, min_size=12, max_size=12))
-def test_a_sum_has_the_same_bits_whoever_comes_first(arrival, numbers):
+def test_sum_is_bitwise_equal_for_any_order_of_arrival(arrival, numbers):
     inputs = list(torch.tensor(numbers, dtype=torch.float32).view(4, 3))
     by_rank = ((inputs[0] + inputs[1]) + inputs[2]) + inputs[3]
     turns = [threading.Event() for _ in range(5)]
@@ -186,7 +186,7 @@ def test_a_sum_has_the_same_bits_whoever_comes_first(arrival, numbers):
 
 @many
 @given(rows(), st.randoms(use_true_random=False))
-def test_the_order_of_ranks_does_not_matter_to_integers(inputs, chance):
+def test_integer_reductions_do_not_depend_on_rank_order(inputs, chance):
     shuffled = chance.sample(inputs, len(inputs))
     operations = ("SUM", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR")
 
@@ -197,13 +197,13 @@ def test_the_order_of_ranks_does_not_matter_to_integers(inputs, chance):
     assert all(map(torch.equal, before, after))
 
 
-# -- parts of groups -----------------------------------------------------------------------
+# -- splits --------------------------------------------------------------------------------
 
 
 @many
 @given(rows(), st.permutations(range(4)), st.integers(1, 4))
-def test_a_split_is_a_group_like_any_other(inputs, order, count):
-    """In the order in which its members were named."""
+def test_a_split_behaves_like_a_group_formed_directly(inputs, order, count):
+    """Its ranks are in the order in which the members were listed."""
     members = [rank for rank in order if rank < len(inputs)][:count]
 
     def of_split(group, tensor):
@@ -232,7 +232,7 @@ REDUCTIONS = ["allreduce", "reduce", "reduce_scatter", "reduce_scatter_single"]
 
 
 def program(seed, length, size):
-    """Write down a list of calls that all ranks make alike."""
+    """Generate a random list of calls that all ranks make."""
     chance = random.Random(seed)
     for number in range(length):
         yield {
@@ -247,7 +247,7 @@ def program(seed, length, size):
 
 
 def begin(group, step):
-    """Make one call with random numbers; returns its work and the tensors that it fills."""
+    """Make one call on random input; returns its work and the output tensor."""
     size, rank, root = group.size(), group.rank(), step["root"]
     generator = torch.Generator().manual_seed(step["seed"] * size + rank)
     shape = (size, step["length"])
@@ -285,7 +285,7 @@ def run_program(context, backend, steps):
     return outputs
 
 
-def test_a_random_program_ends_the_same_on_gloo_and_on_local(ranks, threads):
+def test_a_random_program_gives_equal_results_on_gloo_and_local(ranks, threads):
     steps = list(program(seed=7, length=150, size=3))
     assert {step["call"] for step in steps} == {*MOVES, *REDUCTIONS}
     expected = threads.run(run_program, 3, args=("local", steps))

@@ -13,7 +13,7 @@ with_peers = over_groups(sizes=(3,), split=True, reuse=True)
 
 
 def brought(group, rank, *shape):
-    """Return what a rank brings to a call: numbers that no other rank of the world has."""
+    """Return a rank's input to a call; no two ranks of the world have the same numbers."""
     shape = shape or (2, 3)
     numbers = torch.arange(1.0, math.prod(shape) + 1).reshape(shape)
     return numbers + 1000 * group.global_ranks[rank]
@@ -48,7 +48,7 @@ def same(tensors, expected):
 
 
 @everywhere
-def test_allreduce_gives_everybody_the_sum(group):
+def test_allreduce_gives_every_rank_the_sum(group):
     tensor = mine(group)
     group.allreduce(tensor).wait()
     assert torch.equal(tensor, total(group))
@@ -63,7 +63,7 @@ def test_allreduce_coalesced_sums_tensors_of_several_shapes(group):
 
 
 @everywhere
-def test_reduce_gives_the_root_the_sum_and_leaves_the_others_alone(group):
+def test_reduce_writes_the_sum_on_the_root_only(group):
     for root in range(group.size()):
         tensor = mine(group)
         group.reduce(tensor, root).wait()
@@ -81,7 +81,7 @@ def test_reduce_scatter_gives_each_rank_the_sum_of_its_tensors(group):
 
 
 @everywhere
-def test_reduce_scatter_takes_tensors_of_different_sizes(group):
+def test_reduce_scatter_accepts_tensors_of_different_sizes(group):
     inputs = [mine(group, part + 1) for part in range(group.size())]
     output = blank(group.rank() + 1)
     group.reduce_scatter(output, inputs).wait()
@@ -101,7 +101,7 @@ def test_reduce_scatter_single_gives_each_rank_the_sum_of_its_part(group):
 
 
 @everywhere
-def test_reduce_scatter_single_coalesced_does_several_at_once(group):
+def test_reduce_scatter_single_coalesced_reduces_several_tensors(group):
     size, rank = group.size(), group.rank()
     calls = (group.reduce_scatter_single_coalesced, group.reduce_scatter_tensor_coalesced)
     for call in calls:
@@ -115,7 +115,7 @@ def test_reduce_scatter_single_coalesced_does_several_at_once(group):
 
 
 @everywhere
-def test_broadcast_gives_everybody_the_roots_tensor(group):
+def test_broadcast_copies_the_roots_tensor_to_every_rank(group):
     for root in range(group.size()):
         tensor = mine(group)
         group.broadcast(tensor, root).wait()
@@ -123,7 +123,7 @@ def test_broadcast_gives_everybody_the_roots_tensor(group):
 
 
 @everywhere
-def test_gather_collects_on_the_root_only(group):
+def test_gather_fills_the_outputs_of_the_root_only(group):
     for root in range(group.size()):
         outputs = blanks(group) if group.rank() == root else []
         group.gather(outputs, mine(group), root).wait()
@@ -131,7 +131,7 @@ def test_gather_collects_on_the_root_only(group):
 
 
 @everywhere
-def test_scatter_hands_out_the_roots_list(group):
+def test_scatter_gives_each_rank_its_item_of_the_roots_list(group):
     size, rank = group.size(), group.rank()
     for root in range(size):
         inputs = [mine(group) + 10 * part for part in range(size)] if rank == root else []
@@ -144,14 +144,14 @@ def test_scatter_hands_out_the_roots_list(group):
 
 
 @everywhere
-def test_allgather_lists_everybodys_tensor(group):
+def test_allgather_fills_one_output_per_rank(group):
     outputs = blanks(group)
     group.allgather(outputs, mine(group)).wait()
     assert same(outputs, everybodys(group))
 
 
 @everywhere
-def test_all_gather_single_lines_up_everybodys_tensor(group):
+def test_all_gather_single_concatenates_the_tensors_of_all_ranks(group):
     for call in (group.all_gather_single, group._allgather_base):
         rows, stacked = blank(2 * group.size(), 3), blank(group.size(), 2, 3)
         call(rows, mine(group)).wait()
@@ -161,7 +161,7 @@ def test_all_gather_single_lines_up_everybodys_tensor(group):
 
 
 @everywhere
-def test_all_gather_single_coalesced_does_several_at_once(group):
+def test_all_gather_single_coalesced_gathers_several_tensors(group):
     for call in (group.all_gather_single_coalesced, group.allgather_into_tensor_coalesced):
         outputs = [blank(group.size()), blank(group.size() * 4)]
         call(outputs, [mine(group, 1), mine(group, 4)]).wait()
@@ -169,7 +169,7 @@ def test_all_gather_single_coalesced_does_several_at_once(group):
 
 
 @everywhere
-def test_allgather_coalesced_lists_everybodys_list(group):
+def test_allgather_coalesced_gathers_the_lists_of_all_ranks(group):
     lists = [[blank(2), blank(3, 1)] for _ in range(group.size())]
     group.allgather_coalesced(lists, [mine(group, 2), mine(group, 3, 1)]).wait()
     for rank, outputs in enumerate(lists):
@@ -187,7 +187,7 @@ def test_all_to_all_single_exchanges_rows(group):
 
 
 @everywhere
-def test_all_to_all_single_exchanges_uneven_parts_and_empty_ones(group):
+def test_all_to_all_single_exchanges_uneven_and_empty_splits(group):
     """Rank i sends ``(i + j) % 3`` rows to rank j, so that some parts are empty."""
     size, rank = group.size(), group.rank()
     sizes = [[(i + j) % 3 for j in range(size)] for i in range(size)]  # symmetric
@@ -211,11 +211,11 @@ def test_alltoall_exchanges_tensors_of_different_shapes(group):
     assert same(outputs, received)
 
 
-# -- meeting -------------------------------------------------------------------------------
+# -- barriers ------------------------------------------------------------------------------
 
 
 @everywhere
-def test_nobody_passes_a_barrier_before_everybody_is_there(group):
+def test_barrier_completes_only_after_every_rank_arrives(group):
     store = group.get_group_store()
     if group.rank() == 0:
         store.wait([f"is there/{rank}" for rank in range(1, group.size())])
@@ -229,7 +229,7 @@ def test_nobody_passes_a_barrier_before_everybody_is_there(group):
 
 
 @everywhere
-def test_monitored_barrier_waits_for_everybody(group):
+def test_monitored_barrier_waits_for_every_rank(group):
     store = group.get_group_store()
     store.add("came", 1)
     assert group.monitored_barrier() is None
@@ -254,7 +254,7 @@ def test_send_and_recv_around_a_ring(group):
 
 
 @with_peers
-def test_messages_of_one_tag_keep_their_order_and_tags_keep_apart(group):
+def test_messages_with_equal_tags_are_ordered_and_tags_are_separate(group):
     if group.rank() == 0:
         works = [group.send(mine(group) + n, 1, tag) for n, tag in enumerate((7, 8, 7))]
         for work in works:
@@ -267,7 +267,7 @@ def test_messages_of_one_tag_keep_their_order_and_tags_keep_apart(group):
 
 
 @with_peers
-def test_recv_anysource_tells_who_sent(group):
+def test_recv_anysource_reports_the_source_rank(group):
     if group.rank() != 0:
         group.send(mine(group), 0, tag=3).wait()
         return
@@ -285,7 +285,7 @@ def test_recv_anysource_tells_who_sent(group):
 
 
 @everywhere
-def test_calls_in_flight_at_once_may_be_waited_for_in_any_order(group):
+def test_calls_in_flight_can_be_waited_for_in_any_order(group):
     tensors = [mine(group) + n for n in range(6)]
     works = [group.allreduce(tensor) for tensor in tensors]
     gathered = blank(2 * group.size(), 3)
@@ -299,14 +299,14 @@ def test_calls_in_flight_at_once_may_be_waited_for_in_any_order(group):
 
 
 @everywhere
-def test_a_call_that_nobody_waits_for_still_happens(group):
+def test_a_call_completes_without_a_wait(group):
     tensor = mine(group)
     group.allreduce(tensor)
     while not torch.equal(tensor, total(group)):  # or the test's own timeout ends it
         time.sleep(0.001)
 
 
-# -- any tensor ----------------------------------------------------------------------------
+# -- dtypes and shapes ---------------------------------------------------------------------
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
@@ -316,8 +316,8 @@ DTYPES = [
 ]
 
 
-def moved_everywhere(group, give):
-    """Move what ranks bring with every collective that moves; yields (how, got, expected)."""
+def copied_everywhere(group, give):
+    """Run every collective that only copies; yields (collective, got, expected)."""
     size, rank = group.size(), group.rank()
     everybody = [give(each) for each in range(size)]
     mine, whole = give(rank), torch.stack(everybody)
@@ -347,31 +347,31 @@ def moved_everywhere(group, give):
 
 
 @over_groups(sizes=(3,), reuse=True)
-def test_tensors_of_any_dtype_can_be_moved(group):
+def test_tensors_of_any_dtype_can_be_copied(group):
     for dtype in DTYPES:
 
         def give(rank, dtype=dtype):
             return torch.tensor([[rank % 2, 1, 0], [1, rank // 2, 1]]).to(dtype)
 
-        for how, got, expected in moved_everywhere(group, give):
+        for how, got, expected in copied_everywhere(group, give):
             assert got.dtype is dtype
             assert got.tolist() == expected.tolist(), (how, dtype)
 
 
 @over_groups(sizes=(3,), reuse=True)
-def test_tensors_of_any_shape_can_be_moved(group):
+def test_tensors_of_any_shape_can_be_copied(group):
     for shape in [(), (0,), (0, 3), (2, 0), (1,), (3, 1, 2), (1 << 18,)]:
 
         def give(rank, shape=shape):
             return torch.full(shape, float(rank + 1))
 
-        for how, got, expected in moved_everywhere(group, give):
+        for how, got, expected in copied_everywhere(group, give):
             assert got.shape == expected.shape
             assert torch.equal(got, expected), (how, shape)
 
 
 @over_groups(sizes=(3,), reuse=True)
-def test_parameters_and_parts_of_other_tensors_can_be_moved(group):
+def test_parameters_and_views_can_be_copied(group):
     def parameter(rank):
         return torch.nn.Parameter(torch.full((2, 3), float(rank)))
 
@@ -379,5 +379,5 @@ def test_parameters_and_parts_of_other_tensors_can_be_moved(group):
         return torch.full((5, 4), float(rank))[2]
 
     for give in (parameter, row):
-        for how, got, expected in moved_everywhere(group, give):
+        for how, got, expected in copied_everywhere(group, give):
             assert torch.equal(got, expected), (how, give.__name__)

@@ -1,4 +1,4 @@
-"""What an engine's error is about: a peer, or the arguments."""
+"""Classification of engine errors: a failed peer, or invalid arguments."""
 
 import pytest
 import torch.distributed as dist
@@ -24,7 +24,7 @@ CLOSED = (
         RuntimeError("Application timeout caused pair closure"),
     ],
 )
-def test_these_are_about_a_peer(error):
+def test_connection_and_backend_errors_are_peer_failures(error):
     assert is_peer_failure(error)
 
 
@@ -39,5 +39,5 @@ def test_these_are_about_a_peer(error):
         InvalidArgument(CLOSED),
     ],
 )
-def test_these_are_not(error):
+def test_argument_and_unrelated_errors_are_not_peer_failures(error):
     assert not is_peer_failure(error)

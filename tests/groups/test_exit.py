@@ -1,4 +1,4 @@
-"""The end of a program that has calls under way, and of calls that take very long."""
+"""Exit of a program with calls in flight, and calls that outlast the engine's wait."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(native.engine is None, reason="the engine was no
 
 LONG = timedelta(seconds=60)
 
-# Rank 1 goes away while the interpreter of rank 0 is being taken down, which ends rank 0's waits.
+# Rank 1 exits while the interpreter of rank 0 is shutting down, which ends rank 0's waits.
 PROGRAM = """
 import os, sys, threading, time
 from datetime import timedelta
@@ -53,8 +53,8 @@ else:
 
 
 @pytest.mark.slow
-def test_a_program_may_end_while_calls_are_under_way(tmp_path):
-    """A future of ours, one of torch's, and a thread that waits; none takes the process along."""
+def test_a_program_exits_cleanly_with_calls_in_flight(tmp_path):
+    """A future of ours, one of torch's, and a waiting thread; none crashes the process."""
     (tmp_path / "program.py").write_text(PROGRAM)
     ranks = [
         subprocess.Popen(
@@ -94,6 +94,6 @@ def wait_longer_than_the_engine_does(ctx, how):
 
 
 @pytest.mark.parametrize("how", ["future", "call", "transfer"])
-def test_a_wait_without_an_end_has_none(ranks, how):
+def test_a_wait_without_timeout_outlasts_the_engines_longest_wait(ranks, how):
     both = ranks.run(wait_longer_than_the_engine_does, 2, args=(how,))
     assert both == ([[2.0] * 3] * 2 if how == "transfer" else [[3.0] * 3] * 2)

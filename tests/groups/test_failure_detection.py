@@ -1,4 +1,4 @@
-"""Lost, stopped and straying ranks: every other rank raises, and says who and where."""
+"""Dead, stopped and late ranks: every other rank raises an error that names them."""
 
 import os
 import re
@@ -64,7 +64,7 @@ def call(group, operation):
         ("barrier", "issued"),
     ],
 )
-def test_a_killed_rank_is_lost_on_every_other(ranks, operation, point):
+def test_a_killed_rank_raises_peer_lost_on_every_other_rank(ranks, operation, point):
     nth = 3 if operation == "barrier" else 2  # the body begins with a barrier
     strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=nth)
     outcome = ranks.run(lose_a_rank, 4, args=(operation,), faults=[strike], timeout=20)
@@ -80,7 +80,7 @@ def lose_a_rank_behind_a_future(ctx):
     assert time.monotonic() - started < 5
 
 
-def test_who_waits_on_a_future_learns_of_the_death_too(ranks):
+def test_a_future_fails_when_a_peer_dies(ranks):
     strike = Fault("allreduce:issued", kill(), rank=2, nth=2)
     ranks.run(lose_a_rank_behind_a_future, 4, faults=[strike], timeout=20)
 
@@ -98,7 +98,7 @@ def lose_a_peer_of_a_transfer(ctx):
     assert caught.value.lost == (2,)
 
 
-def test_a_transfer_whose_peer_dies_raises(ranks):
+def test_send_and_recv_raise_when_the_peer_dies(ranks):
     ranks.run(lose_a_peer_of_a_transfer, 3, faults=[Fault("now", kill(), rank=2)], timeout=20)
 
 
@@ -117,14 +117,14 @@ def go_on_with_survivors(ctx):
     return rest.rank()
 
 
-def test_survivors_build_a_new_group_and_go_on(ranks):
+def test_survivors_split_off_a_new_group_and_continue(ranks):
     strike = Fault("allreduce:issued", kill(), rank=1, nth=3)
     outcome = ranks.run(go_on_with_survivors, 4, faults=[strike], timeout=20)
     assert [outcome[0], *outcome[2:]] == [0, 1, 2]
 
 
 def die_behind_a_busy_rank(ctx, backend):
-    """Rank 1, from which the others wait to hear, is in user code when rank 2 dies."""
+    """Rank 1, the root that rank 0 waits for, is in user code when rank 2 dies."""
     group = ctx.group(backend, timeout=LONG)
     group.barrier().wait()
     if ctx.rank == 1:
@@ -148,8 +148,8 @@ def die_behind_a_busy_rank(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_death_is_told_at_once_although_another_rank_is_busy(ranks, backend):
-    """No engine of torch's notices the death of a rank that it does not hear from."""
+def test_a_death_is_reported_at_once_while_another_rank_is_busy(ranks, backend):
+    """Torch's engines do not notice the death of a rank they receive nothing from."""
     runs = [
         ranks.run(die_behind_a_busy_rank, 3, args=(backend,), expect_dead=[2]) for _ in range(3)
     ]
@@ -194,7 +194,7 @@ def lose_and_time_out(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_traceback_says_nothing_of_waits_that_were_over_too_early(ranks, backend):
+def test_tracebacks_do_not_chain_internal_timeouts(ranks, backend):
     late, lost = ranks.run(lose_and_time_out, 2, args=(backend,), expect_dead=[1])[0]
     assert late.count("Traceback") == 1, late
     assert lost.count("Traceback") <= 2, lost
@@ -203,17 +203,17 @@ def test_a_traceback_says_nothing_of_waits_that_were_over_too_early(ranks, backe
 
 
 def eventually_refused(group):
-    """Call until this rank has heard that the group failed while it was away."""
+    """Call until this rank has learned that the group failed in the meantime."""
     until = time.monotonic() + 10
     while time.monotonic() < until:
         group.allreduce(torch.ones(3, dtype=torch.float64)).wait()
 
 
-def test_a_rank_stuck_in_user_code_is_found_there(ranks):
+def test_timeout_reports_where_a_process_is_in_user_code(ranks):
     ranks.run(stall, 3, args=(SHORT,))
 
 
-def test_a_thread_stuck_in_user_code_is_found_there(threads):
+def test_timeout_reports_where_a_thread_is_in_user_code(threads):
     threads.run(stall, 3, args=(SHORT,))
 
 
@@ -230,7 +230,7 @@ def stop_for_good(ctx):
     assert 0.45 < time.monotonic() - started < 5
 
 
-def test_a_stopped_rank_is_a_timeout_that_names_it(ranks):
+def test_a_stopped_rank_causes_a_timeout_that_names_it(ranks):
     ranks.run(stop_for_good, 3, faults=[Fault("now", stop(), rank=1)], timeout=20)
 
 
@@ -252,7 +252,7 @@ def lose_the_host_of_the_store(ctx, port):
     assert caught.value.reports[0].state == "stopped"
 
 
-def test_deadlines_hold_even_when_the_store_does_not_answer(ranks):
+def test_deadlines_hold_when_the_store_does_not_answer(ranks):
     strike = Fault("now", stop(), rank=0)
     ranks.run(stop_the_host_of_the_store, 3, args=(free_port(),), faults=[strike], timeout=30)
 
@@ -266,7 +266,7 @@ def stop_for_a_while(ctx):
     group.barrier().wait()
 
 
-def test_a_rank_that_stops_for_less_than_the_deadline_is_waited_for(ranks):
+def test_a_rank_stopped_for_less_than_the_deadline_does_not_fail_the_call(ranks):
     pause = Fault("allreduce:before", stop(resume_after=0.5), rank=1)
     ranks.run(stop_for_a_while, 3, faults=[pause], timeout=20)
 
@@ -299,12 +299,12 @@ def miss_every_deadline(ctx, how):
 
 
 @pytest.mark.parametrize("how", ["group", "call", "recv", "set_timeout"])
-def test_every_deadline_is_honoured_by_processes(ranks, how):
+def test_deadlines_are_honoured_by_process_ranks(ranks, how):
     ranks.run(miss_every_deadline, 2, args=(how,))
 
 
 @pytest.mark.parametrize("how", ["recv", "set_timeout"])
-def test_every_deadline_is_honoured_by_threads(threads, how):
+def test_deadlines_are_honoured_by_thread_ranks(threads, how):
     threads.run(miss_every_deadline, 2, args=(how,))
 
 
@@ -327,12 +327,12 @@ def wait_impatiently(ctx):
     assert tensor.tolist() == [2.0, 2.0]
 
 
-def test_an_impatient_wait_leaves_the_call_going(threads, ranks):
+def test_a_wait_that_times_out_leaves_the_call_in_flight(threads, ranks):
     threads.run(wait_impatiently, 2)
     ranks.run(wait_impatiently, 2)
 
 
-# -- ending on purpose ---------------------------------------------------------------------
+# -- abort and shutdown --------------------------------------------------------------------
 
 
 def abort_under_way(ctx):
@@ -357,7 +357,7 @@ def abort_under_way(ctx):
     again.barrier().wait()
 
 
-def test_abort_ends_the_calls_of_every_rank(threads, ranks):
+def test_abort_fails_pending_calls_on_every_rank(threads, ranks):
     threads.run(abort_under_way, 3)
     ranks.run(abort_under_way, 3)
 
@@ -378,7 +378,7 @@ def leave_early(ctx):
     ctx.store.set(f"told/{ctx.rank}", "")
 
 
-def test_a_rank_that_shut_down_is_named(threads, ranks):
+def test_calls_fail_naming_the_rank_that_shut_down(threads, ranks):
     threads.run(leave_early, 3)
     ranks.run(leave_early, 3)
 
@@ -396,7 +396,7 @@ def abort_with_a_call_under_way(ctx):
     ctx.store.set("gone", "")
 
 
-def test_aborting_with_a_call_under_way_does_not_block(ranks):
+def test_abort_with_a_call_in_flight_does_not_block(ranks):
     ranks.run(abort_with_a_call_under_way, 2)
 
 
@@ -411,14 +411,14 @@ def a_thread_that_ends(ctx):
     assert caught.value.lost == (1,)
 
 
-def test_a_thread_rank_that_ends_is_lost(threads):
+def test_a_thread_rank_that_ends_raises_peer_lost(threads):
     threads.run(a_thread_that_ends, 2)
 
 
 def describe_a_peer_that_still_exits(ctx):
     group = ctx.group("shm", timeout=LONG)
     group.barrier().wait()
-    # The engine may notice a death before the kernel's table of processes shows it.
+    # The engine may notice a death before /proc shows it.
     failure = group._detector.lost_failure([1 - ctx.rank], group._recorder.last)
     assert "thread" not in failure.cause
 
@@ -438,7 +438,7 @@ def lengthen_the_deadline(ctx):
     work.wait()
 
 
-def test_a_longer_deadline_reaches_the_engine(ranks):
+def test_set_timeout_extends_the_engine_deadline(ranks):
     ranks.run(lengthen_the_deadline, 2)
 
 
@@ -462,7 +462,7 @@ group.allreduce(torch.ones(100)).wait()
 
 
 @pytest.mark.slow
-def test_a_script_that_lost_a_peer_exits_at_once(tmp_path):
+def test_a_script_exits_at_once_after_losing_a_peer(tmp_path):
     command = [sys.executable, "-c", SCRIPT, tmp_path]
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

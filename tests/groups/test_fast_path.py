@@ -1,4 +1,4 @@
-"""The short way of plain sums and barriers: only a clock can tell it from the long one."""
+"""The fast path of plain sums and barriers; apart from speed it behaves like the slow path."""
 
 import gc
 import os
@@ -27,7 +27,7 @@ LONG = timedelta(seconds=60)
 HERE = "groups/test_fast_path.py"
 
 
-def is_short(work):
+def is_fast_path(work):
     return type(work).__name__ == "FastPathWork"
 
 
@@ -43,7 +43,7 @@ def line_of(function, offset):
 
 
 class Special(torch.Tensor):
-    """A tensor that may be anything."""
+    """A tensor subclass."""
 
 
 ORDINARY = {
@@ -82,13 +82,13 @@ EXTRAORDINARY = {
 
 
 @over_groups(backends=["shm"], sizes=(1, 2), reuse=True)
-def test_ordinary_sums_take_it(group):
+def test_plain_sums_take_the_fast_path(group):
     for name, tensor in ORDINARY.items():
         mine = tensor.detach().clone() if name != "lazy clone" else torch._lazy_clone(torch.ones(3))
         if name == "parameter":
             mine = torch.nn.Parameter(mine)
         work = group.allreduce(mine)
-        assert is_short(work), name
+        assert is_fast_path(work), name
         assert work.wait() is True
         assert mine.detach().double().unique().tolist() == [group.size()], name
         record = group.records()[-1]
@@ -97,7 +97,7 @@ def test_ordinary_sums_take_it(group):
 
 
 @over_groups(backends=["shm"], sizes=(1, 2), reuse=True)
-def test_others_do_not(group):
+def test_other_tensors_and_options_take_the_slow_path(group):
     whole = torch.ones(4, 4)
     with pytest.raises(InvalidArgument, match="contiguous"):
         group.allreduce(whole.t()[:2])
@@ -108,20 +108,20 @@ def test_others_do_not(group):
             continue
         mine = tensor if isinstance(tensor, list) else tensor.clone()
         work = group.allreduce(mine)
-        assert not is_short(work), name
+        assert not is_fast_path(work), name
         assert isinstance(work, Work), name
         work.wait()
     mine = torch.ones(3)
     for options in ({"op": ReduceOp.SUM}, {"timeout": LONG}, {"opts": dist.AllreduceOptions()}):
         work = group.allreduce(mine, **options)
-        assert not is_short(work)
+        assert not is_fast_path(work)
         work.wait()
     work = group.barrier(timeout=LONG)
-    assert not is_short(work)
+    assert not is_fast_path(work)
     work.wait()
 
 
-def test_the_engine_adds_to_a_lazy_clone_and_not_to_its_original():
+def test_allreduce_of_a_lazy_clone_does_not_modify_the_original():
     group = alone()
     original = torch.ones(3)
     clone = torch._lazy_clone(original)
@@ -133,11 +133,11 @@ def test_the_engine_adds_to_a_lazy_clone_and_not_to_its_original():
 # -- what it returns -----------------------------------------------------------------------
 
 
-def test_it_returns_what_passes_for_a_work():
+def test_fast_path_work_is_a_work():
     group = alone()
     tensor = torch.ones(2)
     for work in (group.allreduce(tensor), group.barrier()):
-        assert is_short(work)
+        assert is_fast_path(work)
         assert isinstance(work, Work)
         assert isinstance(work, dist.Work)
         missing = [name for name in dir(Work) if not name.startswith("__")]
@@ -146,7 +146,7 @@ def test_it_returns_what_passes_for_a_work():
 
 
 @pytest.mark.parametrize("waited", [False, True])
-def test_it_tells_all_that_a_work_tells(waited):
+def test_fast_path_work_has_the_full_work_interface(waited):
     group = alone()
     tensor = torch.ones(2)
     work = group.allreduce(tensor)
@@ -167,17 +167,17 @@ def test_it_tells_all_that_a_work_tells(waited):
 
 
 @over_groups(backends=["shm"], sizes=(2,))
-def test_a_future_comes_true(group):
+def test_a_future_completes_and_runs_callbacks(group):
     tensor = torch.ones(2)
     doubled = group.allreduce(tensor).get_future().then(lambda done: done.value()[0] * 2)
     assert doubled.wait().tolist() == [4, 4]
     assert not group._detector.in_flight
 
 
-# -- the record ----------------------------------------------------------------------------
+# -- flight recorder -----------------------------------------------------------------------
 
 
-def both_ways(group):
+def call_on_both_paths(group):
     before = time.time()
     group.allreduce(torch.ones(2, 3)).wait()
     group.broadcast(torch.ones(1)).wait()
@@ -189,9 +189,9 @@ def both_ways(group):
 
 
 @over_groups(backends=["shm"], sizes=(1, 2), reuse=True)
-def test_records_do_not_tell_the_ways_apart(group):
+def test_flight_recorder_entries_are_the_same_on_both_paths(group):
     first = group._recorder.collectives + 1
-    before, after = both_ways(group)
+    before, after = call_on_both_paths(group)
     records = group.records()[-6:]
     assert [r.sequence for r in records] == list(range(first, first + 6))
     assert [(r.operation, r.dtype, r.shape, r.tensors) for r in records] == [
@@ -202,13 +202,13 @@ def test_records_do_not_tell_the_ways_apart(group):
         ("allreduce", "int64", (5,), 1),
         ("barrier", "", (), 0),
     ]
-    assert [r.site for r in records] == [line_of(both_ways, 2 + i) for i in range(6)]
+    assert [r.site for r in records] == [line_of(call_on_both_paths, 2 + i) for i in range(6)]
     times = [time for r in records for time in (r.started, r.ended)]
     assert times == sorted(times)
     assert before - 1 <= times[0] <= times[-1] <= after + 1
 
 
-def test_a_call_under_way_has_no_end():
+def test_a_call_in_flight_has_no_end_time():
     group = alone()
     work = group.barrier()
     assert group.records()[-1].ended is None
@@ -218,7 +218,7 @@ def test_a_call_under_way_has_no_end():
     assert not group._detector.in_flight
 
 
-def test_only_the_last_records_are_kept():
+def test_flight_recorder_keeps_the_last_1024_records():
     group = alone()
     for _ in range(1500):
         group.barrier().wait()
@@ -228,14 +228,14 @@ def test_only_the_last_records_are_kept():
 # -- memory --------------------------------------------------------------------------------
 
 
-def test_calls_that_nobody_waits_for_are_forgotten_in_time():
+def test_calls_without_a_wait_do_not_accumulate():
     group = alone()
     for _ in range(2000):
         group.allreduce(torch.ones(1))
     assert len(group._detector.in_flight) < 500
 
 
-def test_nothing_is_kept_but_what_is_under_way():
+def test_completed_calls_keep_no_tensor_alive():
     group = alone()
     tensor = torch.ones(3)
     seen = weakref.ref(tensor)
@@ -251,7 +251,7 @@ def test_nothing_is_kept_but_what_is_under_way():
     assert seen() is None
 
 
-def test_a_closed_group_lets_go_of_its_engine():
+def test_shutdown_releases_the_engine():
     group = alone()
     group.allreduce(torch.ones(3)).wait()
     group.allreduce(torch.ones(3))  # which nobody waits for
@@ -260,7 +260,7 @@ def test_a_closed_group_lets_go_of_its_engine():
     assert seen() is None
 
 
-# -- when all is not well ------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------
 
 
 def stay_away(ctx, driver):
@@ -269,7 +269,7 @@ def stay_away(ctx, driver):
     if ctx.rank == 0:
         tensor = torch.ones(4, 2)
         work = group.allreduce(tensor)
-        assert is_short(work)
+        assert is_fast_path(work)
         with pytest.raises(CollectiveTimeout, match="0.05 s"):
             work.wait(timedelta(seconds=0.05))
         assert not work.is_completed(), "a short wait leaves the call going"
@@ -292,11 +292,11 @@ def stay_away(ctx, driver):
 
 
 @pytest.mark.parametrize("driver", ["caller", "thread"])
-def test_a_rank_that_does_not_come_is_named(ranks, driver):
+def test_timeout_names_the_missing_rank(ranks, driver):
     ranks.run(stay_away, 2, args=(driver,))
 
 
-def test_a_deadline_is_that_of_when_the_call_was_made():
+def test_a_call_keeps_the_timeout_in_effect_when_it_was_issued():
     group = alone(timeout=LONG)
     before = group.allreduce(torch.ones(1))
     group.set_timeout(timedelta(seconds=5))
@@ -325,21 +325,21 @@ def die_in_the_middle(ctx, driver):
         not goes_on_as_before and time.monotonic() < deadline
     ):  # a thread has to come to rest first
         work = group.allreduce(tensor.fill_(1))
-        goes_on_as_before = is_short(work)
+        goes_on_as_before = is_fast_path(work)
         work.wait()
         assert tensor.tolist() == [1, 1, 1]
     assert goes_on_as_before
 
 
 @pytest.mark.parametrize("driver", ["caller", "thread"])
-def test_a_death_is_told_and_may_be_gone_on_after(ranks, driver):
+def test_the_fast_path_resumes_after_a_dead_rank_is_excluded(ranks, driver):
     outcome = ranks.run(die_in_the_middle, 2, args=(driver,), expect_dead=[1])
     assert isinstance(outcome[1], Died)
     assert outcome[0] is None
 
 
 @pytest.mark.parametrize("end", ["shutdown", "abort", "leave"])
-def test_a_closed_group_refuses(end):
+def test_a_closed_group_rejects_calls(end):
     group = alone()
     done, open_still = group.allreduce(torch.ones(1)), group.barrier()
     done.wait()
@@ -353,8 +353,8 @@ def test_a_closed_group_refuses(end):
     assert len(group.records()) == 2
 
 
-def test_a_group_may_be_closed_while_a_call_is_being_made():
-    """Python code of anybody's may run wherever memory is asked for."""
+def test_a_group_can_be_shut_down_by_a_gc_callback_during_a_call():
+    """Allocation may trigger garbage collection, and with it arbitrary Python code."""
     group, tensor = alone(), torch.ones(1)
 
     def close(phase, info):
@@ -374,7 +374,7 @@ def test_a_group_may_be_closed_while_a_call_is_being_made():
     assert tensor.item() == 1
 
 
-def test_fault_points_are_all_passed():
+def test_fault_points_are_reached_on_the_fast_path():
     group, reached = alone(), []
     handler = reached.append
     faults._faultpoints.arm(handler)
@@ -384,7 +384,7 @@ def test_fault_points_are_all_passed():
         faults._faultpoints.disarm(handler)
     assert reached == ["allreduce:before", "allreduce:issued", "allreduce:after"]
     work = group.barrier()
-    assert is_short(work)
+    assert is_fast_path(work)
     with faults.inject("barrier:after", delay(0)):
         faults._faultpoints.arm(handler)
         work.wait()
@@ -403,7 +403,7 @@ def hammer(ctx, driver):
     def work(turn):
         for i in range(200):
             tensor = torch.ones(1)
-            # The same to the engine, but the long way: in a list.
+            # A tensor in a list takes the slow path; to the engine it is the same call.
             group.allreduce([tensor] if (i + turn) % 3 == 0 else tensor).wait()
             sums.append(tensor.item())
 
@@ -433,7 +433,7 @@ def run_together(bodies):
 
 
 @pytest.mark.parametrize("driver", ["caller", "thread"])
-def test_many_threads_may_call_at_once(ranks, driver):
+def test_many_threads_can_call_concurrently(ranks, driver):
     ranks.run(hammer, 2, args=(driver,))
 
 
@@ -451,7 +451,7 @@ def wait_together(ctx):
     assert all(record.ended is not None for record in group.records())
 
 
-def test_many_threads_may_wait_for_one_call(ranks):
+def test_many_threads_can_wait_for_one_call(ranks):
     ranks.run(wait_together, 2)
 
 
@@ -460,7 +460,7 @@ def come_late(ctx):
     tensor = group.allocate((100_000,)).fill_(1)
     if ctx.rank == 0:
         work = group.allreduce(tensor)
-        assert is_short(work)
+        assert is_fast_path(work)
         deadline = time.monotonic() + 20
         while not work.engine_is_done() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -473,15 +473,15 @@ def come_late(ctx):
     group.barrier().wait()
 
 
-def test_large_tensors_take_it_too(ranks):
+def test_large_tensors_take_the_fast_path(ranks):
     ranks.run(come_late, 2)
 
 
-# -- both ways in one call -----------------------------------------------------------------
+# -- both paths in one call ----------------------------------------------------------------
 
 
 @over_groups(backends=["shm"], sizes=(2, 4))
-def test_some_ranks_may_come_by_the_short_way_and_others_by_the_long(group):
+def test_fast_path_and_slow_path_ranks_can_meet_in_one_call(group):
     short = group.rank() % 2 == 0
     for op in (ReduceOp.SUM, ReduceOp.AVG):
         tensor = torch.full((3, 5), float(group.rank()))
@@ -491,7 +491,7 @@ def test_some_ranks_may_come_by_the_short_way_and_others_by_the_long(group):
             work = group.allreduce(tensor, *([] if op == ReduceOp.SUM else [op]))
         else:
             work = group.allreduce([tensor], options)
-        assert is_short(work) == short
+        assert is_fast_path(work) == short
         work.wait()
         total = sum(range(group.size()))
         assert tensor.unique().tolist() == [total / (1 if op == ReduceOp.SUM else group.size())]
@@ -499,17 +499,17 @@ def test_some_ranks_may_come_by_the_short_way_and_others_by_the_long(group):
 
 
 @over_groups(backends=["shm"], sizes=(2,))
-def test_shapes_are_compared_on_the_short_way(group):
+def test_shape_mismatch_is_detected_on_the_fast_path(group):
     with pytest.raises(RankMismatch, match=r"float32\[(2, 3|3, 2)\]"):
         group.allreduce(torch.ones(2, 3) if group.rank() else torch.ones(3, 2)).wait()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
-def test_a_mean_takes_the_short_way_too(dtype):
+def test_average_takes_the_fast_path(dtype):
     group = alone()
     tensor = torch.full((6,), 7, dtype=dtype)
     work = group.allreduce(tensor, op=ReduceOp.AVG)
-    assert is_short(work)
+    assert is_fast_path(work)
     work.wait()
     assert tensor.tolist() == [7] * 6
     group.shutdown()

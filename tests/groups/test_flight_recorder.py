@@ -1,4 +1,4 @@
-"""The flight recorder: what it keeps, where it points, what it costs."""
+"""The flight recorder: its records, their call sites, and its overhead."""
 
 import threading
 import time
@@ -30,16 +30,16 @@ def test_calls_are_recorded_in_order(group):
 
 
 @over_groups(backends=["local"], sizes=(2,))
-def test_the_site_is_the_users_line_not_torchs(group):
+def test_the_call_site_is_the_users_line_not_torchs(group):
     import torch.distributed as dist
 
     dist.all_reduce(torch.ones(1), group=group)
-    line = test_the_site_is_the_users_line_not_torchs.body.__code__.co_firstlineno + 4
+    line = test_the_call_site_is_the_users_line_not_torchs.body.__code__.co_firstlineno + 4
     assert group.records()[-1].site == f"groups/test_flight_recorder.py:{line}"
 
 
 @over_groups(backends=["local"], sizes=(2,))
-def test_transfers_are_numbered_apart(group):
+def test_point_to_point_calls_have_their_own_sequence_numbers(group):
     group.barrier().wait()
     if group.rank() == 0:
         group.send(torch.ones(1), 1).wait()
@@ -52,7 +52,7 @@ def test_transfers_are_numbered_apart(group):
     assert sequences[2] == ("barrier", 2)
 
 
-def test_only_the_last_calls_are_kept():
+def test_only_the_last_capacity_calls_are_kept():
     recorder = FlightRecorder(capacity=3)
     for _ in range(5):
         begin(recorder)
@@ -63,7 +63,7 @@ def begin(recorder):
     return recorder.begin("allreduce", [torch.ones(1)])
 
 
-def test_a_call_under_way_has_no_end():
+def test_a_call_in_flight_has_no_end_time():
     group = new_group("fake", rank=0, world_size=2)
     work = group.barrier()
     assert group.records()[-1].ended is None
@@ -71,7 +71,7 @@ def test_a_call_under_way_has_no_end():
     assert group.records()[-1].ended is not None
 
 
-def test_a_record_reads_like_a_sentence():
+def test_a_record_is_formatted_as_operation_tensor_number_and_site():
     record = Record(7, "allreduce", (10,), "float32", 1, 0.0, None, "train.py:12")
     assert str(record) == "allreduce float32[10] #7 at train.py:12"
 
@@ -89,14 +89,14 @@ def test_records_keep_no_tensor_alive():
     assert seen() is None
 
 
-def test_calls_that_nobody_waits_for_are_forgotten_in_time():
+def test_calls_without_a_wait_do_not_accumulate():
     group = new_group("fake", rank=0, world_size=2)
     for _ in range(2000):
         group.allreduce(torch.ones(1))
     assert len(group._detector.in_flight) < 500
 
 
-def test_numbers_are_in_step_with_the_engine_under_threads(threads):
+def test_sequence_numbers_are_unique_and_gapless_across_threads(threads):
     threads.run(hammer, 2)
 
 
@@ -115,8 +115,8 @@ def hammer(ctx):
     assert sorted(r.sequence for r in group.records()) == list(range(1, 201))
 
 
-def test_recording_is_cheap():
-    """The claim is under 2 us (see the benchmark); a busy machine gets ten times that here."""
+def test_recording_a_call_takes_under_20_microseconds():
+    """The target is 2 us (see the benchmark); ten times that is allowed on a busy machine."""
     recorder, tensors = FlightRecorder(), [torch.ones(4)]
     best = min(time_of(recorder, tensors) for _ in range(50))
     assert best < 20e-6

@@ -1,8 +1,8 @@
-"""Interrupts while a call begins: Ctrl-C, or a test's timeout, at every point where one may come.
+"""Interrupts while a call is issued: Ctrl-C, or a test's timeout, at every possible point.
 
-A signal's handler runs between two steps of the interpreter: where a function is entered, after a
-call, and where a loop starts over. So it may raise after the engine has got a tensor and before
-anybody has stored what the engine returned.
+A signal handler runs between two instructions of the interpreter: on function entry, after a
+call, and on a backward jump. So it may raise after the engine has received a tensor and before
+the caller has stored the handle that the engine returned.
 """
 
 import dis
@@ -78,7 +78,7 @@ class Strike:
 
 @contextmanager
 def interrupted(nth):
-    """Interrupt what is done here at the n-th point; tells whether there is one."""
+    """Interrupt the body at the n-th point; ``strike.left`` is zero if that point was reached."""
     strike = Strike(nth)
     sys.settrace(strike.enter)
     try:
@@ -106,7 +106,7 @@ CALLS = {
 
 
 def interrupt_everywhere(ctx, backend, name, **options):
-    """Interrupt rank 0 at the first point, then the second, and so on; rank 1 comes late."""
+    """Interrupt rank 0 at the first point, then the second, and so on; rank 1 calls later."""
     form = ctx.group(backend, timeout=LONG, **options)
     numbers, failures = [], 0
     for nth in count(1):
@@ -138,7 +138,7 @@ def interrupt_everywhere(ctx, backend, name, **options):
 
 
 def be_interrupted(group, call, nth):
-    """Make a call that is interrupted, and drop the tensor; tells what has become of it."""
+    """Make a call that is interrupted, and drop the tensor; returns the state of the call."""
     before = group._recorder.collectives
     tensor = torch.ones(COUNT)
     with interrupted(nth) as strike:
@@ -154,12 +154,12 @@ def be_interrupted(group, call, nth):
     else:
         state = "begun" if has_begun else "again"
         assert (alive() is not None) == has_begun, f"at point {nth}"
-    # What would lie where the tensor was, if its memory had been given back.
+    # New tensors that would reuse the memory, had it been freed too early.
     return state, [torch.zeros(COUNT) for _ in range(3)]
 
 
 def check(group):
-    """See that both ranks are where they should be."""
+    """Check that both ranks are at the same sequence number."""
     total = torch.full((3,), float(group.rank() + 1))
     group.allreduce(total).wait()
     assert total.tolist() == [3.0] * 3
@@ -171,7 +171,7 @@ def check(group):
     ("driver", "name"),
     [*(("caller", name) for name in CALLS), ("thread", "short"), ("thread", "plain")],
 )
-def test_an_interrupted_call_has_begun_or_has_not(ranks, driver, name):
+def test_an_interrupted_call_is_issued_completely_or_not_at_all(ranks, driver, name):
     outcomes = ranks.run(interrupt_everywhere, 2, args=("shm", name), kwargs={"driver": driver})
     assert outcomes[0] == outcomes[1], "ranks have counted alike"
     numbers, failures = outcomes[0]
@@ -179,7 +179,7 @@ def test_an_interrupted_call_has_begun_or_has_not(ranks, driver, name):
     assert len(numbers) > (2 if name == "short" else 20)
 
 
-def test_so_it_is_on_an_engine_of_torchs(ranks):
+def test_an_interrupted_gloo_call_is_issued_completely_or_not_at_all(ranks):
     outcomes = ranks.run(interrupt_everywhere, 2, args=("gloo", "plain"))
     assert outcomes[0] == outcomes[1]
     assert outcomes[0][1] == 0
@@ -189,7 +189,7 @@ def test_so_it_is_on_an_engine_of_torchs(ranks):
 
 
 def interrupt_a_transfer(ctx, name):
-    """Interrupt rank 0 everywhere in a transfer that cannot end before rank 1 comes."""
+    """Interrupt rank 0 at every point of a transfer that cannot complete before rank 1 calls."""
     group = ctx.group("shm", timeout=LONG, driver="caller")
     size = 5 * COUNT if name == "send" else COUNT  # a send, if it is more than a channel holds
     for nth in count(1):
@@ -218,7 +218,7 @@ def interrupt_a_transfer(ctx, name):
 
 @pytest.mark.skipif(native.engine is None, reason="the engine was not built")
 @pytest.mark.parametrize("name", ["send", "recv"])
-def test_an_interrupted_transfer_goes_on_if_it_has_begun(ranks, name):
+def test_an_interrupted_transfer_completes_if_it_was_issued(ranks, name):
     first, second = ranks.run(interrupt_a_transfer, 2, args=(name,))
     assert first == second > 20
 
@@ -226,8 +226,8 @@ def test_an_interrupted_transfer_goes_on_if_it_has_begun(ranks, name):
 # -- threads -------------------------------------------------------------------------------
 
 
-def test_a_rank_that_is_interrupted_while_it_works_for_all_tells_them(threads):
-    """On ``local`` the last to arrive does the work."""
+def test_interrupting_the_rank_that_reduces_fails_the_call_on_all_ranks(threads):
+    """On ``local`` the last rank to arrive computes the result for all."""
 
     def body(ctx):
         ended = []
@@ -266,10 +266,10 @@ def test_a_rank_that_is_interrupted_while_it_works_for_all_tells_them(threads):
     assert set(first) == {"", "rank 0 was interrupted during the call"}
 
 
-# -- what is done when a call has ended ----------------------------------------------------
+# -- after completion ----------------------------------------------------------------------
 
 
-def test_an_average_is_divided_once_however_often_it_is_interrupted():
+def test_an_average_is_divided_once_even_if_interrupted():
     for nth in count(1):
         tensors = [torch.full((4,), 12.0), torch.full((4,), 24.0)]
         finish = averaging(tensors, 2)
@@ -283,8 +283,8 @@ def test_an_average_is_divided_once_however_often_it_is_interrupted():
 
 
 @pytest.mark.skipif(native.engine is None, reason="the engine was not built")
-def test_an_interrupt_is_not_taken_for_a_call_out_of_the_ordinary():
-    """The short way asks Python for the frame of the user, who may be interrupted there."""
+def test_an_interrupt_on_the_fast_path_does_not_fall_back_to_the_slow_path():
+    """The fast path looks up the user's frame in Python, where an interrupt may come."""
     group = new_group("shm", rank=0, world_size=1, store=torch.distributed.HashStore())
     for nth in count(1):
         strike = Strike(nth, user_frame.__code__.co_filename)
@@ -305,7 +305,7 @@ def test_an_interrupt_is_not_taken_for_a_call_out_of_the_ordinary():
 
 
 def be_interrupted_twice(ctx):
-    """The second one comes while the first is dealt with, so that is left to the next call."""
+    """The second interrupt comes while the first is handled, so the next call finishes that."""
     group = ctx.group("shm", timeout=LONG)
     tensor = torch.ones(3)
 
@@ -325,7 +325,7 @@ def be_interrupted_twice(ctx):
 
 
 @pytest.mark.skipif(native.engine is None, reason="the engine was not built")
-def test_the_short_way_leaves_a_start_that_was_cut_short_to_the_long_one(ranks):
+def test_the_fast_path_defers_to_the_slow_path_after_an_interrupted_issue(ranks):
     first, second = ranks.run(be_interrupted_twice, 2)
     assert first == second
 
@@ -367,7 +367,7 @@ def be_interrupted_between_parts_when_a_rank_is_lost(ctx):
 
 
 @pytest.mark.skipif(native.engine is None, reason="the engine was not built")
-def test_a_call_that_was_half_begun_when_a_rank_was_lost_is_not_gone_on_with(ranks):
+def test_exclude_is_refused_while_a_call_is_partially_issued(ranks):
     with pytest.raises(RankFailures) as caught:
         ranks.run(be_interrupted_between_parts_when_a_rank_is_lost, 3)
     assert set(caught.value.failures) == {2}

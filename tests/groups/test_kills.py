@@ -1,4 +1,4 @@
-"""Random deaths at random points of random collectives in shared memory.
+"""Kill ranks at random points of random collectives in shared memory.
 
 A few by default; ``PHALANX_KILLS=300 make test ARGS=tests/groups/test_kills.py`` for many.
 """
@@ -47,7 +47,7 @@ def survive(ctx, operation, count, shared):
     assert total.tolist() == [3.0, 3.0]
 
 
-def test_deaths_are_noticed_and_survived(ranks):
+def test_random_kills_are_detected_and_survivors_continue(ranks):
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
     before = set(Path("/dev/shm").iterdir())

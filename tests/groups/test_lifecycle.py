@@ -1,4 +1,4 @@
-"""Groups of groups, and the group that a thread works in."""
+"""Splitting and merging groups, the current group of a thread, and shutdown."""
 
 import gc
 import threading
@@ -24,7 +24,7 @@ def total(group):
 
 
 @over_groups(sizes=(4,), split=True)
-def test_a_split_has_its_own_ranks_in_the_order_given(group, ctx):
+def test_a_split_numbers_its_ranks_in_the_order_given(group, ctx):
     order = list(reversed(range(group.size())))
     turned = ctx.closing(group.split_group(order))
     assert turned.rank() == group.size() - 1 - group.rank()
@@ -33,7 +33,7 @@ def test_a_split_has_its_own_ranks_in_the_order_given(group, ctx):
 
 
 @over_groups(sizes=(3,))
-def test_only_members_need_to_call(group, ctx):
+def test_only_members_need_to_call_split_group(group, ctx):
     if group.rank() != 1:
         pair = ctx.closing(group.split_group([0, 2]))
         assert total(pair) == 3
@@ -43,7 +43,7 @@ def test_only_members_need_to_call(group, ctx):
 
 
 @over_groups(sizes=(3,))
-def test_who_is_not_in_a_split_gets_none(group, ctx):
+def test_split_group_returns_none_on_nonmembers(group, ctx):
     half = group.split_group([1])
     assert (half is None) == (group.rank() != 1)
     if half is not None:
@@ -61,7 +61,7 @@ def test_splits_nest_and_use_local_ranks(group, ctx):
 
 
 @over_groups(sizes=(4,))
-def test_all_pairs_at_once(group, ctx):
+def test_every_pair_of_ranks_can_split_concurrently(group, ctx):
     for left in range(4):
         for right in range(left + 1, 4):
             if group.rank() in (left, right):
@@ -85,8 +85,8 @@ def name_splits_alike(ctx):
     assert not stores[1].check([f"of the first, by {ctx.rank}"]), "keys stay apart"
 
 
-def test_a_split_has_the_name_and_description_that_it_is_given(ranks):
-    """As upstream's; the first name is the parent's business, and torch knows each name once."""
+def test_a_split_uses_the_given_name_and_description(ranks):
+    """As upstream; a name that is taken gets a suffix, since names are unique in torch."""
     ranks.run(name_splits_alike, 2)
 
 
@@ -106,13 +106,13 @@ def name_where_it_is_taken(ctx):
     return [*names, again.group_name]
 
 
-def test_a_name_is_the_same_on_all_ranks_though_it_is_taken_on_some(ranks):
-    """Each rank took the first that was free on it; functional collectives look groups up by it."""
+def test_group_name_is_equal_on_all_ranks_even_if_taken_on_some(ranks):
+    """Each rank used to take its own first free name, which broke functional collectives."""
     names = ranks.run(name_where_it_is_taken, 2)
     assert names == [["tp~1", "tp~2", "tp~3", "tp"]] * 2
 
 
-def test_a_merged_group_has_the_name_and_description_that_it_is_given(tmp_path):
+def test_a_merged_group_uses_the_given_name_and_description(tmp_path):
     group = new_group("gloo", store=f"file://{tmp_path}/a", rank=0, world_size=1)
     store = dist.FileStore(f"{tmp_path}/b", 1)
     merged = group.merge_remote_group(store, 1, group_name="m", group_desc="all")
@@ -122,13 +122,13 @@ def test_a_merged_group_has_the_name_and_description_that_it_is_given(tmp_path):
 
 
 @pytest.mark.parametrize("ranks_given", [[], [0, 0], [2], [-1, 0], ["0"]])
-def test_a_split_of_no_such_ranks_is_refused(ranks_given):
+def test_split_group_rejects_invalid_rank_lists(ranks_given):
     group = new_group("fake", rank=0, world_size=2)
     with pytest.raises(InvalidArgument, match="rank"):
         group.split_group(ranks_given)
 
 
-def test_a_split_keeps_backend_and_timeout():
+def test_a_split_inherits_backend_and_timeout():
     group = new_group("fake", timedelta(seconds=7), rank=3, world_size=8)
     odd = group.split_group([1, 3, 5, 7])
     assert (odd.backend, odd.timeout, odd.rank()) == ("fake", timedelta(seconds=7), 1)
@@ -162,7 +162,7 @@ def merge_with_nobody(ctx):
         group.merge_remote_group(meeting, 3, timedelta(seconds=1))
 
 
-def test_a_merge_that_nobody_joins_times_out(threads):
+def test_a_merge_times_out_if_the_other_group_does_not_join(threads):
     threads.run(merge_with_nobody, 2)
 
 
@@ -174,7 +174,7 @@ def merge_too_many(ctx):
     assert total(mine) == 1
 
 
-def test_a_merge_of_more_ranks_than_it_says_is_refused(threads):
+def test_a_merge_size_smaller_than_the_group_is_rejected(threads):
     threads.run(merge_too_many, 2)
 
 
@@ -193,7 +193,7 @@ def test_the_current_group_nests_and_is_restored():
     assert current_process_group() is None
 
 
-def test_the_current_group_is_the_threads_own():
+def test_the_current_group_is_thread_local():
     group = new_group("fake", rank=0, world_size=2)
     seen = []
     with process_group(group):
@@ -203,10 +203,10 @@ def test_the_current_group_is_the_threads_own():
     assert seen == [None]
 
 
-# -- ending --------------------------------------------------------------------------------
+# -- shutdown and abort --------------------------------------------------------------------
 
 
-def test_a_group_that_was_shut_down_is_garbage():
+def test_a_group_is_garbage_collected_after_shutdown():
     group = new_group("fake", rank=0, world_size=2)
     seen = weakref.ref(group)
     group.shutdown()
@@ -215,7 +215,7 @@ def test_a_group_that_was_shut_down_is_garbage():
     assert seen() is None
 
 
-def test_names_are_unique_in_torchs_table():
+def test_group_names_are_unique_in_torch():
     groups = [new_group("fake", rank=0, world_size=2, name="twin") for _ in range(3)]
     assert {group.label for group in groups} == {"twin"}
     assert len({group.group_name for group in groups}) == 3
@@ -224,7 +224,7 @@ def test_names_are_unique_in_torchs_table():
         group.shutdown()
 
 
-def test_a_group_tells_what_it_is():
+def test_repr_shows_name_rank_size_and_backend():
     group = new_group("fake", rank=3, world_size=100_000, name="planet")
     assert repr(group) == "<ProcessGroup 'planet': rank 3 of 100000 on fake>"
     assert isinstance(group, dist.ProcessGroup)
@@ -234,7 +234,7 @@ def test_a_group_tells_what_it_is():
 
 
 @over_groups(backends=("local", "shm", "gloo"), sizes=(2,), timeout=20)
-def test_a_group_is_aborted_for_a_reason(group):
+def test_the_abort_reason_is_reported_on_every_rank(group):
     assert group.failure() is None
     group.barrier().wait()
     if group.rank() == 1:

@@ -1,4 +1,4 @@
-"""Ranks that leave, and ranks that are lost and gone on without."""
+"""leave() and exclude(): a group continues without ranks that left or died."""
 
 import atexit
 import os
@@ -26,13 +26,13 @@ from .internals import _issuer
 LONG = timedelta(seconds=60)
 ALONE = ["local", "shm"]  # where a rank may leave by itself
 BACKENDS = [*ALONE, "gloo"]
-# One size for each way that data takes through shared memory: in slots, in windows, where it is.
+# One size per transport in shared memory: slots, windows, and in place.
 WAYS = {"small": (10, False), "windows": (700_000, False), "in place": (50_000, True)}
 
 
 @pytest.fixture
 def crew(request, threads, ranks):
-    """Ranks that fit a backend: threads for `local`, processes for the others."""
+    """The ranks for each backend: threads for `local`, processes for the others."""
     return {"local": threads, "shm": ranks, "gloo": ranks}
 
 
@@ -43,7 +43,7 @@ def tensor_of(group, way, value):
 
 
 def has_left(group, *leavers):
-    """Have ranks leave, by themselves or at a roll call; tells whether this one has."""
+    """Have ranks leave, alone or in update_membership(); returns whether this one did."""
     leaves = group.rank() in leavers
     if not group.can_leave_alone:
         group.update_membership(not leaves)
@@ -83,7 +83,7 @@ def leave_one_by_one(ctx, backend, way):
 @pytest.mark.parametrize(
     ("backend", "way"), [*((backend, way) for backend in ALONE for way in WAYS), ("gloo", "small")]
 )
-def test_the_others_go_on_when_ranks_leave(crew, backend, way):
+def test_remaining_ranks_continue_when_ranks_leave(crew, backend, way):
     crew[backend].run(leave_one_by_one, 4, args=(backend, way))
 
 
@@ -119,7 +119,7 @@ def call_everything_among_the_rest(ctx, backend, count):
 
 
 def call_the_rest(group):
-    """Call, among ranks 0 and 2 of three, what has a root, a list or an odd type."""
+    """Run collectives with a root, a list or an unusual dtype among ranks 0 and 2 of three."""
     rank = group.rank()
     mine = torch.full((2,), rank + 1.0)
     total = mine.clone()
@@ -169,7 +169,7 @@ def call_the_rest(group):
 
 @pytest.mark.parametrize("count", [4, 300_000])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_every_collective_goes_on_among_the_rest(crew, backend, count):
+def test_every_collective_works_after_a_rank_left(crew, backend, count):
     crew[backend].run(call_everything_among_the_rest, 3, args=(backend, count))
 
 
@@ -186,7 +186,7 @@ def ask_an_absent_root(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_absent_root_is_named_and_the_group_goes_on(crew, backend):
+def test_a_departed_root_raises_peer_left_and_the_group_stays_usable(crew, backend):
     crew[backend].run(ask_an_absent_root, 3, args=(backend,))
 
 
@@ -202,7 +202,7 @@ def leave_with_work_under_way(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_leaving_waits_for_what_was_begun(crew, backend):
+def test_leave_waits_for_calls_in_flight(crew, backend):
     crew[backend].run(leave_with_work_under_way, 2, args=(backend,))
 
 
@@ -221,7 +221,7 @@ def call_after_leaving(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_has_left_is_told_so(crew, backend):
+def test_calls_after_leave_raise_group_aborted(crew, backend):
     crew[backend].run(call_after_leaving, 2, args=(backend,))
 
 
@@ -233,7 +233,7 @@ def exclude_after_leaving(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["local", "gloo"])
-def test_excluding_after_leaving_names_the_engine_that_cannot(crew, backend):
+def test_exclude_after_leave_names_the_unsupporting_backend(crew, backend):
     crew[backend].run(exclude_after_leaving, 2, args=(backend,))
 
 
@@ -249,11 +249,11 @@ def leave_and_die(ctx):
         assert tensor.tolist() == [2.0, 2.0]
 
 
-def test_the_death_of_who_has_left_is_nobodys_business(ranks):
+def test_the_death_of_a_rank_that_left_does_not_fail_the_group(ranks):
     ranks.run(leave_and_die, 3, faults=[Fault("barrier:before", kill(), rank=2)])
 
 
-def wait_for_who_has_left(ctx, backend):
+def recv_from_a_rank_that_left(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
     first, second = torch.ones(2), torch.zeros(2)
     work = group.send(first, 1) if ctx.rank == 0 else group.recv(second, 0)
@@ -270,8 +270,8 @@ def wait_for_who_has_left(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_nothing_is_received_from_who_has_left(ranks, backend):
-    ranks.run(wait_for_who_has_left, 2, args=(backend,))
+def test_recv_from_a_rank_that_left_raises_peer_left(ranks, backend):
+    ranks.run(recv_from_a_rank_that_left, 2, args=(backend,))
 
 
 def receive_and_leave(ctx):
@@ -284,7 +284,7 @@ def receive_and_leave(ctx):
     group.leave()  # which waits for nobody who is not there
 
 
-def test_who_waited_in_vain_may_leave(ranks):
+def test_leave_succeeds_after_a_recv_failed_with_peer_left(ranks):
     ranks.run(receive_and_leave, 2)
 
 
@@ -298,7 +298,7 @@ def exchange_lists(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_lists_keep_what_the_absent_would_have_filled(crew, backend):
+def test_outputs_of_departed_ranks_are_left_unchanged(crew, backend):
     crew[backend].run(exchange_lists, 3, args=(backend,))
 
 
@@ -313,12 +313,12 @@ def scatter_unevenly(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_uneven_reduce_scatter_goes_on_without_who_has_left(crew, backend):
+def test_an_uneven_reduce_scatter_works_after_a_rank_left(crew, backend):
     crew[backend].run(scatter_unevenly, 3, args=(backend,))
 
 
 def leave_while_another_thread_calls(ctx):
-    """Rank 0 leaves while a call is between its engine and the group's list of calls."""
+    """Rank 0 leaves while a call is in the engine but not yet in the group's in-flight list."""
     group = ctx.group("shm", timeout=LONG)
     tensor = torch.ones(3)
     if ctx.rank == 1:
@@ -351,7 +351,7 @@ def leave_while_another_thread_calls(ctx):
     assert group.records()[-1].ended is not None
 
 
-def test_who_leaves_waits_for_a_call_of_another_thread(ranks):
+def test_leave_waits_for_a_call_of_another_thread(ranks):
     ranks.run(leave_while_another_thread_calls, 2)
 
 
@@ -372,7 +372,7 @@ def leave_with_a_receive(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ALONE)
-def test_nobody_leaves_with_a_transfer_under_way(crew, backend):
+def test_leave_is_refused_with_a_recv_in_flight(crew, backend):
     crew[backend].run(leave_with_a_receive, 2, args=(backend,))
 
 
@@ -388,7 +388,7 @@ def compare_calls_among_the_rest(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_absent_agree_with_everything(ranks, backend):
+def test_consistency_checks_ignore_departed_ranks(ranks, backend):
     ranks.run(compare_calls_among_the_rest, 3, args=(backend,))
 
 
@@ -410,7 +410,7 @@ def shut_down_while_leaving(ctx):
         group.barrier()
 
 
-def test_a_group_may_be_closed_while_it_is_left(ranks):
+def test_abort_interrupts_leave(ranks):
     ranks.run(shut_down_while_leaving, 2)
 
 
@@ -423,11 +423,11 @@ def cannot_go_on(ctx):
     assert group.members == tuple(range(ctx.size))
 
 
-def test_an_engine_that_cannot_says_so(ranks):
+def test_leave_and_exclude_on_gloo_name_the_alternative(ranks):
     ranks.run(cannot_go_on, 1)
 
 
-# -- losing --------------------------------------------------------------------------------
+# -- dead ranks ----------------------------------------------------------------------------
 
 
 def go_on(group, way, expected):
@@ -438,7 +438,7 @@ def go_on(group, way, expected):
     assert group.members == (0, 2)
 
 
-def lose_one_who_never_came(ctx, way):
+def lose_a_rank_before_its_call(ctx, way):
     group = ctx.group("shm", timeout=LONG)
     tensor = tensor_of(group, way, 1.0)
     work = group.allreduce(tensor)  # which rank 1 does not live to make
@@ -453,12 +453,12 @@ def lose_one_who_never_came(ctx, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_lost_took_no_part_in_goes_on(ranks, way):
+def test_a_call_the_dead_rank_never_made_completes_after_exclude(ranks, way):
     strike = Fault("allreduce:before", kill(), rank=1)
-    ranks.run(lose_one_who_never_came, 3, args=(way,), faults=[strike])
+    ranks.run(lose_a_rank_before_its_call, 3, args=(way,), faults=[strike])
 
 
-def lose_one_in_the_middle(ctx, way):
+def lose_a_rank_during_its_call(ctx, way):
     group = ctx.group("shm", timeout=LONG)
     tensor = tensor_of(group, way, 1.0)
     if ctx.rank == 1:
@@ -483,9 +483,9 @@ def lose_one_in_the_middle(ctx, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_the_lost_left_undone_is_torn_for_all(ranks, way):
+def test_a_call_the_dead_rank_left_unfinished_fails_on_all_ranks(ranks, way):
     strike = Fault("allreduce:issued", kill(), rank=1)
-    ranks.run(lose_one_in_the_middle, 3, args=(way,), faults=[strike])
+    ranks.run(lose_a_rank_during_its_call, 3, args=(way,), faults=[strike])
 
 
 def lose_two(ctx):
@@ -504,7 +504,7 @@ def lose_two(ctx):
     go_on(group, "in place", 2.0)
 
 
-def test_several_may_be_lost(ranks):
+def test_several_dead_ranks_can_be_excluded(ranks):
     strikes = [Fault("allreduce:before", kill(), rank=rank) for rank in (1, 3)]
     ranks.run(lose_two, 4, faults=strikes)
 
@@ -529,7 +529,7 @@ def receive_after_a_death(ctx):
     group.barrier().wait()
 
 
-def test_transfers_between_survivors_go_on(ranks):
+def test_transfers_between_survivors_complete_after_exclude(ranks):
     strike = Fault("barrier:before", kill(), rank=1)
     ranks.run(receive_after_a_death, 3, faults=[strike])
 
@@ -547,7 +547,7 @@ def end_by_an_exception(ctx):
     assert tensor.unique().tolist() == [7.0]
 
 
-def test_what_a_rank_leaves_behind_is_whole_even_if_it_exits_in_good_order(ranks):
+def test_data_of_a_rank_that_exits_cleanly_stays_readable(ranks):
     ranks.run(end_by_an_exception, 3, expect_dead=[1])
 
 
@@ -560,5 +560,5 @@ def forget_the_living(ctx):
     group.barrier().wait()
 
 
-def test_only_the_lost_are_gone_on_without(ranks):
+def test_exclude_accepts_only_dead_ranks(ranks):
     ranks.run(forget_the_living, 2)

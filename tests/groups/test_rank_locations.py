@@ -1,4 +1,4 @@
-"""Where a rank is that others wait for: the line of the user's code, and what that waits for."""
+"""Location of a late rank: the line of user code, and what that line waits for."""
 
 import os
 import re
@@ -23,7 +23,7 @@ LIBRARY = r", inside python3\.\d+/\w+\.py:\d+ in \w+"
 
 
 class Blocking(Dataset):
-    """Samples of which one comes only when somebody writes into a pipe."""
+    """A dataset with one sample that blocks until a byte is written to a pipe."""
 
     def __init__(self, *, stops):
         self.stops = stops
@@ -83,12 +83,12 @@ def load_while_others_wait(ctx, stops, in_order):
         (False, False, r"any of 2 DataLoader workers"),
     ],
 )
-def test_a_hang_in_a_data_loader_is_found_with_the_worker(ranks, stops, in_order, worker):
+def test_a_hang_in_a_data_loader_names_the_worker(ranks, stops, in_order, worker):
     told, _ = ranks.run(load_while_others_wait, 2, args=(stops, in_order), timeout=20)
     assert re.fullmatch(f"{HERE}load{LIBRARY}, waiting for {worker}", told), told
 
 
-def test_who_waits_inside_a_library_is_found_in_the_users_code():
+def test_a_wait_inside_a_library_is_located_in_user_code():
     release, said = threading.Event(), None
     thread = threading.Thread(target=lambda: release.wait(60))
     thread.start()
@@ -102,12 +102,12 @@ def test_who_waits_inside_a_library_is_found_in_the_users_code():
     assert re.fullmatch(f"{HERE}<lambda>, inside python3\\.\\d+/threading\\.py:\\d+ in wait", said)
 
 
-def test_a_frame_of_the_users_own_is_told_as_it_is():
+def test_a_frame_in_user_code_is_described_without_a_library():
     assert re.fullmatch(f"{HERE}test_a_frame_\\w+", describe_frame(sys._getframe()))
     assert describe_frame(None) is None
 
 
-def test_the_state_of_a_process_in_a_word():
+def test_process_state_is_alive_stopped_or_dead():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         assert process_state(child.pid) == "alive"

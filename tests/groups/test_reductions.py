@@ -26,7 +26,7 @@ SIZE = 3
 over_three = over_groups(sizes=(SIZE,), reuse=True)
 
 
-# -- what ranks bring, and what comes out of it, in plain numbers ---------------------------
+# -- inputs and expected results in plain Python ---------------------------------------------
 
 # Rank by rank; small enough for the product to fit eight bits, and for halves to be exact.
 NUMBERS = [[1, 5, 2, 4], [3, 4, 1, 5], [2, 5, 3, 6]]
@@ -46,7 +46,7 @@ FOLDS = {
 
 
 def combined(op, rows):
-    """Reduce rows of plain numbers by rank; integers lose the fraction of a mean."""
+    """Reduce rows of Python numbers in rank order; an integer average truncates."""
     if op == AVG:
         sums = combined(SUM, rows)
         whole = all(isinstance(value, int) for value in sums)
@@ -55,7 +55,7 @@ def combined(op, rows):
 
 
 def each_way(group, op, rows, dtype):
-    """Reduce with every collective that does; yields (collective, got, expected rows)."""
+    """Run every collective that reduces; yields (collective, got, expected rows)."""
     rank, size = group.rank(), group.size()
     mine = torch.tensor(rows[rank], dtype=dtype)
 
@@ -119,14 +119,14 @@ def test_operations_on_integers(group, dtype):
 
 
 @over_three
-def test_operations_on_truths(group):
+def test_operations_on_bools(group):
     for op in (PRODUCT, MIN, MAX, BAND, BOR, BXOR):
         check_each_way(group, op, TRUTHS, torch.bool)
 
 
 @over_three
-def test_a_sum_of_truths_is_whether_any_is_true(group):
-    """In memory too: a byte of a bool tensor is 0 or 1, never a count."""
+def test_a_sum_of_bools_is_logical_or(group):
+    """The bytes of a bool tensor stay 0 or 1, never a count."""
     truths = torch.tensor(TRUTHS[group.rank()], dtype=torch.bool)
     group.allreduce(truths).wait()
     assert truths.view(torch.uint8).tolist() == combined(MAX, TRUTHS)
@@ -145,7 +145,7 @@ def test_operations_on_complex_numbers(group, dtype):
 
 
 @over_groups(sizes=(1, 2, 4), reuse=True)
-def test_a_mean_of_integers_loses_its_fraction_towards_zero(group):
+def test_an_integer_average_truncates_towards_zero(group):
     total = 7 * group.size() - 1  # the mean is 7 less a bit
     mine = total if group.rank() == 0 else 0
     tensor = torch.tensor([mine, -mine])
@@ -161,19 +161,19 @@ def test_a_sum_of_integers_wraps_around(group):
 
 
 @over_groups(backends=("local",), sizes=(SIZE,), reuse=True)
-def test_the_reference_adds_up_half_precision_in_single(group):
-    """The sum of 65504, the largest number of float16, would be infinite."""
+def test_the_local_backend_sums_half_precision_in_float32(group):
+    """A float16 sum of 65504, the largest float16, would overflow to infinity."""
     tensor = torch.full((5,), 65504.0, dtype=torch.float16)
     group.allreduce(tensor, AVG).wait()
     assert tensor.tolist() == [65504.0] * 5
 
 
-# -- a factor before the sum ---------------------------------------------------------------
+# -- premultiplied sums --------------------------------------------------------------------
 
 
 @over_three
 @pytest.mark.parametrize("dtype", [*FLOATS, *COMPLEX], ids=str)
-def test_premultiplied_sum(group, dtype):
+def test_premultiplied_sum_of_floats(group, dtype):
     rows = [[0.5 * value for value in row] for row in MIXED]
     for factor in (0.5, torch.tensor([0.5], dtype=dtype)):
         op = _make_nccl_premul_sum(factor)
@@ -183,7 +183,7 @@ def test_premultiplied_sum(group, dtype):
 
 
 @over_three
-def test_premultiplied_sum_leaves_inputs_alone(group):
+def test_premultiplied_sum_does_not_modify_inputs(group):
     op = _make_nccl_premul_sum(3.0)
     mine = torch.tensor(NUMBERS[group.rank()], dtype=torch.float32)
     expected = [3.0 * value for value in combined(SUM, NUMBERS)]
@@ -204,7 +204,7 @@ def test_premultiplied_sum_leaves_inputs_alone(group):
 
 
 @over_three
-def test_a_factor_needs_a_type_that_can_hold_the_product(group):
+def test_premultiplied_sum_rejects_integers(group):
     tensor = torch.ones(2, dtype=torch.int64)
     with pytest.raises(InvalidArgument, match="PREMUL_SUM"):
         group.allreduce(tensor, _make_nccl_premul_sum(0.5))
@@ -212,11 +212,11 @@ def test_a_factor_needs_a_type_that_can_hold_the_product(group):
     assert tensor.tolist() == [SIZE, SIZE]
 
 
-# -- operations that a type does not have --------------------------------------------------
+# -- unsupported operations ----------------------------------------------------------------
 
 
 @over_three
-def test_what_a_type_does_not_have_is_refused_and_the_group_goes_on(group):
+def test_unsupported_operations_are_rejected_and_the_group_stays_usable(group):
     refused = [
         *(
             (dtype, op, "needs an integer or bool tensor")
@@ -239,7 +239,7 @@ def test_what_a_type_does_not_have_is_refused_and_the_group_goes_on(group):
     assert tensor.item() == SIZE
 
 
-# -- tensors of any kind -------------------------------------------------------------------
+# -- shapes, views and sparse tensors ------------------------------------------------------
 
 
 @over_three
@@ -254,7 +254,7 @@ def test_tensors_of_any_shape_can_be_reduced(group):
 
 
 @over_three
-def test_parameters_and_parts_of_other_tensors_can_be_reduced(group):
+def test_parameters_and_views_can_be_reduced(group):
     parameter = torch.nn.Parameter(torch.full((2, 3), float(group.rank())))
     around = torch.full((5, 4), float(group.rank()))
     for op in (SUM, AVG):

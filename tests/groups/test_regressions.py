@@ -1,4 +1,4 @@
-"""Things that went wrong once: legal programs that must not fail, and what they were told."""
+"""Regression tests: valid programs that once failed, and error messages that were wrong."""
 
 import os
 import time
@@ -32,7 +32,7 @@ def split_twice_under_one_name(ctx):
     assert tensor.item() == sum(half)
 
 
-def test_two_splits_of_one_name_are_two_groups(threads, ranks):
+def test_disjoint_splits_with_one_name_are_separate_groups(threads, ranks):
     threads.run(split_twice_under_one_name, 4)
     ranks.run(split_twice_under_one_name, 4)
 
@@ -56,7 +56,7 @@ def leave_after_the_last_call(ctx, how):
 
 
 @pytest.mark.parametrize("how", ["shutdown", "exit"])
-def test_a_rank_that_ended_in_good_order_is_not_lost(ranks, how):
+def test_a_rank_that_exited_cleanly_is_not_reported_lost(ranks, how):
     ended = Fault("ended", kill(), rank=2)
     ranks.run(leave_after_the_last_call, 3, args=(how,), faults=[ended])
 
@@ -71,7 +71,7 @@ def wait_in_a_chain(ctx):
         ctx.closing(world.split_group([1, 2]))
 
 
-def test_waiting_for_one_who_waits_for_another_is_no_disagreement(threads):
+def test_a_chain_of_waiting_ranks_is_not_a_mismatch(threads):
     threads.run(wait_in_a_chain, 3)
 
 
@@ -86,7 +86,7 @@ def try_again(ctx):
     assert total(ctx.group("local", name="g", timeout=SECONDS)) == 3
 
 
-def test_a_name_whose_forming_failed_can_be_tried_again(threads):
+def test_a_group_name_can_be_reused_after_a_failed_rendezvous(threads):
     threads.run(try_again, 2)
 
 
@@ -104,7 +104,7 @@ def intrude(ctx):
         ctx.store.set("refused", "")
 
 
-def test_an_intruder_does_not_count(ranks):
+def test_a_duplicate_rank_does_not_disturb_later_groups(ranks):
     ranks.run(intrude, 3)
 
 
@@ -117,7 +117,7 @@ def merge_again(ctx):
         assert total(both) == 3
 
 
-def test_a_store_serves_one_merge_after_the_other(threads):
+def test_a_store_can_be_used_for_consecutive_merges(threads):
     threads.run(merge_again, 2)
 
 
@@ -132,7 +132,7 @@ def multiply(ctx):
     assert tensor.tolist() == [11.0, 11.0], "what was refused was not touched"
 
 
-def test_every_rank_has_a_factor_of_its_own(threads, ranks):
+def test_premultiplied_sum_uses_each_ranks_own_factor(threads, ranks):
     threads.run(multiply, 2)
     ranks.run(multiply, 2)
 
@@ -151,7 +151,7 @@ def abort_under_a_future(ctx):
     ctx.store.set("over", "")
 
 
-def test_aborting_ends_futures_here_too(threads, ranks):
+def test_abort_fails_futures_on_the_aborting_rank(threads, ranks):
     threads.run(abort_under_a_future, 2)
     ranks.run(abort_under_a_future, 2)
 
@@ -167,7 +167,7 @@ def chain_calls(ctx):
     assert result.item() == 4
 
 
-def test_a_callback_may_call_the_group(threads, ranks):
+def test_a_future_callback_can_issue_calls(threads, ranks):
     threads.run(chain_calls, 2)
     ranks.run(chain_calls, 2)
 
@@ -181,7 +181,7 @@ def exchange_nothing(ctx):
     assert output.tolist() == [[1, 1, 1]]
 
 
-def test_a_rank_may_have_no_rows_to_exchange(threads, ranks):
+def test_all_to_all_accepts_a_rank_without_rows(threads, ranks):
     threads.run(exchange_nothing, 2)
     ranks.run(exchange_nothing, 2)
 
@@ -202,7 +202,7 @@ def start_again(ctx, port):
             assert total(ctx.closing(new_group("gloo", SECONDS))) == 3
 
 
-def test_a_restart_finds_nothing_of_the_last_attempt(ranks):
+def test_a_restart_does_not_see_store_keys_of_the_previous_attempt(ranks):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks.run(start_again, 2, args=(store.port,))
 
@@ -218,7 +218,7 @@ def phases(ctx, url):
     ctx.store.wait(["end/0", "end/1"])
 
 
-def test_the_host_of_a_store_keeps_it_between_groups(ranks):
+def test_the_hosted_store_survives_between_groups(ranks):
     ranks.run(phases, 2, args=(f"tcp://127.0.0.1:{free_port()}",))
 
 
@@ -228,7 +228,7 @@ def die_before_the_verdict(ctx):
     assert caught.value.lost == (0,)
 
 
-def test_the_death_of_rank_0_while_forming_is_noticed(ranks):
+def test_the_death_of_rank_0_during_rendezvous_is_detected(ranks):
     strike = Fault("form:requested", kill(), rank=0)
     started = time.monotonic()
     ranks.run(die_before_the_verdict, 2, faults=[strike])
@@ -249,7 +249,7 @@ def make_groups_here_and_there(ctx):
     assert all(os.sched_getaffinity(int(thread)) == everywhere for thread in engine)
 
 
-def test_an_engine_runs_on_the_cores_of_whoever_made_it(ranks):
+def test_engine_threads_inherit_the_affinity_of_their_creator(ranks):
     ranks.run(make_groups_here_and_there, 1)
 
 
@@ -262,9 +262,9 @@ def go_on_after_another_call(context):
         group.barrier()
     with pytest.raises(RankMismatch, match="rank . called") as caught:
         group.barrier().wait()
-    # The calls that are told are not the ones that differ, so nobody is sent to look for a root.
+    # The reported calls are not the ones that differ, so the error must not hint at a reduction.
     assert "reduction" not in str(caught.value)
 
 
-def test_a_call_that_nobody_waited_for_differs(ranks):
+def test_a_mismatch_in_an_unwaited_call_is_reported(ranks):
     ranks.run(go_on_after_another_call, 2)

@@ -1,4 +1,4 @@
-"""Ranks that come back: everybody is a member again."""
+"""rejoin(): every rank becomes a member again."""
 
 import os
 import random
@@ -26,13 +26,13 @@ from phalanx.testing import Fault, kill
 LONG = timedelta(seconds=60)
 BACKENDS = ["local", "shm"]
 KILLS = int(os.environ.get("PHALANX_KILLS", "6"))
-# One size for each way that data takes through shared memory: in slots, in windows, where it is.
+# One size per transport in shared memory: slots, windows, and in place.
 WAYS = {"small": (10, False), "windows": (200_000, False), "in place": (20_000, True)}
 
 
 @pytest.fixture
 def crew(threads, ranks):
-    """Ranks that fit a backend: threads for `local`, processes for shared memory."""
+    """The ranks for each backend: threads for `local`, processes for shared memory."""
     return {"local": threads, "shm": ranks}
 
 
@@ -48,7 +48,7 @@ def total(group, value=1.0):
     return tensor[0].item()
 
 
-# -- who takes part in what ----------------------------------------------------------------
+# -- membership over rounds ----------------------------------------------------------------
 
 
 @st.composite
@@ -70,7 +70,7 @@ def schedules(draw):
 
 
 def take_step(group, step, there):
-    """Make one step, and compare it with what it comes to among those who are there."""
+    """Run one step, and compare the result with that of the current members."""
     operation, way, root = step
     tensor = tensor_of(group, way, float(group.rank() + 1))
     values = [rank + 1.0 for rank in there]
@@ -113,7 +113,7 @@ def follow(ctx, backend, rounds):
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedule=schedules())
-def test_everybody_takes_part_in_what_is_theirs(crew, backend, schedule):
+def test_collectives_cover_exactly_the_current_members(crew, backend, schedule):
     size, rounds = schedule
     crew[backend].run(follow, size, args=(backend, rounds))
 
@@ -130,11 +130,11 @@ def come_back_often(ctx, backend, **options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_many_rounds(crew, backend):
+def test_many_rounds_of_leave_and_rejoin(crew, backend):
     crew[backend].run(come_back_often, 3, args=(backend,))
 
 
-def test_many_rounds_with_a_thread_in_the_background(ranks):
+def test_many_rounds_with_a_driver_thread(ranks):
     ranks.run(come_back_often, 3, args=("shm",), kwargs={"driver": "thread"})
 
 
@@ -151,11 +151,11 @@ def call_after_coming_back(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_calls_are_short_and_compared_as_before(crew, backend):
+def test_the_fast_path_and_mismatch_checks_work_after_rejoin(crew, backend):
     crew[backend].run(call_after_coming_back, 2, args=(backend,))
 
 
-def check_with_cards(ctx):
+def rejoin_with_checks(ctx):
     group = ctx.group("shm", timeout=LONG, checks=True)
     for _ in range(ctx.rank):
         group.allreduce(torch.ones(2)).wait()
@@ -163,8 +163,8 @@ def check_with_cards(ctx):
     assert total(group) == ctx.size
 
 
-def test_calls_that_take_several_parts_are_numbered_alike(ranks):
-    ranks.run(check_with_cards, 3)
+def test_rejoin_aligns_sequence_numbers_with_checks_enabled(ranks):
+    ranks.run(rejoin_with_checks, 3)
 
 
 def receive_again(ctx, backend):
@@ -189,7 +189,7 @@ def receive_again(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_was_waited_for_in_vain_takes_nothing(crew, backend):
+def test_a_recv_that_failed_with_peer_left_consumes_no_later_message(crew, backend):
     crew[backend].run(receive_again, 2, args=(backend,))
 
 
@@ -212,7 +212,7 @@ def sleep_while_others_work(ctx):
         assert time.process_time() - used < 0.2 * (time.monotonic() - started)
 
 
-def test_who_waits_burns_nothing_although_others_make_calls(ranks):
+def test_waiting_in_rejoin_uses_no_cpu_while_others_make_calls(ranks):
     ranks.run(sleep_while_others_work, 3)
 
 
@@ -241,7 +241,7 @@ def wait_in_vain(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_waits_in_vain_is_told_for_whom_and_may_wait_again(crew, backend):
+def test_rejoin_timeout_names_the_missing_rank_and_can_be_retried(crew, backend):
     crew[backend].run(wait_in_vain, 3, args=(backend,))
 
 
@@ -259,7 +259,7 @@ def end_the_wait(ctx, backend, end):
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_end_of_the_group_ends_the_wait(crew, backend, end):
+def test_abort_or_shutdown_ends_a_wait_in_rejoin(crew, backend, end):
     crew[backend].run(end_the_wait, 3, args=(backend, end))
 
 
@@ -291,7 +291,7 @@ def close_while_waiting(ctx, end):
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-def test_a_group_may_be_closed_while_a_thread_waits(ranks, end):
+def test_closing_the_group_ends_rejoin_in_another_thread(ranks, end):
     ranks.run(close_while_waiting, 2, args=(end,))
 
 
@@ -299,7 +299,7 @@ def test_a_group_may_be_closed_while_a_thread_waits(ranks, end):
 
 
 def go_on_with_rounds(group):
-    """See that the two who are left can do what three could."""
+    """Check that the two survivors can go through further rounds."""
     for _ in range(3):
         assert total(group) == 2.0
         group.rejoin()
@@ -307,7 +307,7 @@ def go_on_with_rounds(group):
     assert group.members == (0, 2)
 
 
-def lose_one_who_has_not_entered(ctx):
+def lose_a_rank_before_it_entered(ctx):
     group = ctx.group("shm", timeout=LONG)
     for _ in range([0, 2, 1][ctx.rank]):
         total(group)
@@ -324,12 +324,12 @@ def lose_one_who_has_not_entered(ctx):
 
 
 @pytest.mark.parametrize("point", ["before", "left", "waiting"])
-def test_nobody_enters_if_one_dies_before_it_does(ranks, point):
+def test_no_rank_enters_if_one_dies_before_entering(ranks, point):
     strike = Fault(f"rejoin:{point}", kill(), rank=1)
-    ranks.run(lose_one_who_has_not_entered, 3, faults=[strike])
+    ranks.run(lose_a_rank_before_it_entered, 3, faults=[strike])
 
 
-def lose_one_who_has_entered(ctx):
+def lose_a_rank_after_it_entered(ctx):
     group = ctx.group("shm", timeout=LONG)
     group.rejoin()
     tensor = torch.ones(3)
@@ -343,13 +343,13 @@ def lose_one_who_has_entered(ctx):
 
 
 @pytest.mark.parametrize("point", ["entering", "after"])
-def test_everybody_enters_if_one_dies_after_it_has(ranks, point):
+def test_all_ranks_enter_if_one_dies_after_entering(ranks, point):
     strike = Fault(f"rejoin:{point}", kill(), rank=1)
-    ranks.run(lose_one_who_has_entered, 3, faults=[strike])
+    ranks.run(lose_a_rank_after_it_entered, 3, faults=[strike])
 
 
 def persist(group, action):
-    """Do something, going on without whoever is lost meanwhile."""
+    """Run an action, excluding ranks that die meanwhile."""
     while True:
         try:
             return action()
@@ -376,7 +376,7 @@ def go_through_rounds(ctx, counts, moment):
     assert group.members == (0, 1, 3)
 
 
-def test_deaths_anywhere_are_survived(ranks):
+def test_deaths_at_random_points_are_survived(ranks):
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
     points = ["before", "left", "waiting", "entering", "after"]
@@ -405,7 +405,7 @@ def die_elsewhere(ctx):
     assert total(group) == 2.0
 
 
-def test_a_death_elsewhere_is_told_to_who_waits(ranks):
+def test_a_rank_that_dies_outside_rejoin_fails_the_waiting_ranks(ranks):
     ranks.run(die_elsewhere, 3, faults=[Fault("barrier:before", kill(), rank=1)])
 
 
@@ -419,5 +419,5 @@ def end_a_thread(ctx):
         group.rejoin()
 
 
-def test_a_thread_that_ends_is_lost(threads):
+def test_a_thread_rank_that_ends_raises_peer_lost(threads):
     threads.run(end_a_thread, 3)

@@ -1,4 +1,4 @@
-"""How ranks meet, and what they are told when they cannot."""
+"""Rendezvous: the supported stores, and the errors when a group cannot form."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def works(group):
     return tensor.tolist() == [group.size()] * 2
 
 
-# -- the ways to meet ----------------------------------------------------------------------
+# -- stores --------------------------------------------------------------------------------
 
 
 def by_url(ctx, url):
@@ -66,11 +66,11 @@ def by_url(ctx, url):
     group.barrier().wait()  # rank 0 hosts the store: it must not leave first
 
 
-def test_ranks_meet_at_a_tcp_url(ranks):
+def test_rendezvous_over_a_tcp_url(ranks):
     ranks.run(by_url, 2, args=(f"tcp://127.0.0.1:{free_port()}",))
 
 
-def test_ranks_meet_in_a_file(ranks, tmp_path):
+def test_rendezvous_over_a_file_url(ranks, tmp_path):
     ranks.run(by_url, 3, args=(f"file://{tmp_path}/meeting",))
 
 
@@ -92,18 +92,18 @@ def by_environment(ctx, port):
     first.barrier().wait()
 
 
-def test_several_groups_of_one_environment_coexist(ranks):
+def test_several_groups_can_share_one_launcher_environment(ranks):
     ranks.run(by_environment, 2, args=(free_port(),))
 
 
-def test_an_environment_without_ranks_says_how_to_start(monkeypatch):
+def test_env_rendezvous_without_rank_suggests_phalanx_run(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(InvalidArgument, match="phalanx run"):
         groups.new_group("gloo", SECOND, "cpu", store="env://")
 
 
-def test_a_name_can_be_used_again(threads):
+def test_a_group_name_can_be_reused_after_shutdown(threads):
     threads.run(use_name_again, 2)
 
 
@@ -142,7 +142,7 @@ def hosted_group(ctx, port, backend="gloo", timeout=SECONDS, **options):
 
 
 def look_often(hosted, times=20):
-    """Do what the watcher does in five seconds."""
+    """Poll as often as the watcher does in five seconds."""
     if hosted is not None:
         hosted._idle_since = time.monotonic() - 60
         for _ in range(times):
@@ -165,8 +165,8 @@ def release(ctx, port):
     return took
 
 
-def test_a_port_is_free_again_when_the_last_group_on_it_has_ended(ranks):
-    """It was taken until the process ended, and a child could not use it."""
+def test_the_port_is_released_when_the_last_group_on_it_closes(ranks):
+    """It used to stay bound until the process exited, so a child could not bind it."""
     took, _ = ranks.run(release, 2, args=(free_port(),))
     assert took < 1.5  # seconds; the promise is one, on a machine that does nothing else
 
@@ -192,13 +192,13 @@ def call_late(ctx, port, backend, how):
 
 @pytest.mark.parametrize("how", ["shutdown", "abort"])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
-def test_a_late_rank_learns_that_the_host_of_the_store_has_left(ranks, backend, how):
-    """The store was closed half a second after, and the late rank waited out its deadline."""
+def test_a_late_rank_is_told_that_the_store_host_has_shut_down(ranks, backend, how):
+    """The store used to close half a second later, and the late rank ran into its deadline."""
     _, took = ranks.run(call_late, 2, args=(free_port(), backend, how), timeout=30)
     assert took < 5  # seconds, of the ten that it may take
 
 
-def test_a_member_out_of_sight_is_not_waited_for_without_end():
+def test_the_wait_for_a_remote_member_is_bounded():
     here = PeerProcess.current()
     far = replace(here, machine="another")
     board = StatusStore(StoreClient(dist.HashStore()), rank=0, size=2)
@@ -235,12 +235,12 @@ def split_what_is_left(ctx, port):
     group.shutdown()
 
 
-def test_a_hosted_group_that_was_aborted_can_be_split(ranks):
-    """The store went away with the group that was aborted."""
+def test_an_aborted_group_with_a_hosted_store_can_be_split(ranks):
+    """The store used to close together with the aborted group."""
     ranks.run(split_what_is_left, 3, args=(free_port(),))
 
 
-def test_a_split_of_a_group_whose_store_is_closed_is_refused():
+def test_split_group_is_refused_when_the_store_is_closed():
     port = free_port()
     url = f"tcp://127.0.0.1:{port}"
     group = groups.new_group("gloo", SECONDS, store=url, rank=0, world_size=1)
@@ -277,12 +277,12 @@ def fork_and_meet_again(ctx, port):
             os.waitpid(child, 0)
 
 
-def test_a_store_stays_if_a_forked_child_has_its_port(ranks):
-    """The child kept the port taken, for a store that nobody hosted any more."""
+def test_a_store_stays_open_if_a_forked_child_holds_its_port(ranks):
+    """The child used to keep the port bound after the store had been closed."""
     ranks.run(fork_and_meet_again, 2, args=(free_port(),))
 
 
-def test_an_error_that_is_kept_does_not_keep_the_port():
+def test_a_held_exception_does_not_keep_the_port_bound():
     port = free_port()
     url = f"tcp://127.0.0.1:{port}"
     with pytest.raises(RendezvousTimeout) as kept:
@@ -291,8 +291,8 @@ def test_an_error_that_is_kept_does_not_keep_the_port():
     assert kept.tb is not None
 
 
-def test_waiting_for_a_listener_counts_against_the_deadline(monkeypatch):
-    """Who waited for rank 0 to listen had all of its time once more to connect."""
+def test_waiting_for_the_listener_counts_against_the_deadline(monkeypatch):
+    """The full timeout used to start again for the connection."""
     given = []
     monkeypatch.setattr(_store, "wait_for_listener", lambda *_: time.sleep(0.2))
     monkeypatch.setattr(_store, "_tcp_store", lambda *args: given.append(args[-1]) or Connected())
@@ -327,18 +327,18 @@ def meet_again_before_the_host(ctx, port):
     ctx.store.wait(["over"])
 
 
-def test_a_store_is_not_closed_under_a_rank_that_waits_for_the_next_group(ranks):
+def test_a_store_stays_open_for_a_rank_waiting_for_the_next_group(ranks):
     ranks.run(meet_again_before_the_host, 2, args=(free_port(),))
 
 
-def test_a_rank_that_comes_while_a_store_closes_awaits_the_next(ranks):
+def test_a_rank_that_arrives_while_a_store_closes_waits_for_the_next(ranks):
     port = free_port()
     for _ in range(3):
         ranks.run(by_url, 2, args=(f"tcp://127.0.0.1:{port}",))
 
 
-def test_a_port_that_is_about_to_be_free_is_waited_for():
-    """A parent, say, that has ended its groups and closes their store."""
+def test_rendezvous_waits_for_a_port_that_is_being_released():
+    """For example by a parent process that is closing the store of its groups."""
     port = free_port()
     holder = socket.socket()
     holder.bind(("127.0.0.1", port))
@@ -352,7 +352,7 @@ def test_a_port_that_is_about_to_be_free_is_waited_for():
     closing.join()
 
 
-# -- what cannot form ----------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -368,17 +368,17 @@ def test_a_port_that_is_about_to_be_free_is_waited_for():
         ({"store": dist.HashStore(), "rank": 0}, "rank and world_size"),
     ],
 )
-def test_a_place_that_cannot_be_is_refused(arguments, told):
+def test_invalid_store_rank_or_world_size_is_rejected(arguments, told):
     with pytest.raises(InvalidArgument, match=told):
         groups.new_group("gloo", SECOND, **arguments)
 
 
-def test_a_store_of_a_strange_type_is_refused():
+def test_a_store_of_the_wrong_type_is_rejected():
     with pytest.raises(InvalidType, match="Store or a URL"):
         groups.new_group("gloo", SECOND, store=42, rank=0, world_size=1)
 
 
-def test_a_port_in_use_is_named():
+def test_the_error_names_a_port_in_use():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -388,7 +388,7 @@ def test_a_port_in_use_is_named():
             groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=0, world_size=2)
 
 
-def test_a_store_that_nobody_answers_is_named(capfd):
+def test_the_error_names_a_store_that_does_not_answer(capfd):
     port = free_port()
     with pytest.raises(RendezvousTimeout, match=f"127.0.0.1:{port} within 1 s"):
         groups.new_group("gloo", SECOND, store=f"tcp://127.0.0.1:{port}", rank=1, world_size=2)
@@ -402,12 +402,12 @@ def wait_for_absent(ctx):
         assert isinstance(caught.value, TimeoutError)
 
 
-def test_a_rank_that_never_comes_is_named(threads):
+def test_rendezvous_timeout_names_the_missing_rank(threads):
     threads.run(wait_for_absent, 3)
 
 
-def test_waiting_says_nothing(capfd):
-    """torch does, on the screen, every time that a store's own wait ends with nothing."""
+def test_waiting_for_a_rendezvous_prints_nothing(capfd):
+    """torch prints a warning each time a store's own wait times out."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with pytest.raises(RendezvousTimeout):
         groups.new_group("gloo", SECOND / 4, store=store, rank=0, world_size=2)
@@ -424,7 +424,7 @@ def disagree_on_size(ctx):
         ctx.group("local", timeout=SECONDS, world_size=2 + ctx.rank)
 
 
-def test_a_wrong_world_size_is_refused_on_both_sides(threads):
+def test_a_world_size_mismatch_is_reported_on_both_ranks(threads):
     threads.run(disagree_on_size, 2)
 
 
@@ -438,7 +438,7 @@ def too_many(ctx):
             ctx.group("local", timeout=SECONDS, world_size=3)
 
 
-def test_a_rank_too_many_is_told_the_size(threads):
+def test_an_extra_rank_is_told_the_world_size(threads):
     threads.run(too_many, 3)
 
 
@@ -447,7 +447,7 @@ def disagree_on_backend(ctx):
         ctx.group(["local", "gloo"][ctx.rank], timeout=SECONDS)
 
 
-def test_different_backends_are_refused_on_both_sides(threads):
+def test_a_backend_mismatch_is_reported_on_both_ranks(threads):
     threads.run(disagree_on_backend, 2)
 
 
@@ -459,7 +459,7 @@ def form_in_different_order(ctx):
     assert "test_rendezvous.py:" in str(caught.value)
 
 
-def test_groups_formed_in_different_order_are_refused(threads):
+def test_forming_groups_in_different_order_is_reported(threads):
     with override_timing(other_groups_interval=0.2):
         threads.run(form_in_different_order, 2, timeout=15)
 
@@ -479,7 +479,7 @@ def form_from_two_threads(ctx):
     assert all(works(formed[name]) for name in ("left", "right"))
 
 
-def test_threads_may_form_groups_in_any_order(ranks):
+def test_threads_can_form_groups_in_any_order(ranks):
     ranks.run(form_from_two_threads, 2)
 
 
@@ -497,7 +497,7 @@ def claim_the_same_rank(ctx):
     return None
 
 
-def test_two_processes_of_one_rank_are_refused(ranks):
+def test_two_processes_with_the_same_rank_are_rejected(ranks):
     ranks.run(claim_the_same_rank, 3)
 
 
@@ -507,13 +507,13 @@ def die_while_forming(ctx):
     assert caught.value.lost == (1,)
 
 
-def test_a_death_while_forming_is_named(ranks):
+def test_a_death_during_rendezvous_names_the_rank(ranks):
     strike = Fault("form:requested", kill(), rank=1)
     outcome = ranks.run(die_while_forming, 2, faults=[strike], timeout=25)
     assert isinstance(outcome[1], Died)
 
 
-def test_importing_the_package_starts_nothing():
+def test_import_starts_no_thread_and_changes_no_environment():
     code = """
 import threading, logging, os
 before = dict(os.environ)
@@ -525,7 +525,7 @@ assert not logging.getLogger("phalanx").handlers
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-# -- a rank that fails on the way and lives on ---------------------------------------------
+# -- a rank that fails during rendezvous and stays alive -------------------------------------
 
 
 def no_reason(*_, **__):
@@ -582,8 +582,8 @@ def fail_and_live_on(ctx, where, backend):
         ("offer", "shm"),
     ],
 )
-def test_the_others_hear_of_a_rank_that_fails_while_forming(ranks, where, backend):
-    """They waited out their deadline, in the forming or in the first call."""
+def test_a_rank_that_fails_during_rendezvous_is_reported_to_the_others(ranks, where, backend):
+    """They used to run into their deadline, in the rendezvous or in the first call."""
     assert max(ranks.run(fail_and_live_on, 2, args=(where, backend), timeout=30)) < 5
 
 
@@ -591,7 +591,7 @@ def worker_threads():
     return set() if _worker_threads._pool is None else set(_worker_threads._pool._busy)
 
 
-def fail_without_a_word(ctx):
+def fail_in_the_factory(ctx):
     before = worker_threads()
     if ctx.rank == 1:
         with pytest.MonkeyPatch.context() as patch:
@@ -609,7 +609,7 @@ def fail_without_a_word(ctx):
     ctx.store.wait(["raised/0", "raised/1"])
 
 
-def test_nobody_waits_on_in_a_forming_that_was_given_up(ranks, capfd):
-    """A thread did, until the deadline, and torch told of each of its waits on the screen."""
-    ranks.run(fail_without_a_word, 2)
+def test_no_worker_thread_keeps_waiting_after_a_failed_rendezvous(ranks, capfd):
+    """A thread used to, until the deadline, and torch printed a warning for each wait."""
+    ranks.run(fail_in_the_factory, 2)
     assert "waitForInput" not in capfd.readouterr().err

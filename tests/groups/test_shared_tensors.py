@@ -1,4 +1,4 @@
-"""One tensor for all ranks: the same bytes everywhere, and given back when nobody has them."""
+"""Tensors shared by all ranks: the same bytes, freed when the last rank drops them."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ shared = over_groups(backends=("shm",), sizes=(1, 2, 4), reuse=True)
 
 
 def held(group):
-    """Tell how many pieces of this rank's memory ranks still have, now that some have let go."""
+    """Return how many shared blocks of this rank's slab are still in use."""
     gc.collect()
     group.barrier().wait()
     group.allocate((1,))
@@ -24,7 +24,7 @@ def held(group):
 
 
 @shared
-def test_all_ranks_see_the_same_bytes(group):
+def test_a_shared_tensor_has_the_same_bytes_on_all_ranks(group):
     before = held(group)
     tensors = [group._allocate_shared(100 + owner, owner=owner) for owner in range(group.size())]
     for owner, tensor in enumerate(tensors):
@@ -40,7 +40,7 @@ def test_all_ranks_see_the_same_bytes(group):
 
 
 @shared
-def test_memory_stays_while_any_rank_has_a_view(group):
+def test_memory_is_kept_while_any_rank_holds_a_view(group):
     before, last = held(group), group.size() - 1
     tensor = group._allocate_shared(5000, owner=0)
     view = tensor.view(torch.float32)[7:9] if group.rank() == last else None
@@ -56,19 +56,19 @@ def test_memory_stays_while_any_rank_has_a_view(group):
 
 
 @shared
-def test_where_there_is_no_room_every_rank_is_told(group):
+def test_every_rank_raises_when_there_is_no_room(group):
     with pytest.raises(InvalidState, match="no room|no shared memory"):
         group._allocate_shared(1 << 40, owner=group.size() - 1)
 
 
 @over_groups(backends=("local",), sizes=(2,))
-def test_groups_without_shared_memory_refuse(group):
+def test_groups_without_shared_memory_reject_shared_tensors(group):
     with pytest.raises(InvalidState, match="does not share memory"):
         group._allocate_shared(8, owner=0)
 
 
 @over_groups(backends=("shm",), sizes=(2,), reuse=True)
-def test_a_forked_child_lets_go_of_nothing(group):
+def test_a_forked_child_does_not_free_shared_tensors(group):
     before = held(group)
     tensor = group._allocate_shared(8, owner=0)
     child = os.fork()
@@ -94,5 +94,5 @@ def outlive_a_holder(ctx):
     assert not group._engine._slab._shared
 
 
-def test_the_dead_hold_nothing(ranks):
+def test_dead_ranks_do_not_keep_shared_tensors_alive(ranks):
     ranks.run(outlive_a_holder, 2, faults=[Fault("barrier:before", kill(), rank=1)])

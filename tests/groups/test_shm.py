@@ -1,4 +1,4 @@
-"""Shared memory: the region, tensors that live in it, and what deaths leave behind."""
+"""The shm backend: the region, tensors allocated in it, and failed peers."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def test_the_engine_was_built():
 # -- tensors that live in the region -------------------------------------------------------
 
 
-def reduce_where_it_is(ctx):
+def reduce_in_place(ctx):
     group = ctx.group("shm")
     for count in (1, 5_000, 300_000):
         tensor = group.allocate((count,), torch.float32)
@@ -51,8 +51,8 @@ def reduce_where_it_is(ctx):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_allocated_tensors_are_reduced_where_they_are(ranks, size):
-    ranks.run(reduce_where_it_is, size)
+def test_allocated_tensors_are_reduced_in_place(ranks, size):
+    ranks.run(reduce_in_place, size)
 
 
 def mix_kinds_of_memory(ctx):
@@ -66,7 +66,7 @@ def mix_kinds_of_memory(ctx):
     assert tensor.unique().tolist() == [1.0]
 
 
-def test_one_rank_may_allocate_and_another_not(ranks):
+def test_allocated_and_ordinary_tensors_can_meet_in_one_call(ranks):
     ranks.run(mix_kinds_of_memory, 2)
 
 
@@ -86,7 +86,7 @@ def allocate_and_free(ctx):
     assert group.allocate((5000,)).data_ptr() != view.data_ptr() - 40
 
 
-def test_shared_memory_is_given_back(ranks):
+def test_allocated_memory_is_reused_after_free(ranks):
     ranks.run(allocate_and_free, 1)
 
 
@@ -105,14 +105,14 @@ def share_at(ctx, places):
 
 
 @pytest.mark.parametrize("places", [["memfd"], ["/dev/shm"], ["no such folder", "memfd"]])
-def test_every_kind_of_memory_can_be_shared(ranks, places, tmp_path):
+def test_a_region_can_be_shared_by_memfd_or_dev_shm(ranks, places, tmp_path):
     before = set(Path("/dev/shm").glob("phalanx*"))
     assert ranks.run(share_at, 2, args=(places,)) == ["", ""]
     assert no_names_but(before)
 
 
 def no_names_but(before):
-    """Tell whether no region keeps its name; one of a test beside this one may, for a moment."""
+    """Wait until no new region has a name; a test running in parallel may briefly have one."""
     until = time.monotonic() + 5
     while set(Path("/dev/shm").glob("phalanx*")) - before:
         if time.monotonic() >= until:
@@ -121,7 +121,7 @@ def no_names_but(before):
     return True
 
 
-def test_a_file_will_do(ranks, tmp_path):
+def test_a_region_can_be_shared_by_a_file(ranks, tmp_path):
     ranks.run(share_at, 2, args=([str(tmp_path)],))
     assert list(tmp_path.iterdir()) == []
 
@@ -131,11 +131,11 @@ def share_nowhere(ctx):
         share_region(ctx.store, ctx.rank, ctx.size, places=["no such folder"])
 
 
-def test_ranks_that_cannot_share_memory_are_told(ranks):
+def test_every_rank_raises_when_memory_cannot_be_shared(ranks):
     ranks.run(share_nowhere, 2)
 
 
-def test_a_region_is_the_owners_alone(tmp_path):
+def test_a_region_is_private_to_its_owner_and_group(tmp_path):
     sizes = engine.Sizes()
     sizes.slab = 1 << 20
     region = engine.Region.create(str(tmp_path), 2, sizes)
@@ -149,7 +149,7 @@ def test_a_region_is_the_owners_alone(tmp_path):
 
 
 @pytest.mark.parametrize("which", DISAGREEMENTS)
-def test_calls_are_compared_for_free(ranks, which):
+def test_mismatched_calls_are_always_detected(ranks, which):
     ranks.run(disagree_in_shared_memory, 3, args=(which,))
 
 
@@ -183,7 +183,7 @@ def lose_a_rank(ctx, operation):
         ("barrier", "issued"),
     ],
 )
-def test_a_killed_rank_is_lost_and_the_others_go_on(ranks, operation, point):
+def test_a_killed_rank_raises_peer_lost_and_survivors_continue(ranks, operation, point):
     strike = Fault(f"{operation}:{point}", kill(), rank=2, nth=random.randint(1, 20))
     ranks.run(lose_a_rank, 4, args=(operation,), faults=[strike], timeout=20)
 
@@ -196,7 +196,7 @@ def wait_for_stopped(ctx):
     assert caught.value.missing == (1,)
 
 
-def test_a_stopped_rank_is_a_timeout(ranks):
+def test_a_stopped_rank_causes_a_timeout(ranks):
     ranks.run(wait_for_stopped, 3, faults=[Fault("allreduce:before", stop(), rank=1)])
 
 
@@ -207,7 +207,7 @@ def outlast_a_stop(ctx):
     assert tensor.unique().tolist() == [2.0]
 
 
-def test_a_rank_that_stops_for_a_while_is_waited_for(ranks):
+def test_a_briefly_stopped_rank_does_not_fail_the_call(ranks):
     pause = Fault("allreduce:before", stop(resume_after=0.7), rank=1)
     ranks.run(outlast_a_stop, 2, faults=[pause])
 
@@ -225,7 +225,7 @@ def fork_a_rank(ctx):
     group.barrier().wait()
 
 
-def test_a_forked_child_is_no_rank(ranks):
+def test_a_forked_child_cannot_use_the_group(ranks):
     ranks.run(fork_a_rank, 2)
 
 
@@ -238,7 +238,7 @@ def let_go_of_a_call(ctx):
     assert tensor.unique().tolist() == [2.0]
 
 
-def test_a_tensor_may_be_dropped_while_it_is_in_flight(ranks):
+def test_a_tensor_can_be_dropped_while_in_flight(ranks):
     ranks.run(let_go_of_a_call, 2)
 
 
@@ -254,11 +254,11 @@ def abort_while_waiting(ctx):
         work.wait()
 
 
-def test_abort_reaches_the_others(ranks):
+def test_abort_fails_the_calls_of_other_ranks(ranks):
     ranks.run(abort_while_waiting, 2)
 
 
-# -- the choice ----------------------------------------------------------------------------
+# -- backend selection ---------------------------------------------------------------------
 
 
 def leave_the_choice(ctx):
@@ -271,7 +271,7 @@ def leave_the_choice(ctx):
     assert pair is None or pair.backend == "shm"
 
 
-def test_ranks_on_one_machine_share_memory_by_default(ranks):
+def test_auto_selects_shm_on_one_machine(ranks):
     ranks.run(leave_the_choice, 3)
 
 
@@ -289,11 +289,11 @@ def lack_the_engine(ctx, lacking):
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_all_ranks_fall_back_together(ranks, lacking):
+def test_all_ranks_fall_back_to_gloo_if_one_lacks_the_engine(ranks, lacking):
     ranks.run(lack_the_engine, 2, args=(lacking,))
 
 
-def test_shared_memory_is_the_default():
+def test_the_default_backend_is_auto():
     import inspect
 
     from phalanx.groups import new_group
@@ -316,7 +316,7 @@ def sum_sparse_tensors(ctx):
         assert torch.equal(tensor.to_dense(), expected)
 
 
-def test_sparse_tensors_may_have_any_number_of_entries(ranks):
+def test_sparse_tensors_can_have_different_numbers_of_entries(ranks):
     ranks.run(sum_sparse_tensors, 3)
 
 
@@ -326,5 +326,5 @@ def sum_sparse_tensors_of_different_shapes(ctx):
         group.allreduce(torch.ones(3 + ctx.rank).to_sparse_coo())
 
 
-def test_sparse_tensors_must_have_one_shape(ranks):
+def test_sparse_tensors_of_different_shapes_are_rejected(ranks):
     ranks.run(sum_sparse_tensors_of_different_shapes, 2)

@@ -1,4 +1,4 @@
-"""How ranks wait depends on the cores that they have between them."""
+"""The number of cores that the ranks share, which decides how they wait."""
 
 import os
 
@@ -22,7 +22,7 @@ def keep_to_one_core(ctx, choose):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize(("choose", "between_them"), [((0, 1), 2), ((1, 1), 1)])
-def test_ranks_kept_to_a_core_each_have_a_core_each(ranks, choose, between_them):
+def test_shared_core_count_follows_the_affinity_of_the_ranks(ranks, choose, between_them):
     assert ranks.run(keep_to_one_core, 2, args=(choose,)) == [between_them] * 2
 
 
@@ -40,7 +40,7 @@ def split_with_one_core(ctx, choose):
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize(("choose", "between_them"), [((0, 1), 2), ((1, 1), 1)])
-def test_so_have_those_of_a_split(ranks, choose, between_them):
+def test_a_split_recounts_cores_from_the_current_affinity(ranks, choose, between_them):
     assert ranks.run(split_with_one_core, 2, args=(choose,)) == [between_them] * 2
 
 
@@ -52,5 +52,5 @@ def test_so_have_those_of_a_split(ranks, choose, between_them):
         ([([0, 1, 2], 2), ([1, 2, 3], 8)], 2),  # a quota of two
     ],
 )
-def test_the_union_counts_and_the_smallest_quota(limits, count):
+def test_core_count_is_the_union_limited_by_the_smallest_quota(limits, count):
     assert shared_core_count(limits) == count

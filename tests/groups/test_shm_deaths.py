@@ -1,7 +1,7 @@
-"""Deaths and stops at any moment: everybody else is told soon, by name, and goes on.
+"""Kills and stops at any moment: the other ranks learn soon which rank, and continue.
 
-The ranks of `test_kills` die at named points, between the steps of a call. Here somebody else kills
-them whenever it may be: in the middle of a copy, of a sum, of a nap. A few by default;
+The ranks of `test_kills` die at fault points, between the steps of a call. Here another rank
+kills them at a random time: in the middle of a copy, a sum or a sleep. A few by default;
 ``PHALANX_KILLS=300 make test ARGS="tests/groups/test_shm_deaths.py -s"`` for many, with the times.
 """
 
@@ -35,7 +35,7 @@ SOON = 1.0  # seconds; the aim is a tenth of it, on a machine that does nothing 
 
 
 def regions():
-    """Count the regions that this process holds on to, by descriptor and by mapping."""
+    """Count the regions that this process holds, by descriptor and by mapping."""
     links = []
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -48,7 +48,7 @@ def regions():
 
 
 def settled(before):
-    """Tell whether regions have gone that only garbage held, or a thread on its way home."""
+    """Wait until regions held only by garbage or by exiting threads are gone."""
     until = time.monotonic() + 5
     while regions() > before and time.monotonic() < until:
         gc.collect()
@@ -56,7 +56,7 @@ def settled(before):
     return regions() <= before
 
 
-# -- the time to notice --------------------------------------------------------------------
+# -- detection latency ---------------------------------------------------------------------
 
 
 def die_while_others_wait(ctx, count, shared):
@@ -79,7 +79,7 @@ def die_while_others_wait(ctx, count, shared):
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_whoever_waits_learns_of_a_death_at_once(ranks, size, shared):
+def test_waiting_ranks_learn_of_a_death_at_once(ranks, size, shared):
     times = []
     for turn in range(max(2, KILLS // 8)):
         args = ([4, 200_000][turn % 2], shared)
@@ -111,7 +111,7 @@ def die_while_another_is_busy(ctx):
     return noticed - float(ctx.store.get("died"))
 
 
-def test_a_death_behind_a_rank_that_is_busy_is_noticed_as_soon(ranks):
+def test_a_death_is_detected_at_once_while_another_rank_is_busy(ranks):
     turns = range(max(3, KILLS // 8))
     times = [ranks.run(die_while_another_is_busy, 3, expect_dead=[2])[0] for _ in turns]
     tell("with another in user code", times)
@@ -120,7 +120,7 @@ def test_a_death_behind_a_rank_that_is_busy_is_noticed_as_soon(ranks):
 
 
 def tell(what, times):
-    """Print the spread, for whoever runs this with ``-s``."""
+    """Print the distribution, visible with ``-s``."""
     ordered = sorted(1000 * each for each in times)
     late = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
     middle = statistics.median(ordered)
@@ -180,7 +180,7 @@ def kill_and_note(pid, store):
 
 
 def go_round(group, tensor, plan):
-    """Call until something is wrong; several at once, if the plan says so."""
+    """Call until an error is raised, with several calls in flight if the plan says so."""
     other = torch.zeros_like(tensor)
     until = time.monotonic() + 10
     while time.monotonic() < until:
@@ -190,7 +190,7 @@ def go_round(group, tensor, plan):
 
 
 def go_on(ctx, group, victim):
-    """Form a group of those who are left, and use it."""
+    """Form a group of the survivors, and use it."""
     alive = [rank for rank in range(ctx.size) if rank != victim]
     rest = group.split_group(alive)
     total = torch.ones(20_000)
@@ -200,7 +200,7 @@ def go_on(ctx, group, victim):
 
 
 @pytest.mark.slow
-def test_a_rank_may_be_killed_at_any_moment(ranks):
+def test_a_rank_killed_at_any_moment_is_detected(ranks):
     seed = random.randrange(1 << 30)
     chance = random.Random(seed)
     names = set(Path("/dev/shm").glob("phalanx*"))
@@ -221,18 +221,18 @@ def test_a_rank_may_be_killed_at_any_moment(ranks):
         delays = ranks.run(be_killed_by_another, size, **given)
         times += [each for rank, each in enumerate(delays) if rank != victim]
     tell("until all survivors knew", times)
-    # Who reports on a death waits for the others' reports, and on a busy machine one may be late.
+    # The rank that reports a death waits for the others' reports, which may be late on a busy host.
     assert sorted(times)[len(times) * 9 // 10] < SOON, f"seed {seed}"
     assert max(times) < 3 * SOON, f"seed {seed}"
     assert no_names_but(names)
 
 
-# -- what survivors say of a call ----------------------------------------------------------
+# -- agreement of survivors ----------------------------------------------------------------
 
 
 def lose_two_after_a_call(ctx):
-    """Rank 2 dies after a call; rank 3 gives up at the next and dies, too. Rank 1 did its share of
-    the first and has not seen its end yet."""
+    """Rank 2 dies after a call; rank 3 fails in the next and dies too. Rank 1 did its share of
+    the first call but has not waited for it yet."""
     group = ctx.group("shm", timeout=LONG, driver="caller")
     tensor = group.allocate((200_000,)).fill_(ctx.rank + 1)
     group.barrier().wait()
@@ -256,7 +256,7 @@ def lose_two_after_a_call(ctx):
     return tensor.unique().tolist()
 
 
-def test_survivors_agree_on_a_call_that_was_done_when_a_rank_gave_up(ranks):
+def test_survivors_agree_on_a_call_that_completed_before_the_failure(ranks):
     found = ranks.run(lose_two_after_a_call, 4, expect_dead=[2, 3])
     assert found[:2] == [[10.0], [10.0]]
 
@@ -283,12 +283,12 @@ def die_in_another_wait(ctx, how):
 
 
 @pytest.mark.parametrize("how", ["recv", "send", "future"])
-def test_transfers_and_futures_learn_of_a_death(ranks, how):
+def test_transfers_and_futures_fail_when_a_peer_dies(ranks, how):
     ranks.run(die_in_another_wait, 3, args=(how,), faults=[Fault("now", kill(), rank=1)])
 
 
-def end_in_good_order_without_the_share(ctx):
-    """Rank 1 has made the call, says good-bye, and ends before it has done its share."""
+def exit_without_doing_the_share(ctx):
+    """Rank 1 issues the call, reports a clean exit, and dies before it has done its share."""
     group = ctx.group("shm", timeout=LONG, driver="caller")
     tensor = torch.ones(700_000)
     if ctx.rank == 1:
@@ -303,11 +303,11 @@ def end_in_good_order_without_the_share(ctx):
     assert time.monotonic() - float(ctx.store.get("died")) < SOON
 
 
-def test_what_the_engine_says_of_a_death_is_believed(ranks):
-    ranks.run(end_in_good_order_without_the_share, 2, expect_dead=[1])
+def test_a_death_seen_by_the_engine_overrides_a_reported_clean_exit(ranks):
+    ranks.run(exit_without_doing_the_share, 2, expect_dead=[1])
 
 
-# -- before there is a group ---------------------------------------------------------------
+# -- during rendezvous ---------------------------------------------------------------------
 
 
 def lose_a_rank_while_forming(ctx):
@@ -323,7 +323,7 @@ def lose_a_rank_while_forming(ctx):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_death_while_ranks_come_to_share_memory_is_noticed(ranks, victim):
+def test_a_death_while_the_region_is_being_mapped_is_detected(ranks, victim):
     strike = Fault("form:mapped", kill(), rank=victim)
     results = ranks.run(lose_a_rank_while_forming, 3, faults=[strike])
     assert [each for rank, each in enumerate(results) if rank != victim] == [(victim,)] * 2
@@ -332,7 +332,7 @@ def test_a_death_while_ranks_come_to_share_memory_is_noticed(ranks, victim):
 # -- stopped -------------------------------------------------------------------------------
 
 
-def wait_for_who_is_stopped(ctx, count):
+def wait_for_a_stopped_rank(ctx, count):
     group = ctx.group("shm", timeout=LONG)
     tensor = group.allocate((count,)).fill_(1)
     if ctx.rank == 1:
@@ -356,9 +356,9 @@ def await_stop(pid):
 
 
 @pytest.mark.parametrize("point", ["before", "issued"])
-def test_a_rank_stopped_past_the_deadline_is_named_wherever_it_was(ranks, point):
+def test_a_rank_stopped_past_the_deadline_is_named(ranks, point):
     strike = Fault(f"allreduce:{point}", stop(), rank=1)
-    ranks.run(wait_for_who_is_stopped, 3, args=(100_000,), faults=[strike])
+    ranks.run(wait_for_a_stopped_rank, 3, args=(100_000,), faults=[strike])
 
 
 def come_back_too_late(ctx):
@@ -387,7 +387,7 @@ def come_back_too_late(ctx):
     assert tensor.unique().tolist() == [5.0]
 
 
-def test_who_wakes_up_after_the_deadline_leaves_the_others_tensors_alone(ranks):
+def test_a_rank_resumed_after_the_deadline_does_not_write_to_tensors(ranks):
     ranks.run(come_back_too_late, 2)
 
 
@@ -397,7 +397,7 @@ PIECE = (
 
 
 def be_stopped_in_the_middle(ctx, count):
-    """Rank 1 is stopped while it stores its half of a sum; rank 0 gives up, and goes on without."""
+    """Rank 1 is stopped while it writes its half of a sum; rank 0 times out and continues."""
     group = ctx.group("shm", timeout=LONG, driver="caller")
     tensor = group.allocate((count,))
     if ctx.rank == 1:
@@ -428,7 +428,7 @@ def sum_of_ones(group, tensor, timeout):
 
 
 def stop_in_the_middle(group, tensor, pid):
-    """Stop a peer as soon as it has begun with its half; tells whether that was before the end."""
+    """Stop a peer as soon as it starts its half; returns whether it was still unfinished."""
     work = sum_of_ones(group, tensor, timedelta(seconds=1))
     theirs = tensor.numpy()[len(tensor) // 2 :]
     while theirs[0] == 1:
@@ -445,12 +445,12 @@ def stop_in_the_middle(group, tensor, pid):
 
 
 def are_recycled(group):
-    """Tell whether a new tensor gets the memory of one that has died."""
+    """Return whether a new tensor gets the memory of a freed one."""
     place = group.allocate((1000,)).data_ptr()
     return group.allocate((1000,)).data_ptr() == place
 
 
-def test_who_was_stopped_in_the_middle_stores_one_piece_more_at_most(ranks):
+def test_a_rank_stopped_while_writing_writes_at_most_one_more_piece(ranks):
     (stored, recycled, recycled_later), _ = ranks.run(be_stopped_in_the_middle, 2, args=(8 << 20,))
     assert stored <= PIECE
     assert not recycled, "what a stopped rank may yet store into"
@@ -481,7 +481,7 @@ def be_stopped_again_and_again(ctx, count, shared):
 
 
 def stop_and_go(pid, over):
-    """Stop a process at moments that nobody chose, so briefly that no deadline is in sight."""
+    """Stop a process at random moments, for much less than any deadline."""
     chance = random.Random()
     while not over.is_set():
         os.kill(pid, signal.SIGSTOP)
@@ -491,15 +491,15 @@ def stop_and_go(pid, over):
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
-def test_a_rank_may_be_stopped_at_any_moment(ranks, shared):
+def test_results_are_correct_if_a_rank_is_stopped_at_any_moment(ranks, shared):
     ranks.run(be_stopped_again_and_again, 2, args=(150_000, shared))
 
 
-# -- whose process it is -------------------------------------------------------------------
+# -- pid reuse -----------------------------------------------------------------------------
 
 
-def test_a_pid_that_belongs_to_another_process_by_now_is_a_death():
-    """Nobody may watch a stranger for a peer: the peer's death would go unnoticed."""
+def test_a_reused_pid_counts_as_a_death():
+    """Watching an unrelated process with the peer's pid would hide the peer's death."""
     me = PeerProcess.current()
     peer = replace(me, pid=os.getppid(), started="1")  # a parent that started later
     with pytest.raises(PeerLost, match="rank 1 .* died") as raised:

@@ -1,4 +1,4 @@
-"""Shared memory driven by a thread: the same results, done while the caller is elsewhere."""
+"""The shm driver thread: the same results, without the caller waiting."""
 
 import functools
 import gc
@@ -31,7 +31,7 @@ def threaded(ctx, **options):
 
 
 def until(condition, seconds=10):
-    """Tell whether something comes true by itself, while this thread only looks."""
+    """Poll until a condition holds; returns False on timeout."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -135,12 +135,12 @@ def compare_drivers(ctx):
 
 
 def mixed(ctx):
-    """Make a group of which some ranks have a thread; they need not agree."""
+    """Form a group in which only some ranks have a driver thread."""
     return ctx.group("shm", driver="thread" if ctx.rank == 1 else "caller", timeout=LONG)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_both_drivers_give_the_same_bits(ranks, size):
+def test_both_drivers_give_bitwise_equal_results(ranks, size):
     ranks.run(compare_drivers, size)
 
 
@@ -151,7 +151,7 @@ def disagree_with_threads(ctx, which):
 
 
 @pytest.mark.parametrize("which", list(DISAGREEMENTS)[:2])
-def test_disagreements_are_told_alike(ranks, which):
+def test_mismatched_calls_are_detected_with_a_driver_thread(ranks, which):
     ranks.run(disagree_with_threads, 3, args=(which,))
 
 
@@ -171,7 +171,7 @@ def compute_meanwhile(ctx, count, shared):
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("count", [4, 1_000_000])
-def test_work_ends_although_nobody_waits(ranks, count, shared):
+def test_work_completes_without_a_wait(ranks, count, shared):
     ranks.run(compute_meanwhile, 2, args=(count, shared))
 
 
@@ -188,7 +188,7 @@ def never_come_back(ctx):
     assert tensor.unique().tolist() == [2.0]
 
 
-def test_a_rank_that_is_elsewhere_keeps_nobody_waiting(ranks):
+def test_a_rank_outside_the_engine_does_not_delay_its_peers(ranks):
     ranks.run(never_come_back, 2)
 
 
@@ -204,7 +204,7 @@ def let_go_of_everything(ctx):
     assert not torch.stack(heirs).any()
 
 
-def test_tensors_may_be_dropped_while_the_thread_works_on_them(ranks):
+def test_tensors_can_be_dropped_while_the_thread_uses_them(ranks):
     ranks.run(let_go_of_everything, 2)
 
 
@@ -226,7 +226,7 @@ def drop_the_group(ctx):
     ctx.store.wait([f"dropped/{rank}" for rank in range(ctx.size)])
 
 
-def test_the_thread_ends_before_the_memory_of_a_dropped_group(ranks):
+def test_dropping_a_group_ends_its_thread(ranks):
     ranks.run(drop_the_group, 2)
 
 
@@ -238,7 +238,7 @@ def chain_a_future(ctx):
     assert tensor[-1] == 2
 
 
-def test_futures_come_true(ranks):
+def test_futures_complete(ranks):
     ranks.run(chain_a_future, 2)
 
 
@@ -261,7 +261,7 @@ def notice_by_looking(ctx, count):
 
 
 @pytest.mark.parametrize("count", [3, 200_000])
-def test_a_killed_rank_is_noticed_in_the_background(ranks, count):
+def test_a_killed_rank_is_detected_without_a_wait(ranks, count):
     strike = Fault("allreduce:before", kill(), rank=2)
     ranks.run(notice_by_looking, 4, args=(count,), faults=[strike], timeout=20)
 
@@ -278,7 +278,7 @@ def be_killed_at_work(ctx):
     assert caught.value.lost == (1,)
 
 
-def test_a_rank_killed_while_its_thread_works_is_lost(ranks):
+def test_a_rank_killed_while_its_thread_works_raises_peer_lost(ranks):
     results = ranks.run(be_killed_at_work, 3, expect_dead=[1])
     assert isinstance(results[1], Died)
 
@@ -296,11 +296,11 @@ def abort_in_flight(ctx):
         work.wait()
 
 
-def test_abort_ends_what_the_thread_waits_for(ranks):
+def test_abort_fails_calls_that_the_thread_waits_for(ranks):
     ranks.run(abort_in_flight, 2)
 
 
-# -- ending --------------------------------------------------------------------------------
+# -- shutdown and exit ---------------------------------------------------------------------
 
 
 def shut_down_early(ctx):
@@ -314,7 +314,7 @@ def shut_down_early(ctx):
     assert time.monotonic() - started < 10
 
 
-def test_a_group_may_be_shut_down_with_work_pending(ranks):
+def test_a_group_can_be_shut_down_with_work_pending(ranks):
     ranks.run(shut_down_early, 2)
 
 
@@ -346,7 +346,7 @@ EXIT = """
 
 
 @pytest.mark.slow
-def test_an_interpreter_may_exit_with_work_pending():
+def test_the_interpreter_can_exit_with_work_pending():
     command = [sys.executable, "-c", textwrap.dedent(EXIT)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -367,7 +367,7 @@ def fork_with_work_pending(ctx):
     assert tensor.unique().tolist() == [2.0]
 
 
-def test_a_forked_child_may_let_go_of_its_copy(ranks):
+def test_a_forked_child_can_drop_its_copy_of_the_group(ranks):
     ranks.run(fork_with_work_pending, 2)
 
 
@@ -384,7 +384,7 @@ def idle(ctx):
     return spent
 
 
-def test_idle_threads_burn_nothing(ranks):
+def test_idle_threads_use_no_cpu(ranks):
     assert max(ranks.run(idle, 2)) < 0.15
 
 
@@ -400,11 +400,11 @@ def interleave(ctx):
         group.barrier().wait()
 
 
-def test_many_groups_at_once(ranks):
+def test_many_groups_can_run_concurrently(ranks):
     ranks.run(interleave, 3)
 
 
-# -- the choice ----------------------------------------------------------------------------
+# -- driver selection ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_many_groups_at_once(ranks):
         (8, 2, 4, "thread"),
     ],
 )
-def test_a_thread_is_for_more_cores_than_ranks(monkeypatch, cores, size, local, chosen):
+def test_the_thread_driver_needs_more_cores_than_ranks(monkeypatch, cores, size, local, chosen):
     monkeypatch.setattr(shm, "local_ranks", lambda: local)
     monkeypatch.setattr(shm, "usable_cores", lambda: 2)
     assert shm.choose_driver(size, cores) == chosen
@@ -434,14 +434,14 @@ class NoThreads:
         raise RuntimeError("Resource temporarily unavailable")
 
 
-def test_where_no_thread_can_be_had_callers_do_the_work(monkeypatch):
+def test_the_caller_drives_if_no_thread_can_be_started(monkeypatch):
     monkeypatch.setattr(shm, "choose_driver", lambda *_: "thread")
     assert shm.start_driver(NoThreads(), None, 2) == "caller"
     with pytest.raises(InvalidState, match="Resource temporarily unavailable"):
         shm.start_driver(NoThreads(), "thread", 2)
 
 
-def test_bad_options_are_refused():
+def test_invalid_options_are_rejected():
     with pytest.raises(InvalidArgument, match="got 'horse'"):
         new_group("shm", driver="horse")
     with pytest.raises(UnknownOption, match="speed"):

@@ -1,5 +1,5 @@
-"""What shared memory promises: the same bits, every type, any length, groups that do not wait
-for each other.
+"""Guarantees of the shm backend: reproducible bits, every dtype, any length, and groups
+that do not block each other.
 
 ``PHALANX_HUGE=1 make test ARGS=tests/groups/test_shm_guarantees.py`` for tensors of more than
 4 GiB, which need 10 GB of memory and a minute.
@@ -41,7 +41,7 @@ def brought(rank, count, dtype):
 
 
 def by_rank(order, count, dtype):
-    """Add up in an order, halves in single precision."""
+    """Sum in a given order, half precision in float32."""
     total = torch.zeros(count, dtype=torch.float32)
     for rank in order:
         total += brought(rank, count, dtype).float()
@@ -68,7 +68,7 @@ def arrive_in_turn(ctx, orders):
                     assert torch.equal(tensor, expected), (order, count, dtype, kind)
 
 
-def test_a_sum_has_the_same_bits_whoever_comes_first(ranks):
+def test_sum_is_bitwise_equal_for_any_order_of_arrival(ranks):
     forward, backward = (
         by_rank(range(4), 50, torch.float32),
         by_rank([3, 2, 1, 0], 50, torch.float32),
@@ -80,7 +80,7 @@ def test_a_sum_has_the_same_bits_whoever_comes_first(ranks):
 
 # -- every type ----------------------------------------------------------------------------
 
-# torch has no arithmetic for these, so `local` cannot be asked; numpy has.
+# torch has no arithmetic for these, so numpy is the reference instead of `local`.
 UNSIGNED = [torch.uint16, torch.uint32, torch.uint64]
 FOLDS = {
     "SUM": np.add,
@@ -94,7 +94,7 @@ FOLDS = {
 
 
 def unsigned(rank, count, dtype):
-    """Make numbers of all bits, so that sums wrap around."""
+    """Make numbers with random bits, so that sums wrap around."""
     bits = torch.randint(0, 256, (count * dtype.itemsize,), generator=seeded(rank))
     return bits.to(torch.uint8).view(dtype).numpy()
 
@@ -118,15 +118,15 @@ def reduce_unsigned(ctx, dtype):
 
 
 @pytest.mark.parametrize("dtype", UNSIGNED, ids=str)
-def test_unsigned_integers_are_reduced_like_any_other(ranks, dtype):
+def test_unsigned_integers_are_reduced_like_numpy(ranks, dtype):
     ranks.run(reduce_unsigned, 3, args=(dtype,))
 
 
-# -- groups that do not wait for each other ------------------------------------------------
+# -- independent groups --------------------------------------------------------------------
 
 
 def use_one_while_another_waits(ctx):
-    """Rank 1 comes to the slow group only when the quick one is through: or never."""
+    """Rank 1 calls in the slow group only after the quick one has finished."""
     slow, quick = (ctx.group("shm", name=name, timeout=LONG) for name in ("slow", "quick"))
     through = threading.Event()
     sums = []
@@ -151,7 +151,7 @@ def use_one_while_another_waits(ctx):
     assert sums == [[2.0]]
 
 
-def test_a_group_that_waits_holds_up_no_other(ranks):
+def test_a_waiting_group_does_not_block_another_group(ranks):
     ranks.run(use_one_while_another_waits, 2)
 
 
@@ -171,7 +171,7 @@ def reach_far_into_a_slab(ctx):
     assert tensor.unique().tolist() == [1.0]
 
 
-def test_offsets_have_more_than_32_bits(ranks):
+def test_slab_offsets_can_exceed_32_bits(ranks):
     ranks.run(reach_far_into_a_slab, 2)
 
 
@@ -181,7 +181,7 @@ FINISHED, MISMATCH = 1, 3  # of `native/engine.hpp`
 
 
 def tell_lengths_apart(ctx):
-    """Lengths that are alike in their last 32 bits are not the same."""
+    """Lengths that are equal in their low 32 bits are a mismatch."""
     engine = share_region(ctx.store, ctx.rank, ctx.size)
     place, _ = engine.region.slab(ctx.rank)
     length = 4 * GIB * ctx.rank + 20_000
@@ -190,12 +190,12 @@ def tell_lengths_apart(ctx):
     assert engine.wait(ticket, 20.0)[0] == MISMATCH
 
 
-def test_lengths_have_more_than_32_bits(ranks):
+def test_lengths_are_compared_beyond_32_bits(ranks):
     ranks.run(tell_lengths_apart, 2)
 
 
 def send_the_end_of_something_long(ctx):
-    """Rank 0 brings 4 GiB of nothing, which take no memory, and a few bytes after them."""
+    """Rank 0 has 4 GiB of untouched pages, which take no memory, followed by a few bytes."""
     sizes = native.engine.Sizes()
     sizes.window = 16 << 20  # fewer and larger ones, for speed
     engine = share_region(ctx.store, ctx.rank, ctx.size, sizes=sizes)
@@ -215,12 +215,12 @@ def send_the_end_of_something_long(ctx):
 
 
 @pytest.mark.slow
-def test_positions_have_more_than_32_bits(ranks):
+def test_positions_within_a_tensor_can_exceed_32_bits(ranks):
     ranks.run(send_the_end_of_something_long, 2)
 
 
 def holds(tensor, value):
-    """Tell whether a huge tensor holds nothing else, without making another."""
+    """Return whether a huge tensor holds only this value, without a second huge tensor."""
     return all(bool((part == value).all()) for part in tensor.split(1 << 26))
 
 
@@ -262,11 +262,11 @@ huge = pytest.mark.skipif(
 @huge
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
-def test_more_than_4_gib_are_reduced_and_copied(ranks, shared):
+def test_tensors_over_4_gib_are_reduced_and_copied(ranks, shared):
     ranks.run(reduce_and_copy_huge, 2, args=(shared,), timeout=380)
 
 
 @huge
 @pytest.mark.timeout(400)
-def test_more_than_4_gib_are_gathered(ranks):
+def test_tensors_over_4_gib_are_gathered(ranks):
     ranks.run(gather_huge, 2, timeout=380)

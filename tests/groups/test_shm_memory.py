@@ -1,4 +1,4 @@
-"""The memory behind shared memory: whose it is, where it comes from, and that it goes back."""
+"""Memory of the shm backend: access by other users, where it is allocated, and its release."""
 
 import gc
 import json
@@ -48,9 +48,9 @@ for flags in (os.O_RDONLY, os.O_RDWR):
 
 
 def be_spied_on(ctx, place):
-    """Share memory with a peer who takes its time, while somebody else knows where it is.
+    """Share a region with a slow peer, while another user tries to open it.
 
-    The store tells anybody who asks.
+    Its path can be read from the store.
     """
     if ctx.rank == 1:
         ctx.store.wait(["spied"])
@@ -72,7 +72,7 @@ def be_spied_on(ctx, place):
 
 
 def spy_on(path):
-    """Try to open a region as somebody else; where this user cannot become one, look at modes."""
+    """Try to open a region as another user; without the privilege, check the modes only."""
     mine = os.geteuid()
     if mine == 0:
         spy = subprocess.run(
@@ -82,7 +82,7 @@ def spy_on(path):
             check=False,
         )
         assert spy.returncode == 0, spy.stderr
-    # A memfd is reached only through the folder of its owner's descriptors.
+    # A memfd can be reached only through its owner's /proc/<pid>/fd.
     gate = os.stat(os.path.dirname(path) if path.startswith("/proc/") else path)
     assert (gate.st_uid, stat.S_IMODE(gate.st_mode) & 0o077) == (mine, 0)
 
@@ -93,7 +93,7 @@ def test_another_user_cannot_open_a_region_that_is_being_shared(ranks, place):
 
 
 def test_a_region_of_another_user_is_not_mapped(tmp_path):
-    """Somebody who can write to the store could offer one."""
+    """Another user with write access to the store could offer one."""
     sizes = native.engine.Sizes()
     sizes.slab = MIB
     region = native.engine.Region.create(str(tmp_path), 2, sizes)
@@ -106,12 +106,12 @@ def test_a_region_of_another_user_is_not_mapped(tmp_path):
     region.unlink()
 
 
-# -- scarce --------------------------------------------------------------------------------
+# -- scarce memory -------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def scarce(tmp_path_factory):
-    """What ranks find on a machine with hardly any memory to share; see the program."""
+    """Results of ranks on a machine with hardly any shared memory; see `scarce.py`."""
     folders = [tmp_path_factory.mktemp(name) for name in ("tiny", "rich")]
     told = subprocess.run(
         [sys.executable, "-m", "groups.scarce", *folders],
@@ -133,13 +133,13 @@ def found_by_ranks(scarce, what):
 
 
 @pytest.mark.slow
-def test_a_small_dev_shm_and_no_memfd_are_avoided(scarce):
+def test_a_file_is_used_if_dev_shm_is_small_and_memfd_is_denied(scarce):
     expected = {"backend": "shm", "sum": [2.0]}
     assert found_by_ranks(scarce, "a file will do") == [expected] * 2
     assert scarce["left"] == []
 
 
-def test_no_memory_anywhere_is_explained_on_every_rank(scarce):
+def test_every_rank_reports_why_no_shared_memory_is_available(scarce):
     one, other = found_by_ranks(scarce, "nowhere")
     assert one == other
     assert one["error"] == "RendezvousError"
@@ -148,25 +148,25 @@ def test_no_memory_anywhere_is_explained_on_every_rank(scarce):
     assert one["told"].count("No space left on device") == 2
 
 
-def test_a_limit_on_the_size_of_files_is_explained_on_every_rank(scarce):
+def test_every_rank_reports_a_file_size_limit(scarce):
     one, other = found_by_ranks(scarce, "within a limit")
     assert one == other
     assert one["error"] == "RendezvousError"
     assert one["told"].count("File too large") == 3
 
 
-def test_no_memory_anywhere_means_another_engine_by_default(scarce):
+def test_auto_falls_back_to_gloo_without_shared_memory(scarce):
     expected = {"backend": "gloo", "sum": [2.0]}
     assert found_by_ranks(scarce, "another engine") == [expected] * 2
 
 
-def test_ranks_that_could_not_see_each_other_die_share_no_memory(scarce):
-    """Each in a container, they have the same files, and the same pids for other processes."""
+def test_auto_falls_back_to_gloo_across_pid_namespaces(scarce):
+    """Containers may share files while a pid means different processes, so deaths go unseen."""
     expected = {"backend": "gloo", "sum": [2.0]}
     assert found_by_ranks(scarce, "containers") == [expected] * 2
 
 
-def test_a_tensor_that_there_is_no_memory_for_is_refused(scarce):
+def test_allocate_raises_when_memory_is_exhausted(scarce):
     (found,) = found_by_ranks(scarce, "exhausted")
     assert found["told"].startswith("InvalidState: no shared memory for 1048576 bytes")
     assert "No space left on device" in found["told"]
@@ -174,11 +174,11 @@ def test_a_tensor_that_there_is_no_memory_for_is_refused(scarce):
     assert 10 < found["got"] < 24, "all of it, and not more"
 
 
-# -- given back ----------------------------------------------------------------------------
+# -- release -------------------------------------------------------------------------------
 
 
 def shared_bytes():
-    """Tell how much memory of the regions that this process has mapped it can touch."""
+    """Return the resident size of the regions that this process has mapped."""
     total, counts = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.partition(" ")[0].endswith(":"):  # the line that begins a mapping
@@ -208,12 +208,12 @@ def give_memory_back(ctx):
     assert settled(before), "a region is left over"
 
 
-def test_memory_goes_back_to_the_machine_when_the_last_view_dies(ranks):
+def test_memory_is_released_when_the_last_view_is_dropped(ranks):
     ranks.run(give_memory_back, 1)
 
 
 def allocate_on_threads(ctx):
-    """Make and drop tensors of one group on several threads: no two may share any memory."""
+    """Allocate and drop tensors of one group on several threads; no two may overlap."""
     group = ctx.group("shm", timeout=LONG)
     taken, clashes = set(), []
 
@@ -249,12 +249,12 @@ def allocate_on_threads(ctx):
     assert len(slab._free) == 1, "all pieces are one again"
 
 
-def test_several_threads_may_allocate_at_once(ranks):
+def test_several_threads_can_allocate_concurrently(ranks):
     ranks.run(allocate_on_threads, 1)
 
 
 def fill_the_slab(ctx):
-    """Take all of a slab's addresses, which are more than its memory."""
+    """Use up the address range of a slab."""
     group = ctx.group("shm", timeout=LONG)
     slab = group._engine._slab
     slab._free = [(0, 4 * MIB)]
@@ -266,14 +266,12 @@ def fill_the_slab(ctx):
     assert again.data_ptr() == kept[0].data_ptr() + MIB
 
 
-def test_a_full_slab_is_explained_and_used_again(ranks):
+def test_a_full_slab_raises_and_is_reused_after_free(ranks):
     ranks.run(fill_the_slab, 1)
 
 
 @pytest.mark.parametrize(("mode", "is_there"), [("0\n", False), ("2\n", True)])
-def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
-    mode, is_there, tmp_path, monkeypatch
-):
+def test_memory_is_committed_up_front_without_overcommit(mode, is_there, tmp_path, monkeypatch):
     setting = tmp_path / "overcommit_memory"
     setting.write_text(mode)
     monkeypatch.setattr(_shm_region, "OVERCOMMIT_SETTING", setting)
@@ -285,12 +283,12 @@ def test_memory_is_taken_at_once_where_the_kernel_may_refuse_it_later(
     assert taken < MIB or is_there
 
 
-# -- messages that there is no memory for --------------------------------------------------
+# -- messages too large to buffer ----------------------------------------------------------
 
 
 @contextmanager
 def memory_left(nbytes):
-    """Let this process map so many bytes more in the body."""
+    """Let this process map at most this many more bytes in the body."""
     mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (mapped + nbytes, limits[1]))
@@ -300,7 +298,7 @@ def memory_left(nbytes):
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def be_sent_more_than_there_is_memory_for(ctx):
+def receive_more_than_fits_in_memory(ctx):
     group = ctx.group("shm", timeout=LONG)
     length = 96 * MIB
     if ctx.rank == 0:
@@ -326,11 +324,11 @@ def be_sent_more_than_there_is_memory_for(ctx):
     return small.tolist()
 
 
-def test_an_unexpected_message_that_there_is_no_memory_for_is_told_and_kept(ranks):
-    assert ranks.run(be_sent_more_than_there_is_memory_for, 2)[1] == [7.0] * 4
+def test_an_unexpected_message_without_memory_raises_and_is_kept(ranks):
+    assert ranks.run(receive_more_than_fits_in_memory, 2)[1] == [7.0] * 4
 
 
-def receive_from_anybody_beside_a_large_message(ctx):
+def receive_from_any_source_beside_a_large_message(ctx):
     group = ctx.group("shm", timeout=LONG)
     length = 96 * MIB
     if ctx.rank == 0:
@@ -354,5 +352,5 @@ def receive_from_anybody_beside_a_large_message(ctx):
     return small.tolist()
 
 
-def test_a_receive_from_anybody_is_not_held_up_by_one_rank(ranks):
-    assert ranks.run(receive_from_anybody_beside_a_large_message, 3)[2] == [7.0] * 4
+def test_recv_anysource_is_not_blocked_by_one_rank(ranks):
+    assert ranks.run(receive_from_any_source_beside_a_large_message, 3)[2] == [7.0] * 4

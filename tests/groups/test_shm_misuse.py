@@ -1,4 +1,4 @@
-"""What shared memory must not be hurt by: forked children, dropped tensors, ranks that disagree."""
+"""Misuse that must not corrupt shared memory: forks, dropped tensors, mismatched calls."""
 
 import atexit
 import gc
@@ -23,7 +23,7 @@ BIG = 100_000  # numbers: more than a channel between two ranks holds, and than 
 
 
 def in_child(body):
-    """Run a function in a forked child and return whether it was told that it is no rank."""
+    """Run a function in a forked child; returns whether it was refused as not being a rank."""
     child = os.fork()
     if child == 0:
         status = 3
@@ -58,11 +58,11 @@ def fork_in_the_middle(ctx):
     assert tensor.unique().tolist() == [4.0]
 
 
-def test_a_forked_child_can_do_nothing_in_its_parents_place(ranks):
+def test_a_forked_child_cannot_act_for_its_parent(ranks):
     ranks.run(fork_in_the_middle, 2)
 
 
-def fork_and_let_go(ctx):
+def fork_and_free(ctx):
     group = ctx.group("shm", timeout=LONG)
     tensors = [group.allocate((BIG,)).fill_(5)]
 
@@ -74,8 +74,8 @@ def fork_and_let_go(ctx):
     assert tensors[0].unique().tolist() == [5.0]
 
 
-def test_what_a_forked_child_lets_go_of_stays_the_parents(ranks):
-    ranks.run(fork_and_let_go, 1)
+def test_a_forked_child_does_not_free_its_parents_tensors(ranks):
+    ranks.run(fork_and_free, 1)
 
 
 def fork_and_end(ctx, how):
@@ -85,7 +85,7 @@ def fork_and_end(ctx, how):
     tensor = torch.ones(3)
     group.allreduce(tensor).wait()
     assert tensor.tolist() == [2.0] * 3
-    # Who waits long enough rings, and looks whether anybody has left.
+    # A rank that waits long enough requests reports and checks whether a peer has left.
     if ctx.rank == 0:
         group.get_group_store().wait(["status/report_requests"])
         group.barrier().wait()
@@ -96,8 +96,8 @@ def fork_and_end(ctx, how):
 
 
 @pytest.mark.parametrize("how", ["exit", "shutdown"])
-def test_the_end_of_a_forked_child_is_not_the_parents(ranks, how):
-    """What an interpreter does at its end, a child of `os.fork` does too."""
+def test_the_exit_of_a_forked_child_does_not_affect_its_parent(ranks, how):
+    """A child of `os.fork` runs the exit handlers too."""
     ranks.run(fork_and_end, 2, args=(how,))
 
 
@@ -105,7 +105,7 @@ def test_the_end_of_a_forked_child_is_not_the_parents(ranks, how):
 
 
 def litter(value):
-    """Fill what memory was freed with something else."""
+    """Overwrite memory that was freed."""
     gc.collect()
     return [torch.full((BIG,), value) for _ in range(4)]
 
@@ -152,7 +152,7 @@ def drop_a_large_send(ctx):
     assert time.monotonic() - started < 8
 
 
-def test_a_large_send_that_was_dropped_takes_few_turns(ranks):
+def test_a_dropped_large_send_makes_progress_quickly(ranks):
     ranks.run(drop_a_large_send, 2)
 
 
@@ -170,7 +170,7 @@ def exchange_often(ctx):
     assert group._engine._native.transfers_kept <= 2
 
 
-def test_nothing_is_kept_of_transfers_that_have_ended(ranks):
+def test_completed_transfers_are_released(ranks):
     ranks.run(exchange_often, 2)
 
 
@@ -189,12 +189,12 @@ def drop_calls(ctx, shared):
 
 
 @pytest.mark.parametrize("body", [drop_a_send, drop_a_receive], ids=["send", "receive"])
-def test_a_transfer_keeps_its_tensor(ranks, body):
+def test_a_transfer_keeps_its_tensor_alive(ranks, body):
     ranks.run(body, 2)
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "ordinary"])
-def test_a_collective_keeps_its_tensors(ranks, shared):
+def test_a_collective_keeps_its_tensors_alive(ranks, shared):
     ranks.run(drop_calls, 2, args=(shared,))
 
 
@@ -215,11 +215,11 @@ def give_up_on_a_transfer(ctx):
         group.barrier().wait()
 
 
-def test_nobody_goes_on_waiting_for_a_transfer_of_an_aborted_group(ranks):
+def test_abort_ends_the_background_wait_for_a_transfer(ranks):
     ranks.run(give_up_on_a_transfer, 2)
 
 
-# -- read before it is let go of -----------------------------------------------------------
+# -- completion after peers have read ------------------------------------------------------
 
 
 def exchange_little_for_much(ctx):
@@ -242,11 +242,11 @@ def exchange_little_for_much(ctx):
     assert received[1:].unique().tolist() == [2.0]
 
 
-def test_a_small_input_among_large_ones_is_kept_until_it_was_read(ranks):
+def test_a_call_completes_only_after_peers_have_read_a_small_input(ranks):
     ranks.run(exchange_little_for_much, 2)
 
 
-# -- ranks that disagree -------------------------------------------------------------------
+# -- mismatched calls ----------------------------------------------------------------------
 
 INTEGERS = {"dtype": torch.int32}
 DISAGREEMENTS = {
@@ -305,12 +305,12 @@ def disagree(ctx, which, shared):
 @pytest.mark.parametrize(
     ("which", "shared"), [(which, i % 2 == 0) for i, which in enumerate(DISAGREEMENTS)]
 )
-def test_ranks_that_disagree_on_a_large_call_are_named(ranks, which, shared):
+def test_a_mismatch_in_a_large_call_names_the_ranks(ranks, which, shared):
     ranks.run(disagree, 3, args=(which, shared))
 
 
 def exchange_what_does_not_fit(ctx, lengths):
-    """Rank 0 sends rank 1 more, or less, than that has room for."""
+    """Rank 0 sends rank 1 more, or less, than it has room for."""
     sent, room = lengths
     group = ctx.group("shm", timeout=LONG)
     around = torch.full((sent + room + 10,), 7.0)
@@ -332,7 +332,7 @@ def exchange_what_does_not_fit(ctx, lengths):
 
 
 @pytest.mark.parametrize("lengths", [(5, 3), (3, 5), (BIG, 3)], ids=str)
-def test_parts_of_an_exchange_that_do_not_fit_are_refused(ranks, lengths):
+def test_mismatched_all_to_all_splits_raise_and_write_nothing(ranks, lengths):
     ranks.run(exchange_what_does_not_fit, 2, args=(lengths,))
 
 
@@ -349,5 +349,5 @@ def receive_what_does_not_fit(ctx):
     ctx.store.set("told", "")
 
 
-def test_a_message_of_another_length_is_refused(ranks):
+def test_a_message_of_a_different_length_is_rejected(ranks):
     ranks.run(receive_what_does_not_fit, 2)

@@ -1,4 +1,4 @@
-"""Ranks that bring as many elements in other shapes, or lists of other lengths, are told."""
+"""Shape mismatches: equal element counts in different shapes, and lists of unequal length."""
 
 from datetime import timedelta
 
@@ -21,7 +21,7 @@ CALLS = {
 }
 
 
-def bring_another_shape(ctx, call):
+def call_with_different_shapes(ctx, call):
     group = ctx.group("shm", timeout=LONG)
     with pytest.raises(RankMismatch) as caught:
         CALLS[call](group, torch.ones(SHAPES[ctx.rank])).wait()
@@ -29,18 +29,18 @@ def bring_another_shape(ctx, call):
 
 
 @pytest.mark.parametrize("call", list(CALLS))
-def test_another_shape_is_a_mismatch_on_every_rank(ranks, call):
-    ranks.run(bring_another_shape, 2, args=(call,))
+def test_a_different_shape_is_a_mismatch_on_every_rank(ranks, call):
+    ranks.run(call_with_different_shapes, 2, args=(call,))
 
 
-def bring_lists_of_other_lengths(ctx):
+def call_with_lists_of_different_lengths(ctx):
     group = ctx.group("shm", timeout=LONG)
     with pytest.raises(RankMismatch):
         group.allreduce_coalesced([torch.ones(2)] * (2 + ctx.rank)).wait()
 
 
-def test_another_length_of_the_list_is_a_mismatch_at_once(ranks):
-    ranks.run(bring_lists_of_other_lengths, 2)
+def test_a_different_list_length_is_a_mismatch(ranks):
+    ranks.run(call_with_lists_of_different_lengths, 2)
 
 
 def use_other_strides(ctx):
@@ -50,5 +50,5 @@ def use_other_strides(ctx):
     assert tensor.unique().tolist() == [2.0]
 
 
-def test_the_same_shape_is_the_same(ranks):
+def test_equal_shapes_match(ranks):
     ranks.run(use_other_strides, 2)

@@ -1,13 +1,13 @@
-"""Random programs in shared memory, against the same programs on threads of one process.
+"""Random programs in shared memory, compared with the same programs on `local` threads.
 
-A program is a seed. Of it, every rank makes the same list of calls for each of several groups (the
-world and random splits of it), and drives every group on a thread of its own: any collective, type,
-operation and length, tensors of any kind of memory, several calls under way, waited for in any
-order. As soon as a call has ended, its tensors are noted down and overwritten: whoever let go of
-them too early is found out. The `local` backend does the same, one call after the other.
+A seed defines a program. Every rank derives from it a list of calls for each of several groups (the
+world and random splits of it), and runs each group on its own thread: any collective, dtype,
+operation and length, tensors in any kind of memory, several calls in flight, waited for in any
+order. When a call completes, its tensors are recorded and overwritten, which exposes a completion
+reported too early. The `local` backend runs the same program, one lane after the other.
 
 ``PHALANX_PROGRAMS=500 make test ARGS=tests/groups/test_shm_stress.py`` for many, and
-``PHALANX_SEED=17`` for a certain one.
+``PHALANX_SEED=17`` for a specific one.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def operations(dtype):
 
 
 def write_program(seed):
-    """Decide on a world, on groups of some of its ranks, and on the calls of each."""
+    """Choose a world size, splits of the world, and the calls of each group."""
     chance = random.Random(seed)
     size = chance.choice([2, 3, 4])
     lanes = [list(range(size))]
@@ -67,10 +67,10 @@ def write_program(seed):
 
 
 def write_steps(chance):
-    """Write a few calls of any length, or so many small ones at once that they queue up."""
+    """Generate a few calls of any length, or so many small ones in flight that they queue up."""
     if chance.random() < 0.25:
         return [write_step(chance, most=64, in_flight=[80, 80, 80, 60]) for _ in range(120)]
-    # Small calls find other faults than large ones, and many of them are as cheap as one.
+    # Small calls find different bugs than large ones, and many cost as little as one large call.
     mosts = [chance.choice([SMALL + 8, SMALL + 8, LARGEST]) for _ in range(12)]
     return [write_step(chance, most=most, in_flight=[0, 1, 5]) for most in mosts]
 
@@ -90,7 +90,7 @@ def write_step(chance, *, most, in_flight):
 
 
 class Caller:
-    """One rank's side of one step: its tensors, and how it makes them."""
+    """One rank's side of one step: its arguments and tensors."""
 
     def __init__(self, group, step):
         self.group, self.step = group, step
@@ -105,15 +105,15 @@ class Caller:
         self._chance = random.Random(f"{step['seed']}/{self.rank}")  # ranks differ in memory
 
     def part(self):
-        """Bound what one rank gets where each brings one for every rank."""
+        """Return the length per rank where each rank has one part for every rank."""
         return self.count // self.size
 
     def mine(self, count):
-        """Make a tensor of numbers that no other rank and no other call has."""
+        """Make an input tensor with numbers unique to this rank and call."""
         return self.blank(count).copy_(numbers(count, self.step["dtype"], self._numbers))
 
     def blank(self, count):
-        """Make a tensor of some kind of memory, of which it may be a part."""
+        """Make a tensor in random memory, possibly a view into a larger one."""
         before, after = self._chance.choice([(0, 0), (0, 0), (3, 0), (1, 2)])
         make = self._chance.choice([self.group.allocate, torch.empty])
         whole = make((before + count + after,), dtype=self.step["dtype"]).zero_()
@@ -133,7 +133,7 @@ class Caller:
 
 
 def numbers(count, dtype, generator):
-    """Make numbers of a type: all that an integer can be; of floats, the odd ones among others."""
+    """Make random numbers of a dtype: the full range of integers; floats with special values."""
     if dtype is torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
     if dtype in WHOLE:
@@ -180,7 +180,7 @@ def reduce_scatter_single_coalesced(c):
 
 
 def lengths_between(c):
-    """Tell how much rank i sends to rank j: nothing to some, and little in return for much."""
+    """Return how much rank i sends to rank j; some lengths are zero and many are unequal."""
     chance = random.Random(c.step["seed"])
     choices = [0, 1, c.part() // 2, c.part()]
     return [[chance.choice(choices) for _ in range(c.size)] for _ in range(c.size)]
@@ -199,7 +199,7 @@ def alltoall(c):
 
 
 def ring(c):
-    """Send to the next and receive from the last, in this order or in that."""
+    """Send to the next rank and receive from the previous one, in either order."""
     if c.size == 1:
         return c.group.barrier()
     after, before = (c.rank + 1) % c.size, (c.rank - 1) % c.size
@@ -247,7 +247,7 @@ CALLS = {
 
 
 def run_program(ctx, backend, program):
-    """Run every lane that this rank is in; returns what its tensors held after each call."""
+    """Run every lane that this rank is in; returns the contents of its tensors after each call."""
     world = ctx.group(backend)
     groups = {0: world}
     for lane, members in enumerate(program["lanes"][1:], start=1):
@@ -303,7 +303,7 @@ def end(chance, ends, number, caller, works):
 
 
 def noted(tensor, step):
-    """Note a tensor down: its bits, or itself where they are not fixed."""
+    """Record a tensor: a hash of its bits, or a copy where the bits are not determined."""
     if tensor.is_complex() and step["op"] in ("PRODUCT", "AVG"):
         return tensor.clone()
     plain = torch.view_as_real(tensor).reshape(-1) if tensor.is_complex() else tensor
@@ -333,7 +333,7 @@ def compare(program, rank, found, expected):
 
 
 @pytest.mark.slow
-def test_random_programs_end_as_on_threads(ranks, threads):
+def test_random_programs_match_the_local_backend(ranks, threads):
     first = random.randrange(1 << 30) if SEED is None else int(SEED)
     for seed in range(first, first + (PROGRAMS if SEED is None else 1)):
         program = write_program(seed)

@@ -1,4 +1,4 @@
-"""Groups out of groups: ranks that know each other say less, and promise the same."""
+"""split_group: a shorter rendezvous between known ranks, with the same guarantees."""
 
 import gc
 import os
@@ -38,7 +38,7 @@ def total(group, value=1):
 
 
 @over_groups(sizes=(4,), backends=("gloo",))
-def test_a_split_may_have_a_backend_and_options_of_its_own(group):
+def test_a_split_can_have_its_own_backend_and_options(group):
     half = [0, 1] if group.rank() < 2 else [3, 2]
     quick = group.split_group(half, backend="shm", options={"driver": "caller"}, timeout=SECONDS)
     assert (quick.backend, quick.timeout, quick.size()) == ("shm", SECONDS, 2)
@@ -54,7 +54,7 @@ def test_a_split_may_have_a_backend_and_options_of_its_own(group):
 
 
 @over_groups(sizes=(1,), backends=("gloo",))
-def test_what_no_split_can_have_is_refused_before_anybody_waits(group):
+def test_invalid_split_arguments_are_rejected_before_rendezvous(group):
     with pytest.raises(InvalidArgument, match="'pigeon'.*gloo"):
         group.split_group([0], backend="pigeon")
     with pytest.raises(UnknownOption, match="speed"):
@@ -63,7 +63,7 @@ def test_what_no_split_can_have_is_refused_before_anybody_waits(group):
         group.split_group([0], timeout=timedelta(0))
 
 
-def test_ranks_that_are_not_there_cannot_meet():
+def test_a_fake_group_can_only_split_into_fake_groups():
     group = new_group("fake", rank=1, world_size=4)
     with pytest.raises(UnknownOption, match="'gloo'.*'fake'"):
         group.split_group([0, 1], backend="gloo")
@@ -71,7 +71,7 @@ def test_ranks_that_are_not_there_cannot_meet():
     group.shutdown()
 
 
-# -- ranks that do not come, or want something else ----------------------------------------
+# -- missing ranks and mismatches ----------------------------------------------------------
 
 
 def miss_one(ctx, backend):
@@ -89,7 +89,7 @@ def miss_one(ctx, backend):
 
 
 @KINDS
-def test_who_does_not_come_is_named(ranks, backend):
+def test_split_timeout_names_the_missing_rank(ranks, backend):
     ranks.run(miss_one, 3, args=(backend,))
 
 
@@ -102,7 +102,7 @@ def disagree(ctx, backend):
 
 
 @KINDS
-def test_different_backends_are_refused_on_all_sides(ranks, backend):
+def test_a_backend_mismatch_is_reported_on_all_ranks(ranks, backend):
     ranks.run(disagree, 3, args=(backend,))
 
 
@@ -113,12 +113,12 @@ def split_in_different_order(ctx):
         group.split_group([0, 1], group_name=["left", "right"][ctx.rank])
 
 
-def test_splits_in_different_order_are_refused(ranks):
+def test_splits_in_different_order_are_reported(ranks):
     ranks.run(split_in_different_order, 2, timeout=20)
 
 
 def come_late(ctx, backend):
-    """Come when the others have given up twice, and be there for their next attempts."""
+    """Rank 2 arrives after the others have timed out twice, and joins their next attempts."""
     group = ctx.group(backend, timeout=LONG)
 
     def form():
@@ -141,7 +141,7 @@ def come_late(ctx, backend):
 
 
 @KINDS
-def test_who_was_away_when_forming_failed_meets_the_others_later(ranks, backend):
+def test_a_rank_that_missed_failed_attempts_joins_the_next_one(ranks, backend):
     ranks.run(come_late, 3, args=(backend,))
 
 
@@ -164,7 +164,7 @@ def lose_one(ctx, backend, victim):
     ("backend", "point"),
     [("gloo", "form:requested"), ("shm", "form:requested"), ("shm", "form:mapped")],
 )
-def test_a_death_is_noticed_and_the_others_can_split_again(ranks, backend, point, victim):
+def test_a_death_during_a_split_is_detected_and_survivors_can_split(ranks, backend, point, victim):
     strike = Fault(point, kill(), rank=victim, nth=2)  # the first time is the whole group's
     outcome = ranks.run(lose_one, 3, args=(backend, victim), faults=[strike])
     assert isinstance(outcome.pop(victim), Died)
@@ -191,12 +191,12 @@ def split_without_the_store(ctx, port):
     assert time.monotonic() - started < 5
 
 
-def test_deadlines_hold_even_when_the_store_does_not_answer(ranks):
+def test_deadlines_hold_when_the_store_does_not_answer(ranks):
     strike = Fault("now", stop(), rank=0)
     ranks.run(lose_the_store, 3, args=(free_port(),), faults=[strike], timeout=30)
 
 
-# -- memory that cannot be shared at once --------------------------------------------------
+# -- regions that cannot be offered early --------------------------------------------------
 
 
 def fail(*_):
@@ -204,7 +204,7 @@ def fail(*_):
 
 
 def without_offer(ctx, backend, who):
-    """Split where one rank cannot make or reach what is offered."""
+    """Split where one rank can neither make nor open an offered region."""
     if ctx.rank == who:
         kept = RegionOffer.make, RegionOffer.take
         RegionOffer.make = lambda _: None
@@ -220,7 +220,7 @@ def without_offer(ctx, backend, who):
 
 @pytest.mark.parametrize("who", [0, 2])
 @pytest.mark.parametrize("backend", ["shm", "auto"])
-def test_a_region_out_of_reach_is_looked_for_in_the_ordinary_way(ranks, backend, who):
+def test_a_split_falls_back_to_the_full_exchange_without_an_offer(ranks, backend, who):
     assert ranks.run(without_offer, 3, args=(backend, who)) == [("shm", 3)] * 3
 
 
@@ -229,7 +229,7 @@ def test_a_region_out_of_reach_is_looked_for_in_the_ordinary_way(ranks, backend,
 
 @contextmanager
 def few_descriptors(spare):
-    """Leave this process so many descriptors to open, and no more."""
+    """Leave this process only this many free descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(map(int, os.listdir("/proc/self/fd"))) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
@@ -268,7 +268,7 @@ def run_short(ctx, backend, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 @pytest.mark.parametrize("backend", ["shm", "auto"])
-def test_out_of_descriptors_all_ranks_fail_or_none(ranks, backend, who):
+def test_running_out_of_descriptors_fails_all_ranks_or_none(ranks, backend, who):
     """A rank that runs out after it mapped the region used to leave the others with a group."""
     outcomes = ranks.run(run_short, 3, args=(backend, who))
     assert outcomes[0] == outcomes[1] == outcomes[2]
@@ -299,5 +299,5 @@ def open_many(ctx):
 
 
 def test_groups_in_shared_memory_share_descriptors(ranks):
-    """They take one for each peer's process, and give it back with the last group."""
+    """They use one per peer process, and close it with the last group."""
     assert ranks.run(open_many, 3) == [(2, 0)] * 3

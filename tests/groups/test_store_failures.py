@@ -1,4 +1,4 @@
-"""Stores that fail: what is asked of them once more, and what is not."""
+"""Store failures: which requests are retried, and which are not."""
 
 import threading
 import time
@@ -37,8 +37,8 @@ PASSING = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
-def test_a_board_asks_again_when_trouble_has_passed(error):
-    """Being out of threads for a moment made a rank deaf to its group for ever."""
+def test_the_status_store_retries_after_a_transient_error(error):
+    """Running out of threads for a moment used to cut a rank off from its group for good."""
     store = Failing()
     board = StatusStore(StoreClient(store), rank=0, size=2)
     store.error = error
@@ -48,7 +48,7 @@ def test_a_board_asks_again_when_trouble_has_passed(error):
     assert (board.request_reports(), board.last_error) == (1, "")
 
 
-def test_a_board_does_not_ask_a_store_whose_connection_is_closed():
+def test_the_status_store_does_not_retry_a_closed_connection():
     store = Failing()
     board = StatusStore(StoreClient(store), rank=0, size=2)
     store.error = DistNetworkError("Broken pipe")
@@ -59,28 +59,28 @@ def test_a_board_does_not_ask_a_store_whose_connection_is_closed():
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
-def test_who_waits_to_come_back_asks_again_when_trouble_has_passed(error, monkeypatch):
+def test_rejoin_retries_after_a_transient_error(error, monkeypatch):
     store = Failing()
     monkeypatch.setattr(StoreClient, "connect", lambda _: store)
     monkeypatch.setattr(StoreClient, "under", lambda self, _: self)
-    hall = RejoinBarrier(store, rank=0, size=1)
+    rejoin_barrier = RejoinBarrier(store, rank=0, size=1)
     store.error = error
-    assert hall.rejoin(7, 0.01) == ("waiting", 0)
+    assert rejoin_barrier.rejoin(7, 0.01) == ("waiting", 0)
     store.error = None
-    assert hall.rejoin(7, 0.01) == ("waiting", 0)  # it has said that it is there
-    assert hall.rejoin(7, 0.1) == ("entered", 7)
+    assert rejoin_barrier.rejoin(7, 0.01) == ("waiting", 0)  # it has said that it is there
+    assert rejoin_barrier.rejoin(7, 0.1) == ("entered", 7)
 
 
-def test_who_asks_gets_the_error_of_a_users_store():
-    """It got IndexError instead, and the thread that had asked on its behalf ended."""
+def test_an_error_of_a_user_defined_store_is_raised_to_the_caller():
+    """The caller used to get an IndexError, and the worker thread ended."""
     store = Failing()
-    store.error = LookupError("no such shelf")
-    with pytest.raises(LookupError, match="no such shelf"):
+    store.error = LookupError("no such table")
+    with pytest.raises(LookupError, match="no such table"):
         StoreClient(store).read("key")
 
 
-def test_a_worker_thread_outlives_its_job():
-    """If not, whoever exits would wait for it to come home."""
+def test_a_worker_thread_survives_a_job_that_raises():
+    """Otherwise the interpreter would wait for it at exit."""
     used = []
 
     def fail():

@@ -1,4 +1,4 @@
-"""torch's own API takes our groups: functions, functional collectives, torch's own DDP."""
+"""torch's own API accepts our groups: functions, functional collectives and torch's DDP."""
 
 from datetime import timedelta
 
@@ -20,7 +20,7 @@ over_split = over_groups(sizes=(2,), split=True, reuse=True)
 
 
 def pair(group):
-    """Return what a rank brings: ``[1, 2]`` on rank 0 and ``[3, 4]`` on rank 1."""
+    """Return this rank's input: ``[1, 2]`` on rank 0 and ``[3, 4]`` on rank 1."""
     return torch.tensor([[1.0, 2.0], [3.0, 4.0]])[group.rank()]
 
 
@@ -28,11 +28,11 @@ def blanks(count=2, length=2):
     return [torch.zeros(length) for _ in range(count)]
 
 
-# -- what a group is -----------------------------------------------------------------------
+# -- group properties ----------------------------------------------------------------------
 
 
 @over_split
-def test_torch_knows_the_group(group):
+def test_torch_reports_ranks_size_and_backend_of_the_group(group):
     assert isinstance(group, dist.ProcessGroup)
     assert dist.get_process_group_ranks(group) == list(group.global_ranks)
     assert dist.get_world_size(group) == group.size() == 2
@@ -43,7 +43,7 @@ def test_torch_knows_the_group(group):
 
 
 @over_two
-def test_torch_sees_the_current_group(group):
+def test_the_current_group_is_visible_to_torch(group):
     before = current_process_group()
     with process_group(group):
         assert current_process_group() is group
@@ -76,7 +76,7 @@ def test_reductions(group):
 
 
 @over_split
-def test_roots_are_global_ranks_or_ranks_of_the_group(group):
+def test_roots_can_be_global_ranks_or_group_ranks(group):
     last = group.global_ranks[1]
     for source in ({"src": last}, {"group_src": 1}):
         tensor = pair(group)
@@ -94,7 +94,7 @@ def test_roots_are_global_ranks_or_ranks_of_the_group(group):
 
 
 @over_split
-def test_gathering_and_exchanging(group):
+def test_gather_and_all_to_all_functions(group):
     outputs = blanks()
     dist.all_gather(outputs, pair(group), group=group)
     assert [each.tolist() for each in outputs] == [[1.0, 2.0], [3.0, 4.0]]
@@ -116,7 +116,7 @@ def test_gathering_and_exchanging(group):
 
 
 @over_split
-def test_objects(group):
+def test_object_collectives(group):
     everybodys = [None, None]
     dist.all_gather_object(everybodys, {"rank": group.rank(), "x": "y" * group.rank()}, group=group)
     assert everybodys == [{"rank": 0, "x": ""}, {"rank": 1, "x": "y"}]
@@ -133,7 +133,7 @@ def test_objects(group):
 
 
 @over_split
-def test_transfers(group):
+def test_point_to_point(group):
     peer = 1 - group.rank()
     received = torch.zeros(2)
     works = [
@@ -171,7 +171,7 @@ def test_coalesced_calls(group):
 
 
 @over_two
-def test_functional_collectives(group):
+def test_functional_collectives_on_one_tensor(group):
     mine = pair(group)
     assert functional.all_reduce(mine, "sum", group).tolist() == [4.0, 6.0]
     assert functional.all_reduce(mine, "avg", group).tolist() == [2.0, 3.0]
@@ -205,7 +205,7 @@ def test_gradients_flow_through_functional_collectives(group):
 
 
 @over_groups(sizes=(2,))
-def test_a_functional_collective_fails_with_our_error(group, ctx):
+def test_a_functional_collective_raises_collective_timeout(group, ctx):
     if group.rank() == 1:
         ctx.store.wait(["failed"])
         return
@@ -237,7 +237,7 @@ def train(model, batches, labels):
 
 
 @over_two
-def test_torchs_ddp_trains_like_one_process_on_the_whole_batch(group):
+def test_torch_ddp_matches_one_process_on_the_whole_batch(group):
     generator = torch.Generator().manual_seed(5)
     batches = torch.randn(3, 8, 4, generator=generator)
     labels = torch.randn(3, 8, 2, generator=generator)

@@ -1,4 +1,4 @@
-"""Plain torch scripts over shared memory: ``dist.init_process_group("shm")`` and what follows."""
+"""Plain torch scripts on shared memory: ``dist.init_process_group("shm")`` and its groups."""
 
 import os
 import subprocess
@@ -36,7 +36,7 @@ WITH_ENGINE = pytest.mark.skipif(native.engine is None, reason=native.why_missin
 
 @contextmanager
 def world(ctx, backend="shm", *, timeout=LONG, prefix="", **options):
-    """Initialize torch as a plain script does, and leave nothing of it behind."""
+    """Initialize torch as a plain script does, and clean up afterwards."""
     store = dist.PrefixStore(prefix, ctx.store)
     place = {"store": store, "rank": ctx.rank, "world_size": ctx.size, "timeout": timeout}
     hook = sys.excepthook  # which torch wraps once more every time
@@ -44,7 +44,7 @@ def world(ctx, backend="shm", *, timeout=LONG, prefix="", **options):
     try:
         yield dist.group.WORLD
         if backend == "gloo":
-            # Whoever destroys Gloo while a peer is at work makes that peer hang, barrier or not.
+            # Destroying Gloo while a peer is in a call makes that peer hang, even after a barrier.
             store.set(f"done {ctx.rank}", "")
             store.wait([f"done {rank}" for rank in range(ctx.size)])
     finally:
@@ -52,7 +52,7 @@ def world(ctx, backend="shm", *, timeout=LONG, prefix="", **options):
         dist.destroy_process_group()
 
 
-# -- what torch makes of the name ----------------------------------------------------------
+# -- backend names -------------------------------------------------------------------------
 
 
 def use_names(ctx):
@@ -70,11 +70,11 @@ def use_names(ctx):
 
 
 @WITH_ENGINE
-def test_torch_knows_the_backend(ranks):
+def test_init_process_group_accepts_shm_in_every_spelling(ranks):
     ranks.run(use_names, 2)
 
 
-def test_nobody_gets_it_unasked():
+def test_torchs_default_cpu_backend_stays_gloo():
     assert c10d.Backend.default_device_backend_map["cpu"] == "gloo"
     assert c10d.Backend.backend_capability["shm"] == ["cpu"]
 
@@ -142,7 +142,7 @@ def send_and_receive(ctx):
 
 
 @WITH_ENGINE
-def test_transfers(ranks):
+def test_point_to_point(ranks):
     ranks.run(send_and_receive, 2)
 
 
@@ -157,7 +157,7 @@ def exchange_objects(ctx):
 
 
 @WITH_ENGINE
-def test_objects(ranks):
+def test_object_collectives(ranks):
     ranks.run(exchange_objects, 2)
 
 
@@ -220,7 +220,7 @@ def sit_beside_gloo(ctx):
 
 
 @WITH_ENGINE
-def test_a_subgroup_may_have_it_where_the_world_has_not(ranks):
+def test_new_group_can_use_shm_on_a_gloo_world(ranks):
     ranks.run(sit_beside_gloo, 2)
 
 
@@ -228,7 +228,7 @@ def test_a_subgroup_may_have_it_where_the_world_has_not(ranks):
 
 
 class Forked(nn.Module):
-    """A model of which a part may have no use in a step."""
+    """A model with a branch that may be unused in a step."""
 
     def __init__(self):
         super().__init__()
@@ -264,18 +264,18 @@ def learn(rank, flags):
     [{"find_unused_parameters": True}, {"static_graph": True}],
     ids=["unused", "static"],
 )
-def test_torchs_ddp_learns_bit_for_bit_what_it_does_over_gloo(ranks, flags):
+def test_torch_ddp_is_bitwise_equal_on_shm_and_gloo(ranks, flags):
     ours = ranks.run(train, 2, args=("shm", flags))
     theirs = ranks.run(train, 2, args=("gloo", flags))
     assert torch.equal(ours[0], ours[1])
     assert torch.equal(ours[0], theirs[0])
 
 
-# -- the end -------------------------------------------------------------------------------
+# -- destroy_process_group -----------------------------------------------------------------
 
 
 def regions():
-    """List the shared memory that this process has mapped."""
+    """List the shared-memory regions that this process has mapped."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:ph" in line]
 
 
@@ -296,11 +296,11 @@ def come_and_go(ctx):
 
 
 @WITH_ENGINE
-def test_destroying_gives_the_memory_back_and_one_may_begin_again(ranks):
+def test_destroy_releases_memory_and_torch_can_be_initialized_again(ranks):
     ranks.run(come_and_go, 2)
 
 
-# -- what goes wrong -----------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------
 
 
 def miss_a_rank(ctx):
@@ -315,7 +315,7 @@ def miss_a_rank(ctx):
 
 
 @WITH_ENGINE
-def test_the_timeout_is_the_deadline_of_every_call(ranks):
+def test_the_init_timeout_applies_to_every_call(ranks):
     ranks.run(miss_a_rank, 2)
 
 
@@ -325,7 +325,7 @@ def disagree(ctx):
 
 
 @WITH_ENGINE
-def test_ranks_that_disagree_are_both_told(ranks):
+def test_mismatched_calls_raise_on_both_ranks(ranks):
     ranks.run(disagree, 2)
 
 
@@ -339,7 +339,7 @@ def lack_the_engine(ctx):
     assert not dist.is_initialized()
 
 
-def test_without_the_engine_it_says_why(ranks):
+def test_init_without_the_engine_reports_why(ranks):
     ranks.run(lack_the_engine, 1)
 
 
@@ -352,7 +352,7 @@ def bring_options(ctx):
 
 
 @WITH_ENGINE
-def test_what_it_cannot_do_is_refused(ranks):
+def test_unsupported_options_and_devices_are_rejected(ranks):
     ranks.run(bring_options, 1)
 
 
@@ -368,7 +368,7 @@ def lose_a_rank_in_backward(ctx):
 
 
 @WITH_ENGINE
-def test_a_rank_that_is_killed_in_torchs_ddp_is_named(ranks):
+def test_a_rank_killed_in_torch_ddp_is_named(ranks):
     strike = Fault("allreduce:issued", kill(), rank=1, nth=4)
     ranks.run(lose_a_rank_in_backward, 2, faults=[strike])
 
@@ -408,7 +408,7 @@ SCRIPT = """
 
 @pytest.mark.slow
 @WITH_ENGINE
-def test_a_plain_script_needs_one_line_more(tmp_path):
+def test_a_plain_script_needs_one_extra_import(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -1,4 +1,4 @@
-"""Roll calls: ranks leave at a point that all know of, on every backend, and come back."""
+"""update_membership(): ranks leave at an agreed point, on every backend, and rejoin."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ BACKENDS = ["local", "shm", "gloo"]
 
 @pytest.fixture
 def crew(threads, ranks):
-    """Ranks that fit a backend: threads for `local`, processes for the others."""
+    """The ranks for each backend: threads for `local`, processes for the others."""
     return {"local": threads, "shm": ranks, "gloo": ranks}
 
 
@@ -43,7 +43,7 @@ def total(group, value=1.0):
     return tensor[0].item()
 
 
-# -- who stays -----------------------------------------------------------------------------
+# -- remaining members ---------------------------------------------------------------------
 
 
 def go_one_by_one(ctx, backend, order):
@@ -75,13 +75,13 @@ ORDERS = {
 
 @pytest.mark.parametrize(("size", "order"), [(n, o) for n in ORDERS for o in ORDERS[n]], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_those_who_stay_go_on(crew, backend, size, order):
+def test_remaining_ranks_continue_after_others_leave(crew, backend, size, order):
     crew[backend].run(go_one_by_one, size, args=(backend, order))
 
 
 @st.composite
 def schedules(draw):
-    """Draw rounds: how many steps each rank makes in each."""
+    """Draw rounds: the number of steps that each rank makes in each round."""
     size = draw(st.integers(2, 4))
     counts = st.lists(st.integers(0, 3), min_size=size, max_size=size)
     return size, draw(st.lists(counts, min_size=1, max_size=5))
@@ -109,7 +109,7 @@ def follow(ctx, backend, rounds):
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(schedule=schedules())
-def test_everybody_takes_part_in_what_is_theirs(crew, backend, schedule):
+def test_collectives_cover_exactly_the_current_members(crew, backend, schedule):
     size, rounds = schedule
     crew[backend].run(follow, size, args=(backend, rounds))
 
@@ -125,11 +125,11 @@ def plan_departures(ctx):
     group.barrier().wait()
 
 
-def test_ranks_that_are_not_there_say_what_this_one_says(threads):
+def test_fake_ranks_follow_the_choice_of_this_rank(threads):
     threads.run(plan_departures, 1)
 
 
-# -- what it costs, and leaves behind ------------------------------------------------------
+# -- cost and cleanup ----------------------------------------------------------------------
 
 
 def stay_together(ctx):
@@ -144,7 +144,7 @@ def stay_together(ctx):
     total(group)
 
 
-def test_if_all_stay_it_is_one_small_collective(ranks):
+def test_update_membership_is_one_small_collective_if_all_stay(ranks):
     ranks.run(stay_together, 3)
 
 
@@ -152,7 +152,7 @@ def come_and_go(ctx):
     group = ctx.group("gloo", timeout=LONG)
     keys, opened = [], []
     for turn in range(12):
-        # Others leave every time, and in the end the same every time.
+        # Different ranks leave each time, and later the same ranks each time.
         leavers = {turn % 4, (turn + 1) % 4} if turn < 8 else {2, 3}
         group.update_membership(ctx.rank not in leavers)
         group.rejoin()
@@ -170,7 +170,7 @@ def come_and_go(ctx):
     assert not any(engine() for engine in kept)
 
 
-def test_engines_are_kept_for_the_next_time_but_not_for_ever(ranks):
+def test_engines_of_subsets_are_reused_and_closed_on_shutdown(ranks):
     ranks.run(come_and_go, 4)
 
 
@@ -184,7 +184,7 @@ def use_the_same_engine(ctx):
     assert len(made) == (ctx.rank != 2)
 
 
-def test_who_runs_out_first_every_time_costs_one_engine(ranks):
+def test_the_same_departure_every_round_creates_one_engine(ranks):
     ranks.run(use_the_same_engine, 3)
 
 
@@ -206,7 +206,7 @@ def keep_nothing(ctx):
     assert total(group) == 4.0
 
 
-def test_a_long_row_of_departures_does_not_use_up_what_a_process_may_open(ranks):
+def test_engines_of_earlier_departures_are_closed_after_rejoin(ranks):
     ranks.run(keep_nothing, 4)
 
 
@@ -224,11 +224,11 @@ def shut_down_narrowed(ctx):
         group.update_membership()
 
 
-def test_a_narrowed_group_ends_like_any_other(ranks):
+def test_shutdown_after_a_departure_closes_all_engines(ranks):
     ranks.run(shut_down_narrowed, 3)
 
 
-# -- what else a group does ----------------------------------------------------------------
+# -- other operations ----------------------------------------------------------------------
 
 
 def use_the_rest(ctx, backend):
@@ -266,7 +266,7 @@ def use_the_rest(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_transfers_splits_and_torchs_functions_go_on(ranks, backend):
+def test_transfers_splits_and_torch_functions_work_after_a_departure(ranks, backend):
     ranks.run(use_the_rest, 4, args=(backend,))
 
 
@@ -304,7 +304,7 @@ def call_alone(ctx):
     assert group.update_membership() == (1,)
 
 
-def test_one_who_is_left_calls_what_it_likes(ranks):
+def test_every_collective_works_on_the_last_member(ranks):
     ranks.run(call_alone, 2)
 
 
@@ -320,7 +320,7 @@ def settle_first(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_leaves_has_seen_the_end_of_what_it_began(crew, backend):
+def test_a_leaving_rank_waits_for_its_calls_in_flight(crew, backend):
     crew[backend].run(settle_first, 2, args=(backend,))
 
 
@@ -336,7 +336,7 @@ def disagree(ctx):
     assert 2 in caught.value.ranks
 
 
-def test_ranks_that_disagree_after_a_departure_are_told(ranks):
+def test_mismatched_calls_after_a_departure_raise_on_every_rank(ranks):
     ranks.run(disagree, 4)
 
 
@@ -358,12 +358,12 @@ def sleep_while_others_work(ctx, backend):
         assert time.process_time() - used < 0.2 * (time.monotonic() - started)
 
 
-def test_who_waits_burns_nothing_although_others_make_calls(ranks):
+def test_waiting_in_rejoin_uses_no_cpu_while_others_make_calls(ranks):
     ranks.run(sleep_while_others_work, 3, args=("gloo",))
 
 
-def wait_for_one_who_goes_on(ctx, backend, size):
-    """See that a rank may wait for longer than its deadline as long as there are signs of life."""
+def wait_for_a_rank_that_makes_progress(ctx, backend, size):
+    """A rank may wait longer than its timeout as long as the members make progress."""
     group = ctx.group(backend, timeout=LONG)
     there = group.update_membership(ctx.rank < size)
     if ctx.rank < size:
@@ -380,8 +380,8 @@ def wait_for_one_who_goes_on(ctx, backend, size):
 
 
 @pytest.mark.parametrize(("backend", "size"), [("shm", 2), ("gloo", 1)])
-def test_the_deadline_counts_from_the_last_sign_of_who_is_awaited(crew, backend, size):
-    crew[backend].run(wait_for_one_who_goes_on, 3, args=(backend, size))
+def test_the_rejoin_deadline_restarts_with_the_progress_of_members(crew, backend, size):
+    crew[backend].run(wait_for_a_rank_that_makes_progress, 3, args=(backend, size))
 
 
 def wait_in_vain(ctx, backend):
@@ -405,7 +405,7 @@ def wait_in_vain(ctx, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_who_waits_in_vain_is_told_for_whom_and_may_wait_again(crew, backend):
+def test_rejoin_timeout_names_the_missing_rank_and_can_be_retried(crew, backend):
     crew[backend].run(wait_in_vain, 3, args=(backend,))
 
 
@@ -416,7 +416,7 @@ def come_back_at_different_points(ctx):
         group.rejoin(LONG) if ctx.rank == 0 else total(group)
 
 
-def test_a_call_instead_of_the_return_is_told_to_both(ranks):
+def test_a_collective_instead_of_rejoin_is_a_mismatch_on_both_ranks(ranks):
     ranks.run(come_back_at_different_points, 2)
 
 
@@ -449,7 +449,7 @@ def close_while_waiting(ctx, end):
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-def test_a_group_may_be_closed_while_a_thread_waits(ranks, end):
+def test_closing_the_group_ends_rejoin_in_another_thread(ranks, end):
     ranks.run(close_while_waiting, 2, args=(end,))
 
 
@@ -475,11 +475,11 @@ def end_the_wait(ctx, end):
 
 
 @pytest.mark.parametrize("end", ["abort", "shutdown"])
-def test_the_end_of_the_group_is_told_to_who_sleeps(ranks, end):
+def test_abort_or_shutdown_reaches_ranks_waiting_in_rejoin(ranks, end):
     ranks.run(end_the_wait, 4, args=(end,))
 
 
-def lose_one_who_stayed(ctx, backend):
+def lose_a_member(ctx, backend):
     group = ctx.group(backend, timeout=LONG)
     started = time.monotonic()
     group.update_membership(ctx.rank != 0)
@@ -502,11 +502,11 @@ def lose_one_who_stayed(ctx, backend):
 
 @pytest.mark.parametrize("size", [3, 4])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_the_death_of_who_stayed_is_told_to_members_and_sleepers(ranks, backend, size):
-    ranks.run(lose_one_who_stayed, size, args=(backend,), expect_dead=[2])
+def test_the_death_of_a_member_reaches_members_and_waiting_ranks(ranks, backend, size):
+    ranks.run(lose_a_member, size, args=(backend,), expect_dead=[2])
 
 
-def lose_one_on_the_way(ctx):
+def lose_a_reconnecting_rank(ctx):
     group = ctx.group("gloo", timeout=LONG)
     if ctx.rank == 0:
         group.update_membership(False)
@@ -518,12 +518,12 @@ def lose_one_on_the_way(ctx):
     assert caught.value.lost == (2,)
 
 
-def test_a_death_while_the_rest_regroup_is_named_by_the_groups_numbers(ranks):
+def test_a_death_while_reconnecting_is_named_by_group_rank(ranks):
     strike = Fault("form:requested", kill(), rank=2, nth=2)
-    ranks.run(lose_one_on_the_way, 4, faults=[strike])
+    ranks.run(lose_a_reconnecting_rank, 4, faults=[strike])
 
 
-def stop_one_on_the_way(ctx):
+def stop_a_reconnecting_rank(ctx):
     group = ctx.group("gloo", timeout=LONG)
     group.set_timeout(timedelta(seconds=0.5))
     with pytest.raises(
@@ -536,11 +536,11 @@ def stop_one_on_the_way(ctx):
     assert isinstance(group.failure(), CollectiveTimeout)
 
 
-def test_the_deadline_of_regrouping_is_that_of_the_group(ranks):
-    ranks.run(stop_one_on_the_way, 4, faults=[Fault("form:requested", stop(), rank=2, nth=2)])
+def test_reconnecting_uses_the_group_timeout(ranks):
+    ranks.run(stop_a_reconnecting_rank, 4, faults=[Fault("form:requested", stop(), rank=2, nth=2)])
 
 
-def lose_one_who_has_left(ctx):
+def lose_a_rank_that_left(ctx):
     group, other = ctx.group("gloo", timeout=LONG), ctx.group("gloo", timeout=LONG)
     group.update_membership(ctx.rank != 2)
     if ctx.rank == 2:
@@ -559,11 +559,11 @@ def lose_one_who_has_left(ctx):
         group.rejoin()
 
 
-def test_the_death_of_who_has_left_is_told_when_it_is_awaited(ranks):
-    ranks.run(lose_one_who_has_left, 4, faults=[Fault("barrier:before", kill(), rank=2)])
+def test_the_death_of_a_rank_that_left_is_reported_by_rejoin_only(ranks):
+    ranks.run(lose_a_rank_that_left, 4, faults=[Fault("barrier:before", kill(), rank=2)])
 
 
-def lose_one_who_came_back(ctx):
+def lose_a_rejoining_rank(ctx):
     group = ctx.group("gloo", timeout=LONG)
     group.update_membership(ctx.rank != 1)
     with pytest.raises(PeerLost, match="rank 1 .* is dead"):
@@ -572,5 +572,5 @@ def lose_one_who_came_back(ctx):
 
 
 @pytest.mark.parametrize("point", ["before", "waiting", "after"])
-def test_a_death_on_the_way_back_is_told_to_all(ranks, point):
-    ranks.run(lose_one_who_came_back, 3, faults=[Fault(f"rejoin:{point}", kill(), rank=1)])
+def test_a_death_during_rejoin_raises_on_every_rank(ranks, point):
+    ranks.run(lose_a_rejoining_rank, 3, faults=[Fault(f"rejoin:{point}", kill(), rank=1)])

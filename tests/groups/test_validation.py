@@ -1,6 +1,6 @@
-"""Mistakes of a caller: refused on the rank that makes them, with what to do instead.
+"""Argument validation: errors are raised on the calling rank only, and name a fix.
 
-What is refused was never sent: the other ranks do not notice, and the group goes on.
+A rejected call is never issued, so the other ranks are unaffected and the group stays usable.
 """
 
 from datetime import timedelta
@@ -30,9 +30,9 @@ def rooted(kind, root):
     return options
 
 
-# Rank 1 of two makes these calls: what is raised, a telling part of the message, the call.
+# Rank 1 of two makes these calls: error type, part of the message, call.
 REFUSED = {
-    # what is not a tensor
+    # not a tensor
     "a number": (InvalidType, "tensors, got int", lambda g: g.allreduce(3)),
     "nothing": (InvalidType, "tensors, got NoneType", lambda g: g.allreduce()),
     "numbers": (InvalidType, "list of float", lambda g: g.broadcast([1.0], 0)),
@@ -103,7 +103,7 @@ REFUSED = {
     "sending to oneself": (InvalidArgument, "itself; copy", lambda g: g.send(some(), 1)),
     "receiving from oneself": (InvalidArgument, "itself; copy", lambda g: g.recv(some(), 1)),
     "sending beyond": (InvalidArgument, "destination 2", lambda g: g.send(some(), 2)),
-    # how many, and how large
+    # counts and sizes
     "an output too few": (
         InvalidArgument,
         "expected 2, got 1",
@@ -210,7 +210,7 @@ REFUSED = {
 
 @over_groups(backends=("local",), sizes=(2,), reuse=True)  # nothing reaches an engine
 @pytest.mark.parametrize("mistake", REFUSED)
-def test_a_mistake_of_one_rank_is_refused_and_hurts_nobody(group, mistake):
+def test_invalid_arguments_on_one_rank_do_not_affect_the_group(group, mistake):
     error, telling, call = REFUSED[mistake]
     before = [record.sequence for record in group.records()]
     if group.rank() == 1:
@@ -224,7 +224,7 @@ def test_a_mistake_of_one_rank_is_refused_and_hurts_nobody(group, mistake):
 
 
 @over_groups(backends=("gloo",), sizes=(1,))
-def test_tensors_of_a_device_that_the_group_does_not_serve(group):
+def test_tensors_on_an_unsupported_device_are_rejected(group):
     elsewhere = torch.ones(3, device="meta")
     calls = [
         lambda: group.allreduce(elsewhere),
@@ -246,31 +246,31 @@ def test_tensors_of_a_device_that_the_group_does_not_serve(group):
 
 
 def alone(backend, **options):
-    """Make one rank of a group of two: what is wrong must be said before anybody is waited for."""
+    """Form one rank of a group of two; arguments are checked before waiting for the other."""
     return new_group(backend, SECOND, store=HashStore(), rank=0, world_size=2, **options)
 
 
 @pytest.mark.parametrize("name", ["no such backend", "", None, ["gloo"]])
-def test_an_unknown_backend(name):
+def test_an_unknown_backend_is_rejected(name):
     with pytest.raises(InvalidArgument, match="fake, gloo, local.*register_backend"):
         alone(name)
 
 
 @pytest.mark.parametrize("name", ["gloo", "nccl", "local", "fake"])
-def test_a_backend_that_is_registered_already(name):
+def test_registering_a_backend_name_twice_is_rejected(name):
     with pytest.raises(ValueError, match=f"{name}.*already.*another name"):
         register_backend(name, alone)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "local", "fake"])
-def test_an_option_that_the_backend_does_not_have(backend):
+def test_an_unknown_backend_option_is_rejected(backend):
     with pytest.raises(UnknownOption, match=f"^{backend} .*colour, shape$") as caught:
         alone(backend, colour="red", shape="round")
     assert isinstance(caught.value, KeyError)
     assert isinstance(caught.value, AssertionError)
 
 
-def test_options_of_nccl_are_set_by_name():
+def test_nccl_options_are_set_by_name():
     target = SimpleNamespace(is_high_priority_stream=False)
     nccl.apply_options(target, {"is_high_priority_stream": True})
     assert target.is_high_priority_stream
@@ -280,7 +280,7 @@ def test_options_of_nccl_are_set_by_name():
 
 
 @pytest.mark.skipif(dist.is_nccl_available(), reason="this torch has NCCL")
-def test_nccl_where_there_is_none():
+def test_nccl_on_a_torch_without_nccl_is_rejected():
     with pytest.raises(InvalidState, match="no NCCL.*'gloo'"):
         alone("nccl")
 
@@ -294,7 +294,7 @@ def test_nccl_where_there_is_none():
         (-SECOND, InvalidArgument, "positive"),
     ],
 )
-def test_a_timeout_that_is_none(timeout, error, telling):
+def test_an_invalid_timeout_is_rejected(timeout, error, telling):
     with pytest.raises(error, match=telling):
         new_group("local", timeout, store=HashStore(), rank=0, world_size=1)
 
@@ -304,5 +304,5 @@ def form_local(ctx):
         ctx.group("local", timeout=timedelta(seconds=10))
 
 
-def test_a_local_group_of_processes(ranks):
+def test_the_local_backend_rejects_processes(ranks):
     ranks.run(form_local, 2)

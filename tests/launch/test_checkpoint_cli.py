@@ -36,7 +36,7 @@ def state(step, rank=0):
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """A folder with steps 10 to 40, saved by two ranks; relative, so that tables are known."""
+    """A folder with steps 10 to 40 saved by two ranks; relative paths keep output predictable."""
     monkeypatch.chdir(tmp_path)
     for step in (10, 20, 30, 40):
         saved(f"run/step-{step:08d}", [state(step, rank) for rank in (0, 1)])
@@ -60,7 +60,7 @@ def damage(file, where=-1):
     file.write_bytes(data)
 
 
-def test_ls(run):
+def test_ls_lists_checkpoints_with_sizes(run):
     lines = call("ls", "run").splitlines()
     assert lines[0].split() == ["step", "ranks", "tensors", "size", "age", "path"]
     assert lines[1].split()[:5] == ["10", "2", "4", "8.43", "KiB"]
@@ -74,7 +74,7 @@ def test_ls(run):
     assert one["bytes"] == sum(each.stat().st_size for each in files)
 
 
-def test_ls_names_what_is_damaged_and_goes_on(run):
+def test_ls_marks_damaged_checkpoints_and_continues(run):
     damage(run / "step-00000020" / "manifest.json")
     data_file(run / "step-00000030").unlink()
     output = call("ls", "run")
@@ -82,7 +82,7 @@ def test_ls_names_what_is_damaged_and_goes_on(run):
     assert "checksum is wrong" in json.loads(call("ls", "--json", "run"))[1]["damaged"]
 
 
-def test_ls_goes_on_past_what_is_stranger_still(run):
+def test_ls_continues_past_symlinked_and_malformed_manifests(run):
     manifest = run / "step-00000020" / "manifest.json"
     manifest.unlink()
     manifest.symlink_to("/etc/passwd")
@@ -93,14 +93,14 @@ def test_ls_goes_on_past_what_is_stranger_still(run):
 
 
 def change_state(checkpoint, change):
-    """Write another state into a manifest, and seal it."""
+    """Replace the state in a manifest, with a valid checksum."""
     manifest = checkpoint / "manifest.json"
     document = Manifest.load(manifest.read_bytes(), "it")
     document.state = change(document.state)
     manifest.write_bytes(document.dump())
 
 
-def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
+def test_diff_does_not_read_files_outside_the_checkpoint(run):
     def lead_out(state):
         pieces = [{"file": "../../secret", "at": [0, 8], "xxh3_128": "0" * 32}]
         return {**state, "more": {"$tensor": {"dtype": "int64", "shape": [1], "pieces": pieces}}}
@@ -110,7 +110,7 @@ def test_diff_reads_nothing_but_files_of_the_checkpoint(run):
     assert "'../../secret'" in call("diff", "run", "other", code=1)
 
 
-def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
+def test_checkpoints_removed_meanwhile_are_skipped(run, monkeypatch):
     steps = LocalCheckpointDirectory.steps
     listings = iter([[5], [5, *steps(LocalCheckpointDirectory("run"))]])
     monkeypatch.setattr(LocalCheckpointDirectory, "steps", lambda _: next(listings))
@@ -129,14 +129,14 @@ def test_what_is_removed_meanwhile_is_left_out(run, monkeypatch):
     assert len(lines) == 4
 
 
-def test_a_terminal_obeys_nothing_that_was_saved(run):
+def test_control_characters_in_saved_values_are_escaped(run):
     saved("odd", [{"\x1b[31m\nred": "\x9b31m", "plain": "\u00e9"}])
     lines = call("show", "odd").splitlines()
     assert lines[3].split() == ["\\x1b[31m\\nred", '"\\x9b31m"', "all"]
     assert lines[4].split() == ["plain", '"\u00e9"', "all"]
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(run):
+def test_a_closed_stdout_prints_no_error(run):
     ours, theirs = os.pipe()
     os.close(ours)
     command = [sys.executable, "-m", "phalanx", "checkpoint", "show", "run"]
@@ -147,7 +147,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(run):
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_show(run):
+def test_show_lists_the_saved_values(run):
     lines = [line.split() for line in call("show", "run").splitlines()]
     assert lines[0][:6] == ["run/step-00000040:", "step", "40,", "8.43", "KiB,", "4"]
     assert ["model.weight", "float32", "64", "x", "32", "8.00", "KiB", "all"] in lines
@@ -160,7 +160,7 @@ def test_show(run):
     ]
 
 
-def test_verify(run):
+def test_verify_reports_damaged_files(run):
     assert call("verify", "run").count("good: run/step-") == 4
     file = data_file(run / "step-00000020")
     damage(file)
@@ -177,7 +177,7 @@ def test_verify(run):
     assert "manifest.json" in call("verify", "run/step-00000020", code=1)
 
 
-def test_verify_looks_at_every_byte(run):
+def test_verify_checks_every_byte(run):
     checkpoint = run / "step-00000010"
     for file in sorted(checkpoint.iterdir()):
         whole = file.read_bytes()
@@ -188,7 +188,7 @@ def test_verify_looks_at_every_byte(run):
     call("verify", checkpoint)
 
 
-def test_diff(run):
+def test_diff_lists_changed_added_and_removed_values(run):
     lines = [line.split() for line in call("diff", "run", code=1).splitlines()]
     assert lines[0][-5:] == ["4", "differ,", "4", "are", "equal"]
     assert ["changed", "model.weight", "all", "values", "of", "float32[64,", "32]"] in lines
@@ -204,13 +204,13 @@ def test_diff(run):
     }
 
 
-def test_diff_tells_names_apart_that_look_the_same(run):
+def test_diff_distinguishes_dotted_keys_from_nested_keys(run):
     for name, value in (("one", 1), ("two", 7)):
         saved(name, [{"a.b": value, "a": {"b": 2}}])
     assert "1 differ, 1 are equal" in call("diff", "one", "two", code=1)
 
 
-def test_diff_sees_that_the_same_was_cut_by_other_ranks(run):
+def test_diff_compares_values_saved_at_different_world_sizes(run):
     big = {"weight": torch.arange(3_000_000)}
     saved("two", [big, big])
     saved("three", [big, big, big])
@@ -220,7 +220,7 @@ def test_diff_sees_that_the_same_was_cut_by_other_ranks(run):
     assert "1 differ" in call("diff", "two", "three", code=1)
 
 
-def test_prune(run):
+def test_prune_removes_checkpoints_and_reports_what_it_keeps(run):
     args = ["run", "--keep-last", 1, "--keep-every", 20]
     lines = call("prune", "--dry-run", *args).splitlines()
     assert [line.split()[3:] for line in lines[1:5]] == [
@@ -239,7 +239,7 @@ def test_prune(run):
     ]
 
 
-def test_prune_keeps_no_multiples_unless_told_to(run):
+def test_prune_keeps_no_multiples_by_default(run):
     with CheckpointManager("run") as folder:
         folder.save(1000, {})
         folder.save(1001, {})
@@ -247,7 +247,7 @@ def test_prune_keeps_no_multiples_unless_told_to(run):
     assert CheckpointManager("run").steps() == [1001]
 
 
-def test_prune_keeps_the_last_one_whose_data_is_good(run):
+def test_prune_keeps_the_last_undamaged_checkpoint(run):
     damage(data_file(run / "step-00000040"))
     call("prune", "run", "--keep-last", 1)
     assert CheckpointManager("run").steps() == [30, 40]
@@ -273,7 +273,7 @@ def test_prune_keeps_the_last_one_whose_data_is_good(run):
         (["show"], ["PATH"]),
     ],
 )
-def test_a_mistake_is_explained_without_a_traceback(run, args, words):
+def test_usage_errors_print_no_traceback(run, args, words):
     (run.parent / "empty").mkdir()
     (run.parent / "file.txt").touch()
     (run.parent / "loop").symlink_to("loop")
@@ -284,7 +284,7 @@ def test_a_mistake_is_explained_without_a_traceback(run, args, words):
         assert word in done.output
 
 
-def test_torch_is_not_needed(run):
+def test_checkpoint_commands_do_not_import_torch(run):
     commands = [[name, "run"] for name in ("ls", "show", "verify", "diff", "prune")]
     code = (
         "import sys; from phalanx.launch.cli import main\n"
@@ -296,7 +296,7 @@ def test_torch_is_not_needed(run):
     subprocess.run(command, env=clean_env(), capture_output=True, check=True)
 
 
-def test_quantities_are_readable():
+def test_sizes_and_ages_are_formatted_for_people():
     sizes = {0: "0 B", 999: "999 B", 1000: "0.98 KiB", 1536: "1.50 KiB", 10**9: "954 MiB"}
     assert {each: format_size(each) for each in sizes} == sizes
     assert format_size(5 << 40) == "5.00 TiB"

@@ -16,7 +16,7 @@ from .conftest import clean_env
         (["doctor", "-h"], ["--json"]),
     ],
 )
-def test_help(cli, args, words):
+def test_help_shows_examples_and_options(cli, args, words):
     done = cli(*args)
     assert done.returncode == 0
     for word in words:
@@ -24,7 +24,7 @@ def test_help(cli, args, words):
 
 
 @pytest.mark.parametrize("command", [[], ["run"], ["mesh"], ["doctor"], ["checkpoint"]])
-def test_help_fits_a_terminal_and_is_not_cut_off(cli, command):
+def test_the_help_text_fits_80_columns_and_is_not_truncated(cli, command):
     done = cli(*command, "--help", env={"COLUMNS": "80"})
     lines = done.stdout.splitlines()
     assert [line for line in lines if len(line) > 80 or line.endswith("...")] == [
@@ -36,7 +36,7 @@ def test_version(cli):
     assert cli("--version").stdout == f"phalanx {metadata.version('phalanx')}\n"
 
 
-def test_help_starts_fast():
+def test_the_help_command_starts_fast():
     def seconds():
         # CPU time, not wall time: the machine may be busy.
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -48,7 +48,7 @@ def test_help_starts_fast():
     assert min(seconds() for _ in range(3)) < 0.4, "torch alone would take more than a second"
 
 
-def test_the_launcher_does_not_load_torch(script):
+def test_the_launcher_does_not_import_torch(script):
     code = """
         import sys
         from phalanx.launch.cli import main
@@ -61,7 +61,7 @@ def test_the_launcher_does_not_load_torch(script):
     assert done.stdout == "False\n"
 
 
-def test_no_command_is_a_mistake(cli):
+def test_no_command_prints_usage_and_exits_with_2(cli):
     done = cli()
     assert done.returncode == 2
     assert "Usage:" in done.stdout + done.stderr

@@ -35,7 +35,7 @@ def render(report):
     return "\n".join([*map(format_finding, report.findings), format_summary(report)])
 
 
-def test_people_read_what_is_wrong_and_what_to_do():
+def test_failed_checks_are_shown_with_advice():
     text = render(Report([GOOD, BAD], [FAST]))
     assert "FAILED" in text
     assert "/dev/shm       32 MiB, 1 MiB free" in text
@@ -44,7 +44,7 @@ def test_people_read_what_is_wrong_and_what_to_do():
     assert "gloo     2 processes  85.2 us  1.25 GB/s" in text
 
 
-def test_good_news_has_no_advice():
+def test_passed_checks_have_no_advice():
     text = render(Report([GOOD], []))
     assert "->" not in text
     assert text.endswith("no problems")
@@ -78,14 +78,14 @@ def test_every_check_is_run_and_its_label_fits_the_column():
     assert max(len(run_check(check).label) for check in CHECKS) <= _doctor._LABEL_WIDTH
 
 
-def test_programs_read_the_same():
+def test_json_has_findings_and_measurements():
     read = json.loads(Report([GOOD, BAD], [FAST]).to_json())
     assert read["ok"] is False
     assert read["findings"][1]["advice"] == "enlarge it"
     assert read["measurements"][0]["backend"] == "gloo"
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_a_check_that_raises_is_a_failed_finding():
     def name_server():
         raise OSError("no such host")
 
@@ -103,14 +103,14 @@ def test_a_check_that_exits_is_a_finding():
     assert finding.detail == "SystemExit: 3"
 
 
-def test_a_check_that_never_ends_is_a_finding():
+def test_a_check_that_hangs_is_a_failed_finding():
     finding = run_check(lambda: time.sleep(1000), timeout=0.01)
     assert not finding.ok
     assert "no answer in 0.01 s" in finding.detail
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_each_check_says_something_or_what_to_do(check):
+def test_each_check_has_a_detail_and_advice_if_it_fails(check):
     finding = run_check(check)
     assert finding.label
     assert finding.detail
@@ -121,12 +121,12 @@ def test_each_check_says_something_or_what_to_do(check):
 @pytest.mark.parametrize(
     ("threads", "ok"), [("1", True), ("100000", False), ("many", False), ("0", False), ("", True)]
 )
-def test_threads_that_do_not_fit_the_cores(monkeypatch, threads, ok):
+def test_check_cores_rejects_bad_omp_num_threads(monkeypatch, threads, ok):
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert _doctor.check_cores().ok is ok
 
 
-def test_no_compiler(monkeypatch):
+def test_a_missing_compiler_is_a_warning(monkeypatch):
     monkeypatch.setenv("PATH", "")
     finding = _doctor.check_compiler()
     assert finding.ok
@@ -138,7 +138,7 @@ def test_no_compiler(monkeypatch):
     ("size", "free", "told"),
     [(1024, 1024, ""), (32, 32, "--shm-size"), (1024, 1, "it is full"), (None, None, "")],
 )
-def test_little_shared_memory_is_a_warning(monkeypatch, size, free, told):
+def test_small_shared_memory_is_a_warning(monkeypatch, size, free, told):
     def statvfs(_path):
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
@@ -155,14 +155,14 @@ def test_little_shared_memory_is_a_warning(monkeypatch, size, free, told):
     ("bounds", "ok", "advised"),
     [((100, 200), True, False), ((0, 200), True, True), ((0, 0), False, True)],
 )
-def test_a_slow_look_up_is_a_warning_and_a_very_slow_one_fails(monkeypatch, bounds, ok, advised):
+def test_a_slow_name_lookup_warns_and_a_very_slow_one_fails(monkeypatch, bounds, ok, advised):
     monkeypatch.setattr(_doctor, "SLOW_LOOKUP", bounds[0])
     monkeypatch.setattr(_doctor, "FAILED_LOOKUP", bounds[1])
     finding = _doctor.check_loopback_name()
     assert (finding.ok, "/etc/hosts" in finding.advice) == (ok, advised)
 
 
-def test_a_look_up_that_never_ends_fails(monkeypatch):
+def test_a_name_lookup_that_hangs_fails(monkeypatch):
     over = threading.Event()
     monkeypatch.setattr(_doctor, "LOOKUP_TIMEOUT", 0.01)
     monkeypatch.setattr(socket, "getnameinfo", lambda *_: over.wait())
@@ -172,7 +172,7 @@ def test_a_look_up_that_never_ends_fails(monkeypatch):
     assert finding.detail == "no answer in 0.01 s"
 
 
-def test_a_look_up_that_fails_is_only_measured(monkeypatch):
+def test_a_name_lookup_that_errors_quickly_passes(monkeypatch):
     def fail(*_):
         raise socket.gaierror(socket.EAI_AGAIN, "try again")
 
@@ -180,12 +180,12 @@ def test_a_look_up_that_fails_is_only_measured(monkeypatch):
     assert _doctor.check_loopback_name().ok
 
 
-def test_the_oldest_torch_is_what_the_package_asks_for():
+def test_the_oldest_torch_matches_the_package_requirement():
     oldest = ".".join(map(str, _doctor.OLDEST_TORCH))
     assert f"torch>={oldest}" in (metadata.requires("phalanx") or [])
 
 
-def test_a_self_test_that_hangs_ends_and_says_where():
+def test_a_self_test_that_hangs_times_out_and_shows_where():
     verdict, measurements = self_test(deadline=0.01)
     assert not verdict.ok
     assert "failed first: exit code 1" in verdict.detail
@@ -194,7 +194,7 @@ def test_a_self_test_that_hangs_ends_and_says_where():
 
 
 @pytest.mark.slow
-def test_doctor(phalanx):
+def test_doctor_command_runs_all_backends(phalanx):
     done = phalanx("doctor", "--json")
     read = json.loads(done.stdout)
     assert done.returncode == (0 if read["ok"] else 1)

@@ -22,7 +22,7 @@ FULL = {
 }
 
 
-def test_reads_what_a_launcher_writes():
+def test_read_rank_env_reads_the_launcher_variables():
     assert read_rank_env(FULL) == RankEnv(
         rank=5,
         world_size=8,
@@ -41,7 +41,7 @@ def test_without_a_launcher_there_is_no_rank():
     assert launched_rank({}) is launched_rank({"RANK": "1"}) is None
 
 
-def test_a_job_is_known_by_its_store_and_the_ids_of_launchers():
+def test_job_id_comes_from_the_store_address_or_the_scheduler():
     assert job_id(FULL) == "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500"
     assert job_id({"SLURM_JOB_ID": "7"}) == "SLURM_JOB_ID=7"
     assert job_id({}) == ""
@@ -57,7 +57,7 @@ def test_rank_and_world_size_are_enough():
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE"])
-def test_a_missing_variable_is_named(name):
+def test_a_missing_variable_is_named_in_the_error(name):
     with pytest.raises(InvalidArgument, match=rf"{name} is not set.*phalanx run"):
         read_rank_env({**FULL, name: ""})
 
@@ -83,7 +83,7 @@ def test_an_invalid_value_names_the_variable_and_its_bounds(name, value, bounds)
     assert bounds in str(caught.value)
 
 
-def test_cores_follow_affinity():
+def test_usable_cores_follow_cpu_affinity():
     one = min(os.sched_getaffinity(0))
     code = (
         f"import os; os.sched_setaffinity(0, [{one}]); "
@@ -94,7 +94,7 @@ def test_cores_follow_affinity():
     assert 1 <= usable_cores() <= len(os.sched_getaffinity(0))
 
 
-def test_quota_of_any_enclosing_cgroup_counts(tmp_path):
+def test_a_quota_of_an_enclosing_cgroup_applies(tmp_path):
     membership = tmp_path / "membership"
     membership.write_text("1:cpu:/\n0::/jobs/mine\n")
     (tmp_path / "jobs/mine").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_quota_of_any_enclosing_cgroup_counts(tmp_path):
     assert list(_quotas(tmp_path, membership)) == [3]
 
 
-def test_quota_of_the_first_cgroup_version(tmp_path):
+def test_a_cgroup_v1_quota_applies(tmp_path):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text("400000\n")
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")
@@ -111,7 +111,7 @@ def test_quota_of_the_first_cgroup_version(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["-1\n", "", "garbage"])
-def test_no_quota(tmp_path, text):
+def test_an_unlimited_or_invalid_quota_is_ignored(tmp_path, text):
     (tmp_path / "cpu").mkdir()
     (tmp_path / "cpu/cpu.cfs_quota_us").write_text(text)
     (tmp_path / "cpu/cpu.cfs_period_us").write_text("100000\n")

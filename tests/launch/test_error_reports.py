@@ -1,4 +1,4 @@
-"""What is shown of the errors that ranks write to stderr."""
+"""Filtering of the tracebacks that ranks write to stderr."""
 
 import os
 from pathlib import Path
@@ -20,7 +20,7 @@ def frame(path, line=1):
 
 
 def lost(rank, *, after=""):
-    """What Python writes of a lost peer: an error of ours, and what led to it inside of phalanx."""
+    """Return Python's traceback of a PeerLost, with its chained internal exception."""
     return (
         f"Traceback (most recent call last):\n{frame(INSIDE)}RuntimeError: not yet\n\n"
         "During handling of the above exception, another exception occurred:\n\n"
@@ -42,7 +42,7 @@ SHORT = [
 
 
 class Recorder:
-    """A screen that keeps what it shows."""
+    """A screen that records its output."""
 
     def __init__(self):
         self.shown = []
@@ -58,7 +58,7 @@ class Recorder:
 
 
 class Stream:
-    """A rank's stderr, and what the screen shows of it."""
+    """A rank's stderr, passed through the filter."""
 
     def __init__(self, rank=0, seen=None, **options):
         self.reader = ErrorReportFilter({} if seen is None else seen, rank, **options)
@@ -70,7 +70,7 @@ class Stream:
         return self._shown(self.reader.release())
 
     def read(self, text):
-        """Return all that is shown of a whole stream."""
+        """Return everything that is shown for a complete stream."""
         return [*self.write(text), *self.close()]
 
     @staticmethod
@@ -78,14 +78,14 @@ class Stream:
         return [line.decode() for line in lines]
 
 
-def test_an_error_of_ours_is_shown_without_what_is_internal():
+def test_internal_frames_are_hidden_in_phalanx_errors():
     stream = Stream()
     assert stream.write("before\n" + lost(0)) == ["before"]
     assert stream.close() == SHORT
     assert stream.reader.final_output() == SHORT
 
 
-def test_the_same_error_is_shown_once_and_what_follows_it_is_not_lost():
+def test_a_repeated_error_is_shown_once_and_later_output_is_kept():
     seen = {}
     first, second = Stream(0, seen), Stream(1, seen)
     first.write(lost(0))
@@ -105,7 +105,7 @@ CALL = {"operation": "allreduce float32[10]", "sequence": 9, "site": "train.py:1
     "more",
     [{}, {"site": "a.py:3"}, {"here": "data.py:5 in load"}, CALL, {"here": "a.py:3", **CALL}],
 )
-def test_what_a_rank_was_doing_is_no_other_error(state, more):
+def test_rank_report_lines_do_not_make_an_error_different(state, more):
     seen = {}
     report = RankReport(rank=2, state=state, **more)
     Stream(0, seen).read(lost(0))
@@ -113,7 +113,7 @@ def test_what_a_rank_was_doing_is_no_other_error(state, more):
     assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)"]
 
 
-def test_other_errors_are_shown_as_they_are_unless_they_are_the_same():
+def test_other_errors_are_shown_unchanged_unless_repeated():
     text = (
         f"Traceback (most recent call last):\n{frame('a.py')}{frame(TORCH)}ValueError: no\nmore\n"
     )
@@ -160,7 +160,7 @@ def traceback(message):
         (lost(0), lost(1).replace("#9", "#10")),
     ],
 )
-def test_what_is_not_the_same_is_shown_whole(first, second):
+def test_different_errors_are_shown_in_full(first, second):
     seen = {}
     Stream(0, seen).read(first)
     stream, alone = Stream(1, seen), Stream(1)
@@ -180,7 +180,7 @@ def test_what_is_not_the_same_is_shown_whole(first, second):
     ],
 )
 def test_lines_after_a_traceback_are_shown_on_every_rank(after):
-    """It may have been logged, and these are no part of its message."""
+    """The traceback may have been logged, so these lines are not part of its message."""
     seen = {}
     Stream(0, seen).read(f"{traceback('ValueError: no')}{after}\n")
     shown = Stream(1, seen).read(f"{traceback('ValueError: no')}{after}\n")
@@ -188,27 +188,27 @@ def test_lines_after_a_traceback_are_shown_on_every_rank(after):
 
 
 @pytest.mark.parametrize("after", ["saved step 12", "  rank 1: 3 samples skipped", "  note"])
-def test_lines_after_an_error_of_ours_are_shown_on_every_rank(after):
+def test_lines_after_a_phalanx_error_are_shown_on_every_rank(after):
     seen = {}
     Stream(0, seen).read(lost(0, after=after))
     shown = Stream(1, seen).read(lost(1, after=after))
     assert shown == ["(the same phalanx.errors.PeerLost as on rank 0)", after]
 
 
-def test_an_error_of_ours_that_names_every_rank_is_shown_once():
+def test_a_phalanx_error_that_names_every_rank_is_shown_once():
     text = traceback("phalanx.errors.RankMismatch: rank 0 called barrier; rank 1 called allreduce")
     seen = {}
     Stream(0, seen).read(text)
     assert len(Stream(1, seen).read(text)) == 1
 
 
-def test_what_torch_has_not_labelled_gets_no_label():
+def test_lines_without_torchs_rank_label_get_none():
     stream = Stream(labelled=False)
     labelled = [f"[rank0]: {line}" for line in traceback("ValueError: no").splitlines()]
     assert stream.read("\n".join([*labelled, "bye"])) == [*labelled, "bye"]
 
 
-def test_a_report_is_shown_before_what_the_rank_prints_next():
+def test_a_held_traceback_is_shown_before_later_stdout():
     screen = Recorder()
     pump = OutputPump(screen)
     out, err = os.pipe(), os.pipe()
@@ -228,7 +228,7 @@ def test_a_report_is_shown_before_what_the_rank_prints_next():
     assert screen.shown == [*traceback("ValueError: no").splitlines(), "next"]
 
 
-def test_torch_need_not_name_the_rank_again():
+def test_torchs_rank_label_is_removed_if_lines_are_prefixed():
     labelled = "".join(
         f"[rank0]: {line}" if line.strip() else line for line in lost(0).splitlines(True)
     )
@@ -242,13 +242,13 @@ def test_torch_need_not_name_the_rank_again():
     assert plain.close() == [f"[rank0]: {line}" for line in SHORT]
 
 
-def test_a_user_who_wants_all_of_it_gets_it_at_once():
+def test_full_tracebacks_are_shown_immediately():
     stream = Stream(full=True)
     assert stream.write(lost(0)) == lost(0).splitlines()
     assert stream.reader.final_output()[0] == "Traceback (most recent call last):"
 
 
-def test_what_is_held_back_has_a_deadline():
+def test_held_lines_have_a_deadline():
     stream = Stream()
     stream.write("Traceback (most recent call last):\n" + frame("a.py"), now=1.0)
     assert stream.reader.due() == 1.0 + _error_reports.MAX_HOLD, "there is more to come"
@@ -263,7 +263,7 @@ def test_what_is_held_back_has_a_deadline():
     assert stream.close() == cut_off.splitlines()
 
 
-def test_a_chain_of_the_users_own_stays_whole():
+def test_a_chain_of_user_exceptions_is_shown_in_full():
     text = (
         f"Traceback (most recent call last):\n{frame('a.py')}KeyError: 1\n\n"
         "The above exception was the direct cause of the following exception:\n\n"
@@ -274,7 +274,7 @@ def test_a_chain_of_the_users_own_stays_whole():
     assert stream.close() == text.splitlines()
 
 
-def test_final_output_begin_with_the_last_traceback():
+def test_final_output_begins_with_the_last_traceback():
     stream = Stream()
     traceback = f"Traceback (most recent call last):\n{frame('a.py')}"
     stream.write(f"noise\n{traceback}KeyError: old\nnoise\n{traceback}ValueError: new\n")
@@ -284,7 +284,7 @@ def test_final_output_begin_with_the_last_traceback():
     assert stream.reader.final_output() == ["Fatal Python error: \ufffd"]
 
 
-def test_a_report_that_much_came_after_was_not_the_end():
+def test_final_output_drops_a_traceback_followed_by_much_output():
     stream = Stream()
     stream.write(lost(0))
     stream.close()
@@ -295,7 +295,7 @@ def test_a_report_that_much_came_after_was_not_the_end():
 
 
 @pytest.mark.parametrize("option", [[], ["--full-tracebacks"]])
-def test_six_ranks_tell_one_story(phalanx, script, option):
+def test_the_same_error_on_many_ranks_is_shown_once(phalanx, script, option):
     path = script(
         """
         import os, phalanx.errors

@@ -1,4 +1,4 @@
-"""A rank fails: who is named, what is shown, what the shell sees, and when it starts over."""
+"""Failed ranks: the rank that is named, the output, the exit code, and restarts."""
 
 import re
 
@@ -23,18 +23,18 @@ AWAIT = """
     [
         ("sys.exit(3)", "exit code 3", 3),
         ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL", 137),
-        # It was not the launcher that sent this one.
+        # Not sent by the launcher.
         ("os.kill(os.getpid(), signal.SIGTERM)", "SIGTERM", 143),
         ("os.kill(os.getpid(), signal.SIGRTMIN + 1)", "signal 35", 163),
     ],
 )
-def test_the_exit_code_is_the_ranks_own(phalanx, script, death, words, code):
+def test_the_exit_code_is_that_of_the_failed_rank(phalanx, script, death, words, code):
     done = phalanx("run", "-n", 1, script(f"import os, signal, sys\n{death}"))
     assert done.returncode == code
     assert f"phalanx: rank 0 failed first: {words}" in done.stderr
 
 
-def test_the_first_is_named_the_rest_follow(phalanx, script):
+def test_the_first_failure_is_named_before_later_ones(phalanx, script):
     path = script(
         AWAIT
         + """
@@ -62,7 +62,7 @@ def test_the_first_is_named_the_rest_follow(phalanx, script):
     assert report[2:] == ["phalanx: ranks 0, 3 stopped"]
 
 
-def test_its_traceback_is_shown_again_at_the_end(phalanx, script):
+def test_the_first_traceback_is_repeated_at_the_end(phalanx, script):
     path = script(
         AWAIT
         + """
@@ -79,7 +79,7 @@ def test_its_traceback_is_shown_again_at_the_end(phalanx, script):
     assert not any("warning" in line for line in report)
 
 
-def test_a_long_traceback_is_cut(phalanx, script):
+def test_a_long_traceback_is_truncated(phalanx, script):
     path = script(
         """
         import sys
@@ -98,14 +98,14 @@ def test_a_long_traceback_is_cut(phalanx, script):
     ]
 
 
-def test_ranks_have_no_time_to_linger_if_told_so(phalanx, script):
+def test_linger_0_stops_the_other_ranks_immediately(phalanx, script):
     path = script(AWAIT + "    sys.exit(3) if rank == 0 else wait_for('never')")
     done = phalanx("run", "-n", 2, "--linger", 0, path)
     assert done.returncode == 3
     assert "phalanx: rank 1 stopped" in done.stderr
 
 
-def test_a_rank_that_ends_well_early_is_waited_for(phalanx, script):
+def test_an_early_successful_exit_does_not_stop_the_others(phalanx, script):
     path = script(
         AWAIT
         + """
@@ -133,7 +133,7 @@ ATTEMPTS = """
 """
 
 
-def test_it_starts_over(phalanx, script):
+def test_all_ranks_restart_after_a_failure(phalanx, script):
     done = phalanx("run", "-n", 2, "--max-restarts", 3, script(ATTEMPTS), "0", "1")
     assert done.returncode == 0
     assert "restarting all ranks: attempt 2 of 4" in done.stderr
@@ -144,7 +144,7 @@ def test_it_starts_over(phalanx, script):
     assert (set(limits), len(set(runs))) == ({"3"}, 1)
 
 
-def test_it_gives_up(phalanx, script):
+def test_restarts_stop_at_max_restarts(phalanx, script):
     done = phalanx("run", "-n", 2, "--max-restarts", 1, script(ATTEMPTS), "0", "1")
     assert done.returncode == 5
     assert done.stderr.count("restarting all ranks") == 1
@@ -164,7 +164,7 @@ STORE = """
 """
 
 
-def test_a_store_that_dies_is_a_failure(phalanx, script):
+def test_the_death_of_the_store_is_a_failure(phalanx, script):
     path = script(AWAIT + STORE + "    os.kill(store, signal.SIGKILL); wait_for('never')")
     done = phalanx("run", "-n", 1, "--linger", 0, path)
     assert done.returncode == 137
@@ -172,7 +172,7 @@ def test_a_store_that_dies_is_a_failure(phalanx, script):
     assert "phalanx: rank 0 stopped" in done.stderr
 
 
-def test_what_lies_around_is_not_loaded_into_the_store(phalanx, script):
+def test_the_store_does_not_import_from_the_working_directory(phalanx, script):
     script("raise SystemExit('loaded by mistake')", name="socket.py")
     has_torch = """
     while b"libtorch" not in pathlib.Path(f"/proc/{store}/maps").read_bytes():

@@ -11,7 +11,7 @@ import pytest
 from .conftest import clean_env
 
 
-def test_it_prints_coordinates_groups_and_hosts(cli):
+def test_mesh_prints_coordinates_groups_and_hosts(cli):
     done = cli("mesh", "8x16x8", "--names", "dp,pp,tp", "--rank", 513, "--hosts", 128)
     assert done.returncode == 0
     assert done.stderr == ""
@@ -26,7 +26,7 @@ def test_it_prints_coordinates_groups_and_hosts(cli):
     ]
 
 
-def test_a_shape_is_enough(cli):
+def test_a_shape_is_the_only_required_argument(cli):
     done = cli("mesh", "2x4")
     assert done.returncode == 0
     assert done.stdout.splitlines() == [
@@ -38,7 +38,7 @@ def test_a_shape_is_enough(cli):
     ]
 
 
-def test_it_draws_as_text_and_as_svg(cli, tmp_path):
+def test_mesh_draws_text_and_svg(cli, tmp_path):
     done = cli("mesh", "2x4", "--rank", 5, "--hosts", 2, "--draw", "--svg", "mesh.svg")
     assert done.returncode == 0
     assert "axis 0=1   4  [5]  6   7   host 1" in done.stdout
@@ -46,7 +46,7 @@ def test_it_draws_as_text_and_as_svg(cli, tmp_path):
     assert picture.tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_programs_read_the_same(cli):
+def test_json_has_the_same_values(cli):
     done = cli("mesh", "2x4", "--names", "dp,tp", "--rank", 5, "--hosts", 2, "--json")
     read = json.loads(done.stdout)
     dp, tp = read.pop("axes")
@@ -81,7 +81,7 @@ def test_programs_read_the_same(cli):
         ([], ["SHAPE"]),
     ],
 )
-def test_a_mistake_is_explained_without_a_traceback(cli, args, words):
+def test_usage_errors_print_no_traceback(cli, args, words):
     done = cli("mesh", *args)
     assert done.returncode in {1, 2}
     assert "Traceback" not in done.stderr
@@ -89,7 +89,7 @@ def test_a_mistake_is_explained_without_a_traceback(cli, args, words):
         assert word in done.stderr
 
 
-def test_it_answers_at_once_and_without_torch():
+def test_mesh_is_fast_and_does_not_import_torch():
     code = (
         "import sys; from phalanx.launch.cli import main\n"
         "main(['mesh', '64x64x64', '--rank', '70000', '--hosts', '64'], standalone_mode=False)\n"
@@ -108,7 +108,7 @@ def test_it_answers_at_once_and_without_torch():
     assert min(seconds() for _ in range(3)) < 0.3
 
 
-def test_help_says_what_it_is_for(cli):
+def test_help_lists_the_options(cli):
     done = cli("mesh", "--help")
     assert done.returncode == 0
     for word in ["8x16x8", "--names", "--hosts", "--svg", "--draw"]:

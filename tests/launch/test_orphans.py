@@ -1,4 +1,4 @@
-"""No process that a launcher started outlives it."""
+"""No process outlives the launcher that started it."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from .conftest import eventually, is_alive, read_pid
 
-# Says its pid and waits; what it does about signals and children is filled in.
+# Writes its pid and waits; the setup for signals and children is filled in.
 WAITING = """
     import os, pathlib, signal, subprocess, sys, time
     {setup}
@@ -69,7 +69,7 @@ def test_a_signal_reaches_every_rank(script, launcher, pids, number, code):
     assert all_gone(ranks)
 
 
-def test_ranks_that_end_well_on_a_signal_make_a_good_end(script, launcher, pids):
+def test_exit_code_is_0_if_ranks_exit_with_0_on_a_signal(script, launcher, pids):
     setup = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('saved') or 0))"
     process = launcher("run", "-n", 2, script(waiting(setup)))
     pids("pid0", "pid1")
@@ -79,7 +79,7 @@ def test_ranks_that_end_well_on_a_signal_make_a_good_end(script, launcher, pids)
     assert sorted(out.splitlines()) == ["[rank 0] saved", "[rank 1] saved"]
 
 
-def test_ranks_that_were_asked_to_stop_and_have_saved_have_not_failed(script, launcher, pids):
+def test_preempted_ranks_that_saved_are_not_reported_as_failed(script, launcher, pids):
     words = "stopped on request after saving step 7 (SIGTERM)"
     leave = f"(print({words!r}, file=sys.stderr), sys.exit(75))"
     setup = f"signal.signal(signal.SIGTERM, lambda *_: {leave})"
@@ -92,9 +92,7 @@ def test_ranks_that_were_asked_to_stop_and_have_saved_have_not_failed(script, la
     assert "failed" not in err
 
 
-def test_a_failure_is_not_followed_by_a_restart_once_the_launcher_is_told_to_stop(
-    script, launcher, pids
-):
+def test_a_failure_is_not_restarted_after_the_launcher_was_signalled(script, launcher, pids):
     setup = """
     if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
         os._exit(0)
@@ -109,7 +107,7 @@ def test_a_failure_is_not_followed_by_a_restart_once_the_launcher_is_told_to_sto
     assert "restarting" not in err
 
 
-def test_ranks_may_stop_without_the_launcher_being_asked(script, launcher, pids):
+def test_ranks_can_be_preempted_without_signalling_the_launcher(script, launcher, pids):
     setup = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))"
     process = launcher("run", "-n", 2, "--max-restarts", 3, "--linger", 0, script(waiting(setup)))
     for rank in pids("pid0", "pid1"):
@@ -120,7 +118,7 @@ def test_ranks_may_stop_without_the_launcher_being_asked(script, launcher, pids)
     assert "again" not in err
 
 
-def test_grace_ends(script, launcher, pids):
+def test_ranks_that_ignore_sigterm_are_killed_after_the_grace_period(script, launcher, pids):
     process = launcher("run", "-n", 2, "--grace", 0.2, script(waiting(STUBBORN)))
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGTERM)
@@ -129,7 +127,7 @@ def test_grace_ends(script, launcher, pids):
     assert all_gone(ranks)
 
 
-def test_a_second_signal_kills(script, launcher, pids):
+def test_a_second_signal_kills_the_ranks(script, launcher, pids):
     no_window = {"duplicate_signal_window": 0.0}
     path = script(waiting(STUBBORN))
     process = launcher("run", "-n", 2, "--grace", 1000, path, timing=no_window)
@@ -142,7 +140,7 @@ def test_a_second_signal_kills(script, launcher, pids):
     assert all_gone(ranks)
 
 
-def test_another_signal_kills_at_once(script, launcher, pids):
+def test_a_different_second_signal_kills_the_ranks_at_once(script, launcher, pids):
     process = launcher("run", "-n", 2, "--grace", 1000, script(waiting(STUBBORN)))
     ranks = pids("pid0", "pid1")
     process.send_signal(signal.SIGINT)
@@ -153,8 +151,8 @@ def test_another_signal_kills_at_once(script, launcher, pids):
     assert all_gone(ranks)
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_path):
-    """`timeout` signals a process and then its process group."""
+def test_duplicate_signals_within_the_window_count_once(script, launcher, pids, tmp_path):
+    """The `timeout` command signals a process and then its process group."""
     setup = """
     def stop(*_):
         if pathlib.Path("go").exists():
@@ -163,7 +161,7 @@ def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_pa
 
     signal.signal(signal.SIGTERM, stop)
     """
-    # However late a busy machine delivers the second signal, it is within the window.
+    # On a busy machine the second signal may be late, so the window is long.
     window = {"duplicate_signal_window": 1000.0}
     path = script(waiting(setup))
     process = launcher("run", "-n", 2, "--grace", 1000, path, timing=window)
@@ -179,8 +177,8 @@ def test_a_signal_that_comes_twice_at_once_is_one(script, launcher, pids, tmp_pa
     assert process.returncode == 75, err
 
 
-def test_in_the_background_only_sigterm_stops_the_ranks(script, launcher, pids):
-    """What is ignored stays ignored: that is how nohup and a shell's `&` ask for it."""
+def test_signals_ignored_in_the_background_stay_ignored(script, launcher, pids):
+    """nohup and a shell's `&` start processes with these signals ignored."""
     background = ["sh", "-c", 'trap "" INT HUP; exec "$@"', "sh"]
     process = launcher("run", "-n", 2, script(waiting()), before=background)
     ranks = pids("pid0", "pid1")
@@ -208,7 +206,7 @@ def background():
 
 
 @pytest.mark.usefixtures("background", "foreground")
-def test_a_suite_in_the_background_tests_what_happens_in_the_foreground():
+def test_the_foreground_fixture_restores_default_signal_handling():
     code = "print(next(line for line in open('/proc/self/status') if line[:7] == 'SigIgn:'))"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=True)
     assert not int(done.stdout.split()[1], 16) & sum(1 << number - 1 for number in IGNORED)
@@ -217,7 +215,7 @@ def test_a_suite_in_the_background_tests_what_happens_in_the_foreground():
     signal.raise_signal(signal.SIGHUP)
 
 
-def test_a_failure_stops_even_those_that_will_not(script, phalanx, pids):
+def test_a_failure_kills_ranks_that_ignore_sigterm(script, phalanx, pids):
     setup = f"os.environ['RANK'] == '1' and sys.exit(4)\n    {STUBBORN}"
     done = phalanx("run", "-n", 3, "--linger", 0.3, "--grace", 0.2, script(waiting(setup)))
     assert done.returncode == 4
@@ -226,7 +224,7 @@ def test_a_failure_stops_even_those_that_will_not(script, phalanx, pids):
 
 
 @pytest.mark.parametrize("child", [LAZY_CHILD, STUBBORN_CHILD])
-def test_grandchildren_end_with_a_failure(script, phalanx, pids, child):
+def test_grandchildren_are_killed_after_a_failure(script, phalanx, pids, child):
     path = script(waiting(child).replace("while time", "os._exit(4)\n    while time"))
     done = phalanx("run", "-n", 2, "--grace", 0.3, path)
     assert done.returncode == 4
@@ -234,7 +232,7 @@ def test_grandchildren_end_with_a_failure(script, phalanx, pids, child):
 
 
 @pytest.mark.parametrize("child", [LAZY_CHILD, STUBBORN_CHILD])
-def test_grandchildren_end_with_a_signal(script, launcher, pids, child):
+def test_grandchildren_are_killed_after_a_signal(script, launcher, pids, child):
     process = launcher("run", "-n", 2, "--grace", 0.3, script(waiting(child)))
     family = pids("child0", "child1", "pid0", "pid1")
     process.send_signal(signal.SIGTERM)
@@ -243,15 +241,15 @@ def test_grandchildren_end_with_a_signal(script, launcher, pids, child):
     assert all_gone(family)
 
 
-def test_grandchildren_end_when_all_is_well(script, phalanx, pids):
+def test_grandchildren_are_killed_after_success(script, phalanx, pids):
     path = script(waiting(LAZY_CHILD).replace("while time", "os._exit(0)\n    while time"))
     done = phalanx("run", "-n", 2, path)
     assert done.returncode == 0
     assert all_gone(pids("child0", "child1"))
 
 
-def test_a_process_out_of_reach_does_not_hold_us_up(script, phalanx, pids):
-    # In a session of its own, with our pipes in its hands.
+def test_a_detached_process_does_not_delay_the_launchers_exit(script, phalanx, pids):
+    # In its own session, with our pipes open.
     path = script(
         """
         import pathlib, subprocess, sys
@@ -267,19 +265,19 @@ def test_a_process_out_of_reach_does_not_hold_us_up(script, phalanx, pids):
     assert done.returncode == 0
 
 
-def test_a_reader_that_takes_nothing_cannot_keep_ranks_alive(script, launcher, pids):
+def test_ranks_end_on_a_signal_even_if_stdout_is_not_read(script, launcher, pids):
     setup = "pathlib.Path('pid0').write_text(str(os.getpid()))\n    while True: print('x' * 1000)"
     process = launcher("run", "-n", 1, script(waiting(setup)))
     (rank,) = pids("pid0")
     capacity = fcntl.fcntl(process.stdout, fcntl.F_GETPIPE_SZ)
-    # A pipe may be full at less than its size: a write that does not fit a page begins a new one.
+    # A pipe can be full below its capacity: a write that does not fit a page starts a new one.
     eventually(lambda: _unread(process.stdout) > capacity // 2, what="full pipe")
     process.send_signal(signal.SIGTERM)
     eventually(lambda: not is_alive(rank), what="end of the rank")
 
 
 @pytest.mark.parametrize("setup", [LAZY_CHILD, STUBBORN + "\n" + STUBBORN_CHILD])
-def test_nothing_outlives_a_launcher_that_is_killed(script, launcher, pids, setup):
+def test_no_process_outlives_a_killed_launcher(script, launcher, pids, setup):
     process = launcher("run", "-n", 2, "--grace", 0.3, script(waiting(setup)))
     family = pids("child0", "child1", "pid0", "pid1")
     helpers = _children_of(process.pid)
@@ -290,7 +288,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(script, launcher, pids, setu
 
 
 def _children_of(pid):
-    # The parent of a process is a thread, in the eyes of the kernel.
+    # The kernel lists children by the thread that started them.
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 

@@ -17,24 +17,24 @@ FIRST = RankExit(rank=1, code=-9, at=1.0)
 
 
 def followers(*exits):
-    """Return what is said of those who came after the first."""
+    """Return the lines about ranks that failed after the first."""
     return describe(Outcome(exits=[FIRST, *exits])).splitlines()[1:]
 
 
-def test_a_follower_is_quoted_by_its_exception():
+def test_a_later_failure_is_quoted_by_its_exception():
     failed = RankExit(rank=0, code=1, at=1.5, final_output=LOST)
     assert followers(failed) == [
         "rank 0 failed 0.50 s later: exit code 1: phalanx.errors.PeerLost: rank 1 is dead"
     ]
 
 
-def test_a_follower_is_quoted_by_the_first_line_of_its_error():
+def test_a_later_failure_is_quoted_by_the_first_line_of_its_error():
     words = ("Traceback (most recent call last):", *LOST[1:], "This is bucket 1 of 1.")
     failed = RankExit(rank=0, code=1, at=1.5, final_output=words)
     assert followers(failed)[0].endswith("exit code 1: phalanx.errors.PeerLost: rank 1 is dead")
 
 
-def test_followers_that_say_the_same_are_told_together():
+def test_later_failures_with_the_same_error_are_grouped():
     said = "PeerLost: (group 'dp', rank {}): rank 1 is dead"
 
     def end(rank, at, said=said):
@@ -47,7 +47,7 @@ def test_followers_that_say_the_same_are_told_together():
     ]
 
 
-def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
+def test_an_error_raised_while_being_stopped_is_quoted():
     stopped = RankExit(rank=0, code=-15, at=3.0, was_terminated=True, final_output=LOST)
     silent = RankExit(rank=2, code=-15, at=3.0, was_terminated=True, final_output=["a warning"])
     assert followers(stopped, silent) == [
@@ -56,7 +56,7 @@ def test_one_that_was_stopped_in_the_middle_of_it_is_quoted_too():
     ]
 
 
-def test_a_crowd_is_counted():
+def test_many_later_failures_are_summarized():
     crowd = [RankExit(rank=rank, code=1, at=2.0, final_output=LOST) for rank in range(2, 102)]
     (said,) = followers(*crowd)
     assert said.startswith("ranks 2-101 failed 1.00 s later: exit")
@@ -73,7 +73,7 @@ def test_a_long_list_of_ranks_is_cut():
     assert followers(*odd[:16]) == ["ranks 1,3,5,7,9,11,13,15,17,19,21,23,25,27,29,31 stopped"]
 
 
-def test_no_words_no_quote():
+def test_a_later_failure_without_output_has_no_quote():
     assert followers(RankExit(rank=0, code=3, at=1.25)) == [
         "rank 0 failed 0.25 s later: exit code 3"
     ]
@@ -83,27 +83,27 @@ def test_no_words_no_quote():
     ("number", "hint"),
     [(signal.SIGSEGV, "PYTHONFAULTHANDLER"), (signal.SIGABRT, "C++ code"), (signal.SIGUSR1, "")],
 )
-def test_a_signal_has_a_hint_and_an_exit_code(number, hint):
+def test_death_by_signal_has_a_hint_and_exit_code_128_plus_n(number, hint):
     outcome = Outcome(exits=[RankExit(rank=0, code=-number, at=1.0)])
     assert outcome.exit_code == 128 + number
     assert describe(outcome).startswith(f"rank 0 failed first: {number.name}")
     assert hint in describe(outcome)
 
 
-def test_the_shell_sees_the_first_failure():
+def test_the_exit_code_is_that_of_the_first_failure():
     late = RankExit(rank=0, code=1, at=2.0)
     assert Outcome(exits=[FIRST, late]).exit_code == 137
     assert Outcome(exits=[late], signal=15).exit_code == 1
 
 
-def test_the_shell_sees_a_signal_unless_all_ended_well():
+def test_the_exit_code_shows_a_signal_unless_all_ranks_succeeded():
     stopped = RankExit(rank=0, code=-15, at=1.0, was_terminated=True)
     well = RankExit(rank=0, code=0, at=1.0, was_terminated=True)
     assert Outcome(exits=[stopped], signal=15).exit_code == 143
     assert Outcome(exits=[well], signal=15).exit_code == 0
 
 
-def test_all_ranks_that_left_on_request_have_not_failed():
+def test_preempted_ranks_have_not_failed():
     words = ("100%", "stopped on request after saving step 7 (SIGTERM)", "a warning")
     left = [
         RankExit(rank=0, code=75, at=1.0, final_output=words),
@@ -118,7 +118,7 @@ def test_all_ranks_that_left_on_request_have_not_failed():
     assert describe(Outcome(exits=left[1:])) == "stopped on request"
 
 
-def test_one_that_leaves_on_request_does_not_hide_a_failure():
+def test_a_preempted_rank_does_not_hide_a_failure():
     left = RankExit(rank=0, code=75, at=1.0)
     failed = RankExit(rank=1, code=3, at=2.0)
     killed = RankExit(rank=1, code=-9, at=2.0, was_terminated=True)

@@ -34,14 +34,14 @@ def test_lines_are_what_a_terminal_would_show(chunks, expected):
     assert cut(*chunks) == expected
 
 
-def test_a_line_that_never_ends_is_cut():
+def test_a_line_without_end_is_split():
     lines = LineSplitter()
     cut_off = [line for _ in range(100) for line in lines.feed(b"x" * 4096)]
     assert {len(line) for line in cut_off} <= {MAX_LINE_BYTES + 4096}
     assert len(b"".join(cut_off) + lines.unfinished) == 100 * 4096
 
 
-def test_progress_without_a_terminal_leaves_a_line_now_and_then():
+def test_progress_without_a_terminal_is_printed_at_intervals():
     err = io.BytesIO()
     screen = Screen(io.BytesIO(), err, environ={}, progress_interval=0.0)
     bar = OutputSource("[rank 0] ", is_error=True)
@@ -52,19 +52,19 @@ def test_progress_without_a_terminal_leaves_a_line_now_and_then():
     assert err.getvalue() == b"[rank 0] 10%\n[rank 0] 20%\n"
 
 
-def test_stdout_and_stderr_stay_apart(phalanx, script):
+def test_stdout_and_stderr_stay_separate(phalanx, script):
     path = script("import sys; print('to out'); print('to err', file=sys.stderr)")
     done = phalanx("run", "-n", 2, path)
     assert sorted(done.stdout.splitlines()) == ["[rank 0] to out", "[rank 1] to out"]
     assert sorted(done.stderr.splitlines()) == ["[rank 0] to err", "[rank 1] to err"]
 
 
-def test_no_prefix(phalanx, script):
+def test_no_prefix_prints_plain_lines(phalanx, script):
     done = phalanx("run", "-n", 2, "--no-prefix", script("print('plain')"))
     assert done.stdout == "plain\nplain\n"
 
 
-def test_what_is_not_utf_8_comes_through(script, launcher):
+def test_output_that_is_not_utf_8_is_passed_through(script, launcher):
     path = script("import os; os.write(1, b'\\xff\\xfe\\n')")
     reader, writer = os.pipe()
     process = launcher("run", "-n", 1, path, stdout=writer)
@@ -74,7 +74,7 @@ def test_what_is_not_utf_8_comes_through(script, launcher):
     os.close(reader)
 
 
-def test_a_progress_bar_in_a_file_is_its_last_state(phalanx, script):
+def test_a_file_gets_the_last_state_of_a_progress_bar(phalanx, script):
     path = script(
         """
         import sys
@@ -90,7 +90,7 @@ def test_a_progress_bar_in_a_file_is_its_last_state(phalanx, script):
         assert unlabelled(done.stdout, rank) == ["not ended"]
 
 
-def test_a_flood_from_all_ranks_is_neither_lost_nor_mixed(phalanx, script):
+def test_heavy_output_of_all_ranks_is_neither_lost_nor_interleaved(phalanx, script):
     path = script(
         """
         import os, sys
@@ -111,7 +111,7 @@ def test_a_flood_from_all_ranks_is_neither_lost_nor_mixed(phalanx, script):
             assert numbers == [[str(rank), name, str(i)] for i in range(20_000)]
 
 
-def test_ranks_go_on_when_nobody_reads(script, launcher, tmp_path):
+def test_ranks_continue_when_stdout_is_closed(script, launcher, tmp_path):
     path = script(
         """
         import pathlib
@@ -128,7 +128,7 @@ def test_ranks_go_on_when_nobody_reads(script, launcher, tmp_path):
     assert (tmp_path / "finished").exists()
 
 
-def test_a_sink_that_others_made_non_blocking_loses_nothing(script, launcher):
+def test_no_output_is_lost_on_a_nonblocking_stdout(script, launcher):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     path = script("for i in range(50_000): print(i)")
@@ -140,7 +140,7 @@ def test_a_sink_that_others_made_non_blocking_loses_nothing(script, launcher):
 
 
 class Terminal:
-    """A launcher's terminal, as seen by the person in front of it."""
+    """A pseudo-terminal for the launcher, with the text it has shown."""
 
     def __init__(self):
         self.master, self.slave = pty.openpty()
@@ -164,7 +164,7 @@ def terminal():
     os.close(terminal.slave)
 
 
-# Draws a bar, and goes on when the test has seen it.
+# Draws a bar, and continues when the test has seen it.
 BAR = """
     import os, pathlib, sys, time
     rank = os.environ["RANK"]
@@ -180,7 +180,7 @@ def test_a_terminal_shows_progress_live(script, launcher, terminal, tmp_path):
     process = launcher(
         "run", "-n", 2, script(BAR), stdout=terminal.slave, stderr=terminal.slave, env=env
     )
-    # Both bars at once, each in a row of its own, and the cursor goes back to draw them again.
+    # Both bars are shown, one per row, and the cursor moves back to redraw them.
     terminal.wait_for(r"\[rank \d\]  10%\|#   \|\r\n\[rank \d\]  10%\|#   \|")
     (tmp_path / "seen").touch()
     assert process.wait(20) == 0
@@ -190,7 +190,7 @@ def test_a_terminal_shows_progress_live(script, launcher, terminal, tmp_path):
     assert "\x1b[3" not in terminal.seen
 
 
-def test_a_terminal_shows_a_prompt_before_its_line_ends(script, launcher, terminal, tmp_path):
+def test_a_terminal_shows_a_prompt_before_the_end_of_its_line(script, launcher, terminal, tmp_path):
     path = script(BAR.replace("\\r 10%|#   |", "name? "))
     process = launcher("run", "-n", 1, path, stdout=terminal.slave, stderr=terminal.slave)
     terminal.wait_for(r"name\? ")
@@ -199,7 +199,7 @@ def test_a_terminal_shows_a_prompt_before_its_line_ends(script, launcher, termin
 
 
 @pytest.mark.parametrize(("setting", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colour_per_rank_on_a_terminal(script, launcher, terminal, setting, coloured):
+def test_labels_are_coloured_on_a_terminal(script, launcher, terminal, setting, coloured):
     env = {"TERM": "xterm", **setting}
     launcher(
         "run", "-n", 2, script("print('hi')"), stdout=terminal.slave, stderr=terminal.slave, env=env
@@ -209,6 +209,6 @@ def test_colour_per_rank_on_a_terminal(script, launcher, terminal, setting, colo
         terminal.wait_for(rf"{before}\[rank {rank}\] {after}hi")
 
 
-def test_no_colour_in_a_file(phalanx, script):
+def test_output_to_a_file_has_no_colour(phalanx, script):
     done = phalanx("run", "-n", 2, script("import sys; sys.exit(3)"), env={"TERM": "xterm"})
     assert "\x1b" not in done.stdout + done.stderr

@@ -21,7 +21,7 @@ def envs(done, ranks):
     return [json.loads(unlabelled(done.stdout, rank)[0]) for rank in range(ranks)]
 
 
-def test_each_rank_finds_its_place(phalanx, script):
+def test_each_rank_gets_torchrun_compatible_variables(phalanx, script):
     found = envs(phalanx("run", "-n", 3, script(PRINT_ENV)), 3)
     for rank, env in enumerate(found):
         expected = {
@@ -44,17 +44,17 @@ def test_each_rank_finds_its_place(phalanx, script):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 50])
-def test_cores_are_divided(ranks):
+def test_cores_are_divided_among_ranks(ranks):
     expected = str(max(1, usable_cores() // ranks))
     assert phalanx.launch._job.thread_env(ranks) == {"OMP_NUM_THREADS": expected}
 
 
-def test_the_user_decides_about_threads(phalanx, script):
+def test_a_user_set_omp_num_threads_is_kept(phalanx, script):
     chosen = envs(phalanx("run", "-n", 2, script(PRINT_ENV), env={"OMP_NUM_THREADS": "7"}), 2)
     assert [env["OMP_NUM_THREADS"] for env in chosen] == ["7", "7"]
 
 
-def test_stale_places_in_the_environment_do_not_count(phalanx, script):
+def test_rank_variables_of_an_outer_launcher_are_overwritten(phalanx, script):
     stale = {"RANK": "5", "WORLD_SIZE": "9", "MASTER_ADDR": "elsewhere", "GROUP_RANK": "3"}
     found = envs(phalanx("run", "-n", 1, script(PRINT_ENV), env=stale), 1)
     assert found[0]["OMP_NUM_THREADS"] == str(usable_cores())
@@ -62,18 +62,18 @@ def test_stale_places_in_the_environment_do_not_count(phalanx, script):
     assert (found[0]["MASTER_ADDR"], found[0]["GROUP_RANK"]) == ("127.0.0.1", "0")
 
 
-def test_auto_is_one_rank_per_core(phalanx, script):
+def test_auto_starts_one_rank_per_core(phalanx, script):
     found = envs(phalanx("run", "-n", "auto", script(PRINT_ENV)), usable_cores())
     assert found[0]["WORLD_SIZE"] == str(usable_cores())
 
 
-def test_what_follows_the_script_is_its_own(phalanx, script):
+def test_arguments_after_the_script_are_passed_to_it(phalanx, script):
     path = script(PRINT_ARGS)
     done = phalanx("run", "-n", 1, path, "--lr", "0.1", "-n", "x", "--help", "--", "-m")
     assert unlabelled(done.stdout, 0) == ["['--lr', '0.1', '-n', 'x', '--help', '--', '-m']"]
 
 
-def test_a_module_is_looked_for_where_the_ranks_will_look(script):
+def test_a_module_is_searched_on_the_ranks_python_path(script):
     script("print('found')", name="elsewhere/odd_one.py")
     out, place = io.BytesIO(), str(script("", name="elsewhere/other.py").parent)
     with pytest.raises(InvalidArgument, match="module 'odd_one' not found"):
@@ -92,14 +92,14 @@ def test_a_missing_script_is_reported_once(cli, what):
     assert done.stderr.count("'missing") == 1
 
 
-def test_module(phalanx, script):
+def test_module_option_runs_a_module_with_arguments(phalanx, script):
     script("", name="package/__init__.py")
     script(PRINT_ARGS, name="package/train.py")
     done = phalanx("run", "-n", 2, "-m", "package.train", "--lr", "1")
     assert unlabelled(done.stdout, 1) == ["['--lr', '1']"]
 
 
-def test_rank_0_has_the_keyboard(phalanx, script, tmp_path):
+def test_only_rank_0_reads_stdin(phalanx, script, tmp_path):
     path = script("import os, sys; print(repr(sys.stdin.read()))")
     typed = tmp_path / "typed"
     typed.write_text("hello")
@@ -125,7 +125,7 @@ def test_rank_0_has_the_keyboard(phalanx, script, tmp_path):
         (["-n", "2", "--unknown", "here.py"], "No such option"),
     ],
 )
-def test_a_mistake_is_explained(cli, script, args, complaint):
+def test_usage_errors_are_reported(cli, script, args, complaint):
     script("", name="here.py")
     done = cli("run", *args)
     assert done.returncode == 2
@@ -133,7 +133,7 @@ def test_a_mistake_is_explained(cli, script, args, complaint):
     assert done.stdout == ""
 
 
-def test_api_returns_how_it_went(script):
+def test_api_returns_the_outcome(script):
     out = io.BytesIO()
     path = script("import os, sys; print(os.environ['RANK'], sys.argv[1], os.environ['MINE'])")
     env = {**os.environ, "MINE": "yes"}
@@ -144,13 +144,13 @@ def test_api_returns_how_it_went(script):
     assert sorted((each.rank, each.code) for each in outcome.exits) == [(0, 0), (1, 0)]
 
 
-def test_api_raises_what_happened(script):
+def test_api_raises_ranks_failed(script):
     path = script("import os, sys; sys.exit('out of luck')")
     with pytest.raises(RanksFailed, match=r"rank 0 failed first: exit code 1\n\s+out of luck"):
         phalanx.launch.run(path, ranks=1, stderr=io.BytesIO())
 
 
-def test_api_returns_failures_to_those_who_look(script):
+def test_api_returns_failures_with_check_false(script):
     path = script("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
     outcome = phalanx.launch.run(path, ranks=1, stderr=io.BytesIO(), check=False)
     assert outcome.first_failure is not None
@@ -162,7 +162,7 @@ def test_api_returns_failures_to_those_who_look(script):
 
 
 @pytest.mark.usefixtures("foreground")
-def test_api_is_interrupted_like_any_call(script):
+def test_api_raises_keyboard_interrupt_and_restores_the_handler(script):
     path = script(
         """
         import os, signal, time
@@ -176,7 +176,7 @@ def test_api_is_interrupted_like_any_call(script):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_api_works_off_the_main_thread(script):
+def test_api_works_outside_the_main_thread(script):
     out = io.BytesIO()
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(phalanx.launch.run, script("print('hi')"), ranks=1, stdout=out)
@@ -185,7 +185,7 @@ def test_api_works_off_the_main_thread(script):
 
 
 @pytest.mark.parametrize("options", [{"ranks": 0}, {"ranks": 1, "grace": -1}])
-def test_api_explains_a_mistake(script, options):
+def test_api_rejects_invalid_arguments(script, options):
     with pytest.raises(InvalidArgument):
         phalanx.launch.run(script(""), **options)
 

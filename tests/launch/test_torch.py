@@ -1,4 +1,4 @@
-"""Ranks that use torch meet at the launcher's store, and after a restart once more."""
+"""torch.distributed rendezvous over the launcher's store, also after a restart."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ SCRIPT = """
 
 
 @pytest.mark.slow
-def test_ranks_meet(script):
+def test_torch_ranks_rendezvous_again_after_a_restart(script):
     command = ["phalanx", "run", "-n", "2", "--no-prefix", "--max-restarts", "1"]
     done = subprocess.run(
         [sys.executable, "-m", *command, script(SCRIPT)],

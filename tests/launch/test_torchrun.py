@@ -21,7 +21,7 @@ def command(script):
     return build
 
 
-def test_everything_is_passed_on(command):
+def test_all_options_are_passed_to_torchrun(command):
     torchrun_args = torchrun_options(
         nnodes="1:4",
         node_rank=1,
@@ -50,7 +50,7 @@ def test_everything_is_passed_on(command):
     ]
 
 
-def test_what_was_not_said_is_left_to_torchrun(command):
+def test_options_not_given_are_left_to_torchrun(command):
     torchrun_args = torchrun_options(nnodes="2", node_rank=0)
     assert command(torchrun_args=torchrun_args, ranks=1) == [
         "--nnodes=2",
@@ -61,14 +61,14 @@ def test_what_was_not_said_is_left_to_torchrun(command):
     ]
 
 
-def test_module():
+def test_module_option_is_passed_to_torchrun():
     command = torchrun_command(
         "json.tool", ["-x"], torchrun_args=torchrun_options(), ranks=1, module=True
     )
     assert command[-3:] == ["-m", "json.tool", "-x"]
 
 
-def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
+def test_an_endpoint_without_node_rank_selects_the_c10d_backend():
     assert torchrun_options(rdzv_endpoint="h:1") == ["--rdzv-endpoint=h:1", "--rdzv-backend=c10d"]
     assert torchrun_options(rdzv_endpoint="h:1", node_rank=0) == [
         "--node-rank=0",
@@ -76,14 +76,14 @@ def test_an_endpoint_without_numbers_means_the_backend_that_hands_them_out():
     ]
 
 
-def test_a_missing_script_is_noticed_before(tmp_path):
+def test_a_missing_script_is_reported_before_torchrun_starts(tmp_path):
     with pytest.raises(InvalidArgument, match="not found"):
         torchrun_command(
             tmp_path / "missing.py", torchrun_args=torchrun_options(nnodes="2"), ranks=1
         )
 
 
-def test_no_option_no_machines():
+def test_no_multi_node_option_means_no_torchrun_arguments():
     assert not torchrun_options()
     assert torchrun_options(node_rank=0)
 
@@ -96,20 +96,20 @@ def test_no_option_no_machines():
         (["--full-tracebacks"], "--full-tracebacks"),
     ],
 )
-def test_an_option_that_torchrun_does_not_have_is_refused(phalanx, script, option, named):
+def test_options_without_a_torchrun_counterpart_are_rejected(phalanx, script, option, named):
     done = phalanx("run", "-n", 1, "--node-rank", 0, *option, script(""))
     assert done.returncode == 2
     assert f"{named} cannot be used with --node-rank" in done.stderr
 
 
 @pytest.mark.slow
-def test_torchrun_takes_over(phalanx, script):
+def test_torchrun_runs_the_ranks(phalanx, script):
     path = script(
         """
         import os, sys
         names = ("RANK", "WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS", "TORCHELASTIC_RUN_ID")
         words = [*(os.environ[name] for name in names), *sys.argv[1:]]
-        # In one piece: torchrun lets the lines of two ranks mix.
+        # In one write: torchrun interleaves the lines of ranks.
         os.write(1, (" ".join(words) + "\\n").encode())
         """
     )

@@ -1,4 +1,4 @@
-"""A script that nobody launched: it is the only rank, and says so."""
+"""Scripts started without a launcher: a group of one rank, with one warning."""
 
 import logging
 
@@ -23,7 +23,7 @@ def alone(monkeypatch):
     _store._warn_no_launcher.cache_clear()
 
 
-def test_a_group_of_one_rank_is_made_and_told_in_one_line(alone, caplog):
+def test_without_a_launcher_a_group_of_one_is_formed_with_a_warning(alone, caplog):
     alone.setattr("sys.argv", ["/home/me/train.py", "--lr", "0.1"])
     for _ in range(2):
         group = new_group()
@@ -69,5 +69,5 @@ def test_env_rendezvous_without_a_launcher_is_an_error(alone):
         ({"PMIX_RANK": "1", "SLURM_STEP_NUM_TASKS": "1"}, True),
     ],
 )
-def test_what_other_launchers_tell(environ, launched):
+def test_other_launchers_are_detected_by_their_variables(environ, launched):
     assert is_launched(environ) == launched

@@ -1,4 +1,4 @@
-"""Kits to make meshes with."""
+"""Fixtures with factories for our meshes and torch's."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Meshes to compare: torch's and ours, and programs that make them."""
+"""Factories for torch's meshes and ours, and programs that build the same mesh with both."""
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ class Theirs:
 
 
 class Ours:
-    """Our mesh, on a fake group of ours."""
+    """Our mesh, on one of our fake groups."""
 
     cls = DeviceMesh
 
@@ -39,7 +39,7 @@ class Ours:
 
 
 def told(mesh):
-    """Tell all that there is to tell about a mesh."""
+    """Return the observable properties of a mesh."""
     member = mesh.get_coordinate() is not None
     return {
         "shape": tuple(mesh.shape),

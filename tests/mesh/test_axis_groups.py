@@ -1,4 +1,4 @@
-"""The groups of a mesh: when they are made, by whom, and what they share."""
+"""Process groups of mesh axes: lazy creation, sharing, and mismatches between ranks."""
 
 import gc
 import os
@@ -33,11 +33,11 @@ def total(group, value):
     return tensor.item()
 
 
-# -- made on first use, by members ---------------------------------------------------------
+# -- created on first use, by members ------------------------------------------------------
 
 
 @over_four
-def test_groups_have_the_ranks_of_their_axis(group):
+def test_axis_groups_have_the_ranks_of_their_axis(group):
     mesh, rank = square(group), group.rank()
     row, column = mesh.get_group("tp"), mesh.get_group("dp")
     assert row.global_ranks == ((0, 1), (2, 3))[rank // 2]
@@ -51,7 +51,7 @@ def test_groups_have_the_ranks_of_their_axis(group):
 
 
 @over_groups(sizes=(4,), backends=("local",))
-def test_groups_of_two_device_types_have_two_names(group):
+def test_groups_of_different_device_types_have_different_names(group):
     labels = [
         init_device_mesh(device, (2, 2), mesh_dim_names=NAMES, group=group).get_group("tp").label
         for device in ("cpu", "meta")
@@ -61,7 +61,7 @@ def test_groups_of_two_device_types_have_two_names(group):
 
 
 @over_four
-def test_nobody_else_is_needed(group):
+def test_only_members_need_to_request_an_axis_group(group):
     mesh = square(group)
     if group.rank() in (1, 3):
         assert total(mesh.get_group("dp"), 1) == 2
@@ -100,13 +100,13 @@ def test_equal_axes_share_a_group(group):
 
 
 def copy_of_mine(mesh):
-    """Return the submesh of `tp` that this rank is in, as a mesh of its own."""
+    """Return the `tp` submesh that contains this rank, as a separate mesh."""
     (mine,) = (each for each in mesh.get_all_submeshes("tp") if each.get_coordinate())
     return mine
 
 
 @over_four
-def test_what_was_shut_down_is_made_anew(group):
+def test_axis_groups_are_recreated_after_shutdown(group):
     mesh = square(group)
     row = mesh.get_group("tp")
     mesh.shutdown()
@@ -120,7 +120,7 @@ def test_what_was_shut_down_is_made_anew(group):
 
 
 @over_four
-def test_what_was_shut_down_is_gone_at_once(group):
+def test_shutdown_releases_axis_groups_immediately(group):
     mesh = square(group)
     column, part = weakref.ref(mesh.get_group("dp")), mesh["dp"]
     assert part.get_group() is column()
@@ -149,7 +149,7 @@ def test_groups_of_flattened_and_unflattened_axes(group):
 
 
 @over_groups(sizes=(4,), backends=("gloo",))
-def test_an_axis_may_have_another_backend(group):
+def test_an_axis_can_override_the_backend(group):
     mesh = square(group, backend_override={"tp": "shm", 0: ("gloo", {"timeout": SECONDS / 2})})
     assert mesh.get_group("tp").backend == "shm"
     assert mesh.get_group("dp").timeout == SECONDS / 2
@@ -162,7 +162,7 @@ def test_an_axis_may_have_another_backend(group):
 
 
 @over_groups(sizes=(4,), backends=("local",))
-def test_two_threads_of_a_rank_form_groups_in_any_order(group):
+def test_threads_can_request_axis_groups_in_any_order(group):
     mesh = square(group)
     order = NAMES if group.rank() % 2 else NAMES[::-1]
     found = {}
@@ -187,7 +187,7 @@ def three_axes(ctx):
     return sums
 
 
-def test_three_axes_of_eight_threads():
+def test_axis_groups_of_a_three_dimensional_mesh():
     for rank, sums in enumerate(ThreadRanks(8).run(three_axes)):
         others = rank ^ 4, rank ^ 2, rank ^ 1
         apart = [4 * a + (rank & 2) + c for a in (0, 1) for c in (0, 1)]
@@ -198,7 +198,7 @@ def test_three_axes_of_eight_threads():
 
 
 @over_groups(sizes=(4,), backends=("local",), split=True)
-def test_ranks_are_those_of_the_group(group):
+def test_mesh_ranks_are_the_ranks_of_its_group(group):
     mesh = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("x",), group=group)
     assert mesh.get_rank() == group.rank()
     assert mesh.mesh.tolist() == list(range(group.size()))
@@ -216,7 +216,7 @@ def test_ranks_are_those_of_the_group(group):
 
 
 @over_groups(sizes=(4,), backends=("local",))
-def test_a_mesh_of_groups_needs_no_group_of_all(group):
+def test_a_mesh_from_axis_groups_needs_no_parent_group(group):
     mesh = square(group)
     given = DeviceMesh.from_group(
         mesh.get_all_groups(), "cpu", mesh=[[0, 1], [2, 3]], mesh_dim_names=("a", "b")
@@ -265,7 +265,7 @@ def on_default_group(ctx):
         dist.destroy_process_group()
 
 
-def test_on_torchs_default_group(ranks):
+def test_axis_groups_on_torchs_default_group(ranks):
     ranks.run(on_default_group, 4)
 
 
@@ -279,15 +279,15 @@ def from_environment(ctx, port):
     mesh.group.barrier().wait()  # rank 0 hosts the store
 
 
-def test_without_any_group_the_launchers_ranks_make_one(ranks):
+def test_without_a_group_the_mesh_forms_one_from_the_environment(ranks):
     ranks.run(from_environment, 2, args=(free_port(),))
 
 
-# -- ranks that disagree -------------------------------------------------------------------
+# -- mismatched meshes ---------------------------------------------------------------------
 
 
 def disagree(ctx, backend, *, use, mine):
-    """Return what each rank is told that uses an axis of its own mesh."""
+    """Use an axis of this rank's mesh; returns the mismatch error, or "fine"."""
     group = ctx.group(backend)
     mesh = mine(ctx.rank, group)
     try:
@@ -329,7 +329,7 @@ def both_sides(told):
     return "dp=2, tp=2" in told and "tp=2, dp=2" in told
 
 
-QUARRELS = {
+MISMATCHES = {
     "swapped": (use_tp, swapped_on_rank_0),
     "by accident": (use_same_ranks, swapped_on_rank_0),
     "wide": (use_tp, wide_on_rank_3),
@@ -339,18 +339,18 @@ QUARRELS = {
 
 @pytest.fixture(scope="module")
 def quarrels():
-    """What four threads are told in each case; all at once, for most of it is waiting."""
+    """The errors of four threads in each case; run concurrently, since most of it is waiting."""
 
     def have(case):
-        use, mine = QUARRELS[case]
+        use, mine = MISMATCHES[case]
         kwargs = {"use": use, "mine": mine}
         return ThreadRanks(4).run(disagree, args=("local",), kwargs=kwargs)
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(QUARRELS, pool.map(have, QUARRELS), strict=True))
+        return dict(zip(MISMATCHES, pool.map(have, MISMATCHES), strict=True))
 
 
-def told_swapped(told):
+def check_swapped(told):
     assert both_sides(told[0])
     assert "rank 0 uses" in told[0]
     assert "rank 1 uses" in told[0]
@@ -358,26 +358,26 @@ def told_swapped(told):
     assert told[1] == told[3] == "fine"  # they agree with each other
 
 
-def test_ranks_that_wait_for_different_peers_are_told_both_meshes(quarrels, ranks):
-    told_swapped(quarrels["swapped"])
+def test_swapped_axis_names_are_reported_with_both_meshes(quarrels, ranks):
+    check_swapped(quarrels["swapped"])
     kwargs = {"use": use_tp, "mine": swapped_on_rank_0}
-    told_swapped(ranks.run(disagree, 4, args=("gloo",), kwargs=kwargs))
+    check_swapped(ranks.run(disagree, 4, args=("gloo",), kwargs=kwargs))
 
 
-def test_ranks_that_meet_by_accident_are_told_both_meshes(quarrels):
+def test_different_axes_with_equal_ranks_are_reported_as_a_mismatch(quarrels):
     told = quarrels["by accident"]
     assert both_sides(told[0])
     assert told[0] == told[1]
 
 
-def test_a_mesh_of_another_shape_is_told(quarrels):
+def test_a_different_mesh_shape_is_reported_as_a_mismatch(quarrels):
     told = quarrels["wide"]
     assert told[:2] == ["fine", "fine"]
     assert "rank 2 uses DeviceMesh((dp=2, tp=2)" in told[2]
     assert "rank 3 uses DeviceMesh((dp=1, tp=4)" in told[2]
 
 
-def test_axes_that_were_unflattened_differently_are_told(quarrels):
+def test_a_different_unflattening_is_reported_as_a_mismatch(quarrels):
     told = quarrels["unflattened"]
     assert told[2:] == ["fine", "fine"]
     assert "rank 0 has the axis 'y' as 4:1" in told[1]
@@ -385,21 +385,21 @@ def test_axes_that_were_unflattened_differently_are_told(quarrels):
 
 
 def different_but_right(ctx):
-    """Make meshes that others have not, and use them where nobody minds."""
+    """Create meshes that other ranks do not have, where that is no mismatch."""
     group = ctx.group("local")
     if ctx.rank == 0:
         init_device_mesh("cpu", (4, 1), mesh_dim_names=("planned", "only"), group=group)
     halves = DeviceMesh("cpu", [[0, 1], [2, 3]][ctx.rank // 2], group=group)
     assert total(halves.get_group(), 1) == 2
     mesh = square(group)
-    # The same group, for which each side has a name and a mesh of its own.
+    # The same group, for which each rank has a different name and mesh.
     same = mesh["tp"].flatten(f"mine of {ctx.rank}") if ctx.rank % 2 else mesh["tp"]
     assert total(same.get_group(), 1) == 2
     assert total(mesh.get_group("dp"), 1) == 2
     mesh.shutdown()
 
 
-def test_different_meshes_are_no_mistake(threads):
+def test_different_meshes_with_compatible_groups_are_accepted(threads):
     threads.run(different_but_right, 4)
 
 
@@ -410,5 +410,5 @@ def late(ctx):
             mesh.get_group("tp")
 
 
-def test_a_member_that_never_comes_is_named(threads):
+def test_axis_group_timeout_names_the_missing_rank(threads):
     threads.run(late, 4)

@@ -1,4 +1,4 @@
-"""What a mesh is: the same program on torch's class and on ours comes to the same."""
+"""DeviceMesh: the same program gives the same mesh with torch's class and ours."""
 
 import copy
 import pickle
@@ -32,19 +32,19 @@ def both(request):
     dist.destroy_process_group()
 
 
-def both_tell(both, program):
+def check_equal(both, program):
     theirs, mine = (told(program(kit)) for kit in both)
     assert mine == theirs
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_same_program_comes_to_the_same(both, name):
-    both_tell(both, PROGRAMS[name])
+def test_a_program_gives_the_same_mesh_as_torch(both, name):
+    check_equal(both, PROGRAMS[name])
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
-def test_flattened_axes_are_known_to_the_root(both):
+def test_flattened_axes_are_registered_on_the_root_mesh(both):
     for kit in both:
         mesh = cube(kit)
         flat = mesh["dp", "cp"]._flatten()
@@ -55,7 +55,7 @@ def test_flattened_axes_are_known_to_the_root(both):
         assert mesh.get_local_rank("dp_cp") == flat.get_coordinate()[0]
 
 
-def test_roots_and_axes(both):
+def test_root_mesh_and_axis_lookups_match_torch(both):
     for kit in both:
         mesh = cube(kit)
         assert mesh._get_root_mesh() is mesh
@@ -72,7 +72,7 @@ SHAPES = [(8,), (2, 4), (4, 2), (1, 8), (2, 2, 2), (2, 1, 4), (4, 1, 2), (2, 2, 
 
 @st.composite
 def derivations(draw):
-    """Draw a shape of eight ranks, and what to do with its mesh, step by step."""
+    """Draw a shape of eight ranks, and a sequence of derivations."""
     shape = draw(st.sampled_from(SHAPES))
     names = [f"a{axis}" for axis in range(len(shape))]
     steps = []
@@ -112,7 +112,7 @@ def follow(kit, shape, steps):
 
 @settings(max_examples=80, deadline=None)
 @given(derivations())
-def test_any_chain_of_derivations_comes_to_the_same(pair, program):
+def test_any_chain_of_derivations_gives_the_same_mesh_as_torch(pair, program):
     shape, steps = program
     theirs, mine = pair
     try:
@@ -124,14 +124,14 @@ def test_any_chain_of_derivations_comes_to_the_same(pair, program):
     found = told(follow(mine, shape, steps))
     assert found["places"] == list(found["coordinate"])
     if any(kind == "concatenate" for kind, _, _ in steps):
-        # torch numbers a group of all ranks as they are, in whatever order the mesh has them.
+        # torch numbers a group of all ranks in global order, whatever the order of the mesh.
         for each in (found, expected):
             each["groups"] = [sorted(ranks) for ranks, _ in each.pop("groups")]
             del each["places"]
     assert found == expected
 
 
-def test_a_rank_outside_has_no_place(ours):
+def test_a_rank_outside_the_mesh_has_no_coordinate(ours):
     mesh = ours.by_shape((1, 2), mesh_dim_names=("a", "b"))
     assert mesh.get_coordinate() is None
     assert mesh.mesh.tolist() == [[0, 1]]
@@ -144,10 +144,10 @@ def test_a_rank_outside_has_no_place(ours):
     assert "rank 3 not in it" in repr(mesh)
 
 
-# -- as an object --------------------------------------------------------------------------
+# -- equality, pickling, repr --------------------------------------------------------------
 
 
-def test_equal_meshes_are_equal(ours):
+def test_meshes_compare_by_layout_names_device_and_group(ours):
     mesh = cube(ours)
     same = cube(ours)
     assert mesh == same
@@ -168,7 +168,7 @@ def test_equal_meshes_are_equal(ours):
     assert ours.of([0, 1, 3]) == ours.of(torch.tensor([0, 1, 3]))
 
 
-def test_a_mesh_survives_a_pickle(ours):
+def test_a_mesh_can_be_pickled_and_deep_copied(ours):
     mesh = cube(ours)
     flat = mesh["dp", "cp"].flatten()
     for each in (mesh, mesh["dp", "tp"], flat, ours.of([[0, 3], [5, 6]])):
@@ -183,7 +183,7 @@ def test_a_mesh_survives_a_pickle(ours):
     assert two.get_root_mesh() is one
 
 
-def test_a_pickle_needs_no_group(ours):
+def test_a_pickled_mesh_loads_without_its_group(ours):
     pickled = pickle.dumps(cube(ours))
     ours.group.shutdown()
     again = pickle.loads(pickled)
@@ -193,7 +193,7 @@ def test_a_pickle_needs_no_group(ours):
         again.get_group("dp")
 
 
-def test_a_mesh_is_entered_by_a_thread(ours):
+def test_the_current_mesh_is_thread_local(ours):
     mesh = cube(ours)
     seen = []
     with mesh, mesh["dp"]:
@@ -209,7 +209,7 @@ def test_a_mesh_is_entered_by_a_thread(ours):
         assert _mesh_resources.num_hosts("cpu") == 8
 
 
-def test_it_reads_well(ours):
+def test_repr_and_draw_show_the_shape_and_this_rank(ours):
     mesh = cube(ours)
     assert repr(mesh) == "DeviceMesh((dp=2, cp=2, tp=2), 'cpu', 8 ranks, rank 3 at (0, 1, 1))"
     assert repr(ours.by_shape((4, 2))) == "DeviceMesh((4, 2), 'cpu', 8 ranks, rank 3 at (1, 1))"
@@ -222,7 +222,7 @@ def test_it_reads_well(ours):
     assert "6" in scattered
 
 
-# -- large ---------------------------------------------------------------------------------
+# -- large meshes --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def large():
     group.shutdown()
 
 
-def test_a_large_mesh_makes_nothing_large(large):
+def test_a_large_mesh_allocates_no_rank_tensor(large):
     mesh = init_device_mesh("cpu", (2048, 8, 8), mesh_dim_names=NAMES, group=large)
     assert mesh.get_coordinate() == (1562, 4, 1)
     assert mesh["tp"].get_group().size() == 8
@@ -255,7 +255,7 @@ def choose_abacus(ctx):
     return [(str(each.message).split(":")[0], each.filename) for each in caught]
 
 
-def test_a_device_that_nobody_chose_is_warned_about_at_the_line_of_the_user(monkeypatch):
+def test_the_missing_device_warning_points_at_the_users_line(monkeypatch):
     beads = SimpleNamespace(
         device_count=lambda: 2, is_initialized=lambda: False, set_device=lambda _: None
     )

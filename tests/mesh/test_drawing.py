@@ -1,4 +1,4 @@
-"""Pictures of meshes: they show what the layout says, at any size."""
+"""Drawings of meshes as text and SVG, at any size."""
 
 import re
 import time
@@ -46,7 +46,7 @@ def test_text_shows_ranks_hosts_and_this_rank():
     ]
 
 
-def test_a_line_lies_between_hosts_of_several_rows():
+def test_a_line_separates_hosts_that_span_several_rows():
     nested = MeshLayout([FlatLayout((2, 2), (8, 1)), FlatLayout(4, 2)])
     drawn = draw_mesh(nested, names=("dp", "tp"), ranks_per_host=4)
     assert drawn.splitlines()[2:] == [
@@ -59,14 +59,14 @@ def test_a_line_lies_between_hosts_of_several_rows():
     ]
 
 
-def test_a_block_is_drawn_for_each_place_along_the_outer_axes():
+def test_a_block_is_drawn_for_each_coordinate_of_the_outer_axes():
     lines = draw_mesh(mesh(2, 2, 1, 2), names="abcd").splitlines()
     titles = [line for line in lines if line.startswith("a=") and ":" not in line]
     assert titles == ["a=0, b=0", "a=0, b=1", "a=1, b=0", "a=1, b=1"]
 
 
 @pytest.mark.parametrize("draw", [draw_mesh, draw_svg])
-def test_a_mesh_without_names_hosts_or_rank_is_drawn(draw):
+def test_names_hosts_and_rank_are_optional(draw):
     for layout in [mesh(), mesh(1), mesh(8), mesh(2, 3), mesh(2, 1, 3)]:
         drawn = draw(layout)
         assert "host" not in drawn
@@ -74,12 +74,12 @@ def test_a_mesh_without_names_hosts_or_rank_is_drawn(draw):
 
 
 @pytest.mark.parametrize("draw", [draw_mesh, draw_svg])
-def test_a_rank_elsewhere_is_said_to_be_elsewhere(draw):
+def test_a_rank_outside_the_mesh_is_reported(draw):
     assert "rank 9 is not in this mesh" in draw(mesh(2, 2), rank=9)
     assert "rank 3 is not in this mesh" in draw(mesh(4), rank=3, rank_map=[4, 5, 6, 7])
 
 
-def test_a_large_mesh_fits_a_screen_and_costs_little():
+def test_a_large_mesh_is_drawn_quickly_and_fits_a_screen():
     begin = time.perf_counter()
     drawn = draw_mesh(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
     picture = draw_svg(LARGE, names=("dp", "pp", "tp"), rank=70000, ranks_per_host=8)
@@ -94,13 +94,13 @@ def test_a_large_mesh_fits_a_screen_and_costs_little():
     assert {"70000", "262143", "…"} <= set(words(picture))
 
 
-def test_a_copy_elsewhere_shows_its_own_ranks():
+def test_a_submesh_with_an_offset_shows_its_own_ranks():
     tp = mesh(4, 4)[1:]
     drawn = draw_mesh(tp, names=("tp",), rank=6, start=4)
     assert drawn.splitlines()[-1].split() == ["4", "5", "[6]", "7"]
 
 
-def test_a_map_of_ranks_is_followed():
+def test_a_rank_map_is_applied():
     layout = mesh(2, 2)
     drawn = draw_mesh(layout, names=("dp", "tp"), rank=30, rank_map=[10, 20, 30, 40])
     assert drawn.splitlines()[1] == "rank 30 is at dp=1, tp=0"
@@ -109,7 +109,7 @@ def test_a_map_of_ranks_is_followed():
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 500), st.data())
-def test_what_is_shown_of_an_axis_has_its_ends_and_this_rank(size, data):
+def test_visible_positions_include_the_ends_and_this_rank(size, data):
     here = data.draw(st.none() | st.integers(0, size - 1))
     limit = data.draw(st.integers(3, 16))
     places = visible_positions(size, here=here, limit=limit)
@@ -131,7 +131,7 @@ def test_what_is_shown_of_an_axis_has_its_ends_and_this_rank(size, data):
     st.none() | st.integers(1, 9),
     st.data(),
 )
-def test_every_mesh_is_drawn_as_valid_and_equal_pictures(sizes, rank, ranks_per_host, data):
+def test_svg_drawings_are_valid_and_deterministic(sizes, rank, ranks_per_host, data):
     letters = st.text(min_size=1, max_size=5)
     names = data.draw(st.none() | st.tuples(*[letters] * len(sizes)))
     options = {"names": names, "rank": rank, "ranks_per_host": ranks_per_host}
@@ -145,7 +145,7 @@ def test_every_mesh_is_drawn_as_valid_and_equal_pictures(sizes, rank, ranks_per_
         assert draw_mesh(layout, **options).count(f"[{rank}]") >= bool(sizes)
 
 
-def test_the_svg_tells_groups_and_hosts_apart_by_more_than_colour():
+def test_the_svg_distinguishes_groups_and_hosts_without_colour():
     picture = draw_svg(mesh(2, 2, 4), names=("pp", "dp", "tp"), rank=6, ranks_per_host=8)
     assert {"rank 6", "its pp group", "its dp group", "its tp group"} <= set(words(picture))
     assert {"host 0", "host 1", "pp=0", "pp=1"} <= set(words(picture))
@@ -163,7 +163,7 @@ def test_the_svg_stays_inside_its_frame():
             assert 0 <= top + float(rect.get("y")) <= height - float(rect.get("height"))
 
 
-def test_wrong_data_is_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(InvalidArgument, match="1 names"):
         draw_mesh(mesh(2, 2), names=("dp",))
     with pytest.raises(InvalidArgument, match="got 0"):

@@ -1,4 +1,4 @@
-"""The laws of layouts, each against a count by hand; torch's own classes are a second oracle."""
+"""Properties of layouts, checked by enumeration; torch's own classes are a second oracle."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from phalanx.mesh.layout import FlatLayout, MeshLayout
 
 LAW = settings(max_examples=100, deadline=None)
 
-# --- What layouts there are ---
+# --- Strategies ---
 
 
 @st.composite
@@ -30,19 +30,19 @@ def shapes_and_strides(draw, *, loops=3, size=4, stride=12):
 
 
 def flat_layouts(**limits):
-    """Any layout, most of them with ranks that come twice."""
+    """Any layout; most contain repeated ranks."""
     return shapes_and_strides(**limits).map(lambda both: FlatLayout(*both))
 
 
 @st.composite
 def worlds(draw, *, factors=4):
-    """A world, contiguous, in a few axes."""
+    """The axis sizes of a contiguous world."""
     return tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=factors)))
 
 
 @st.composite
 def tiles(draw):
-    """Some axes of a world in any order: an orthogonal layout, and the size of the world."""
+    """Some axes of a world in any order: an orthogonal layout, and the world size."""
     sizes = draw(worlds())
     root = MeshLayout.from_sizes_strides(sizes)
     kept = draw(st.permutations(range(len(sizes))))[: draw(st.integers(0, len(sizes)))]
@@ -51,11 +51,11 @@ def tiles(draw):
 
 @st.composite
 def meshes(draw):
-    """Any axes at all, nested ones too."""
+    """Arbitrary axes, including nested ones."""
     return MeshLayout(draw(st.lists(flat_layouts(loops=2, size=3), max_size=3)))
 
 
-# --- The same by hand ---
+# --- Reference implementations ---
 
 
 def by_hand(shape, stride):
@@ -75,10 +75,10 @@ def mesh_ranks(mesh):
 
 
 def covers_by_hand(values):
-    """Lay copies of some ranks down, each where the first gap is, until there is none."""
+    """Place copies of the ranks at the first gap until there is none; False on overlap."""
     extent = max(values) + 1
     taken = set()
-    # The smallest free rank is the start of the next copy: nothing else can reach it.
+    # The smallest free rank must be the start of the next copy; no other copy can cover it.
     for start in range(2 * extent):
         if start not in taken:
             copy = {start + value for value in values}
@@ -91,7 +91,7 @@ def covers_by_hand(values):
 
 
 def is_regular(values):
-    """Tell whether nested loops can give these values."""
+    """Return whether nested strides can produce these values."""
     if len(values) == 1:
         return values[0] == 0
     for size in range(2, len(values) + 1):
@@ -114,7 +114,7 @@ def is_regular(values):
 
 @LAW
 @given(shapes_and_strides())
-def test_the_canonical_form_keeps_every_rank_and_their_order(both):
+def test_the_canonical_form_keeps_the_ranks_and_their_order(both):
     flat = FlatLayout(*both)
     assert flat.all_ranks_from_zero() == by_hand(*both)
     assert [flat.rank_at(index) for index in range(flat.numel())] == by_hand(*both)
@@ -132,7 +132,7 @@ def test_layouts_are_equal_if_and_only_if_their_ranks_are(left, right):
 
 @LAW
 @given(worlds(), st.data())
-def test_a_shape_may_be_split_and_nested_without_a_difference(sizes, data):
+def test_splitting_and_nesting_a_shape_gives_an_equal_layout(sizes, data):
     cut = data.draw(st.integers(0, len(sizes)))
     strides = FlatLayout(sizes), FlatLayout((sizes[:cut], sizes[cut:]))
     assert strides[0] == strides[1] == FlatLayout(math.prod(sizes))
@@ -140,26 +140,26 @@ def test_a_shape_may_be_split_and_nested_without_a_difference(sizes, data):
 
 @LAW
 @given(flat_layouts())
-def test_numel_and_cosize_count_what_is_there(flat):
+def test_numel_and_cosize_match_enumeration(flat):
     assert flat.numel() == len(ranks(flat))
     assert flat.cosize() == max(ranks(flat)) + 1
 
 
 @LAW
 @given(flat_layouts(stride=30))
-def test_repeats_are_found_exactly(flat):
+def test_has_repeats_matches_enumeration(flat):
     assert flat.has_repeats() is (len(set(ranks(flat))) < len(ranks(flat)))
 
 
 @LAW
 @given(st.one_of(flat_layouts(), tiles().map(lambda tile: tile[0].collapse())))
-def test_a_layout_is_orthogonal_if_and_only_if_its_copies_cover_ranks(flat):
+def test_a_layout_is_orthogonal_iff_its_copies_tile_the_ranks(flat):
     assert flat.check_orthogonal() is covers_by_hand(ranks(flat))
 
 
 @LAW
 @given(flat_layouts())
-def test_sorted_means_that_no_stride_grows(flat):
+def test_check_sorted_means_nonincreasing_strides(flat):
     assert flat.check_sorted() is (list(flat.stride) == sorted(flat.stride, reverse=True))
 
 
@@ -176,7 +176,7 @@ def test_a_complement_covers_the_world_without_overlap(tile):
 
 @LAW
 @given(flat_layouts(), st.integers(1, 60))
-def test_a_complement_is_refused_if_and_only_if_there_is_none(flat, world_size):
+def test_complement_raises_iff_none_exists(flat, world_size):
     values = ranks(flat)
     taken = set()
     exists = True
@@ -194,7 +194,7 @@ def test_a_complement_is_refused_if_and_only_if_there_is_none(flat, world_size):
 
 @LAW
 @given(tiles())
-def test_global_ranks_are_a_partition_and_name_each_ranks_group(tile):
+def test_global_ranks_partition_the_world_into_the_ranks_groups(tile):
     mesh, world_size = tile
     flat = mesh.collapse()
     groups = flat.global_ranks(world_size)
@@ -206,7 +206,7 @@ def test_global_ranks_are_a_partition_and_name_each_ranks_group(tile):
 
 @LAW
 @given(flat_layouts(), meshes())
-def test_a_composition_is_one_function_after_the_other(flat, selector):
+def test_composition_is_function_composition(flat, selector):
     table = ranks(flat)
     try:
         composed = flat.composition(selector)
@@ -219,7 +219,7 @@ def test_a_composition_is_one_function_after_the_other(flat, selector):
 
 @LAW
 @given(flat_layouts(stride=30), st.integers(1, 8), st.integers(0, 8))
-def test_a_composition_is_refused_only_if_no_strides_say_it(flat, size, stride):
+def test_composition_raises_iff_no_strides_can_express_it(flat, size, stride):
     table = ranks(flat)
     wanted = range(0, size * stride, stride) if stride else [0] * size
     possible = max(wanted) < len(table) and is_regular([table[index] for index in wanted])
@@ -234,7 +234,7 @@ def test_a_composition_is_refused_only_if_no_strides_say_it(flat, size, stride):
 
 @LAW
 @given(tiles())
-def test_unflattening_gives_back_what_was_flattened(tile):
+def test_unflatten_inverts_flatten(tile):
     mesh, _ = tile
     inner = MeshLayout.from_sizes_strides(mesh.top_level_sizes)
     assert mesh.collapse().composition(inner) == mesh
@@ -245,7 +245,7 @@ def test_unflattening_gives_back_what_was_flattened(tile):
 
 @LAW
 @given(meshes())
-def test_a_mesh_counts_its_coordinates_and_reaches_its_largest_rank(mesh):
+def test_mesh_numel_and_cosize_match_enumeration(mesh):
     assert mesh.numel() == len(mesh_ranks(mesh))
     assert mesh.cosize() == max(mesh_ranks(mesh).values()) + 1
     assert mesh.top_level_sizes == tuple(len(ranks(axis)) for axis in mesh)
@@ -255,7 +255,7 @@ def test_a_mesh_counts_its_coordinates_and_reaches_its_largest_rank(mesh):
 
 @LAW
 @given(meshes())
-def test_collapsing_runs_through_the_mesh_with_the_last_axis_fastest(mesh):
+def test_collapse_enumerates_ranks_with_the_last_axis_fastest(mesh):
     values = list(mesh_ranks(mesh).values())
     assert mesh.collapse().all_ranks_from_zero() == values
     assert mesh.coalesce() == mesh.collapse()
@@ -266,7 +266,7 @@ def test_collapsing_runs_through_the_mesh_with_the_last_axis_fastest(mesh):
 
 @LAW
 @given(meshes(), meshes(), st.integers(0, 3), st.integers(0, 3))
-def test_splicing_is_what_it_is_for_lists(mesh, other, start, end):
+def test_splice_behaves_like_list_slice_assignment(mesh, other, start, end):
     expected = list(mesh)
     expected[start:end] = list(other)
     assert list(mesh.splice(start, end, other)) == expected
@@ -275,7 +275,7 @@ def test_splicing_is_what_it_is_for_lists(mesh, other, start, end):
 
 @LAW
 @given(meshes(), st.data())
-def test_nesting_changes_no_rank(mesh, data):
+def test_nest_keeps_every_rank(mesh, data):
     start = data.draw(st.integers(0, len(mesh)))
     end = data.draw(st.integers(start, len(mesh)))
     nested = mesh.nest(start, end)
@@ -287,7 +287,7 @@ def test_nesting_changes_no_rank(mesh, data):
 
 @LAW
 @given(meshes())
-def test_ranks_and_coordinates_are_inverse(mesh):
+def test_rank_of_and_coordinate_of_are_inverse(mesh):
     table = mesh_ranks(mesh)
     for coordinate, rank in table.items():
         assert mesh.rank_of(coordinate) == rank
@@ -299,7 +299,7 @@ def test_ranks_and_coordinates_are_inverse(mesh):
 
 @LAW
 @given(meshes())
-def test_a_rank_elsewhere_has_no_coordinate(mesh):
+def test_a_rank_outside_the_mesh_has_no_coordinate(mesh):
     for rank in set(range(-2, mesh.cosize() + 3)) - set(mesh_ranks(mesh).values()):
         assert mesh.coordinate_of(rank) is None
         assert not mesh.contains(rank)
@@ -307,7 +307,7 @@ def test_a_rank_elsewhere_has_no_coordinate(mesh):
 
 @LAW
 @given(tiles())
-def test_every_rank_of_the_world_is_located_in_its_copy(tile):
+def test_locate_finds_the_copy_and_coordinate_of_every_rank(tile):
     mesh, world_size = tile
     located = [mesh.locate(rank) for rank in range(world_size)]
     assert [start + mesh.rank_of(place) for start, place in located] == list(range(world_size))
@@ -317,7 +317,7 @@ def test_every_rank_of_the_world_is_located_in_its_copy(tile):
 
 @LAW
 @given(tiles())
-def test_the_group_of_a_rank_differs_along_one_axis_only(tile):
+def test_ranks_of_group_vary_along_one_axis_only(tile):
     mesh, world_size = tile
     for rank, axis in itertools.product(range(world_size), range(len(mesh))):
         start, place = mesh.locate(rank)
@@ -344,7 +344,7 @@ def test_a_remapped_tensor_has_the_ranks_of_every_copy(tile, random):
 
 @LAW
 @given(meshes())
-def test_layouts_survive_pickling_and_print_as_what_makes_them(mesh):
+def test_layouts_round_trip_through_pickle_and_repr(mesh):
     again = pickle.loads(pickle.dumps(mesh))
     assert again == mesh
     assert hash(again) == hash(mesh)
@@ -359,7 +359,7 @@ def test_layouts_can_be_matched_by_position():
             raise AssertionError("no match")
 
 
-# --- torch says the same, where it says anything ---
+# --- Agreement with torch ---
 
 
 def as_theirs(mesh):
@@ -372,7 +372,7 @@ def said(flat):
 
 @LAW
 @given(shapes_and_strides())
-def test_torch_has_the_same_canonical_form(both):
+def test_the_canonical_form_matches_torch(both):
     ours, other = FlatLayout(*both), theirs._FlatLayout(*both)
     assert said(ours) == said(other)
     assert ours == other
@@ -387,14 +387,14 @@ def test_torch_has_the_same_canonical_form(both):
 
 @LAW
 @given(flat_layouts())
-def test_torch_says_the_same_of_orthogonality(flat):
+def test_check_orthogonal_matches_torch(flat):
     assume(0 not in flat.stride)  # torch divides by zero, or takes one rank many times for none
     assert flat.check_orthogonal() == theirs._FlatLayout(*said(flat)).check_orthogonal()
 
 
 @LAW
 @given(tiles())
-def test_torch_says_the_same_of_the_meshes_of_a_world(tile):
+def test_orthogonal_meshes_match_torch(tile):
     mesh, world_size = tile
     assert mesh != as_theirs([*mesh, FlatLayout(7)])
     for their_mesh in (as_theirs(mesh), theirs._MeshLayout(mesh.axes)):
@@ -416,10 +416,10 @@ def test_torch_says_the_same_of_the_meshes_of_a_world(tile):
     assert list(map(said, flat.composition(inner))) == list(map(said, theirs_composed))
 
 
-# --- Sizes that nobody enumerates ---
+# --- Very large meshes ---
 
 
-def test_a_question_about_one_rank_of_a_very_large_mesh_enumerates_nothing():
+def test_queries_on_a_very_large_mesh_do_not_enumerate_it():
     mesh = MeshLayout.from_sizes_strides((2**20, 2**20, 2**20))
     rank = mesh.rank_of((3, 4, 5))
     assert mesh.coordinate_of(rank) == (3, 4, 5)
@@ -430,12 +430,12 @@ def test_a_question_about_one_rank_of_a_very_large_mesh_enumerates_nothing():
     assert mesh.flatten().numel() == mesh.cosize() == 2**60
 
 
-def test_planning_needs_no_torch():
+def test_layouts_do_not_import_torch():
     code = "import sys, phalanx.mesh.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- What is refused ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -482,20 +482,20 @@ def test_planning_needs_no_torch():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(make, error, named):
+def test_invalid_arguments_are_named_in_the_error(make, error, named):
     with pytest.raises(error) as caught:
         make()
     assert named in str(caught.value)
 
 
-def test_layouts_do_not_change():
+def test_layouts_are_immutable():
     flat, mesh = FlatLayout(4), MeshLayout([FlatLayout(4)])
     for layout, name in [(flat, "shape"), (mesh, "axes"), (mesh, "other")]:
         with pytest.raises((AttributeError, TypeError)):
             setattr(layout, name, ())
 
 
-def test_upstreams_names_are_there():
+def test_upstream_aliases_exist():
     assert module._FlatLayout is FlatLayout
     assert module._MeshLayout is MeshLayout
     assert FlatLayout(4) != MeshLayout([FlatLayout(4)])

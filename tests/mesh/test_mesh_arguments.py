@@ -1,4 +1,4 @@
-"""Mistakes with meshes: the same kinds of errors as torch's, and messages that name the values."""
+"""Invalid mesh arguments: the same error types as torch, and messages that name the values."""
 
 import pytest
 import torch
@@ -144,7 +144,7 @@ def flat_pair(kit):
 
 @pytest.mark.parametrize("name", MISTAKES)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_same_mistake_raises_the_same_kind(pair, name):
+def test_invalid_arguments_raise_the_same_type_as_torch(pair, name):
     program, message = MISTAKES[name]
     theirs, mine = pair
     with pytest.raises(Exception) as error:  # noqa: PT011 - torch decides which
@@ -211,12 +211,12 @@ def test_the_same_mistake_raises_the_same_kind(pair, name):
         ),
     ],
 )
-def test_what_torch_lets_pass_is_a_mistake(ours, program, kind, message):
+def test_arguments_that_torch_fails_to_check_are_rejected(ours, program, kind, message):
     with pytest.raises(kind, match=message):
         program(ours)
 
 
-def test_names_of_errors_can_be_caught_by_their_own_class(ours):
+def test_mesh_errors_have_their_own_classes(ours):
     with pytest.raises(UnknownAxis):
         cube(ours)["x"]
     with pytest.raises(InvalidMesh):

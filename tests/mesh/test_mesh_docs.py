@@ -1,4 +1,4 @@
-"""The page on meshes: its code runs, its values are right, and its pictures are current."""
+"""docs/mesh.md: its code runs, its values are right, and its pictures are current."""
 
 import ast
 import re
@@ -18,13 +18,13 @@ PICTURES = runpy.run_path(str(DOCS / "mesh/pictures.py"))["pictures"]()
 
 
 def blocks(language):
-    """Return the code of the page; torch's meshes need processes, and have their own tests."""
+    """Return the code blocks of the page, except those on to_torch, which are tested elsewhere."""
     found = re.findall(rf"^```{language}\n(.*?)^```$", TEXT, flags=re.DOTALL | re.MULTILINE)
     return [block for block in found if "to_torch" not in block]
 
 
 def statements():
-    """Yield each statement of the page, and the value that it promises, if any."""
+    """Yield each statement of the page, and its documented value, if any."""
     for block in blocks("python"):
         lines = block.splitlines()
         for statement in ast.parse(block).body:
@@ -32,12 +32,12 @@ def statements():
             yield ast.get_source_segment(block, statement), promised if arrow else None
 
 
-# Here, and not by the ranks: Python 3.11 fails now and then to build trees on several threads.
+# Parsed here and not by the ranks: Python 3.11 sometimes fails to parse on several threads.
 STATEMENTS = list(statements())
 
 
 def read_along(context):
-    """Run the page and return each value that it shows, with what it shows."""
+    """Run the page; returns each value together with the documented one."""
     names, seen = {"print": lambda *_: None}, []
     with process_group(context.group()):
         for source, promised in STATEMENTS:
@@ -55,19 +55,19 @@ def read():
     return ThreadRanks(16).run(read_along)
 
 
-def test_every_value_on_the_page_is_what_rank_6_sees(read):
+def test_documented_values_are_those_of_rank_6(read):
     seen, _ = read[6]
     assert len(seen) > 20
     for source, value, promised in seen:
         assert value == promised, source
 
 
-def test_the_page_shows_the_mesh_as_it_is_drawn(read):
+def test_the_documented_drawing_is_current(read):
     _, drawn = read[6]
     assert f"{drawn}\n" in blocks("text")
 
 
-def test_the_page_shows_the_plan_as_it_is_printed():
+def test_the_documented_plan_is_current():
     planned = plan_mesh("8x16x8", names="dp,pp,tp", rank=513, hosts=128).text()
     [shown] = blocks("console")
     assert shown.partition("\n")[2] == f"{planned}\n"

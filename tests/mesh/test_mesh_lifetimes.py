@@ -1,4 +1,4 @@
-"""The groups of a mesh when things end, fail or happen at once."""
+"""Lifetime of axis groups: concurrent requests, failures, shutdown and pickling."""
 
 import copy
 import pickle
@@ -28,11 +28,11 @@ def total(group, value=1):
     return tensor.item()
 
 
-# -- at once -------------------------------------------------------------------------------
+# -- concurrency ---------------------------------------------------------------------------
 
 
 class Gate:
-    """An engine that takes as long to make as the test wants, and may fail."""
+    """An engine factory that blocks until the test releases it, and may fail."""
 
     def __init__(self):
         self.entered, self.open = threading.Semaphore(0), threading.Event()
@@ -49,7 +49,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch):
     gate = Gate()
-    # Not by `register_backend`, for good: other tests list those that there are.
+    # Not by `register_backend`, which is permanent: other tests list the backends.
     monkeypatch.setitem(
         _backend_registry._backends, "gated", Backend("gated", gate.make, fake.TRAITS)
     )
@@ -58,15 +58,15 @@ def gate(monkeypatch):
 
 @pytest.fixture
 def gated(gate):
-    """A mesh whose group along the first axis waits at the gate."""
+    """A mesh whose group along the first axis blocks at the gate."""
     group = new_group("fake", rank=1, world_size=4)
     yield init_device_mesh("cpu", (2, 2), backend_override={0: "gated"}, group=group)
     group.shutdown()
 
 
 @contextmanager
-def aside(function):
-    """Run a function on a thread, and give what it comes to."""
+def on_thread(function):
+    """Run a function on a thread; yields a list that receives its result or error."""
     came = []
 
     def run():
@@ -88,20 +88,20 @@ def all_forgotten(mesh):
         threading.Event().wait(0.001)
 
 
-def test_threads_that_ask_at_once_get_one_group(gate, gated):
-    with aside(lambda: gated.get_group(0)) as first:
+def test_concurrent_requests_get_one_group(gate, gated):
+    with on_thread(lambda: gated.get_group(0)) as first:
         assert gate.entered.acquire(timeout=20)
-        with aside(lambda: gated.get_group(0)) as second:
+        with on_thread(lambda: gated.get_group(0)) as second:
             gate.open.set()
     assert first == second == [gated.get_group(0)]
     assert not gate.entered.acquire(blocking=False)  # nobody else was at the gate
 
 
-def test_threads_that_ask_for_what_cannot_be_made_are_all_told(gate, gated):
+def test_concurrent_requests_all_raise_if_the_group_cannot_be_created(gate, gated):
     gate.error = RuntimeError("no engine today")
-    with aside(lambda: gated.get_group(0)) as first:
+    with on_thread(lambda: gated.get_group(0)) as first:
         assert gate.entered.acquire(timeout=20)
-        with aside(lambda: gated.get_group(0)) as second:
+        with on_thread(lambda: gated.get_group(0)) as second:
             gate.open.set()
     assert "no engine today" in str(first[0])
     assert "no engine today" in str(second[0])
@@ -109,12 +109,12 @@ def test_threads_that_ask_for_what_cannot_be_made_are_all_told(gate, gated):
     assert gated.get_group(0).size() == 2  # the next to ask tries again
 
 
-def test_a_failure_while_all_is_shut_down_is_told_to_who_asked(gate, gated):
+def test_a_creation_failure_during_shutdown_reaches_the_requester(gate, gated):
     gate.error = RuntimeError("no engine today")
     other = gated.get_group(1)
-    with aside(lambda: gated.get_group(0)) as asked:
+    with on_thread(lambda: gated.get_group(0)) as asked:
         assert gate.entered.acquire(timeout=20)
-        with aside(gated.shutdown) as ended:
+        with on_thread(gated.shutdown) as ended:
             all_forgotten(gated)
             gate.open.set()
     assert "no engine today" in str(asked[0])
@@ -123,10 +123,10 @@ def test_a_failure_while_all_is_shut_down_is_told_to_who_asked(gate, gated):
         other.barrier()
 
 
-def test_what_was_shut_down_while_it_was_made_is_not_kept(gate, gated):
-    with aside(lambda: gated.get_group(0)) as asked:
+def test_a_group_created_during_shutdown_is_not_kept(gate, gated):
+    with on_thread(lambda: gated.get_group(0)) as asked:
         assert gate.entered.acquire(timeout=20)
-        with aside(gated.shutdown):
+        with on_thread(gated.shutdown):
             all_forgotten(gated)
             gate.open.set()
     with pytest.raises(GroupAborted):
@@ -135,11 +135,11 @@ def test_what_was_shut_down_while_it_was_made_is_not_kept(gate, gated):
     gated.get_group(0).barrier()
 
 
-# -- ended by others -----------------------------------------------------------------------
+# -- groups shut down by the user ----------------------------------------------------------
 
 
 @over_groups(sizes=(4,), backends=("local", "gloo", "shm"), reuse=True)
-def test_a_group_that_was_ended_by_hand_is_made_anew_after_a_shutdown(group):
+def test_a_group_shut_down_by_the_user_is_recreated_after_mesh_shutdown(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, group=group)
     row = mesh.get_group("tp")
     total(row)
@@ -182,15 +182,15 @@ def with_torchs_options():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, backend_override={1: options})
 
 
-def test_groups_of_torchs_end_and_begin_again(ranks):
+def test_torch_groups_are_recreated_after_mesh_shutdown(ranks):
     ranks.run(torchs_own, 4)
 
 
-# -- groups that were given ----------------------------------------------------------------
+# -- groups passed by the user -------------------------------------------------------------
 
 
 @over_groups(sizes=(4,), backends=("local",))
-def test_groups_that_were_given_go_with_the_mesh(group):
+def test_user_groups_are_kept_by_pickled_and_copied_meshes(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES, group=group)
     column, row = mesh.get_all_groups()
     given = DeviceMesh.from_group(
@@ -209,7 +209,7 @@ def test_groups_that_were_given_go_with_the_mesh(group):
         pickle.loads(pickled).get_group("a")
 
 
-def test_a_pickle_takes_no_group_of_another_size():
+def test_unpickling_ignores_a_group_of_a_different_size():
     group = new_group("fake", rank=1, world_size=4, name="as before")
     pickled = pickle.dumps(init_device_mesh("cpu", (4,), group=group))
     group.shutdown()
@@ -220,7 +220,7 @@ def test_a_pickle_takes_no_group_of_another_size():
     smaller.shutdown()
 
 
-# -- ranks that disagree, asked twice ------------------------------------------------------
+# -- repeated mismatches -------------------------------------------------------------------
 
 
 def disagree_twice(ctx):
@@ -238,5 +238,5 @@ def disagree_twice(ctx):
     group.barrier().wait()
 
 
-def test_ranks_that_disagree_are_told_so_whenever_they_ask(threads):
+def test_a_mesh_mismatch_is_raised_on_every_request(threads):
     threads.run(disagree_twice, 4)

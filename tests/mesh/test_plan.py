@@ -1,4 +1,4 @@
-"""Planning a mesh: what it says is what a count by hand says."""
+"""Mesh plans, compared with enumeration."""
 
 import math
 
@@ -25,7 +25,7 @@ def planned(draw):
 
 @LAW
 @given(planned())
-def test_an_axis_crosses_hosts_if_any_of_its_groups_does(both):
+def test_an_axis_crosses_hosts_iff_any_of_its_groups_does(both):
     mesh, hosts = both
     ranks = mesh.layout.numel()
     for number, axis in enumerate(mesh.layout):
@@ -36,7 +36,7 @@ def test_an_axis_crosses_hosts_if_any_of_its_groups_does(both):
 
 @LAW
 @given(planned())
-def test_the_groups_of_the_rank_are_those_of_the_layout(both):
+def test_the_printed_groups_match_the_layout(both):
     mesh, hosts = both
     ranks = mesh.layout.numel()
     lines = mesh.text().splitlines()[-len(mesh.layout) :]
@@ -67,7 +67,7 @@ def test_ranks_are_abbreviated(ranks, short):
 
 
 @pytest.mark.parametrize("shape", ["2x3", "2X3", " 2 x 3 ", "2,3", "2×3"])  # noqa: RUF001
-def test_a_shape_is_written_in_several_ways(shape):
+def test_a_shape_can_be_written_in_several_ways(shape):
     assert plan_mesh(shape).layout.top_level_sizes == (2, 3)
 
 
@@ -92,14 +92,14 @@ def test_a_shape_is_written_in_several_ways(shape):
         ("2x3", {"hosts": 7}, ["such as 6"]),
     ],
 )
-def test_a_mistake_is_named_with_what_to_do(shape, options, words):
+def test_errors_name_the_value_and_suggest_a_fix(shape, options, words):
     with pytest.raises(InvalidArgument) as caught:
         plan_mesh(shape, **options)
     for word in words:
         assert word in str(caught.value)
 
 
-def test_a_plan_of_very_many_ranks_costs_nothing():
+def test_a_plan_of_a_huge_mesh_is_cheap():
     text = plan_mesh("999999999x999999999", rank=7, hosts=3).text(picture=True)
     assert "0-999999998 on host 0" in text
     assert "on 3 hosts" in text

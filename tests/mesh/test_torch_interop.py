@@ -1,4 +1,4 @@
-"""Our mesh in torch's own code: DTensor, tensor parallelism, FSDP2, and back."""
+"""Our mesh in torch's DTensor, tensor parallelism and FSDP2, and conversion both ways."""
 
 import io
 import pickle
@@ -39,9 +39,9 @@ def on_default_group(ctx, body):
 
 
 def on_our_group(ctx, body, backend):
-    """Run on a group of ours, which becomes torch's default group."""
+    """Run on one of our groups, installed as torch's default group."""
     group = ctx.group(backend)
-    # DTensor keeps what it has worked out for a mesh that looks the same: so no other looks so.
+    # DTensor caches results per mesh by equality, so this mesh must be unlike any other.
     names = (f"dp of {backend}", f"tp of {backend}")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names, group=group)
     mesh.to_torch(as_default=True)
@@ -211,7 +211,7 @@ BODIES = [
     ],
     ids=lambda b: b.__name__,
 )
-def test_on_torchs_default_group(ranks, body):
+def test_interop_on_torchs_default_group(ranks, body):
     ranks.run(on_default_group, 4, args=(body,))
 
 
@@ -221,7 +221,7 @@ def test_on_torchs_default_group(ranks, body):
     [*BODIES, is_loaded_with_weights_only],
     ids=lambda b: b.__name__,
 )
-def test_on_a_group_of_ours(ranks, body, backend):
+def test_interop_on_our_group(ranks, body, backend):
     ranks.run(on_our_group, 4, args=(body, backend))
 
 
@@ -257,5 +257,5 @@ def without_a_default(ctx):
     mesh.shutdown()
 
 
-def test_without_a_default_group_a_whole_mesh_converts(threads):
+def test_a_root_mesh_converts_without_a_default_group(threads):
     threads.run(without_a_default, 4)

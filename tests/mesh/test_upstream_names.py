@@ -1,4 +1,4 @@
-"""The names of upstream: all there, called alike, and the same on every kind of group."""
+"""Upstream's names: present, same signatures, and the same results on every kind of group."""
 
 import inspect
 import pickle
@@ -64,16 +64,16 @@ PAIRS = {
 }
 
 
-def asked_for(function):
-    """Return what a caller may pass, in order, but for what is marked as private."""
+def public_parameters(function):
+    """Return the public parameters of a function, in order."""
     parameters = inspect.signature(function).parameters.values()
     public = [each for each in parameters if not each.name.startswith("_")]
     return {each.name: (each.kind, each.default) for each in public}
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_upstreams_calls_are_taken_as_they_are(name):
-    ours, theirs = map(asked_for, PAIRS[name])
+def test_signatures_accept_upstream_calls(name):
+    ours, theirs = map(public_parameters, PAIRS[name])
     for parameter, how in theirs.items():
         assert ours[parameter] == how
     for parameter in ours.keys() - theirs.keys():  # what is ours alone may be left out
@@ -84,7 +84,7 @@ def test_upstreams_calls_are_taken_as_they_are(name):
     assert shared == list(theirs)
 
 
-def test_properties_are_properties():
+def test_upstream_properties_are_properties():
     for name in ("device_type", "mesh", "mesh_dim_names", "ndim", "shape"):
         assert isinstance(getattr(upstream.DeviceMesh, name), property)
         assert isinstance(getattr(DeviceMesh, name), property)
@@ -102,7 +102,7 @@ def test_layouts_have_every_name_of_torchs(name):
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if re.fullmatch("_[a-z].*", name)])
-def test_an_underscore_name_is_an_alias(name):
+def test_underscore_names_are_aliases(name):
     assert getattr(DeviceMesh, name) is getattr(DeviceMesh, name[1:])
 
 
@@ -143,14 +143,14 @@ UNSUPPORTED = {
 }
 
 
-def test_each_name_of_torchs_mesh_is_overridden_or_safe_to_inherit():
+def test_each_torch_mesh_attribute_is_overridden_or_safe_to_inherit():
     """A method that torch adds must not run on state that our mesh lacks."""
     assert set(vars(upstream.DeviceMesh)) - set(vars(DeviceMesh)) == INHERITED
     attributes = set(upstream.DeviceMesh.__annotations__)
     assert attributes - set(vars(DeviceMesh)) == ON_INSTANCES
 
 
-def test_names_that_need_the_state_of_torchs_mesh_raise():
+def test_methods_that_need_torchs_mesh_state_raise():
     group = new_group("fake", rank=1, world_size=4)
     mesh = init_device_mesh("cpu", (2, 2), group=group)
     for name in UNSUPPORTED:
@@ -159,7 +159,7 @@ def test_names_that_need_the_state_of_torchs_mesh_raise():
     group.shutdown()
 
 
-def test_what_torch_reads_from_a_mesh_is_there():
+def test_attributes_that_torch_reads_are_present():
     group = new_group("fake", rank=6, world_size=8)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"), group=group)
     assert isinstance(mesh, upstream.DeviceMesh)
@@ -197,13 +197,13 @@ def test_a_large_mesh_builds_no_rank_map(monkeypatch):
     group.shutdown()
 
 
-# -- the same everywhere -------------------------------------------------------------------
+# -- every kind of group -------------------------------------------------------------------
 
 COMPARED = {name: program for name, program in PROGRAMS.items() if name != "no axis"}
 
 
 class On:
-    """Our mesh, on a given group: or on torch's default group, if none is given."""
+    """Our mesh on a given group, or on torch's default group."""
 
     cls = DeviceMesh
 
@@ -217,8 +217,8 @@ class On:
         return DeviceMesh("cpu", ranks, **self.more, **more)
 
 
-def tell_all(kit):
-    """Run every program, and tell what its mesh is; its groups must really be groups."""
+def describe_all(kit):
+    """Run every program, and describe its mesh, whose groups must be real groups."""
     told_of = {}
     for name, program in COMPARED.items():
         mesh = program(kit)
@@ -227,38 +227,38 @@ def tell_all(kit):
     return told_of
 
 
-def tell_all_on(context, backend):
-    return tell_all(On(context.group(backend)))
+def describe_all_on(context, backend):
+    return describe_all(On(context.group(backend)))
 
 
 @pytest.fixture(scope="module")
 def on_fake():
-    """What every rank of eight is told by fake groups, which `test_device_mesh` compares."""
+    """The meshes of all eight ranks on fake groups, which `test_device_mesh` compares."""
     found = []
     for rank in range(WORLD):
         kit = Ours(rank)
-        found.append(tell_all(kit))
+        found.append(describe_all(kit))
         kit.group.shutdown()
     return found
 
 
-def test_threads_are_told_the_same_as_on_fake_groups(on_fake):
-    assert ThreadRanks(WORLD).run(tell_all_on, args=("local",)) == on_fake
+def test_meshes_on_thread_ranks_match_fake_groups(on_fake):
+    assert ThreadRanks(WORLD).run(describe_all_on, args=("local",)) == on_fake
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")
-def test_the_default_group_of_torch_gives_the_same(on_fake):
+def test_meshes_on_torchs_default_group_match_fake_groups(on_fake):
     for rank in (0, 5):
         dist.init_process_group("fake", rank=rank, world_size=WORLD, store=FakeStore())
         try:
-            assert tell_all(On()) == on_fake[rank]
+            assert describe_all(On()) == on_fake[rank]
             assert init_device_mesh("cpu", (8,)).group is dist.group.WORLD
         finally:
             dist.destroy_process_group()
 
 
 @over_groups(sizes=(4,), backends=("local", "gloo", "shm"), reuse=True)
-def test_a_mesh_is_the_same_object_to_its_users_on_every_kind_of_group(group):
+def test_the_mesh_api_works_on_every_backend(group):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"), group=group)
     row, column = divmod(group.rank(), 2)
     assert mesh.get_rank() == group.rank()
@@ -287,7 +287,7 @@ def test_a_mesh_is_the_same_object_to_its_users_on_every_kind_of_group(group):
     mesh.shutdown()
 
 
-# -- nothing before it is used -------------------------------------------------------------
+# -- lazy creation -------------------------------------------------------------------------
 
 
 def make_everything(group, shape):
@@ -300,7 +300,7 @@ def make_everything(group, shape):
     return mesh
 
 
-def test_making_and_slicing_a_mesh_makes_no_groups():
+def test_creating_and_slicing_a_mesh_creates_no_groups():
     group = new_group("fake", rank=517, world_size=1024)
     before = len(c10d._world.pg_map)
     mesh = make_everything(group, (16, 8, 8))
@@ -314,7 +314,7 @@ def test_making_and_slicing_a_mesh_makes_no_groups():
 
 
 def alone(context):
-    """Make and slice a mesh on one rank: it would wait for ever if any other had to come."""
+    """Create and slice a mesh on one rank only; would hang if another rank were needed."""
     group = context.group("local")
     if context.rank == 1:
         mesh = make_everything(group, (2, 1, 2))
@@ -323,14 +323,14 @@ def alone(context):
     group.barrier().wait()
 
 
-def test_a_rank_makes_a_mesh_without_the_others(threads):
+def test_a_rank_can_create_a_mesh_without_the_others(threads):
     threads.run(alone, 4)
 
 
-# -- sizes that are no powers of two -------------------------------------------------------
+# -- sizes that are not powers of two ------------------------------------------------------
 
 
-def test_uneven_axes_compose():
+def test_axes_of_odd_sizes_flatten_unflatten_and_concatenate():
     group = new_group("fake", rank=17, world_size=30)
     line = init_device_mesh("cpu", (30,), mesh_dim_names=("world",), group=group)
     mesh = line.unflatten("world", (5, 3, 2), NAMES)
@@ -350,7 +350,7 @@ def test_uneven_axes_compose():
     group.shutdown()
 
 
-def test_a_large_mesh_prints_in_a_line():
+def test_str_of_a_large_mesh_is_one_line():
     group = new_group("fake", rank=100_001, world_size=262_144)
     mesh = init_device_mesh("cpu", (4096, 8, 8), mesh_dim_names=NAMES, group=group)
     assert str(mesh) == (
@@ -364,8 +364,8 @@ def test_a_large_mesh_prints_in_a_line():
 # -- descriptions --------------------------------------------------------------------------
 
 
-def test_groups_are_described_by_their_axis_as_upstreams():
-    """Profilers and torch's flight recorder tell groups apart by these."""
+def test_group_descriptions_match_upstream():
+    """Profilers and torch's flight recorder identify groups by their description."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     try:
         described = []

@@ -1,4 +1,4 @@
-"""What a run says, and what becomes of its ranks, when some of them fail."""
+"""Failed ranks in a pool: error messages, replacement, and captured output."""
 
 import ctypes
 import os
@@ -30,7 +30,7 @@ def compare(ctx):
     assert answer == 50 + ctx.size
 
 
-def test_assertions_explain_themselves_and_equal_tracebacks_are_folded(ranks):
+def test_assertions_are_rewritten_and_equal_tracebacks_are_folded(ranks):
     error = failing(ranks, compare, 3)
     text = str(error)
     assert isinstance(error, RanksFailed)
@@ -47,7 +47,7 @@ def raise_own(ctx):
     return "fine"
 
 
-def test_every_failed_rank_is_shown_and_the_others_are_told(ranks):
+def test_every_failed_rank_is_shown_and_finished_ranks_are_listed(ranks):
     text = str(failing(ranks, raise_own, 3, linger=5))
     assert text.startswith("2 of 3 ranks failed")
     assert "ValueError: rank 1 is odd" in text
@@ -84,7 +84,7 @@ def test_a_group_that_cannot_be_aborted_does_not_hide_the_cause(request, kind, c
 
 
 def fail_late(ctx):
-    """Fail first, but report last: on the way out, this rank waits for the other one."""
+    """Fail first, but report last: this rank waits for the other one while cleaning up."""
     if ctx.rank == 0:
         ctx.store.wait(["cause"])
         ctx.store.set("effect", "")
@@ -115,7 +115,7 @@ def raise_chained(ctx):
         raise RuntimeError("effect") from error
 
 
-def test_causes_are_shown(ranks):
+def test_chained_exceptions_are_shown(ranks):
     text = str(failing(ranks, raise_chained, 1))
     assert text.index("KeyError: 'cause'") < text.index("RuntimeError: effect")
 
@@ -128,7 +128,7 @@ def test_failed_ranks_are_replaced_and_others_are_kept(ranks):
     assert not set(after[1:]) & set(before)
 
 
-# -- the end of a process --------------------------------------------------------------------
+# -- processes that exit ---------------------------------------------------------------------
 
 
 def leave_by_exit(ctx):
@@ -159,17 +159,17 @@ def test_sys_exit_is_a_failure_of_the_body(ranks):
         (crash, r"(?s)rank 0 died: SIGSEGV\n.*test_failures.py.* in crash"),
     ],
 )
-def test_the_end_of_a_process_is_told(ranks, body, told):
+def test_exit_codes_and_signals_of_dead_ranks_are_reported(ranks, body, told):
     assert re.search(told, str(failing(ranks, body, 1)))
 
 
-def test_a_death_may_be_expected(ranks):
+def test_an_expected_death_is_returned_as_a_result(ranks):
     assert ranks.run(leave_at_once, 1, expect_dead={0}) == [Died(3)]
     (died,) = ranks.run(leave_by_signal, 1, expect_dead={0})
     assert died.signal == signal.SIGKILL
 
 
-def test_an_expected_death_must_come(ranks):
+def test_a_missing_expected_death_fails_the_run(ranks):
     assert "expected to die" in str(failing(ranks, report_pid, 2, expect_dead={1}))
 
 
@@ -209,7 +209,7 @@ def test_a_hung_rank_is_dumped_and_replaced(ranks, body):
     assert ranks.run(report_pid, 2)
 
 
-def test_a_stopped_rank_is_told_from_a_hung_one(ranks):
+def test_a_stopped_rank_is_distinguished_from_a_hung_one(ranks):
     assert "stopped by a signal" in str(failing(ranks, hang_stopped, 1, timeout=0.5))
 
 
@@ -219,7 +219,7 @@ def fail_and_hang(ctx):
     hang_in_store(ctx)
 
 
-def test_after_a_failure_the_others_are_not_waited_for_long(ranks):
+def test_after_a_failure_the_others_are_waited_for_until_linger(ranks):
     start = time.monotonic()
     text = str(failing(ranks, fail_and_hang, 3, timeout=60, linger=0.2))
     assert time.monotonic() - start < 10
@@ -248,7 +248,7 @@ def print_and_die(ctx):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_of_much_output_the_end_is_shown(ranks):
+def test_long_output_is_truncated_to_its_end(ranks):
     text = str(failing(ranks, print_and_die, 1))
     assert "bytes omitted" in text
     assert text.endswith("last words")

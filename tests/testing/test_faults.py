@@ -1,4 +1,4 @@
-"""Faults: ranks that are killed, stopped or held up at a point."""
+"""Fault injection: ranks that are killed, stopped or delayed at a fault point."""
 
 import os
 import signal
@@ -61,7 +61,7 @@ def test_a_signal_is_sent_to_the_process_and_not_to_one_thread(ranks):
 
 
 def walk_or_watch(ctx):
-    """Rank 0 walks; rank 1 tells which of its steps was the last."""
+    """Rank 0 walks; rank 1 returns the number of steps that rank 0 completed."""
     if ctx.rank == 0:
         return walk(ctx)
     for step in range(3):
@@ -80,12 +80,12 @@ def wait_for(store, key, timeout=0.5):
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_fault_strikes_at_the_nth_time(ranks, nth):
+def test_a_fault_triggers_at_the_nth_pass(ranks, nth):
     fault = Fault("step", kill(), rank=0, nth=nth)
     assert ranks.run(walk_or_watch, 2, faults=[fault]) == [Died(-9), nth - 1]
 
 
-def test_stop_for_ever(ranks):
+def test_stop_without_resume(ranks):
     fault = Fault("step", stop(), rank=0)
     assert ranks.run(walk_or_watch, 2, faults=[fault]) == [Stopped(), 0]
     assert ranks.run(walk, 2) == [3, 3]
@@ -97,7 +97,7 @@ def walk_timed(ctx):
     return os.getpid(), time.monotonic() - start
 
 
-def test_stop_for_a_while(ranks):
+def test_stop_with_resume(ranks):
     fault = Fault("step", stop(resume_after=0.4), rank=0)
     (pid, stopped), (_, free) = ranks.run(walk_timed, 2, faults=[fault])
     assert stopped >= 0.4
@@ -118,12 +118,12 @@ def test_several_faults(ranks):
 
 
 @pytest.mark.parametrize("action", [kill(), delay(0.1)])
-def test_a_fault_that_never_strikes_fails_the_run(ranks, action):
+def test_a_fault_that_is_never_reached_fails_the_run(ranks, action):
     with pytest.raises(RankFailures, match="rank 1 finished, but did not reach its fault"):
         ranks.run(walk, 2, faults=[Fault("stepp", action, rank=1)])
 
 
-def test_an_optional_fault_may_strike_or_not(ranks):
+def test_an_optional_fault_need_not_be_reached(ranks):
     fault = Fault("stepp", kill(), rank=1, optional=True)
     assert ranks.run(walk, 2, faults=[fault]) == [3, 3]
     fault = Fault("step", kill(), rank=1, optional=True)
@@ -142,7 +142,7 @@ def inject_kill(ctx):
             walk(ctx)
 
 
-def test_a_body_injects_its_own(ranks, threads):
+def test_a_body_can_inject_faults(ranks, threads):
     assert ranks.run(inject_delay, 2) == [True, True]
     assert threads.run(inject_delay, 2) == [True, True]
     assert _faultpoints.armed == ()
@@ -159,7 +159,7 @@ def lose_a_peer(ctx):
 
 
 @pytest.mark.parametrize("point", ["allreduce:before", "allreduce:issued"])
-def test_groups_mark_their_calls(ranks, point):
+def test_group_calls_have_fault_points(ranks, point):
     results = ranks.run(lose_a_peer, 3, faults=[Fault(point, kill(), rank=2)])
     assert results == ["noticed", "noticed", Died(-9)]
 

@@ -1,4 +1,4 @@
-"""One body over many groups."""
+"""over_groups: one test body on many kinds of group."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def test_a_body_runs_over_every_group(group):
 
 
 @over_groups(backends=("local",), sizes=(), split=True)
-def test_halves_are_apart(group, ctx):
+def test_the_halves_of_a_split_are_separate_groups(group, ctx):
     tensor = torch.tensor([ctx.rank])
     group.allreduce(tensor).wait()
     assert tensor.item() == (2 if ctx.rank % 2 == 0 else 4)
@@ -44,7 +44,7 @@ seen = []
 
 @over_groups(backends=("gloo",), sizes=(2,), split=True, reuse=True)
 @pytest.mark.parametrize("time", [1, 2, 3])
-def test_a_group_is_used_again(group, time):
+def test_a_group_is_reused_between_tests(group, time):
     tensor = torch.ones(1)
     group.allreduce(tensor).wait()
     assert tensor.item() == 2
@@ -64,7 +64,7 @@ def die_on_rank_1(ctx):
 
 
 @over_groups(backends=("gloo",), sizes=(2,), reuse=True)
-def test_a_group_is_not_used_again_when_a_rank_was_replaced(group, replaced):
+def test_a_group_is_not_reused_after_a_rank_was_replaced(group, replaced):
     group.barrier().wait()
 
 
@@ -90,7 +90,7 @@ def test_also(ranks):
 def test_a_failure_is_reported_once(tmp_path):
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "test_failing.py").write_text(FAILING)
-    # The other import mode is the one that this suite runs in.
+    # This suite itself runs in the other import mode.
     pytest_command = str(Path(sys.executable).with_name("pytest"))
     done = subprocess.run(
         [pytest_command, "-q", "-p", "no:cacheprovider", "--import-mode=importlib", "inner"],

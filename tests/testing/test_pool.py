@@ -1,4 +1,4 @@
-"""Process ranks: results, reuse, and what a body finds around it."""
+"""Process ranks: results, reuse, and the environment of a body."""
 
 import os
 import random
@@ -35,18 +35,18 @@ def report_place(ctx, *args, **kwargs):
     return ctx.rank, ctx.size, args, kwargs
 
 
-def test_results_come_by_rank(ranks):
+def test_results_are_ordered_by_rank(ranks):
     given = {"args": (1, "a"), "kwargs": {"k": [2]}}
     assert ranks.run(report_place, 3, **given) == [
         (rank, 3, (1, "a"), {"k": [2]}) for rank in range(3)
     ]
 
 
-def test_all_ranks_by_default(ranks):
+def test_run_uses_all_ranks_by_default(ranks):
     assert len(ranks.run(report_place)) == ranks.size == 4
 
 
-def test_processes_serve_again_and_again(ranks):
+def test_processes_are_reused(ranks):
     first = pids(ranks)
     assert len({os.getpid(), *first}) == 5
     assert pids(ranks) == first
@@ -57,7 +57,7 @@ def return_tensor(ctx, tensor):
     return tensor + ctx.rank
 
 
-def test_tensors_travel(ranks):
+def test_tensors_can_be_arguments_and_results(ranks):
     results = ranks.run(return_tensor, 2, args=(torch.ones(2),))
     assert [each.tolist() for each in results] == [[1, 1], [2, 2]]
 
@@ -68,7 +68,7 @@ def exchange(ctx):
     return fresh, [ctx.store.get(str(rank)) for rank in range(ctx.size)]
 
 
-def test_ranks_share_a_store_that_is_new_each_time(ranks):
+def test_each_run_has_a_new_shared_store(ranks):
     for _ in range(2):
         assert ranks.run(exchange, 2) == [(True, [b"from 0", b"from 1"])] * 2
 
@@ -80,14 +80,14 @@ def allreduce(ctx):
     return group.backend, tensor.item()
 
 
-def test_a_context_makes_groups(ranks):
+def test_a_context_forms_groups(ranks):
     assert ranks.run(allreduce, 3) == [("gloo", 3.0)] * 3
 
 
-# -- what cannot be sent ---------------------------------------------------------------------
+# -- pickling --------------------------------------------------------------------------------
 
 
-def test_a_body_must_be_found_by_name(ranks):
+def test_a_body_must_be_importable(ranks):
     def local(ctx):
         return None
 
@@ -96,7 +96,7 @@ def test_a_body_must_be_found_by_name(ranks):
             ranks.run(body, 1)
 
 
-def test_an_argument_that_cannot_be_sent(ranks):
+def test_an_unpicklable_argument_is_rejected(ranks):
     with pytest.raises(InvalidType, match=r"argument .* is not picklable"):
         ranks.run(report_pid, 1, args=(threading.Lock(),))
 
@@ -105,7 +105,7 @@ def return_lock(ctx):
     return threading.Lock()
 
 
-def test_a_result_that_cannot_be_sent(ranks):
+def test_an_unpicklable_result_fails_the_rank(ranks):
     with pytest.raises(RankFailures, match=r"the result of type lock is not picklable"):
         ranks.run(return_lock, 1)
 
@@ -119,24 +119,24 @@ def return_unreadable(ctx):
     return Unreadable()
 
 
-def test_a_result_that_cannot_be_read(ranks):
+def test_a_result_that_cannot_be_unpickled_fails_the_run(ranks):
     with pytest.raises(RankFailures, match="invalid literal for int"):
         ranks.run(return_unreadable, 1)
     assert ranks.run(report_place, 1)
 
 
-def test_an_argument_that_cannot_be_read(ranks):
+def test_an_argument_that_cannot_be_unpickled_fails_the_run(ranks):
     with pytest.raises(RankFailures, match="invalid literal for int"):
         ranks.run(report_pid, 1, args=(Unreadable(),))
 
 
 @pytest.mark.parametrize("size", [0, 5])
-def test_the_size_is_bounded(ranks, size):
+def test_a_size_out_of_range_is_rejected(ranks, size):
     with pytest.raises(InvalidArgument, match=f"must be 1 to 4, got {size}"):
         ranks.run(report_pid, size)
 
 
-# -- surroundings ----------------------------------------------------------------------------
+# -- process state ---------------------------------------------------------------------------
 
 
 def look_around(ctx):
@@ -165,14 +165,14 @@ def look_for_the_mess(ctx):
     return os.getpid(), torch.rand(1).item(), random.random()
 
 
-def test_a_body_finds_the_surroundings_of_the_caller(ranks, monkeypatch, tmp_path):
+def test_a_body_sees_the_callers_environment_and_directory(ranks, monkeypatch, tmp_path):
     monkeypatch.setenv("PHALANX_PROBE", "seen")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert ranks.run(look_around, 1) == [("seen", str(tmp_path), sys.path)]
 
 
-def test_nothing_is_left_of_the_body_before(ranks):
+def test_state_of_an_earlier_body_is_reset(ranks):
     before = ranks.run(make_a_mess, 2)
     after = ranks.run(look_for_the_mess, 2)
     assert [pid for pid, *_ in after] == before
@@ -184,7 +184,7 @@ def warn(ctx):
     return "went on"
 
 
-def test_warnings_are_treated_as_in_the_caller(ranks):
+def test_warning_filters_of_the_caller_apply(ranks):
     with pytest.raises(RankFailures, match="UserWarning: careful"):
         ranks.run(warn, 1)
     with warnings.catch_warnings():
@@ -212,15 +212,15 @@ def test_a_new_rank_converts_tensors_without_descriptors():
         assert pool.run(convert_without_descriptors) == [4.0]
 
 
-def test_much_output_blocks_nobody(ranks, capfd):
+def test_large_output_does_not_block_a_rank(ranks, capfd):
     ranks.run(print_much, 2)
     assert capfd.readouterr() == ("", "")
 
 
-# -- life of the pool ------------------------------------------------------------------------
+# -- pool lifecycle --------------------------------------------------------------------------
 
 
-def test_a_rank_that_died_idle_is_replaced(ranks):
+def test_a_rank_that_died_while_idle_is_replaced(ranks):
     first = pids(ranks, 2)
     os.kill(first[1], 9)
     wait_until(lambda: not os.path.exists(f"/proc/{first[1]}"))
@@ -234,7 +234,7 @@ def parent_pid(ctx):
 
 
 @pytest.mark.slow
-def test_a_pool_survives_the_loss_of_its_template():
+def test_a_pool_survives_the_death_of_its_template_process():
     with RankPool(1) as pool:
         pool.start()
         (template,) = pool.run(parent_pid)
@@ -245,7 +245,7 @@ def test_a_pool_survives_the_loss_of_its_template():
         pool.run(parent_pid)
 
 
-def test_a_broken_preload_is_told():
+def test_a_failing_preload_is_reported():
     with (
         RankPool(1, preload=["no_such_module"]) as pool,
         pytest.raises(RanksFailed, match=r"pool died:(?s:.*)No module named 'no_such_module'"),

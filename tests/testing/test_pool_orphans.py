@@ -1,4 +1,4 @@
-"""No process outlives the one that needs it."""
+"""No rank process outlives the process that started it."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def start_child(ctx, path):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_body_started_ends_with_its_rank(ranks, tmp_path):
+def test_child_processes_of_a_body_end_with_its_rank(ranks, tmp_path):
     path = tmp_path / "child"
     with pytest.raises(RankFailures, match="SIGKILL"):
         ranks.run(start_child, 1, args=(path,))

@@ -28,12 +28,12 @@ def allreduce(ctx, value):
     return group.backend, tensor.item(), threading.current_thread().name
 
 
-def test_ranks_are_threads(threads):
+def test_thread_ranks_run_a_collective(threads):
     results = threads.run(allreduce, 3, args=(1.0,))
     assert results == [("local", 6.0, f"rank {rank}") for rank in range(3)]
 
 
-def test_a_body_may_be_any_function(threads):
+def test_a_body_can_be_any_callable(threads):
     seen = []
     threads.run(lambda ctx: seen.append(ctx.rank))
     assert sorted(seen) == [0, 1, 2, 3]
@@ -45,12 +45,12 @@ def exchange(ctx):
     return fresh, [ctx.store.get(str(rank)) for rank in range(ctx.size)]
 
 
-def test_ranks_share_a_store_that_is_new_each_time(threads):
+def test_each_run_has_a_new_shared_store(threads):
     for _ in range(2):
         assert threads.run(exchange, 2) == [(True, [b"from 0", b"from 1"])] * 2
 
 
-def test_random_numbers_of_the_caller_are_left_alone(threads):
+def test_the_callers_random_state_is_unchanged(threads):
     before = torch.random.get_rng_state()
     threads.run(lambda ctx: torch.rand(ctx.size), 2)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -60,7 +60,7 @@ def compare(ctx):
     assert ctx.size == 3
 
 
-def test_failures_are_folded_and_explained(threads):
+def test_equal_failures_are_folded_and_assertions_rewritten(threads):
     text = failing(threads, compare)
     assert text.startswith(f"2 of 2 ranks failed in {__name__}.compare\n\nranks 0, 1 failed\n")
     assert "assert 2 == 3" in text
@@ -92,7 +92,7 @@ def fail_and_hang(ctx):
 @pytest.mark.parametrize(
     ("body", "options"), [(hang, {"timeout": 0.3}), (fail_and_hang, {"linger": 0.3})]
 )
-def test_a_hung_thread_is_dumped_and_left_behind(threads, body, options):
+def test_a_hung_thread_is_dumped_and_abandoned(threads, body, options):
     release.clear()
     start = time.monotonic()
     text = failing(threads, body, **options)
@@ -103,7 +103,7 @@ def test_a_hung_thread_is_dumped_and_left_behind(threads, body, options):
     release.set()
 
 
-def test_the_size_is_bounded(threads):
+def test_a_size_out_of_range_is_rejected(threads):
     with pytest.raises(InvalidArgument, match="must be 1 to 4, got 5"):
         threads.run(compare, 5)
 

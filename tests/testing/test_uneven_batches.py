@@ -1,4 +1,4 @@
-"""Uneven batches: the same everywhere, and a loop of one's own that is tested with them."""
+"""uneven_batches: reproducible batches, and custom training loops tested with them."""
 
 import pickle
 
@@ -24,7 +24,7 @@ arguments = st.fixed_dictionaries(
 
 @settings(deadline=None)
 @given(arguments)
-def test_ranks_and_one_process_have_the_same_batches(given_):
+def test_loaders_of_all_ranks_match_the_single_process_steps(given_):
     batches = uneven_batches(**given_)
     lengths = given_["lengths"]
     loaders = [batches.loader(rank) for rank in range(len(lengths))]
@@ -47,13 +47,13 @@ def test_ranks_and_one_process_have_the_same_batches(given_):
         assert batch.inputs.dtype == given_.get("dtype", torch.float32)
 
 
-def test_sizes_come_in_turn():
+def test_batch_sizes_are_used_in_turn():
     batches = uneven_batches((2, 1), batch_size=(1, 0, 4))
     sizes = [[len(batch.ids) for batch in step.values()] for step in batches.steps]
     assert sizes == [[1, 0], [4]]
 
 
-def test_they_are_the_same_wherever_they_are_made():
+def test_batches_are_deterministic_and_picklable():
     batches = uneven_batches((3, 1), seed=5)
     assert pickle.loads(pickle.dumps(batches)) == batches == uneven_batches([3, 1], seed=5)
     (mine, *_), (other, *_) = batches.loader(0), uneven_batches((3, 1), seed=6).loader(0)
@@ -61,7 +61,7 @@ def test_they_are_the_same_wherever_they_are_made():
     assert batches.first_ranks(1).lengths == (3,)
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     for lengths in ((), (-1, 2), (1.5,)):
         with pytest.raises(InvalidArgument, match="lengths must be"):
             uneven_batches(lengths)
@@ -79,12 +79,12 @@ def step(weight, gradient):
 
 
 def slope(weight, batch):
-    """Tell the gradient of the mean of squares, by hand."""
+    """Return the gradient of the mean squared error, computed by hand."""
     return 2 * batch.inputs.t() @ (batch.inputs @ weight - batch.targets) / len(batch.ids)
 
 
 @over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
-def test_a_loop_of_ones_own(group, uneven_batches):
+def test_a_custom_training_loop_matches_one_process(group, uneven_batches):
     batches = uneven_batches.first_ranks(group.size())
     mine = torch.zeros(4, 1)
     for batch in batches.loader(group.rank()):
@@ -102,7 +102,7 @@ def test_a_loop_of_ones_own(group, uneven_batches):
 
 
 @over_groups(backends=("local", "shm"), sizes=(2, 4), reuse=True)
-def test_an_evaluation_of_ones_own(group, uneven_batches):
+def test_a_custom_evaluation_gathers_every_sample(group, uneven_batches):
     batches = uneven_batches.first_ranks(group.size())
     ids = [batch.ids for batch in batches.loader(group.rank())]
     seen = phalanx.gather_uneven(torch.cat(ids) if ids else None, group)
